@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from common.console import UserError, raise_if_any, warn
-from common.files import UTF16_MARKS
+from common.console import UserError, raise_if_any, say, warn
+from common.files import UTF16_MARKS, is_lfs_pointer
 
 TEXT_FILES = (".txt", ".md", ".py")
-ROW_FILES = (".parquet", *(f".{e}{z}" for e in ("jsonl", "ndjson") for z in ("", ".gz", ".zst")))
-HUB_FILES = (*ROW_FILES, ".json", ".json.gz", ".json.zst")  # a local .json is often one object
+JSON_FILES = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in ("", ".gz", ".zst"))
+ROW_FILES = (".parquet", *JSON_FILES)
 
 FIELD = "text"
 FALLBACK = "cp1252"  # of text files that are not Unicode: Windows' Latin-1
@@ -41,6 +41,8 @@ BATCH_ROWS = 64  # of parquet, decoded at once; few, because each may be a book
 TEXT_COLUMN = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")  # of parquet
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # except tabs, line ends and page ends
 MOST_CONTROLS = 0.001  # of the characters of a text
+# Between the documents of one .txt, as in TinyStories. In .md and .py people write about it.
+END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
 # Seconds before a file on the hub that failed is opened again, at the same row: an hour in all. The
 # hub's library has already retried several times.
 PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
@@ -53,25 +55,83 @@ WITH_DATASETS = 'make parquet of it: python -c "from datasets import *; {}.to_pa
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
-    The files of some paths, folders and patterns, in the order given, those of one folder or
-    pattern sorted by name. Files with other endings are left out. Raises UserError for a
-    name without any file.
+    List the files of some paths, folders and patterns in the order given, those of one folder or
+    pattern sorted by name. A file that has several names is listed once. Files with other endings
+    and, in folders, names that begin with a dot are left out and counted. Raises UserError for a
+    name without any file, and for git-lfs pointers.
     """
-    files, problems, others = [], [], list[Path]()
+    files: dict[tuple, str] = {}
+    problems, hidden = [], list[Path]()
+    others: dict[str, Path] = {}
     for name in names:
         paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        inside = [f for p in map(Path, paths) for f in (p.rglob("*") if p.is_dir() else [p])]
-        inside = [f for f in inside if f.is_file()]
-        found = [str(f) for f in inside if f.name.lower().endswith(endings)]
-        others += [f for f in inside if not f.name.lower().endswith(endings)]
+        inside = [f for path in map(Path, paths) for f in files_in(path, hidden)]
+        reads = {f: is_read(f, endings) for f in inside}
+        found = sorted(str(f) for f in inside if reads[f])
+        others |= {os.path.realpath(f): f for f in inside if not reads[f]}
         if not found:
             problems.append(f"{name}: {how_to_convert(inside)}; read are {', '.join(endings)}")
-        files += sorted(found)
+        for file in found:
+            files.setdefault(file_id(file), file)
     raise_if_any(problems)
+    if pointers := [f for f in files.values() if is_lfs_pointer(Path(f))]:
+        held = f"{pointers[0]}: a git-lfs pointer, not the file itself"
+        raise UserError(f"{held} (one of {len(pointers):,}); type git lfs pull in its folder")
     if others:
-        kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
-        warn(f"{len(others):,} files are not read ({kinds}), such as {others[0]}")
-    return list(dict.fromkeys(files))  # one that was named twice is read once
+        kinds = ", ".join(sorted({f.suffix or f.name for f in others.values()})[:5])
+        first = next(iter(others.values()))
+        warn(f"{len(others):,} files are not read ({kinds}), such as {first}")
+    if hidden:
+        warn(f"{len(hidden):,} names begin with a dot and are skipped, such as {hidden[0]}")
+    return list(files.values())
+
+
+def files_in(path: Path, hidden: list[Path]) -> Iterator[Path]:
+    """
+    Yield a file, or the files of a folder and of all folders in it, links included. Names that
+    begin with a dot are added to `hidden` instead. Raises OSError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    if not path.is_dir():
+        yield path
+        return
+    entered = set()  # a link may lead back to a folder above it
+    for folder, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+        if file_id(folder) in entered:
+            folders.clear()
+            continue
+        entered.add(file_id(folder))
+        hidden += [Path(folder, name) for name in folders + files if name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in files if not name.startswith("."))
+
+
+def file_id(name: str) -> tuple:
+    """Return what all names of one file or folder share."""
+    stat = os.stat(name)
+    return stat.st_dev, stat.st_ino or os.path.realpath(name)  # some network disks number no files
+
+
+def is_read(file: Path, endings: tuple[str, ...]) -> bool:
+    """
+    Return whether a file is one to read: of a .json, whether its first two lines are objects, as
+    in jsonl. Most others hold one object or one list.
+    """
+    name = file.name.lower()
+    if not (name.endswith(endings) and file.is_file()):
+        return False
+    if not name.endswith(".json") or is_lfs_pointer(file):
+        return True
+    try:
+        first = [
+            json.loads(line.decode("utf-8-sig")) for _, line in islice(read_lines(str(file)), 2)
+        ]
+    except (ValueError, RecursionError):
+        return False
+    return len(first) == 2 and all(isinstance(row, dict) for row in first)
 
 
 def how_to_convert(others: list[Path]) -> str:
@@ -110,7 +170,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # offline, gated, misspelt
         raise UserError(f"{dataset}: {first_line(error)}; or give local files") from None
-    if not files or not all(file.endswith(HUB_FILES) for file in files):
+    if not files or not all(file.endswith(ROW_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
 
@@ -349,22 +409,47 @@ def read_jsonl(name: str, place: Place, field: str, keeps_blank: bool) -> Iterat
             text = json.loads(line.decode().removeprefix("\ufeff").rstrip()).get(field)
         except (ValueError, AttributeError, RecursionError) as error:
             problem = f"{name}: line {number:,} is no JSON object ({first_line(error)})"
-            hint = "mend it, or leave such lines out: jq -cR 'fromjson? | objects' FILE > NEW"
-            if isinstance(error, UnicodeDecodeError):
-                hint = "make UTF-8 of the file: iconv -f ENCODING -t utf-8 FILE > NEW"
-            if line.startswith(b"["):
-                hint = "make lines of a list: jq -c '.[]' FILE > NEW"
-            raise UserError(f"{problem}; {hint}") from None
+            raise UserError(f"{problem}; {how_to_mend(line, error)}") from None
         yield Place(place.file, 0, number), as_document(text, keeps_blank)
+
+
+def how_to_mend(line: bytes, error: Exception) -> str:
+    """Say what to do with a file that has this line: a command only if it keeps all rows."""
+    if isinstance(error, UnicodeDecodeError):
+        return "make UTF-8 of the file: iconv -f ENCODING -t utf-8 FILE > NEW"
+    text = line.decode(errors="replace").removeprefix("\ufeff").strip()
+    if text.endswith(",") and is_object(text[:-1]):
+        return "it ends in a comma: sed 's/,[[:space:]]*$//' FILE > NEW takes them off all lines"
+    rows = text.split("\r" if "\r" in text else "\n")
+    if len(rows) > 1 and all(is_object(row) for row in rows if row.strip()):
+        return "its lines end in CR: tr '\\r' '\\n' < FILE > NEW"
+    at = error.pos if isinstance(error, json.JSONDecodeError) else 0
+    goes_on = line.endswith(b"\n") and at >= len(text) and text.endswith(("{", "[", ","))
+    if goes_on or text.startswith("["):
+        return "make one object a line: jq -c 'arrays[], objects' FILE > NEW"
+    if not line.endswith(b"\n"):
+        return "the file ends in this line, so it may be cut: get it again"
+    return "mend that line"
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """The lines after the `first` ones that are not blank, with their numbers from 1 on."""
     import fsspec
 
-    if name.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
-        raise UserError(f"{name}: pip install zstandard, to read .zst files")
-    with fsspec.open(name, compression="infer") as file:
+    is_zstd = name.lower().endswith(".zst")
+    with fsspec.open(name, compression=None if is_zstd else "infer") as file:
+        if is_zstd:
+            import pyarrow
+
+            # fsspec's own reader ends without an error where a file is cut
+            file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
         # without the buffer, files on the hub copy megabytes per line
         lines = io.BufferedReader(file, 2**20)
         for number, line in enumerate(islice(lines, first, None), first + 1):
@@ -373,9 +458,14 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
-    """A text file is one row."""
-    if place.row == 0 and (text := as_document(decode(name, encoding))):
-        yield Place(place.file, 0, 1), text
+    """A text file is one row, or several with GPT-2's mark between them. Blank ones are none."""
+    whole = decode(name, encoding)
+    texts = END_OF_TEXT.split(whole) if name.lower().endswith(".txt") else [whole]
+    rows = [*filter(as_document, texts)]
+    if len(texts) > 1:
+        say(f"{name}: {len(rows):,} documents, as <|endoftext|> stands between them")
+    for row in range(place.row, len(rows)):
+        yield Place(place.file, 0, row + 1), rows[row]
 
 
 def as_document(text: object, keeps_blank: bool = False) -> str | None:

@@ -6,13 +6,27 @@ jsonl and parquet as they are in the world. Each is prepared by the command and 
 import codecs
 import gzip
 import json
+import re
+import shutil
+import subprocess
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from documents import check_documents, documents, manifest_of, stored_texts, write_parquet
+from documents import (
+    check_documents,
+    documents,
+    manifest_of,
+    stored,
+    stored_texts,
+    write_parquet,
+)
 from program import Result, run
+
+from data.tokenizer import Tokenizer
 
 FILLING = [f"filling {n} " * 9 for n in range(60)]  # so that each split has enough
 
@@ -69,6 +83,62 @@ def test_files_folders_and_patterns_in_the_order_given_each_once():
     check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
 
 
+def test_links_are_followed_and_each_file_is_read_once_by_whatever_names():
+    Path("notes").mkdir()
+    Path("elsewhere/deep").mkdir(parents=True)
+    for name in ("notes/book.txt", "elsewhere/deep/more.txt", "elsewhere/gone.txt"):
+        Path(name).write_text(f"{name} " * 30)
+    Path("notes/latest.txt").symlink_to("book.txt")
+    Path("notes/second.txt").hardlink_to("notes/book.txt")
+    Path("notes/linked").symlink_to(Path("elsewhere").absolute())
+    Path("elsewhere/deep/back").symlink_to(Path("notes").absolute())  # a circle
+    Path("notes/lost.txt").symlink_to("nothing.txt")
+    Path("elsewhere/gone.txt").rename("notes/z.txt")
+    result = prepare_text("notes", "elsewhere", "notes/second.txt", "--val_fraction=0.2")
+    assert result.code == 0, result.err
+    assert "1 files are not read (.txt)" in result.err and "lost.txt" in result.err
+    names = ["notes/book.txt", "notes/linked/deep/more.txt", "notes/z.txt"]
+    assert [*manifest_of(Path("out"))["files"]] == names
+    texts = ["notes/book.txt " * 30, "elsewhere/deep/more.txt " * 30, "elsewhere/gone.txt " * 30]
+    check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
+    assert "of 3 files" in result.out
+
+
+def test_names_that_begin_with_a_dot_are_skipped_and_counted_unless_they_are_given():
+    for name in (".venv/lib/a.txt", ".ipynb_checkpoints/b.txt", "._c.txt", "c.txt", "d/.e.txt"):
+        Path("project", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("project", name).write_text(f"{name} " * 60)
+    Path("project/._c.txt").write_bytes(bytes(range(256)) * 9)  # what a Mac leaves: no text
+    result = prepare_text("project", "project/d/.e.txt", "--val_fraction=0.2")
+    assert result.code == 0, result.err
+    assert "4 names begin with a dot and are skipped, such as project/" in result.err
+    assert [*manifest_of(Path("out"))["files"]] == ["project/c.txt", "project/d/.e.txt"]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"7" * 64 + b"\nsize 42\n"
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "jsonl.gz", "json.zst", "txt"])
+def test_a_git_lfs_pointer_is_recognised_in_place_of_any_file(ending):
+    Path("a").mkdir()
+    for n in range(60):
+        Path(f"a/{n:02}.{ending}").write_bytes(POINTER)
+    Path("a/b.txt").write_text("words " * 90)
+    assert_refused("one of 60", "git lfs pull", prepare_text("a"))
+    if ending != "txt":
+        assert_refused("a/00", "git lfs pull", prepare_rows("--source=a"))
+
+
+def assert_refused(first: str, second: str, result: Result) -> None:
+    assert result.code == 2 and result.err.count("\n") == 1, result
+    assert first in result.err and second in result.err and not Path("out").exists()
+
+
+def test_text_about_git_lfs_is_no_pointer():
+    Path("a.txt").write_bytes(POINTER * 30)
+    assert prepare_text("a.txt").code == 0
+
+
 def test_home_may_be_written_as_a_tilde(work, monkeypatch):
     monkeypatch.setenv("HOME", str(work))
     Path("a.txt").write_text("a line\n" * 300)
@@ -111,6 +181,28 @@ def test_another_encoding_is_given_for_what_is_not_unicode(encoding):
     assert "名前は" in result.err and "b.txt" not in result.err
     splits = [stored_texts(Path("out"), split) for split in ("val", "train")]
     check_documents(*splits, [JAPANESE, GERMAN])
+
+
+def test_a_text_file_with_end_of_text_between_its_stories_is_as_many_documents():
+    stories = [f"Story {n}.\nThe end.\n" for n in range(300)]
+    Path("a.txt").write_bytes("<|endoftext|>\r\n".join([*stories, " \n"]).encode())
+    result = prepare_text("a.txt", "--tokenizer=gpt2")
+    assert result.code == 0 and "a.txt: 300 documents" in result.out
+    shards = manifest_of(Path("out"))["shards"]
+    assert sum(shard["documents"] for shard in shards) >= 300
+    tokens = np.concatenate([stored(Path("out"), split) for split in ("val", "train")])
+    mark = Tokenizer(dict(kind="gpt2")).encode("<|endoftext|>")
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(mark))
+    assert not (windows == mark).all(axis=1).any()
+    assert (tokens == 50256).sum() == sum(shard["documents"] for shard in shards)
+
+
+@pytest.mark.parametrize("name", ["a.py", "a.md", "a.jsonl"])
+def test_elsewhere_end_of_text_is_text(name):
+    text = "END = '<|endoftext|>'\n" * 30
+    Path(name).write_text(json.dumps(dict(text=text)) if name == "a.jsonl" else text)
+    assert prepare_text(name, "--val_fraction=0.2").code == 0
+    check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), [text])
 
 
 UNREADABLE = {
@@ -163,7 +255,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize(
+    "ending", ["jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst"]
+)
 def test_a_row_of_jsonl_is_an_object_with_a_text(ending):
     lines = [line for line, _ in ROWS.values()]
     lines += [json.dumps(dict(text=text)).encode() for text in FILLING]
@@ -171,10 +265,22 @@ def test_a_row_of_jsonl_is_an_object_with_a_text(ending):
     assert rows_of(write_lines(f"a.{ending}", lines)) == expected
 
 
+def test_a_json_file_of_lines_is_read_and_one_of_another_form_is_left_alone():
+    rows = [dict(text=text) for text in FILLING]
+    Path("source").mkdir()
+    Path("source/a.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("source/config.json").write_text('{"text": "settings"}\n')
+    Path("source/list.json").write_text(json.dumps(rows))
+    Path("source/pretty.json").write_text(json.dumps(rows[0], indent=1))
+    assert rows_of("source") == FILLING
+    result = prepare_rows("--source=source/list.json")
+    assert result.code == 2 and "load_dataset('json'" in result.err
+
+
 BROKEN = {
     "cut": (b'{"text": "cut', "Unterminated"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "Extra data"),
-    "a list": (b'[{"text": "a"}]', "jq -c '.[]'"),
+    "a list": (b'[{"text": "a"}]', "jq -c"),
     "a string": (b'"text"', "no JSON object"),
     "too deep": (b'{"a":' * 100_000, "recursion"),
     "Latin-1": ('{"text": "café"}'.encode("latin-1"), "iconv"),
@@ -193,6 +299,43 @@ def test_a_broken_line_is_named_by_its_number_in_the_file(prepare, line, said):
     assert result.code == 2 and result.err.count("\n") == 1
     assert result.err.startswith("error: a.jsonl: line 102 is no JSON object (")
     assert said in result.err and not Path("out").exists()
+
+
+# The first line that is broken, and the command that mends it, which a shell can run
+MENDED = {
+    "pretty-printed": (lambda rows: "\n".join(json.dumps(row, indent=2) for row in rows), 1),
+    "a list": (json.dumps, 1),
+    "a pretty-printed list": (lambda rows: json.dumps(rows, indent=2), 1),
+    "a list of lines": (lambda rows: "[" + ",\n".join(map(json.dumps, rows)) + "]", 1),
+    "commas": (lambda rows: ",\n".join(map(json.dumps, rows)), 1),
+    "commas, Windows": (lambda rows: ", \r\n".join(map(json.dumps, rows)), 1),
+    "an old Mac's": (lambda rows: "\r".join(map(json.dumps, rows)), 1),
+    "a comma later": (lambda rows: "{}\n\n" + ",\n".join(map(json.dumps, rows)), 3),
+}
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
+@pytest.mark.parametrize("form, line", MENDED.values(), ids=MENDED)
+def test_the_command_for_what_is_almost_jsonl_keeps_all_rows(form, line):
+    Path("FILE").write_text(form([dict(id=n, text=text) for n, text in enumerate(FILLING)]) + "\n")
+    shutil.copy("FILE", "a.jsonl")
+    result = prepare_rows("--source=a.jsonl")
+    assert result.code == 2 and result.err.count("\n") == 1
+    assert f"a.jsonl: line {line} is no JSON object" in result.err
+    mend = re.search(r"(?:jq -|sed '|tr ').* NEW", result.err)[0]
+    subprocess.run(mend, shell=True, check=True)
+    Path("NEW").rename("new.jsonl")
+    assert rows_of("new.jsonl") == FILLING
+
+
+def test_a_line_that_no_command_mends_comes_without_one():
+    lines = [json.dumps(dict(text=text)) for text in FILLING]
+    Path("a.jsonl").write_text("\n".join([*lines, '{"text": "a" "b"}', *lines]) + "\n")
+    result = prepare_rows("--source=a.jsonl")
+    assert "line 61" in result.err and "NEW" not in result.err
+    Path("a.jsonl").write_text("\n".join(lines)[:-20])
+    result = prepare_rows("--source=a.jsonl")
+    assert "line 60" in result.err and "cut" in result.err and "NEW" not in result.err
 
 
 def test_the_text_may_be_in_another_field():
@@ -255,12 +398,42 @@ def test_rows_without_text_are_counted_and_a_file_that_is_mostly_without_is_refu
     assert result.code == 2 and "rows hold no text" in result.err and not Path("3").exists()
 
 
-def test_a_file_that_was_cut_ends_in_the_librarys_own_words():
-    packed = gzip.compress(b'{"text": "a"}\n' * 99)
-    Path("a.jsonl.gz").write_bytes(packed[:-9])
-    result = prepare_rows("--source=a.jsonl.gz")
+@pytest.mark.parametrize("ending, said", [("gz", "EOFError"), ("zst", "Truncated")])
+@pytest.mark.parametrize("cut", ["a line", "between lines", "the second part", "the last byte"])
+def test_a_file_that_was_cut_ends_in_the_librarys_own_words(ending, said, cut):
+    rows = [json.dumps(dict(text=text)).encode() + b"\n" for text in FILLING]
+    pack = gzip.compress if ending == "gz" else pytest.importorskip("zstandard").compress
+    packed = pack(b"".join(rows))
+    if cut == "the second part":
+        packed = packed + packed[: len(packed) // 2]
+    elif cut == "the last byte":
+        packed = packed[:-1]
+    else:
+        packed = flushed(ending, b"".join(rows[:30]) + rows[30][: 9 if cut == "a line" else 0])
+    Path(f"a.jsonl.{ending}").write_bytes(packed)
+    result = prepare_rows(f"--source=a.jsonl.{ending}")
     assert result.code == 2 and result.err.count("\n") == 1
-    assert "a.jsonl.gz: EOFError: Compressed file ended before" in result.err
+    assert f"a.jsonl.{ending}: " in result.err and said in result.err
+
+
+def flushed(ending: str, content: bytes) -> bytes:
+    """A compressed file that is cut behind this content."""
+    if ending == "gz":
+        packer = zlib.compressobj(wbits=31)
+        return packer.compress(content) + packer.flush(zlib.Z_SYNC_FLUSH)
+    zstandard = pytest.importorskip("zstandard")
+    packer = zstandard.ZstdCompressor().compressobj()
+    return packer.compress(content) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
+def test_zst_in_several_frames_is_read_to_its_end():
+    zstandard = pytest.importorskip("zstandard")
+    skippable = bytes.fromhex("502a4d18") + (4).to_bytes(4, "little") + b"abcd"
+    lines = [json.dumps(dict(text=text)).encode() + b"\n" for text in FILLING]
+    frames = [zstandard.compress(b"".join(lines[n : n + 20])) for n in (0, 20, 40)]
+    frames.insert(1, zstandard.compress(b""))
+    Path("a.jsonl.zst").write_bytes(skippable + skippable.join(frames) + skippable)
+    assert rows_of("a.jsonl.zst") == FILLING
 
 
 def test_text_that_would_fill_the_memory_is_sent_to_jsonl():
