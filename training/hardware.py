@@ -254,6 +254,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
+        # Without it, torch.compile pads a matmul if that was faster in a trial, which may end
+        # differently at the next start. torch reads it when it imports the compiler.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
     return hw
 
