@@ -587,7 +587,7 @@ def main(
         say("compile: off; torch's compiler for MPS is an early prototype")
     problem = ""  # why the run is not compiled, if it should be; compile=required ends here
     if compiles:
-        say("compiling: this takes about a minute")
+        say("compiling: about a minute, or several on few CPU cores")
         problem = compile_and_check(model, c, data.vocab, hw, ranks)
         if problem:
             model.loss_chunk = loss_chunk(c, compiled=False)
