@@ -35,6 +35,7 @@ CARDS = {
     "t4": "Tesla T4|7|5|40|15|64|64|4|1024",
     "a100": "NVIDIA A100-SXM4-80GB|8|0|108|80|163|164|40|2048",
     "h200": "NVIDIA H200|9|0|132|140|227|228|50|2048",
+    "5090": "NVIDIA GeForce RTX 5090|12|0|170|32|99|100|96|1536",
 }
 
 
@@ -63,11 +64,13 @@ ROWS = {
         "4070", "gpt124m_4070", f"{EAGER} --dtype=float32 --batch_size=4"
     ),
     "4070-fast": Row("4070", "fast124m_4070", whole=True),
+    "4070-fast-deterministic": Row("4070", "fast124m_4070", "--deterministic=True"),
     "4070-fast-eager": Row("4070", "fast124m_4070", EAGER),
     "4070-fast-eager-recompute": Row("4070", "fast124m_4070", f"{EAGER} --recompute=True"),
     "4070-nanogpt": Row("4070", "gpt124m_4070", nanogpt=True),
     "t4-gpt2": Row("t4", "gpt124m_t4"),
     "t4-gpt2-eager": Row("t4", "gpt124m_t4", EAGER, whole=True),
+    "t4-fast": Row("t4", "fast124m_4070", "--dtype=float16 --batch_size=4"),
     "t4-fast-eager": Row("t4", "fast124m_4070", f"{EAGER} --dtype=float16 --batch_size=4"),
     "a100-gpt2": Row("a100", "gpt124m_a100"),
     "a100-fast-eager-off": Row("a100", "fast124m_a100", f"{EAGER} --loss_chunk=off"),
@@ -77,6 +80,7 @@ ROWS = {
     "h200-fast": Row("h200", "fast124m_h200"),
     "h200-fast-64": Row("h200", "fast124m_h200", "--batch_size=64 --loss_chunk=8192"),
     "h200-fast-128": Row("h200", "fast124m_h200", "--batch_size=128"),
+    "5090-fast": Row("5090", "fast124m_4090", whole=True),
 }
 
 # What a compiled kernel is for, by the first of these whose words are in its name
@@ -567,5 +571,5 @@ def write_docs() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "dev"), str(ROOT / "tests")]
     sys.exit(main())
