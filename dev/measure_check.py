@@ -1,13 +1,17 @@
 """
-What the check of compiled code costs and sees: its time beside a cold compile, its memory beside
-an iteration, and the table of planted faults.
+Measure what the check of compiled code finds and costs.
 
+    python dev/measure_check.py --json=check.json
     python dev/measure_check.py config/gpt124m_cpu.py --batch_size=4 --json=check.json
 
-Each row of times is a process of its own, with an empty cache of compiled code.
+The first command plants faults, and counts false alarms on shipped configurations at small size.
+The second measures the check's time beside a cold compile, and its memory beside an iteration; each
+row is a process of its own, with an empty cache of compiled code. A file that exists keeps the
+results of the other command.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -18,6 +22,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIALS = 3
+SEEDS = 24
+SMALL = "--n_layer=2 --n_embd=128 --block_size=128 --batch_size=4"  # with the shipped size of heads
+SHAPES = {  # flags, and the size of the vocabulary
+    "config/quickstart.py": 256,
+    "config/quickstart.py --n_layer=1": 256,
+    "config/fast_quickstart.py": 256,
+    f"config/gpt124m_4070.py {SMALL} --n_head=2": 1000,
+    f"config/fast124m_4070.py {SMALL} --n_head=1 --value_tables=1 --bigram_rows=2048": 1000,
+}
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
@@ -73,29 +86,70 @@ def measure(argv: list[str], with_check: bool) -> dict:
     return json.loads(out.stdout.splitlines()[-1])
 
 
-def planted() -> list[dict]:
-    """Which of the faults are seen, and by what."""
-    import contextlib
+def quiet_hardware(dtype: str):
+    from test_compiled import hardware_in
 
-    from test_compiled import BATCH, DTYPES, FAULTS, compiled_by, hardware_in
+    with contextlib.redirect_stderr(None):  # a warning that float16 is slow on a CPU
+        return hardware_in(dtype)
+
+
+def planted() -> list[dict]:
+    """Which of the faults are found, and by what."""
+    from test_compiled import BATCH, DTYPES, FAULTS, KERNELS, compiled_by, right, wrong_kernel
 
     from training.compiled import compare_with_eager
 
-    rows = []
+    trials = []  # (fault, model, dtypes, compiler, a context in which it is planted)
     for fault, (names, compiler) in FAULTS.items():
+        dtypes = ["float32"] if "cast" in fault else DTYPES  # half precision casts there anyway
         for name in names.split():
-            row = dict(fault=fault, model=name)
-            for dtype in DTYPES:
-                if "cast" in fault and dtype != "float32":
-                    continue
+            trials.append((fault, name, dtypes, compiler, contextlib.nullcontext()))
+    for kernel in KERNELS:
+        for name in ("gpt2", "fast"):
+            fault = f"uncompiled too: {kernel}"
+            trials.append((fault, name, DTYPES[1:], right, wrong_kernel(name, kernel)))
+    rows = []
+    for fault, name, dtypes, compiler, planted in trials:
+        row = dict(fault=fault, model=name)
+        with planted:
+            for dtype in dtypes:
                 try:
-                    with contextlib.redirect_stderr(None):  # float16 is slow on a CPU
-                        hw = hardware_in(dtype)
-                    compare_with_eager(compiled_by(compiler, name), BATCH, 500, hw)
-                    row[dtype] = "NOT SEEN"
+                    gpt = compiled_by(compiler, name)
+                    compare_with_eager(gpt, BATCH, 500, quiet_hardware(dtype))
+                    row[dtype] = "NOT FOUND"
                 except ArithmeticError as error:
                     row[dtype] = str(error)
-            rows.append(row)
+        rows.append(row)
+        print(*row.values(), sep=" | ", flush=True)
+    return rows
+
+
+def false_alarms() -> list[dict]:
+    """What the check says of torch's compiler itself, with other weights and tokens each time."""
+    import torch
+    from test_compiled import DTYPES
+
+    from configurator import load_config
+    from model_fast import build_model
+    from train import model_config
+    from training.compiled import compare_with_eager, compile_model
+
+    rows = []
+    for flags, vocab in SHAPES.items():
+        for dtype in DTYPES:
+            c = load_config([*flags.split(), "--device=cpu", f"--dtype={dtype}"])
+            hw = quiet_hardware(dtype)
+            torch.compiler.reset()
+            model = build_model(model_config(c, vocab, flash=hw.flash(c), compiled=True))
+            compile_model(model)
+            alarms = []
+            for seed in range(SEEDS):
+                try:
+                    compare_with_eager(model, c.batch_size, vocab, hw, seed)
+                except ArithmeticError as error:
+                    alarms.append(f"seed {seed}: {error}")
+            rows.append(dict(flags=flags, dtype=dtype, seeds=SEEDS, alarms=alarms))
+            print(*rows[-1].values(), sep=" | ", flush=True)
     return rows
 
 
@@ -107,9 +161,19 @@ def main() -> None:
     options, argv = parser.parse_known_args()
     if options.child:
         return child(argv, options.check)
-    rows = planted()
-    for row in rows:
-        print(*row.values(), sep=" | ")
+    found = {}
+    if options.json and options.json.exists():
+        found = json.loads(options.json.read_text())
+    command = " ".join(sys.argv[1:])
+    if argv:
+        found |= dict(costs_command=command, costs=measure_costs(argv))
+    else:
+        found |= dict(command=command, false_alarms=false_alarms(), faults=planted())
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure_costs(argv: list[str]) -> list[dict]:
     costs = []
     for _ in range(TRIALS):
         checked, plain = measure(argv, with_check=True), measure(argv, with_check=False)
@@ -123,9 +187,7 @@ def main() -> None:
         cost["share"] = cost["check_seconds"] / cost["cold_compile_seconds"]
         print(json.dumps(cost, indent=1))
         costs.append(cost)
-    if options.json:
-        found = dict(command=" ".join(sys.argv[1:]), costs=costs, faults=rows)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return costs
 
 
 if __name__ == "__main__":
