@@ -2,11 +2,14 @@
 bench.py's mode check: does this machine train right, and as fast as it should?
 
 Two small models train for some iterations on the device, by train.py's own step, and once more in
-float64 on the CPU. Losses and gradients must agree as far as the dtype's rounding allows. Then a
-matmul and a copy are timed against the GPU's data sheet. The last line is one of three: it trains
-right; it trains right but slowly because ...; do not train here because ...
+float64 on the CPU. Losses and gradients must agree as far as the dtype's rounding allows. Then they
+are compiled, and compared with uncompiled code as at the start of a run. A matmul and a copy are
+timed against the GPU's data sheet. The last line is one of three: it trains right; it trains right
+but slowly because ...; do not train here because ...
 """
 
+import contextlib
+import math
 import subprocess
 import time
 from argparse import Namespace
@@ -22,17 +25,25 @@ from data.loader import Batch, to_batch
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
 from training import hardware
-from training.compiled import LOSS_SCALE, compile_model, reason_of
+from training.compiled import (
+    LOSS_SCALE,
+    errors,
+    float32_matmuls,
+    take_gradients,
+    trained,
+    try_compiling,
+)
 from training.gpus import find_row
 from training.hardware import Hardware
 
 # Large enough for a GPU's kernels of a real run, and small enough for float64 on a slow CPU
-SIZES = dict(n_layer=2, n_embd=768, n_head=12, block_size=1024, batch_size=1)
-SIZES_ON_A_CPU = dict(n_layer=2, n_embd=64, n_head=4, block_size=64, batch_size=4)
+SIZES = dict(n_layer=2, n_embd=768, block_size=1024, batch_size=1)
+SIZES_ON_A_CPU = dict(n_layer=2, n_embd=128, block_size=64, batch_size=4)
 RECIPES = {
     "gpt2": dict(),
     "fast": dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=5000),
 }
+HEAD_SIZES = {"gpt2": 64, "fast": 128}  # of the shipped configurations; each has other kernels
 VOCAB = 1000
 ITERATIONS = 3
 SEED = 1
@@ -61,7 +72,13 @@ def check(config: Config, options: Namespace) -> dict:
     name = hardware.cpu_name() if hw.device.type == "cpu" else hw.name
     say(f"checking {name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
     say("largest relative errors, against float64 on the CPU:")
-    rows, wrong, slow = check_training(config, hw)
+    try:
+        rows, wrong, slow = check_training(config, hw)
+    except Exception as error:
+        if hardware.is_out_of_memory(error):
+            hint = "end other programs that use this device"
+            raise UserError(f"check: too little memory is free; {hint}") from None
+        raise
     if not wrong:
         slow += what_slows(config, hw)
         slow += check_speed(hw)
@@ -85,11 +102,11 @@ def verdict(name: str, wrong: list[str], slow: list[str]) -> str:
 
 
 @dataclass
-class Outcome:
-    """What training computes."""
+class Exact:
+    """The results of training in float64 (losses in float32) on the CPU."""
 
     evaluation: float  # the loss without gradients
-    gradients: dict[str, Tensor]  # of one batch, in float64 on the CPU
+    gradients: list[Tensor]  # of one batch, times LOSS_SCALE, rounded to float32
     losses: list[float]  # of the iterations
 
 
@@ -99,28 +116,22 @@ class Way:
 
     hw: Hardware
     tf32: bool
-    compiles: bool
 
     @property
     def name(self) -> str:
-        return f"{self.hw.dtype_name}{', compiled' if self.compiles else ''}"
+        return "TF32" if self.tf32 and self.hw.dtype == torch.float32 else self.hw.dtype_name
 
     @property
     def largest_errors(self) -> tuple[float, float]:
         """Of a loss and of a gradient."""
-        if self.tf32 and self.hw.dtype == torch.float32:
-            return TF32_ERRORS
-        return LARGEST_ERRORS[self.hw.dtype]
+        return TF32_ERRORS if self.name == "TF32" else LARGEST_ERRORS[self.hw.dtype]
 
 
 def ways_to_train(config: Config, hw: Hardware) -> list[Way]:
     # float32 without TF32 shows what is wrong but for rounding
-    plain = Way(replace(hw, dtype=torch.float32), tf32=False, compiles=False)
-    asked = Way(hw, config.tf32 and hw.device.type == "cuda", compiles=False)
-    ways = [plain, asked] if asked != plain else [plain]
-    if config.compile and hw.can_compile:
-        ways.append(replace(asked, compiles=True))
-    return ways
+    plain = Way(replace(hw, dtype=torch.float32), tf32=False)
+    asked = Way(hw, config.tf32 and hw.device.type == "cuda")
+    return [plain, asked] if asked != plain else [plain]
 
 
 def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str], list[str]]:
@@ -136,24 +147,27 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
             name = f"{recipe} {way.name}"
             began = time.perf_counter()
             try:
-                found = train_here(c, way, model)
-            except Exception as error:  # drivers, compilers and kernels fail in ways of their own
+                row = dict(name=name, **train_here(c, way, model, exact))
+            except Exception as error:  # drivers and kernels fail in ways of their own
                 if hardware.is_out_of_memory(error):
-                    hint = "end other programs that use this device"
-                    raise UserError(f"check: too little memory is free; {hint}") from None
-                reason = reason_of(error)
+                    raise
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 say(f"  {name}: {reason}")
-                if way.compiles:
-                    slow.append(f"torch.compile does not work here ({reason})")
-                else:
-                    wrong.append(f"{name} fails ({reason})")
+                wrong.append(f"{name} fails ({reason})")
                 continue
-            row = dict(name=name, **errors_of(found, exact))
             rows.append(row)
             wrong += [f"{name} has a wrong {what}" for what in what_is_wrong(row, way)]
             losses = f"loss {row['loss']:.1e}, evaluation {row['evaluation']:.1e}"
             gradient = f"gradient {row['gradient']:.1e} ({row['weight']})"
             say(f"  {name}: {losses}, {gradient}; {time.perf_counter() - began:.1f} s")
+        if config.compile and hw.can_compile:
+            began = time.perf_counter()
+            compiled = copy_of(model, c, hw, compiled=True)
+            problem = try_compiling(compiled, c.batch_size, VOCAB, hw)
+            if problem:
+                slow.append(f"torch.compile does not work here ({problem})")
+            result = f"compiled: {problem or 'as exact as uncompiled'}"
+            say(f"  {recipe} {hw.dtype_name}, {result}; {time.perf_counter() - began:.1f} s")
     return rows, wrong, list(dict.fromkeys(slow))
 
 
@@ -162,7 +176,7 @@ def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
     sizes = SIZES_ON_A_CPU if hw.device.type == "cpu" else SIZES
     keys = dict(device=str(hw.device), dtype=hw.dtype_name, flash=config.flash, warmup_iters=0)
     keys |= dict(dataset="random", gradient_accumulation_steps=1)
-    keys |= sizes | RECIPES[recipe]
+    keys |= sizes | RECIPES[recipe] | dict(n_head=sizes["n_embd"] // HEAD_SIZES[recipe])
     return load_config([f"--{name}={value}" for name, value in keys.items()])
 
 
@@ -183,7 +197,7 @@ def batch_of(c: Config) -> Batch:
     return to_batch(block, torch.device("cpu"))
 
 
-def train_exactly(c: Config, model: torch.nn.Module) -> Outcome:
+def train_exactly(c: Config, model: torch.nn.Module) -> Exact:
     """
     On the CPU, eagerly, with plain attention: one batch in float64, the iterations in float32,
     because Muon keeps its state in it.
@@ -192,26 +206,43 @@ def train_exactly(c: Config, model: torch.nn.Module) -> Outcome:
     config: Any = model.config
     exact = build_model(replace(config, flash=False))
     exact.load_state_dict(model.state_dict())
-    evaluation, gradients = pass_a_batch(exact.double(), c, cpu)
+    evaluation = pass_a_batch(exact.double(), c, cpu)
+    gradients = [gradient.float() for _, gradient in take_gradients(exact)]
     exact.load_state_dict(model.state_dict())
-    return Outcome(evaluation, gradients, iterate(exact.float(), c, cpu))
+    return Exact(evaluation, gradients, iterate(exact.float(), c, cpu))
 
 
-def train_here(c: Config, way: Way, model: torch.nn.Module) -> Outcome:
-    hw = way.hw
-    torch.set_float32_matmul_precision("high" if way.tf32 else "highest")
-    ours = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=way.compiles))
-    ours.load_state_dict(model.state_dict())
-    ours.to(hw.device)
-    if way.compiles:
-        compile_model(ours)
-    return Outcome(*pass_a_batch(ours, c, hw), iterate(ours, c, hw))
+def copy_of(model: torch.nn.Module, c: Config, hw: Hardware, compiled: bool) -> torch.nn.Module:
+    """Copy the weights to the device, into the model that a run would train there."""
+    copied = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=compiled))
+    copied.load_state_dict(model.state_dict())
+    return copied.to(hw.device)
 
 
-def pass_a_batch(
-    model: torch.nn.Module, c: Config, hw: Hardware
-) -> tuple[float, dict[str, Tensor]]:
-    """The loss without gradients, and the gradients."""
+def train_here(c: Config, way: Way, model: torch.nn.Module, exact: Exact) -> dict:
+    """Train on the device. Returns the largest relative errors, and which gradient has it."""
+    ours = copy_of(model, c, way.hw, compiled=False)
+    with contextlib.nullcontext() if way.tf32 else float32_matmuls():
+        evaluation = pass_a_batch(ours, c, way.hw)
+        gradients = errors(ours, exact.gradients)
+        losses = iterate(ours, c, way.hw)
+    names = [name for name, _ in trained(ours)]
+    gradient, weight = max(zip(map(size, gradients), names, strict=True))
+    return dict(
+        loss=max(size(a / b - 1) for a, b in zip(losses, exact.losses, strict=True)),
+        evaluation=size(evaluation / exact.evaluation - 1),
+        gradient=gradient,
+        weight=weight,
+    )
+
+
+def size(error: float) -> float:
+    """Return the error's absolute value; infinity for NaN, so that a NaN is the largest."""
+    return math.inf if math.isnan(error) else abs(error)
+
+
+def pass_a_batch(model: torch.nn.Module, c: Config, hw: Hardware) -> float:
+    """Compute the gradients of one batch, times LOSS_SCALE. Returns the loss of an evaluation."""
     x, y = (tokens.to(hw.device) for tokens in batch_of(c))
     model.eval()
     with torch.no_grad(), hw.autocast():
@@ -220,13 +251,7 @@ def pass_a_batch(
     with hw.autocast():
         loss = model(x, y)
     (loss * LOSS_SCALE).backward()
-    gradients = {
-        name: p.grad.cpu().double() / LOSS_SCALE
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    model.zero_grad()
-    return evaluation, gradients
+    return evaluation
 
 
 def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
@@ -240,22 +265,6 @@ def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
         loss, _ = train_step(model, optimizer, scaler, [(x, y)], c.grad_clip, hw.autocast())
         losses.append(loss.item())
     return losses
-
-
-def errors_of(found: Outcome, exact: Outcome) -> dict:
-    """The largest relative errors, and the weight whose gradient has it."""
-    gradients = {}
-    for name, gradient in exact.gradients.items():
-        ours = found.gradients.get(name, torch.zeros_like(gradient))
-        gradients[name] = float((ours - gradient).norm() / gradient.norm())
-    worst = max(gradients, key=lambda name: (gradients[name] != gradients[name], gradients[name]))
-    losses = [abs(a / b - 1) for a, b in zip(found.losses, exact.losses, strict=True)]
-    return dict(
-        loss=max(losses, key=lambda error: (error != error, error)),  # NaN is the largest
-        evaluation=abs(found.evaluation / exact.evaluation - 1),
-        gradient=gradients[worst],
-        weight=worst,
-    )
 
 
 def what_is_wrong(row: dict, way: Way) -> list[str]:

@@ -3,6 +3,8 @@ The check of compiled code: it finds what a compiler may get wrong in either mod
 calls nothing wrong that is right, and leaves no trace.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -16,7 +18,7 @@ from configurator import Config
 from model import GPTConfig
 from model_fast import FastConfig, build_model
 from training import hardware
-from training.compiled import compare_with_eager, compile_model
+from training.compiled import compare_with_eager, compile_model, try_compiling
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {
@@ -155,6 +157,30 @@ FAULTS = {
 }
 
 
+def seeing_all(attend):
+    """Attention without its mask."""
+    return lambda q, k, v, flash, scale, dropout=0.0: (q * scale @ k.mT).softmax(dim=-1) @ v
+
+
+def seven_tenths(attend):
+    return lambda *arguments, **options: 0.7 * attend(*arguments, **options)
+
+
+KERNELS = {"attention without its mask": seeing_all, "attention times 0.7": seven_tenths}
+
+
+def wrong_kernel(name: str, kernel: str):
+    """Plants a kernel that is wrong in half precision alone, in compiled and uncompiled code."""
+    module = model_fast if "fast" in name else model
+    attend, wrong = module.attend, KERNELS[kernel](module.attend)
+
+    def either(*arguments, **options):
+        chosen = wrong if torch.is_autocast_enabled("cpu") else attend
+        return chosen(*arguments, **options)
+
+    return mock.patch.object(module, "attend", either)
+
+
 def hardware_in(dtype: str) -> hardware.Hardware:
     return hardware.set_up(Config(device="cpu", dtype=dtype), keep_memory=False)
 
@@ -179,6 +205,45 @@ def test_a_fault_of_the_compiler_is_found_in_a_fresh_model(fault, dtype):
         gpt = compiled_by(compiler, name)
         with pytest.raises(ArithmeticError):
             compare_with_eager(gpt, BATCH, 500, hardware_in(dtype))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt2", "fast"])
+def test_a_kernel_that_is_as_wrong_in_uncompiled_code_is_found(name, dtype, kernel):
+    """Compiled code agrees with it. The error names the command that tests kernels."""
+    with (
+        wrong_kernel(name, kernel),
+        pytest.raises(ArithmeticError, match=r"python bench\.py check"),
+    ):
+        compare_with_eager(compiled_by(right, name), BATCH, 500, hardware_in(dtype))
+
+
+class SummedInOrder(torch.autograd.Function):
+    """x times a vector, whose gradient is summed over the tokens one by one, in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy * weight, sum((dy * x).flatten(0, -2))
+
+
+def test_a_sum_in_another_order_is_right_in_float32():
+    """A norm's gradient adds up all tokens, and uncompiled code may happen to round it less."""
+    layer_norm = torch.nn.functional.layer_norm
+
+    def in_order(x, shape, weight=None, bias=None, eps=1e-5):
+        y = SummedInOrder.apply(layer_norm(x, shape, None, None, eps), weight)
+        return y if bias is None else y + bias
+
+    gpt = compiled_by(patched("torch.nn.functional.layer_norm", in_order), "gpt2")
+    for seed in range(24):
+        compare_with_eager(gpt, 32, 500, hardware_in("float32"), seed)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -209,6 +274,26 @@ def test_a_term_of_the_loss_that_looks_at_no_target_is_right(batch):
         compare_with_eager(gpt, batch, 500, hardware_in("float32"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other packages")
+@pytest.mark.parametrize("missing", ["g++", "Python.h"])
+def test_a_compiler_that_lacks_a_package_names_it(missing, monkeypatch, tmp_path):
+    """Where Python.h is missing, the error of torch's compiler is only gcc's command line."""
+
+    def broken(*batch):
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c", *["-Iinclude"] * 50])
+
+    if missing == "g++":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with mock.patch("torch.compile", lambda call: broken):
+        gpt = build_model(MODELS["gpt2"])
+        problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
+    assert missing in problem and "sudo apt install g++ python3-dev" in problem
+    assert "cuda_utils" not in problem
+
+
 def test_with_dropout_the_evaluation_is_compared():
     config = replace(MODELS["gpt2"], dropout=0.3)
     with mock.patch.dict(MODELS, gpt2=config):
@@ -219,16 +304,17 @@ def test_with_dropout_the_evaluation_is_compared():
             compare_with_eager(wrong, BATCH, 500, hardware_in("float32"))
 
 
+# More shapes: dev/measure_check.py
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gpt2", "fast in chunks"])
 def test_torchs_compiler_is_called_wrong_on_no_weights_and_no_batch(name, dtype):
-    """Twenty seeds of both, on one compile."""
+    """24 seeds of both, on one compile."""
     torch.manual_seed(1)
     gpt = build_model(MODELS[name])
     compile_model(gpt)
     hw = hardware_in(dtype)
     compare_with_eager(gpt, BATCH, 500, hw)
     with torch.compiler.set_stance("fail_on_recompile"):
-        for seed in range(1, 20):
+        for seed in range(1, 24):
             compare_with_eager(gpt, BATCH, 500, hw, seed)

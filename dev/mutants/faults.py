@@ -128,16 +128,9 @@ FAULTS = [
     Fault(
         "check_compiles_nothing",
         "reports/check.py",
-        "        compile_model(ours)\n",
-        "        pass\n",
-        "test_check.py::test_do_not_train_where_compiled_code_is_wrong",
-    ),
-    Fault(
-        "check_calls_a_failed_compiler_wrong",
-        "reports/check.py",
-        "                if way.compiles:\n",
-        "                if False:\n",
-        "test_check.py::test_a_compiler_that_fails_makes_it_slow",
+        "        if config.compile and hw.can_compile:\n",
+        "        if False:\n",
+        "test_check.py::test_wrong_compiled_code_makes_it_slow",
     ),
     Fault(
         "check_passes_over_a_slow_matmul",
@@ -1567,6 +1560,27 @@ FAULTS = [
         "                if not error <= bound * max(eager, typical):\n",
         '                if not error <= float("inf"):\n',
         "test_compiled.py::test_a_fault_of_the_compiler_is_found_in_a_fresh_model[gradients halved-bfloat16]",
+    ),
+    Fault(
+        "check_passes_over_wrong_eager_code",
+        "training/compiled.py",
+        "        if not typical <= MOST_ROUNDING * torch.finfo(dtype).eps:\n",
+        "        if False:\n",
+        "test_compiled.py::test_a_kernel_that_is_as_wrong_in_uncompiled_code_is_found",
+    ),
+    Fault(
+        "check_knows_no_rounding_of_float32",
+        "training/compiled.py",
+        "        typical = max(typical, FLOAT32_ERROR)\n",
+        "",
+        "test_compiled.py::test_a_sum_in_another_order_is_right_in_float32",
+    ),
+    Fault(
+        "missing_header_is_not_named",
+        "training/compiled.py",
+        '        if not Path(sysconfig.get_path("include"), "Python.h").exists():\n',
+        "        if False:\n",
+        "test_compiled.py::test_a_compiler_that_lacks_a_package_names_it",
     ),
     Fault(
         "check_runs_one_sequence_in_all_rows",
