@@ -182,14 +182,20 @@ def pause_rows(runs: list[Run]) -> list[Row]:
     """What a run did besides iterations."""
     evaluations = [len(run.eval["iter"]) for run in runs]
     checkpoints = [len(run.checkpoint["iter"]) for run in runs]
-    seconds = [
-        float(np.nansum(run.eval["seconds"]) + np.nansum(run.checkpoint["seconds"])) for run in runs
-    ]
+    seconds = [seconds_of_pauses(run) for run in runs]
     return [
         Row("evaluations", "evaluations", evaluations, whole),
         Row("checkpoints", "checkpoints", checkpoints, whole),
         Row("time of both", "pause_seconds", seconds, seconds_text),
     ]
+
+
+def seconds_of_pauses(run: Run) -> float | None:
+    """Return the sum over evaluations and checkpoints, or None if a log of nanoGPT hides it."""
+    evals, checkpoints = run.eval["seconds"], run.checkpoint["seconds"]
+    if np.isnan(evals).any():
+        return None
+    return float(evals.sum() + np.nansum(checkpoints))
 
 
 def loss_rows(runs: list[Run], target: float | None) -> list[Row]:

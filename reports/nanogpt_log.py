@@ -1,5 +1,5 @@
 """
-nanoGPT's console output, read as records like those of metrics.jsonl.
+Reads nanoGPT's console output, or a CSV of its figures, as records like those of metrics.jsonl.
 """
 
 import ast
@@ -7,6 +7,7 @@ import contextlib
 import math
 import re
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 from common.console import UserError
@@ -20,19 +21,28 @@ N = r"-?(?:[\d.]+|nan|inf)"
 STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms(?:, mfu ({N})%)?", re.MULTILINE)
 EVAL = re.compile(rf"^step (\d+): train loss {N}, val loss ({N})", re.MULTILINE)
 SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
+# iter,loss,ms,mfu,train_loss,val_loss: see results/public_runs
+CSV_ROW = re.compile(rf"^(\d+),({N})?,({N})?,({N})?,({N})?,({N})?$", re.MULTILINE)
 SETTING = re.compile(r"^(Overriding: )?(\w+) *= *([^#=\n]+?) *(?:#.*)?$", re.MULTILINE)
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the only kind of formula in nanoGPT's config files
 
 
 def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     """
-    The records of what nanoGPT printed, or of the part of it that was kept, and warnings. Raises
+    Return the records of what nanoGPT printed, or of the part of it that was kept, and warnings.
+    In a CSV, lines that begin with # hold what nanoGPT printed before the first iteration. Raises
     UserError and OSError.
     """
     text = read_text(path)
     if ", tok/s " in text:
         raise UserError(f"{path}: this is train.py's console output; give the run's out_dir")
     warnings = []
+    if path.suffix == ".csv":
+        text = CSV_ROW.sub(console_lines, text.replace("# ", ""))
+        warnings.append(
+            f"{path.stem}: other people's run; its losses are of other validation tokens, drawn "
+            "at random, so a difference of 0.03 says nothing"
+        )
     tokens_per_iter = find_number(r"tokens per iteration will be: ([\d,]+)", text)
     if math.isnan(tokens_per_iter):
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
@@ -55,7 +65,26 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
         flops_per_token=plain(gpu_flops / tokens_per_iter),  # on one GPU
         world_size=1 if is_all_work else None,
     )
-    return [start, *read_lines(text, tokens_per_iter)], warnings
+    records = read_lines(text, tokens_per_iter)
+    if any(record["kind"] == "eval" and math.isnan(record["seconds"]) for record in records):
+        warnings.append(
+            f"{path}: no telling how long evaluations and checkpoints took, because iterations "
+            "with and without them were not both logged; `time` is n/a or without them"
+        )
+    return [start, *records], warnings
+
+
+def console_lines(row: re.Match) -> str:
+    """Return the lines that nanoGPT prints for a row of a CSV; every evaluation is saved."""
+    it, loss, ms, mfu, train_loss, val_loss = row.groups()
+    lines = []
+    if val_loss:
+        lines.append(f"step {it}: train loss {train_loss or 'nan'}, val loss {val_loss}")
+        if it != "0":
+            lines.append("saving checkpoint to a file")
+    if loss:
+        lines.append(f"iter {it}: loss {loss}, time {ms}ms, mfu {mfu}%")
+    return "\n".join(lines)
 
 
 def find_number(pattern: str, text: str) -> float:
@@ -110,11 +139,14 @@ def count_parameters(text: str, config: dict) -> float:
 def flops_of_one_gpu(text: str) -> float:
     """
     FLOPs of an iteration on one GPU, from its time and the MFU that nanoGPT prints; NaN if unknown.
-    That MFU is a running mean. After the first evaluation, it is too low, because nanoGPT counts
-    the time of evaluations; later lines are used only if there are no others.
+    That MFU is a running mean, and nanoGPT counts the time of evaluations in it. So it is read
+    before the first evaluation that follows an iteration; later lines are used only if there are
+    no others.
     """
     evaluated = {0, *(int(it) for it, _ in EVAL.findall(text))}
-    later = [match.start() for match in EVAL.finditer(text) if match[1] != "0"]
+    first = STEP.search(text)
+    begun = first.end() if first else 0
+    later = [match.start() for match in EVAL.finditer(text, begun)]
     for part in (text[: min(later, default=len(text))], text):
         shares = [
             float(ms) / 1000 * float(mfu) / 100
@@ -128,22 +160,42 @@ def flops_of_one_gpu(text: str) -> float:
 
 def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
     """
-    The records of steps, evaluations and checkpoints. nanoGPT's iteration times include evaluations
-    and checkpoints; for such iterations, the time above the median counts as the pause.
+    Return the records of steps, evaluations and checkpoints. nanoGPT evaluates and saves before an
+    iteration, and counts that pause in the iteration's time, which log_interval may hide: then the
+    median of the other pauses stands for it. The first iteration of a launch does not show its
+    pause either, because its time includes compilation.
     """
-    # after a resume the later line counts
-    steps = {int(it): (float(loss), float(ms)) for it, loss, ms, _ in STEP.findall(text)}
-    evals = {int(it): float(loss) for it, loss in EVAL.findall(text)}
+    steps: dict[int, tuple[float, float]] = {}  # after a resume the later line counts
+    evals: dict[int, float] = {}
+    launches = set()  # their first iterations
+    last = (math.inf, False)
+    for line in sorted([*STEP.finditer(text), *EVAL.finditer(text)], key=re.Match.start):
+        it, is_step = int(line[1]), line.re is STEP
+        if (it, is_step) <= last:
+            launches.add(it)
+        last = (it, is_step)
+        if is_step:
+            steps[it] = float(line[2]), float(line[3])
+        else:
+            evals[it] = float(line[2])
     plain_ms = [ms for it, (_, ms) in steps.items() if it > 0 and it not in evals]
     usual_ms = statistics.median(plain_ms or [math.nan])
+    seen_ms = {it: steps[it][1] - usual_ms for it in evals.keys() & steps.keys() - launches}
+    if not plain_ms:
+        seen_ms.clear()
+    usual_pause_ms = statistics.median(seen_ms.values() or [0.0])
+    lines = sorted(steps.keys() | evals.keys())
     records = []
     pauses_ms = 0.0
-    for it in sorted(steps.keys() | evals.keys()):
+    if len(evals) > 1:  # of the part before the log, if the log begins with a resume
+        eval_interval = min(after - before for before, after in pairwise(sorted(evals)))
+        pauses_ms = max(0, lines[0] - 1) // eval_interval * usual_pause_ms
+    for it in lines:
         loss, ms = steps.get(it, (math.nan, math.nan))
         tokens = it * tokens_per_iter
         if it in evals:
-            # the time of the first iteration includes compilation
-            pause_ms = max(0.0, ms - usual_ms) if it in steps and it > 0 else 0.0
+            # iteration 0 has an evaluation but no checkpoint, and counts as part of the start
+            pause_ms = seen_ms.get(it, usual_pause_ms) if it > 0 else 0.0
             pauses_ms += pause_ms
             records.append(
                 dict(
@@ -152,7 +204,7 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
                     tokens=tokens,
                     hours=(it * usual_ms + pauses_ms) / 3.6e6,
                     val_loss=evals[it],
-                    seconds=pause_ms / 1000,
+                    seconds=pause_ms / 1000 if seen_ms or it == 0 else math.nan,
                 )
             )
         if it in steps:

@@ -1,0 +1,158 @@
+"""What nanoGPT's console output tells about a run's time, and a CSV of its figures."""
+
+import pytest
+from helpers import ROOT
+from program import run
+
+from reports.runs import open_run
+
+STEP_MS, PAUSE_MS, COMPILE_MS = 100, 5_000, 30_000
+
+
+def launch(log_interval: int, last: int, eval_interval: int = 500, start: int = 0) -> str:
+    """What nanoGPT prints from iteration `start` to `last`, with times that are known."""
+    lines = []
+    for it in range(start, last + 1):
+        ms = STEP_MS
+        if it % eval_interval == 0:
+            lines.append(f"step {it}: train loss 3.0000, val loss 3.1000")
+            ms += PAUSE_MS
+            if it > 0:
+                lines.append("saving checkpoint to out")
+        if it == start:
+            ms += COMPILE_MS
+        if it % log_interval == 0:
+            mfu = -100 if it == start else 10
+            lines.append(f"iter {it}: loss 3.0000, time {ms:.2f}ms, mfu {mfu:.2f}%")
+    return "\n".join(lines) + "\n"
+
+
+def hours(iterations: int, pauses: int) -> float:
+    return (iterations * STEP_MS + pauses * PAUSE_MS) / 3.6e6
+
+
+def read(tmp_path, text: str):
+    path = tmp_path / "nanogpt.log"
+    path.write_text(f"tokens per iteration will be: 524,288\n{text}")
+    return open_run(path)
+
+
+def logged(last: int, log_interval: int) -> int:
+    """Iterations up to the last line."""
+    return last // log_interval * log_interval + 1
+
+
+# log_interval and eval_interval: 7 and 500 meet at 3,500
+both_intervals = pytest.mark.parametrize(
+    "log, evals", [(1, 500), (7, 500), (200, 500), (1000, 2000)]
+)
+
+
+@both_intervals
+def test_every_evaluation_counts_whether_its_iteration_was_logged_or_not(log, evals, tmp_path):
+    last = 8 * evals - 100
+    seen = read(tmp_path, launch(log, last, evals))
+    assert seen.eval["seconds"].sum() == pytest.approx(7 * PAUSE_MS / 1000)
+    iterations = logged(last, log)
+    hours_there = hours(iterations, (iterations - 1) // evals)
+    assert seen.step["hours"][-1] == pytest.approx(hours_there)
+    assert not seen.warnings
+
+
+@both_intervals
+def test_an_evaluation_at_the_last_line_counts(log, evals, tmp_path):
+    text = launch(log, 8 * evals, evals)
+    text = text[: text.index("saving checkpoint", text.index(f"step {8 * evals}"))]
+    seen = read(tmp_path, text)
+    assert seen.hours == pytest.approx(hours(8 * evals, 8))
+    assert seen.eval["seconds"].sum() == pytest.approx(8 * PAUSE_MS / 1000)
+
+
+@both_intervals
+def test_a_log_that_begins_after_a_resume_counts_no_compiling_as_a_pause(log, evals, tmp_path):
+    last = 17 * evals - 100
+    seen = read(tmp_path, launch(log, last, evals, start=8 * evals))
+    assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000)
+    # the hours are the whole run's, with the evaluations before this log
+    iterations = logged(last, log)
+    assert seen.step["hours"][-1] == pytest.approx(hours(iterations, (iterations - 1) // evals))
+
+
+@both_intervals
+def test_a_resume_in_the_middle_of_a_log_counts_no_compiling_as_a_pause(log, evals, tmp_path):
+    text = launch(log, 8 * evals + 300, evals) + launch(log, 10 * evals, evals, start=8 * evals)
+    seen = read(tmp_path, text)
+    assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000)
+    assert seen.eval["seconds"].sum() == pytest.approx(10 * PAUSE_MS / 1000)
+
+
+# 3,500 is the first iteration that 7 and 500 share; all of 1,000's have an evaluation in them
+@pytest.mark.parametrize("log, time", [(7, hours(3000, 0)), (1000, None)])
+def test_a_log_without_both_kinds_of_iterations_says_what_is_not_known(log, time, tmp_path):
+    path = tmp_path / "nanogpt.log"
+    seen = read(tmp_path, launch(log, 3000))
+    (warning,) = seen.warnings
+    assert "evaluations" in warning
+    assert seen.hours == (time and pytest.approx(time))
+    (line,) = [line for line in run("compare.py", path).out.splitlines() if "of both" in line]
+    assert line.split() == ["time", "of", "both", "n/a"]
+
+
+def test_mfu_of_a_resumed_run_is_read_before_its_next_evaluation(tmp_path):
+    text = launch(200, 8400, start=4000)
+    spoilt = text.index("step 4500")
+    text = text[:spoilt] + text[spoilt:].replace("mfu 10.00%", "mfu 8.00%")
+    flops = read(tmp_path, text).start["flops_per_token"] * 524_288
+    assert flops == pytest.approx(0.10 * 312e12 * STEP_MS / 1000)
+
+
+# -----------------------------------------------------------------------------
+# Other people's runs
+
+
+def test_a_csv_of_figures_is_read_as_the_log_that_it_is_from(tmp_path):
+    text = launch(200, 3900)
+    log, table = tmp_path / "x.log", tmp_path / "x.csv"
+    settings = ["dataset = 'fineweb'", "tokens per iteration will be: 524,288"]
+    log.write_text("\n".join([*settings, text]))
+    rows: dict[str, list[str]] = {}
+    for line in text.replace("saving checkpoint to out\n", "").splitlines():
+        kind, it, *words = line.replace(":", "").replace(",", "").split()
+        row = rows.setdefault(it, [""] * 5)
+        if kind == "iter":
+            row[:3] = [words[1], words[3].removesuffix("ms"), words[5].removesuffix("%")]
+        else:
+            row[3:] = [words[2], words[5]]
+    lines = [",".join([it, *row]) for it, row in rows.items()]
+    table.write_text("\n".join([*(f"# {line}" for line in settings), "iter,loss", *lines]))
+    a, b = open_run(log), open_run(table)
+    assert (a.start, a.hours, a.config) == (b.start, b.hours, b.config)
+    assert len(a.checkpoint["iter"]) == len(b.checkpoint["iter"]) == 7
+    assert [*a.eval["val_loss"]] == [*b.eval["val_loss"]]
+    assert "other people" in b.warnings[0] and not a.warnings
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "", "# dataset = 'x'\niter,loss\n5,,,,,\n"])
+def test_another_csv_is_one_line(text, tmp_path):
+    (tmp_path / "x.csv").write_text(text)
+    result = run("compare.py", tmp_path / "x.csv")
+    assert result.code == 2 and "no iteration and no evaluation" in result.err
+
+
+# run, val loss at 1,000 iterations, tokens/s and MFU of an RTX 4070
+PUBLIC = [
+    ("edu_124m_rtx4070", 4.0375, 47_190, 0.692),
+    ("fineweb_124m_rtx4070", 4.3850, 56_075, 0.822),
+    ("fineweb_124m_rtx4070_first", 4.3774, 56_097, 0.822),
+    ("fineweb_40m_rtx4070", 4.4593, 134_097, 0.69),
+]
+
+
+@pytest.mark.parametrize("name, loss, speed, mfu", PUBLIC)
+def test_a_public_run_has_the_speed_and_the_losses_of_its_log(name, loss, speed, mfu):
+    seen = open_run(ROOT / f"results/public_runs/{name}.csv")
+    assert dict(zip(seen.eval["iter"], seen.eval["val_loss"], strict=True))[1000] == loss
+    rate = sorted(seen.step["tokens_per_sec"][seen.step["tokens_per_sec"] > 0])
+    rate = rate[len(rate) // 2]
+    assert rate == pytest.approx(speed, rel=1e-3)
+    assert seen.start["flops_per_token"] * rate / 58.3e12 == pytest.approx(mfu, abs=2e-3)
