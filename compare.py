@@ -448,8 +448,11 @@ def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
         of_bits = f"neither are bits per byte: {bits}" if bits else "bits per byte are"
         warnings.append(f"losses are not comparable: {reason}; {of_bits}")
     elif any(map(is_nanogpt, runs)) and len(runs) > 1:
-        random = "nanoGPT evaluates on random batches, which adds noise"
-        warnings.append(f"{random}; evaluate its ckpt.pt here to be sure (docs/from_nanogpt.md)")
+        warnings.append(
+            "nanoGPT evaluates on random batches, and other people's runs on other validation "
+            "tokens, so a difference of 0.03 says nothing; if you have nanoGPT's ckpt.pt, evaluate "
+            "it here (docs/from_nanogpt.md)"
+        )
     if target is not None:
         reasons = [why_not_reached(run, target) for run in runs]
         warnings += [reason for reason in reasons if reason]

@@ -1,7 +1,7 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
 # Estimated, not measured (docs/status.md): 54 hours (49 to 59) for 10B tokens, by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
-# Somebody's nanoGPT log, probably from this card, has 9.34 s per iteration: 56,134 tokens/s.
+# Somebody's nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
 # The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by

@@ -1,7 +1,7 @@
 # A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens.
 # Estimated, not measured (docs/status.md): 19.8 hours (18.2 to 21.7) for 10.5B tokens, by
 # python bench.py plan config/gpt40m_4070.py --gpu=4070
-# Somebody's nanoGPT log, probably from this card, has 3.90 s per iteration: 134,433 tokens/s.
+# Somebody's nanoGPT run on this card took 3.91 s per iteration (results/public_runs).
 out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"

@@ -39,10 +39,6 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     warnings = []
     if path.suffix == ".csv":
         text = CSV_ROW.sub(console_lines, text.replace("# ", ""))
-        warnings.append(
-            f"{path.stem}: other people's run; its losses are of other validation tokens, drawn "
-            "at random, so a difference of 0.03 says nothing"
-        )
     tokens_per_iter = find_number(r"tokens per iteration will be: ([\d,]+)", text)
     if math.isnan(tokens_per_iter):
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"

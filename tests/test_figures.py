@@ -227,18 +227,6 @@ def assumed_mfu(gpu: str) -> list[float]:
     return [100 * p["mfu"]]
 
 
-def users_log(config: str, seconds: float) -> list[float]:
-    """
-    The log's pace and MFU, of an A100's peak and of the card's; the hours with that pace, and with
-    what plan takes for the card.
-    """
-    flags = ["--gpu=4070", "--max_iters=20000"]
-    theirs = plan(config, *flags, f"--iter_seconds={seconds}")
-    percent = 100 * theirs["mfu"]
-    speed = [theirs["iter_seconds"], theirs["tokens_per_sec"], percent * 58.3 / 312, percent]
-    return [*speed, theirs["hours"], *hours_with_range(plan(config, *flags))]
-
-
 def speed_ups(config: str, *gpus: int, link: str = "") -> list[float]:
     """The seconds of an iteration on one GPU, and how many times as fast several are."""
     card = f"--gpu={config.partition('_')[2]}"
@@ -267,8 +255,6 @@ FIGURES = [
     ("plan", "| GeForce, such ...|", lambda: assumed_mfu("3060")),
     ("plan", "| GeForce in laptops: ...|", lambda: assumed_mfu("RTX 4070 Laptop")),
     ("plan", "| all others, ...|", lambda: assumed_mfu("T4")),
-    ("plan", "| 40M parameters, 10.5B tokens |", lambda: users_log("gpt40m_4070", 3.9)),
-    ("plan", "| 124M parameters, 10.5B tokens |", lambda: users_log("gpt124m_4070", 9.34)),
     ("several_gpus", "| A100, NVLink, ...|", lambda: speed_ups("gpt124m_a100", 2, 4, 8)),
     ("several_gpus", "| H200, NVLink, gpt124m...|", lambda: speed_ups("gpt124m_h200", 2, 4, 8)),
     ("several_gpus", "| RTX 4090, PCIe, ...|", lambda: speed_ups("gpt124m_4090", 2, 4, 8)),

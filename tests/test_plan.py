@@ -228,7 +228,7 @@ def test_a_model_of_which_not_even_one_sequence_fits_is_told_what_helps():
 @pytest.mark.parametrize(
     "gpu, mfu, source",
     [
-        ("4070", 0.7575, "users' logs, GPU assumed from the run's name: 69% and 82% of its peak"),
+        ("4070", 0.7575, "other people's runs (results/public_runs): 69% to 82% of its peak"),
         ("5090", 0.80, "published: 80%"),
         ("a100", 0.545, "published: 52-57%"),
         ("3060", 0.65, "assumed: 65%"),
