@@ -8,6 +8,7 @@ machine. A plan is a flat dict of figures, None if unknown: memory in GiB, disk 
 """
 
 import argparse
+import contextlib
 import math
 import time
 from argparse import Namespace
@@ -39,14 +40,16 @@ from reports.memory import (
     count_parameters,
     fitting_batch,
     memory_bytes,
+    memory_needed,
 )
 from reports.runs import Run, open_run, percentile
-from train import SAVE_EVERY, model_config
+from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware
 from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.hardware import count_flops
 from training.log import LARGE_CORPUS, MANY_EPOCHS
+from training.pretrained import read_sizes
 
 # MFU assumed of a GPU without a published one in gpus.csv, by the first of these words that its
 # name has. Published: four other GeForce cards 55% to 84%, 18 kinds of others 25% to 58%. A laptop
@@ -77,7 +80,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=parse_count, default=1, metavar="N", help="number of GPUs (default: 1)")
     add("--link_gbits", type=float, metavar="G", help="the link between GPUs, in Gbit/s")
     pace.add_argument(
-        "--iter_seconds", type=float, metavar="S", help="seconds per iteration on one GPU"
+        "--iter_seconds",
+        type=parse_paces,
+        metavar="S",
+        help="seconds per iteration on one GPU; a table of several: 2.5,3,3.5",
     )
     pace.add_argument(
         "--from_run", metavar="RUN", help="the same, from an out_dir or nanoGPT's console output"
@@ -86,6 +92,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--watts", type=float, metavar="W", help="power of one GPU, for the energy")
     add("--price_kwh", type=float, metavar="P", help="price of a kWh, for the cost of the energy")
     add("--price_hour", type=float, metavar="P", help="price of one GPU per hour, for the rent")
+
+
+def parse_paces(text: str) -> list[float]:
+    """Return the seconds in 9.3 or 2.5,3,3.5. Raises what argparse turns into an error line."""
+    with contextlib.suppress(ValueError):
+        paces = [float(word) for word in text.split(",")]
+        if all(0 < pace < math.inf for pace in paces):
+            return paces
+    problem = f"needs seconds above 0, such as 9.3 or 2.5,3,3.5, got {text!r}"
+    raise argparse.ArgumentTypeError(problem)
 
 
 # -----------------------------------------------------------------------------
@@ -236,7 +252,7 @@ def card_and_pace(
         card = card or card_here(config)
         return card, pace_of_run(config, model, run, options, card)
     if options.iter_seconds:
-        return card or card_here(config), one_pace("given", options.iter_seconds)
+        return card or card_here(config), one_pace("given", options.iter_seconds[0])
     if card:
         return card, pace_by_mfu(config, model, card)
     card = card_here(config)
@@ -348,6 +364,10 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     tokens = config.iter_tokens * times.max_iters
     most_tokens = config.iter_tokens * fastest.max_iters
 
+    recomputing = replace(model, recompute=True)
+    one, one_recomputed = (
+        memory_needed(config, m, card.dtype, batch_size=1) for m in (model, recomputing)
+    )
     parts = memory_bytes(config, model, card.dtype, config.batch_size)
     vram = sum(parts.values()) / GIB
     usable = USABLE_MEMORY * card.memory_gib if card.memory_gib else None
@@ -392,11 +412,14 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         ends=datetime.fromtimestamp(time.time() + 3600 * times.hours_total).isoformat(
             " ", "minutes"
         ),
+        max_minutes=config.max_minutes,
+        launches=math.ceil(60 * times.hours_total / (config.max_minutes or math.inf)) or 1,
         vram_gib=vram,
         vram_parts_gib={part: size / GIB for part, size in parts.items()},
         usable_gib=usable,
         fits=vram <= usable if usable else None,
         batch_size_that_fits=fitting,
+        recompute_saves=one_recomputed < one,
         checkpoint_gb=checkpoint_gb,
         checkpoints_kept=kept,
         disk_tokens=disk_tokens,
@@ -444,6 +467,10 @@ def plan_lines(p: dict) -> list[str]:
     tokens_range = range_text(*map(count, p["tokens_range"]))
     # with --hours a faster GPU reads more tokens in the same hours
     hours_range = "" if tokens_range else range_text(*map(hours_text, p["hours_range"]))
+    ends = "started now, it ends at"
+    if p["launches"] > 1:
+        ends = f"in {p['launches']} launches of {p['max_minutes']:g} minutes: one after the other"
+        ends += ", they end at"
     return [
         f"model    {p['params'] / 1e6:.2f}M parameters, vocabulary {p['vocab_size']}, {flops}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
@@ -457,7 +484,7 @@ def plan_lines(p: dict) -> list[str]:
         f"time     {hours_text(p['hours'])}{hours_range} of iterations",
         f"         {hours_text(p['hours_total'])} with {p['evaluations']} evaluations of "
         f"{eval_time} and {p['checkpoints']} checkpoints of {checkpoint_time}",
-        f"         started now, it ends at {p['ends']}",
+        f"         {ends} {p['ends']}",
         *memory_lines(p),
         f"disk     {p['disk_gb']:.3g} GB: {p['shards_gb']:.3g} GB of shards "
         f"({count(p['disk_tokens'])} tokens) and {p['checkpoints_kept']} checkpoints of "
@@ -481,7 +508,8 @@ def memory_lines(p: dict) -> list[str]:
     lines = [f"memory   {p['vram_gib']:.1f} GiB for batch_size {p['batch_size']}, estimated"]
     lines += [f"           {part:<13} {size:5.2f}" for part, size in p["vram_parts_gib"].items()]
     if p["usable_gib"]:
-        advice = "not even batch_size=1 fits; try --recompute=True, a smaller block_size or model"
+        recompute = "--recompute=True, " if p["recompute_saves"] else ""
+        advice = f"not even batch_size=1 fits; try {recompute}a smaller block_size or model"
         if best := p["batch_size_that_fits"]:
             accumulation = p["batch_size"] * p["gradient_accumulation_steps"] // best
             pair = f"--batch_size={best} --gradient_accumulation_steps={accumulation}"
@@ -525,6 +553,25 @@ def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
     ]
 
 
+def pace_lines(plans: list[dict]) -> list[str]:
+    """One line per pace."""
+    prices = {"kWh": "kwh_total", "cost": "cost", "rent": "rent"}
+    rows = [
+        {
+            "iteration": seconds_text(p["iter_seconds"]),
+            "tok/s": f"{p['tokens_per_sec']:,.0f}",
+            "mfu": f"{p['mfu']:.1%}" if p["mfu"] else "n/a",
+            "tokens": count(p["total_tokens"]),
+            "of iterations": hours_text(p["hours"]),
+            "with evaluations and checkpoints": hours_text(p["hours_total"]),
+            "started now, ends at": p["ends"],
+            **{name: f"{p[key]:.2f}" for name, key in prices.items() if p[key]},
+        }
+        for p in plans
+    ]
+    return table_lines([[*rows[0]], *([*row.values()] for row in rows)])
+
+
 # -----------------------------------------------------------------------------
 # The mode
 
@@ -536,15 +583,20 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     """
     config, uneven = resolve(config, options.gpus)
     raise_if_any(uneven)
+    config, weights = with_initial_sizes(config)
     vocab = vocab_where_missing(config)
     if vocab is None:
         data = open_dataset(config.dataset)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or len(data.train)
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
-    model = model_config(config, vocab, flash=config.flash, compiled=bool(config.compile))
+    model = model_config(
+        config, vocab, flash=config.flash, compiled=bool(config.compile), weights=weights
+    )
     if options.gpu == "all":
         return plan_all(config, model, options)
+    if options.iter_seconds and len(options.iter_seconds) > 1:
+        return plan_paces(config, model, options)
     card, pace = card_and_pace(config, model, options, measure)
     p = make_plan(config, model, card, pace, options)
     is_large = (p["dataset_tokens"] or 0) >= LARGE_CORPUS
@@ -561,6 +613,28 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         print_err(missing_dataset_message(config.dataset, math.ceil(tokens / unit) * unit))
     say(*plan_lines(p))
     return p
+
+
+def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
+    """
+    Return the config with the sizes of the weights that init_from names, and these sizes as
+    model_config() takes them. Raises UserError.
+    """
+    if config.init_from in ("scratch", "auto", "resume"):
+        return config, None
+    block_size = config.block_size if "block_size" in config.given else None
+    sizes = read_sizes(config.init_from, block_size)
+    config = replace(config, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
+    return config, dict(model_config=sizes)
+
+
+def plan_paces(config: Config, model: GPTConfig, options: Namespace) -> dict:
+    """A plan for each pace of --iter_seconds."""
+    card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else card_here(config)
+    paces = [one_pace("given", seconds) for seconds in options.iter_seconds]
+    plans = [make_plan(config, model, card, pace, options) for pace in paces]
+    say(*pace_lines(plans))
+    return dict(plans=plans)
 
 
 def plan_all(config: Config, model: GPTConfig, options: Namespace) -> dict:

@@ -15,6 +15,7 @@ from program import ROOT, records, run, write_tokens
 
 from configurator import Config
 from reports.plan import plan as plan_with
+from reports.runs import open_run
 
 N = 124_373_760
 GIB = 2**30
@@ -217,8 +218,45 @@ def test_the_largest_micro_batch_that_fits_divides_the_sequences(
 
 
 def test_a_model_of_which_not_even_one_sequence_fits_is_told_what_helps():
-    p = plan("gpt124m_4070", "--gpu=rtx 3050 6gb", "--n_embd=1536")
+    words = ("gpt124m_4070", "--gpu=rtx 3050 6gb", "--n_embd=1536")
+    p, recomputed = plan(*words), plan(*words, "--recompute=True")
     assert p["batch_size_that_fits"] is None and "--recompute=True" in p["out"]
+    assert recomputed["batch_size_that_fits"] is None
+    assert "--recompute=True" not in recomputed["out"]  # it is set already
+
+
+def test_recompute_is_not_advised_where_it_takes_more_memory():
+    """One layer saves nothing, and its gradients are in memory beside the second forward pass."""
+    words = ("gpt124m_4070", "--gpu=rtx 3050 6gb", "--n_embd=6144", "--n_layer=1")
+    words = (*words, "--batch_size=1", "--tokens_per_iter=1024")
+    p, recomputed = plan(*words), plan(*words, "--recompute=True")
+    assert recomputed["vram_gib"] > p["vram_gib"] and p["batch_size_that_fits"] is None
+    assert "--recompute=True" not in p["out"]
+
+
+# parameters of the hub's models as transformers counts them
+@pytest.mark.parametrize(
+    "name, params",
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_fine_tuning_is_planned_with_the_size_of_its_weights(name, params):
+    p = plan("finetune_gpt2", "--gpu=4090", f"--init_from={name}")
+    assert (p["params"], p["vocab_size"]) == (params, 50257)
+
+
+def test_fine_tuning_a_run_of_ours_is_planned_with_its_size(tmp_path):
+    data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
+    out = tmp_path / "run"
+    keys = [*TINY[1:], f"--dataset={data}", "--max_iters=1", "--device=cpu", "--dtype=float32"]
+    config = ROOT / "config/quickstart.py"
+    assert run("train.py", config, *keys, "--n_embd=64", f"--out_dir={out}").code == 0
+    p = plan("quickstart", "--gpu=4070", f"--dataset={data}", f"--init_from={out}")
+    assert p["params"] == records(out, "start")[0]["parameters"]
 
 
 # -----------------------------------------------------------------------------
@@ -396,6 +434,48 @@ def test_a_tiny_models_time_is_not_zero():
     assert 0 < p["iter_seconds"] < 1e-3
     times = re.findall(r"([\d.e-]+) m?s\b", p["out"])
     assert len(times) >= 3 and all(float(seconds) > 0 for seconds in times)
+
+
+def test_several_paces_are_one_table():
+    """The hours of the planner note."""
+    found = plan("gpt40m_4070", "--gpu=4070", "--iter_seconds=2.5,3,3.5,4", "--watts=200")
+    hours = [p["hours"] for p in found["plans"]]
+    assert hours == pytest.approx([13.89, 16.67, 19.44, 22.22], abs=0.01)
+    rows = found["out"].splitlines()
+    assert len(rows) == 5 and "13.9 h" in rows[1] and "22.2 h" in rows[4]
+    one = plan("gpt40m_4070", "--gpu=4070", "--iter_seconds=4", "--watts=200")
+    assert one["kwh_total"] == found["plans"][3]["kwh_total"]
+
+
+def test_max_minutes_cuts_a_run_into_launches():
+    flags = ["--gpu=4070", "--max_iters=1000", "--iter_seconds=10", "--eval_tokens=1024"]
+    for minutes, launches in ((0, 1), (480, 1), (100, 2), (60, 3)):
+        p = plan("gpt124m_4070", *flags, f"--max_minutes={minutes}")
+        assert p["launches"] == launches  # 167 minutes, and checkpoints
+        assert ("launches" in p["out"]) is (launches > 1)
+
+
+# the run's settings as flags of plan, the hours of its log
+PUBLIC = [
+    ("fineweb_40m_rtx4070", "gpt40m_4070", "--eval_tokens=3276800 --max_iters=20000"),
+    ("fineweb_124m_rtx4070_first", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=4800"),
+    ("fineweb_124m_rtx4070", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=11000"),
+    (
+        "edu_124m_rtx4070",
+        "gpt124m_4070",
+        "--eval_tokens=409600 --max_iters=14960 --batch_size=4 --compile=False",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, config, flags", PUBLIC)
+def test_hours_of_other_peoples_runs_are_near_those_of_their_logs(name, config, flags):
+    log = ROOT / f"results/public_runs/{name}.csv"
+    hours = open_run(log).hours
+    words = (config, "--gpu=4070", "--eval_interval=500", "--checkpoint_interval=500")
+    words += tuple(flags.split())
+    assert plan(*words)["hours_total"] == pytest.approx(hours, rel=0.1)
+    assert plan(*words, f"--from_run={log}")["hours_total"] == pytest.approx(hours, rel=0.005)
 
 
 def test_all_gpus_are_one_table_the_fastest_first():

@@ -16,7 +16,13 @@ from model import GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from training import checkpoint
 
-HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+HUB_SIZES: dict[str, dict] = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
+}
+HUB_NAMES = tuple(HUB_SIZES)
 # Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # The sizes in config.json, with GPT-2's values, which transformers uses for any left out
@@ -52,6 +58,15 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
         config = replace(config, block_size=block_size)
     known = {name: state[name] for name in ("vocab", "tokenizer", "source")}
     return dict(known, model=weights, model_config=config_to_dict(config))
+
+
+def read_sizes(name_or_path: str, block_size: int | None = None) -> dict:
+    """Return the `model_config` of load_pretrained(), without fetching OpenAI's weights."""
+    path = Path(name_or_path)
+    if name_or_path not in HUB_SIZES or path.exists():
+        return load_pretrained(name_or_path, block_size)["model_config"]
+    config = read_hf_config(dict(HUB_SIZES[name_or_path], model_type="gpt2"), path)
+    return config_to_dict(replace(config, block_size=min(block_size or 1024, config.block_size)))
 
 
 def load_weights(model, state: dict) -> None:
