@@ -4,6 +4,7 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
     python compare.py out/gpt124m                  one run: its figures; draws out/gpt124m/loss.png
     python compare.py out/a out/b --png=ab.png     several runs side by side, a verdict for each row
     python compare.py old.log new.log --gpu=4070   nanoGPT's console output, MFU of this card
+    python compare.py out/a results/public_runs/edu_124m_rtx4070.csv   other people's run
     python compare.py out/idea-* --against out/base-*   seeds of a change and of its base: a verdict
 
 Time includes iterations, evaluations and checkpoints, but not startup and compilation.

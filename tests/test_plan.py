@@ -217,21 +217,24 @@ def test_the_largest_micro_batch_that_fits_divides_the_sequences(
     assert f"--batch_size={fitting} --gradient_accumulation_steps={accumulation}\n" in p["out"]
 
 
-def test_a_model_of_which_not_even_one_sequence_fits_is_told_what_helps():
-    words = ("gpt124m_4070", "--gpu=rtx 3050 6gb", "--n_embd=1536")
+@pytest.mark.parametrize(
+    "flags, saves",
+    [
+        (["--block_size=8192"], True),  # 5.9 GiB, with recompute 3.6
+        # the gradients of all weights take more than the activations of 1,024 tokens
+        (["--n_embd=1536"], False),  # 8.4 GiB, with recompute 8.7
+    ],
+)
+def test_recompute_is_advised_where_it_takes_less_memory(flags, saves):
+    words = ("gpt124m_4070", "--gpu=rtx 3050 6gb", "--batch_size=1", *flags)
     p, recomputed = plan(*words), plan(*words, "--recompute=True")
-    assert p["batch_size_that_fits"] is None and "--recompute=True" in p["out"]
-    assert recomputed["batch_size_that_fits"] is None
-    assert "--recompute=True" not in recomputed["out"]  # it is set already
+    assert p["batch_size_that_fits"] is None
+    assert ("--recompute=True" in p["out"]) is (recomputed["vram_gib"] < p["vram_gib"]) is saves
 
 
-def test_recompute_is_not_advised_where_it_takes_more_memory():
-    """One layer saves nothing, and its gradients are in memory beside the second forward pass."""
-    words = ("gpt124m_4070", "--gpu=rtx 3050 6gb", "--n_embd=6144", "--n_layer=1")
-    words = (*words, "--batch_size=1", "--tokens_per_iter=1024")
-    p, recomputed = plan(*words), plan(*words, "--recompute=True")
-    assert recomputed["vram_gib"] > p["vram_gib"] and p["batch_size_that_fits"] is None
-    assert "--recompute=True" not in p["out"]
+def test_recompute_is_not_advised_where_it_is_set():
+    p = plan("gpt124m_4070", "--gpu=rtx 3050 6gb", "--block_size=32768", "--recompute=True")
+    assert p["batch_size_that_fits"] is None and "--recompute=True" not in p["out"]
 
 
 # parameters of the hub's models as transformers counts them
@@ -266,7 +269,7 @@ def test_fine_tuning_a_run_of_ours_is_planned_with_its_size(tmp_path):
 @pytest.mark.parametrize(
     "gpu, mfu, source",
     [
-        ("4070", 0.7575, "other people's runs (results/public_runs): 69% to 82% of its peak"),
+        ("4070", 0.7575, "other people's runs (results/public_runs): 69% "),
         ("5090", 0.80, "published: 80%"),
         ("a100", 0.545, "published: 52-57%"),
         ("3060", 0.65, "assumed: 65%"),

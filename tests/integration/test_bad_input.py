@@ -223,6 +223,7 @@ TOOLS = [
     ("bench.py plan tiny.py --watts=200W", "watts '200W'"),
     ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
     ("bench.py plan tiny.py --iter_seconds=1 --from_run=run", "iter_seconds from_run"),
+    ("bench.py plan tiny.py --iter_seconds=2,0", "iter_seconds 2,0"),
     ("bench.py plan tiny.py --n_embd=2048 --block_size=240", "gpu CPU --gpu=4070 --iter_seconds"),
     ("bench.py plan tiny.py --from_run=nowhere", "nowhere No such file"),
     ("bench.py plan tiny.py --from_run=book.txt", "book.txt no iteration"),
