@@ -1,5 +1,7 @@
 """What nanoGPT's console output tells about a run's time, and a CSV of its figures."""
 
+import json
+
 import pytest
 from helpers import ROOT
 from program import run
@@ -156,3 +158,22 @@ def test_a_public_run_has_the_speed_and_the_losses_of_its_log(name, loss, speed,
     rate = rate[len(rate) // 2]
     assert rate == pytest.approx(speed, rel=1e-3)
     assert seen.start["flops_per_token"] * rate / 58.3e12 == pytest.approx(mfu, abs=2e-3)
+
+
+def test_a_run_of_ours_is_laid_beside_a_public_one(tmp_path):
+    """Row by row at the evaluations of both, with the notice that the validation tokens differ."""
+    out = tmp_path / "gpt124m"
+    out.mkdir()
+    lines = [dict(kind="start", config=dict(dataset="fineweb_edu"), tokens_per_iter=524_288)]
+    for it, loss in ((0, 11.0), (500, 5.1), (1000, 3.9), (1500, 3.7)):
+        tokens = it * 524_288
+        lines.append(dict(kind="eval", iter=it, tokens=tokens, hours=it / 360, val_loss=loss))
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    theirs = ROOT / "results/public_runs/edu_124m_rtx4070.csv"
+    png, table = tmp_path / "both.png", tmp_path / "both.json"
+    result = run("compare.py", out, theirs, f"--png={png}", f"--json={table}")
+    assert result.code == 0 and "other validation tokens" in result.err
+    assert png.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(table.read_text())["runs"]
+    at_1000 = [rows[name]["val_loss_at_iter/1000"] for name in ("gpt124m", "edu_124m_rtx4070")]
+    assert at_1000 == [3.9, 4.0375]
