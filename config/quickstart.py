@@ -1,5 +1,6 @@
 # A small GPT on the source code of Python's standard library, one byte per token: about two minutes
-# on two CPU cores that are fast in bfloat16 (with AMX, or an AMD with AVX512_BF16).
+# on two idle CPU cores that are fast in bfloat16 (with AMX, or an AMD with AVX512_BF16), three to
+# five on two without.
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
 init_from = "auto"  # the same command starts the run, and resumes it after a stop

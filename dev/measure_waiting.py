@@ -1,0 +1,121 @@
+"""
+Measure what waiting in torch's OpenMP threads costs, on idle cores and beside endless loops.
+
+One run of train.py for each setting starts, and all but one are stopped (SIGSTOP) at any time; each
+gets its seconds in turn, so that they meet the same machine. Linux only.
+
+    python dev/measure_waiting.py OUT.json unset GOMP_SPINCOUNT=10000 OMP_WAIT_POLICY=passive \\
+        --run="config/quickstart.py" --run="config/quickstart.py --compile=True"
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+REPO = Path(__file__).resolve().parents[1]
+SECONDS, LEAST_ITERATIONS, MOST_SECONDS = 1.8, 4, 10
+LOOPS = (0, 1, 2)
+
+
+class Trial:
+    """A run of train.py under one setting, stopped unless it is measured."""
+
+    def __init__(self, run: str, setting: str, folder: Path) -> None:
+        pairs = [] if setting == "unset" else [pair.split("=", 1) for pair in setting.split()]
+        self.metrics = folder / "metrics.jsonl"
+        command = [sys.executable, "train.py", *shlex.split(run), f"--out_dir={folder}"]
+        command += ["--max_iters=100000", "--log_interval=1", "--eval_interval=100000"]
+        command += ["--eval_tokens=2048"]
+        self.process = subprocess.Popen(
+            command, cwd=REPO, env=os.environ | dict(pairs), stdout=subprocess.DEVNULL
+        )
+        while len(self.iterations()) < LEAST_ITERATIONS:
+            time.sleep(0.1)
+            if self.process.poll() is not None:
+                raise SystemExit(f"failed: {shlex.join(command)}")
+        self.process.send_signal(signal.SIGSTOP)
+
+    def iterations(self) -> list[float]:
+        """Milliseconds of each iteration so far."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().split("\n")[:-1]
+        return [r["step_ms"] for r in map(json.loads, lines) if r["kind"] == "step"]
+
+    def cpu_ms(self) -> float:
+        """CPU time of the process so far, user and system."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return 1000 * (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    def measure(self) -> tuple[float, float]:
+        """Mean milliseconds and CPU milliseconds of an iteration from now on."""
+        seen = len(self.iterations())
+        self.process.send_signal(signal.SIGCONT)
+        while len(self.iterations()) == seen:  # an iteration that began before the stop
+            time.sleep(0.02)
+        first, cpu, begun = len(self.iterations()), self.cpu_ms(), time.perf_counter()
+        while (seconds := time.perf_counter() - begun) < MOST_SECONDS:
+            done = self.iterations()[first:]
+            if seconds >= SECONDS and len(done) >= LEAST_ITERATIONS:
+                break
+            time.sleep(0.05)
+        cpu = self.cpu_ms() - cpu
+        self.process.send_signal(signal.SIGSTOP)
+        # no iteration ended: it took at least as long as we waited
+        return (sum(done) / len(done), cpu / len(done)) if done else (1000 * seconds, cpu)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("settings", nargs="+")
+    parser.add_argument("--run", action="append", required=True)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--loops", type=int, nargs="*", default=LOOPS)
+    args = parser.parse_args()
+    children: list[subprocess.Popen] = []
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for number, run in enumerate(args.run):
+                trials = {}
+                for place, setting in enumerate(args.settings):
+                    trials[setting] = Trial(run, setting, Path(folder, f"{number}-{place}"))
+                    children.append(trials[setting].process)
+                figures = {(n, s): [] for n in args.loops for s in args.settings}
+                for round_ in range(args.rounds):
+                    for n in args.loops:
+                        endless = [sys.executable, "-c", "while True: pass"]
+                        loops = [subprocess.Popen(endless) for _ in range(n)]
+                        children += loops
+                        order = args.settings if round_ % 2 == 0 else args.settings[::-1]
+                        for setting in order:
+                            figures[n, setting].append(trials[setting].measure())
+                        for loop in loops:
+                            loop.kill()
+                for trial in trials.values():
+                    trial.process.kill()
+                for (n, setting), pairs in figures.items():
+                    row = dict(run=run, loops=n, setting=setting)
+                    for place, key in enumerate(("ms", "cpu_ms")):
+                        row[key] = [round(pair[place], 1) for pair in pairs]
+                        row[f"median_{key}"] = median(row[key])
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+                args.out.write_text(json.dumps(rows, indent=1))
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+
+
+if __name__ == "__main__":
+    main()
