@@ -83,8 +83,8 @@ MICRO_BATCHES_PER_LINE = 10  # at most, and one iteration at least: the device i
 RANDOM_TOKENS = 2**22
 KILLED = -9  # exit code of a process that Linux ended, which it does where memory runs out
 
-# What is measured without a config file: GPT-2 124M as in nanoGPT's own bench.py. A CPU has to be
-# done in two minutes.
+# What is measured without a config file: GPT-2 124M as in nanoGPT's own bench.py. An idle CPU has
+# to be done in two minutes.
 BARE = ["--batch_size=12", "--gradient_accumulation_steps=1"]
 BARE_CPU = [
     "--batch_size=1",
@@ -279,12 +279,12 @@ def single(config: Config, options: Namespace) -> dict:
     lines = f"{r['lines']} lines of train.py's log, from the third on"
     say(f"median (slowest to fastest) of {lines}")
     if options.is_bare and r["machine"]["device_type"] == "cpu":
-        say("on a CPU: one sequence of 256 tokens, not compiled, to be done in two minutes")
+        say("on a CPU: one sequence of 256 tokens, not compiled, to be done in two minutes if idle")
     return r
 
 
 def machine_text(machine: dict) -> str:
-    name = machine["cpu"] if machine["device_type"] == "cpu" else machine["device"]
+    name = machine["device"]
     threads = f", CPU threads: {machine['threads']}" if machine["device_type"] == "cpu" else ""
     return f"{name}, {machine['dtype']}, torch {machine['torch']}{threads}"
 

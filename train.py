@@ -543,11 +543,12 @@ def main(
     # Device and data
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank)
+    saved_peak = resumed["peak"] if resumed else None
+    hw.find_peak(saved_peak)
     data = open_data(c, resumed, weights, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         say_done(c, resumed)
         return 0
-    hw.find_peak(resumed["peak"] if resumed else None)
     compiles = bool(c.compile) and hw.can_compile and not c.eval_only
 
     # Model and optimizer. All ranks start from the same weights, and then drop out differently
@@ -573,6 +574,7 @@ def main(
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
     clock = Clock(began, hw.synchronize, resumed)
+    hw.find_peak(saved_peak)  # a second try, some seconds later: the better one counts
     schedule = Schedule(c, clock, resumed)
     log = Log(c, schedule, hw, ranks, saver.write_record)
     ranks.on_main(log.open, progress.iter_num)

@@ -69,8 +69,7 @@ def check(config: Config, options: Namespace) -> dict:
     """Print what is found, and last the verdict. Of the keys only the machine's count."""
     load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")  # of others
     hw = hardware.set_up(config)
-    name = hardware.cpu_name() if hw.device.type == "cpu" else hw.name
-    say(f"checking {name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
+    say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
     say("largest relative errors, against float64 on the CPU:")
     try:
         rows, wrong, slow = check_training(config, hw)

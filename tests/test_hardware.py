@@ -110,6 +110,37 @@ def test_mfu_of_the_users_two_runs_on_a_4070():
     assert hw(312).mfu(narrow, 524288 / 3.900) == pytest.approx(0.129, abs=0.0005)
 
 
+def test_the_best_measurement_is_the_peak_and_a_resumed_run_keeps_its_own(monkeypatch):
+    speeds = iter([0.2, 0.5, 0.4, 0.6])
+    monkeypatch.setattr(hardware, "measure_matmul", lambda *_: next(speeds))
+    first, resumed = hw(None), hw(None)
+    for _ in range(3):
+        first.find_peak(None)
+    assert (first.peak_tflops, first.peak_source) == (0.5, "measured")
+    for _ in range(2):
+        resumed.find_peak(first.peak_to_save())
+    assert resumed.peak_tflops == 0.5
+    assert next(speeds) == 0.6
+
+
+def test_training_faster_than_a_measured_peak_is_warned_of_once(capsys):
+    """A peak that was measured beside other programs gave an MFU of 171%."""
+    for source, warnings in (("gpus.csv", 0), ("peak_tflops", 0), ("measured", 1)):
+        machine = Hardware(torch.device("cpu"), BF16, "test", 1e-3, source)
+        assert [machine.mfu(1e6, n) for n in (500, 1710, 1710)] == [0.5, 1.71, 1.71]
+        assert capsys.readouterr().err.count("busy") == warnings
+
+
+def test_a_cpu_is_named_by_its_model(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(Path, "read_text", lambda _: "model\t: 85\nmodel name\t: AMD EPYC 9554\n")
+    assert hardware.set_up(Config(device="cpu", dtype="float32")).name == "AMD EPYC 9554"
+    monkeypatch.setattr(Path, "read_text", lambda _: "CPU part: 0xd0c\n")  # of an ARM
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert hardware.set_up(Config(device="cpu", dtype="float32")).name == "aarch64"
+
+
 @pytest.mark.parametrize(
     "tok_per_sec, peak, vocab_size, tie, mfu",
     [

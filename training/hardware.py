@@ -67,6 +67,7 @@ class Hardware:
     name: str  # what the device calls itself
     peak_tflops: float | None  # dense, for `dtype`; None: not known for sure
     peak_source: str | None  # where the peak comes from
+    warned_of_peak: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -75,10 +76,11 @@ class Hardware:
 
     def find_peak(self, saved: dict | None) -> None:
         """
-        Where no data sheet gives the peak: what a matmul reaches here in `dtype`, measured now, or
-        as a checkpoint has it (`saved`), so that a run has one peak.
+        Where no data sheet gives the peak: what a matmul reaches here in `dtype`, as a checkpoint
+        has it (`saved`), so that a run has one peak, else measured: the best of all calls, because
+        other programs slow some of them down.
         """
-        if self.peak_tflops:
+        if self.peak_source not in (None, MEASURED):
             return
         if saved and (saved["device"], saved["dtype"]) == (self.name, self.dtype_name):
             self.peak_tflops = saved["tflops"]
@@ -86,7 +88,8 @@ class Hardware:
             dtype = self.dtype
             if self.device.type == "cpu" and dtype == torch.float16:
                 dtype = torch.float32  # torch.mm in float16 is slower there than autocast's layers
-            self.peak_tflops = measure_matmul(self.device, dtype, self.synchronize)
+            now = measure_matmul(self.device, dtype, self.synchronize)
+            self.peak_tflops = max(now, self.peak_tflops or 0.0)
         self.peak_source = MEASURED
 
     def peak_to_save(self) -> dict | None:
@@ -139,10 +142,17 @@ class Hardware:
     def mfu(
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
     ) -> float | None:
-        """Model FLOPs utilisation as a fraction. None where the FLOPs or the peak are unknown."""
+        """
+        Model FLOPs utilisation as a fraction. None where the FLOPs or the peak are unknown. Warns
+        once of a measured peak that training exceeds.
+        """
         if not (flops_per_token and self.peak_tflops):
             return None
-        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
+        mfu = flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
+        if mfu > 1 and self.peak_source == MEASURED and not self.warned_of_peak:
+            self.warned_of_peak = True
+            warn(f"mfu {mfu:.0%}: the peak was measured on a busy machine, and is too low")
+        return mfu
 
 
 # -----------------------------------------------------------------------------
@@ -205,10 +215,10 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
 
 
 def cpu_name() -> str:
-    """The CPU's name; its maker and family if it has none."""
+    """The CPU's name; its maker and family, or its instruction set, if it has none."""
     cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     name = re.search(r"model name\s*: *(.+)", cpu)
-    return name[1] if name else platform.processor()
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
@@ -232,7 +242,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     """
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
-    hw = Hardware(device, dtype, platform.processor() or platform.machine(), None, None)
+    hw = Hardware(device, dtype, cpu_name(), None, None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         forbid_spilling(device)
