@@ -9,9 +9,10 @@ too: signals, damaged bytes, a real full disk, or the standard library and torch
     start("train.py", *flags)        a process of its own, forked from a warm one: some 300 ms
     start(..., cold=True)            a fresh Python: some 3 s
     start_ranks(2, *flags)           as torchrun would start them
-    changed(folder, {...})           a copy of the program with some lines replaced
+    changed(folder, {...})           a copy of the program with some functions replaced
 """
 
+import ast
 import collections
 import contextlib
 import hashlib
@@ -39,6 +40,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 ROOT = Path(__file__).resolve().parent.parent
 # what a copy of the program needs besides the scripts; tests, pages and results stay behind
 FOLDERS = ("training", "data", "reports", "common", "config")
+
+
+# of a run of some milliseconds; each test module says what else its runs need
+TINY_RUN = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=2,
+    log_interval=1,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
 
 
 class Result(NamedTuple):
@@ -157,10 +173,11 @@ def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
             process.kill()
 
 
-def changed(folder: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
+def changed(folder: Path, changes: dict[str, str]) -> Path:
     """
-    A copy of the program in `folder`, in which each file's (old, new) texts are replaced. Start it
-    with cwd=folder and only_torch=True, so that nothing of the unchanged program is imported.
+    A copy of the program in `folder`, in which each file has the definitions of a text of Python.
+    Start it with cwd=folder and only_torch=True, so that nothing of the unchanged program is
+    imported.
     """
 
     def left_out(where: str, names: list[str]) -> list[str]:
@@ -172,13 +189,53 @@ def changed(folder: Path, changes: dict[str, list[tuple[str, str]]]) -> Path:
         shutil.copy(path, folder)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=left_out)
-    for name, pairs in changes.items():
-        text = (folder / name).read_text()
-        for old, new in pairs:
-            assert text.count(old) == 1, f"{name} has {text.count(old)} times: {old}"
-            text = text.replace(old, new)
-        (folder / name).write_text(text)
+    for name, code in changes.items():
+        text = (folder / name).read_text("utf-8")
+        (folder / name).write_text(with_definitions(text, code), "utf-8")
     return folder
+
+
+def with_definitions(text: str, code: str) -> str:
+    """
+    The module `text`, in which the functions, classes and constants of `code` replace those with
+    the same names, whatever their lines are. Of a class that is in both, the members do. What is
+    new comes last, before the line that starts a script.
+    """
+    lines, new_lines = text.splitlines(), code.splitlines()
+    edits: list[tuple[int, int, list[str]]] = []  # replace lines [first, last) by these
+
+    def merge(old: list[ast.stmt], new: list[ast.stmt], end: int) -> None:
+        there = {(type(node), name_of(node)): node for node in old}
+        for node in new:
+            known = there.get((type(node), name_of(node)))
+            ours = new_lines[first_line(node) : node.end_lineno]
+            if isinstance(node, ast.ClassDef) and known:
+                merge(known.body, node.body, known.end_lineno)
+            elif known and name_of(node):
+                edits.append((first_line(known), known.end_lineno, ours))
+            else:
+                edits.append((end, end, ours))
+
+    old = ast.parse(text).body
+    starts = [node for node in old if isinstance(node, ast.If) and "__main__" in ast.unparse(node)]
+    merge(old, ast.parse(code).body, first_line(starts[-1]) if starts else len(lines))
+    for first, last, ours in sorted(reversed(edits), key=lambda edit: -edit[0]):
+        lines[first:last] = ours
+    return "\n".join(lines) + "\n"
+
+
+def name_of(node: ast.stmt) -> str:
+    """What a statement defines; nothing if it is an import, a call or the like."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return targets[0].id if isinstance(targets[0], ast.Name) else ""
+
+
+def first_line(node: ast.stmt) -> int:
+    """Counted from 0, with its decorators."""
+    decorators = getattr(node, "decorator_list", [])
+    return min(part.lineno for part in (node, *decorators)) - 1
 
 
 # -----------------------------------------------------------------------------

@@ -278,53 +278,70 @@ def run_copy(folder: Path, *arguments) -> Result:
 
 
 # a file, a text in it and what it becomes, and words of the refusal
-CHANGES = {
-    "the exact GELU": (
-        "model.py",
-        'GELU(approximate="tanh")',
-        "GELU()",
-        "differ model.py GPT-2",
-    ),
-    # the last token does not see the first
-    "a window of 15 in a context of 16": (
-        "model.py",
-        "-math.inf).triu(1)",
-        "-math.inf).triu(1) + torch.full_like(scores[0, 0], -math.inf).tril(-15)",
-        "differ model.py GPT-2",
-    ),
-    "something else after an end-of-text": (
-        "model.py",
-        "            return self.logits(x)\n",
-        "            return self.logits(x) + (idx == 0).cumsum(1)[..., None]\n",
-        "differ model.py GPT-2",
-    ),
-    "a tensor that GPT-2 does not have": (
-        "model.py",
-        "        self.init_weights()\n",
-        "        self.temperature = nn.Parameter(torch.ones(()))\n        self.init_weights()\n",
-        "temperature GPT-2",
-    ),
-    # the export calls hidden and logits
+EXACT_GELU = """
+plain_init = MLP.__init__
+
+def init_exactly(self, config):
+    plain_init(self, config)
+    self.gelu = nn.GELU()
+
+MLP.__init__ = init_exactly
+"""
+# the last token does not see the first
+WINDOW = """
+def attend(q, k, v, flash, scale, dropout=0.0):
+    seen = torch.ones(q.size(2), k.size(2)).tril().triu(-14).bool()
+    scores = (q * scale @ k.mT).masked_fill(~seen, -math.inf)
+    return F.softmax(scores, dim=-1) @ v
+"""
+AFTER_THE_END = """
+plain_forward = GPT.forward
+
+def forward(self, idx, targets=None):
+    out = plain_forward(self, idx, targets)
+    return out + (idx == 0).cumsum(1)[..., None] if targets is None else out
+
+GPT.forward = forward
+"""
+TEMPERATURE = """
+plain_init = GPT.__init__
+
+def init_with_temperature(self, config):
+    plain_init(self, config)
+    self.temperature = nn.Parameter(torch.ones(()))
+
+GPT.__init__ = init_with_temperature
+"""
+# the export calls hidden and logits
+FORWARD = """
+plain_forward = FastGPT.forward
+
+def forward(self, idx, targets=None):
+    if targets is None:
+        return self.logits(0.9 * self.hidden(idx))
+    return plain_forward(self, idx, targets)
+
+FastGPT.forward = forward
+"""
+CHANGES = {  # -> file, code, words of the error
+    "the exact GELU": ("model.py", EXACT_GELU, "differ model.py GPT-2"),
+    "a window of 15 in a context of 16": ("model.py", WINDOW, "differ model.py GPT-2"),
+    "something else after an end-of-text": ("model.py", AFTER_THE_END, "differ model.py GPT-2"),
+    "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature GPT-2"),
     "a fast model that does more in forward": (
         "model_fast.py",
-        "            return self.logits(x)\n",
-        "            return self.logits(0.9 * x)\n",
+        FORWARD,
         "differ modeling_fast.py",
     ),
-    "a fast model that imports another file": (
-        "model_fast.py",
-        "import torch\n",
-        "import layers\nimport torch\n",
-        "imports layers",
-    ),
+    "a fast model that imports another file": ("model_fast.py", "import layers", "imports layers"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_the_export_would_not_compute_is_refused(name, tmp_path):
     """transformers would load it without a word and compute something else."""
-    file, old, new, words = CHANGES[name]
-    folder = changed(tmp_path / "copy", {file: [(old, new)]})
+    file, code, words = CHANGES[name]
+    folder = changed(tmp_path / "copy", {file: code})
     (folder / "layers.py").touch()
     model = random_gpt(flash=False) if file == "model.py" else random_fast()
     path = save(model, tmp_path / "x.pt", 100)
@@ -338,8 +355,9 @@ def test_a_model_that_the_export_would_not_compute_is_refused(name, tmp_path):
 
 def test_gpt2_in_other_words_is_exported(tmp_path):
     """What counts is what model.py computes, up to rounding, and not how."""
-    new = "lambda h: h / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))"
-    folder = changed(tmp_path / "copy", {"model.py": [('nn.GELU(approximate="tanh")', new)]})
+    gelu = "h / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))"
+    forward = f"MLP.forward = lambda self, x: self.c_proj((lambda h: {gelu})(self.c_fc(x)))"
+    folder = changed(tmp_path / "copy", {"model.py": forward})
     path = save(random_gpt(), tmp_path / "x.pt", 100)
     assert run_copy(folder, "ckpt-to-hf", path, tmp_path / "hf").code == 0
     assert_same_logits(loaded(path), opened(tmp_path / "hf"), 100)

@@ -1,0 +1,599 @@
+"""
+People change the program: a key, a weight, a group, an optimizer, a model. What the program does
+then; and the experiments of docs/hacking.md, whose functions replace those of the same names in a
+copy of the program.
+"""
+
+import importlib.util
+import itertools
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import plain
+import pytest
+import torch
+from program import (
+    ROOT,
+    TINY_RUN,
+    Result,
+    assert_same_run,
+    changed,
+    checkpoint,
+    column,
+    finish,
+    flags,
+    run,
+    same,
+    start,
+    train,
+    with_definitions,
+    write_tokens,
+)
+from torch import Tensor
+
+TINY = TINY_RUN | dict(
+    learning_rate=1e-2,
+    warmup_iters=2,
+    max_iters=8,
+    lr_decay_iters=8,
+    eval_interval=4,
+    eval_tokens=256,
+    keep_checkpoints=9,
+)
+SAMPLE = dict(num_samples=1, max_new_tokens=30, start="ab", device="cpu", dtype="float32")
+
+# -----------------------------------------------------------------------------
+# The changes
+
+# a factor of what the head gets
+NEW_KEY = {
+    "configurator.py": "class Config:\n    scale: float = 1.0",
+    "model.py": """
+class GPTConfig:
+    scale: float = 1.0
+
+unscaled = GPT.hidden
+GPT.hidden = lambda self, *idx: self.config.scale * unscaled(self, *idx)
+""",
+}
+
+
+def new_weight(made: str, used: str) -> dict:
+    """A weight outside the blocks, which the forward pass uses."""
+    code = f"""
+plain_init, plain_hidden = GPT.__init__, GPT.hidden
+
+def init(self, config):
+    plain_init(self, config)
+    self.extra = {made}
+
+def hidden(self, *idx):
+    x = plain_hidden(self, *idx)
+    return {used}
+
+GPT.__init__, GPT.hidden = init, hidden
+"""
+    return {"model.py": code}
+
+
+LINEAR = "nn.Linear(config.n_embd, config.n_embd, bias=False)"
+CUBE = "nn.Parameter(torch.ones(2, 3, config.n_embd))"
+NEW_WEIGHTS = {
+    "extra.weight": new_weight(LINEAR, "x + self.extra(x)"),
+    "extra": new_weight(CUBE, "x * self.extra.mean((0, 1))"),
+}
+
+
+def changed_groups(change: str) -> dict:
+    """The groups of AdamW, `decayed` and `others`, are changed before a resume looks at them."""
+    code = f"""
+plain_build = build_optimizer
+
+def build(*arguments):
+    optimizer = plain_build(*arguments)
+    decayed, others = optimizer.param_groups
+    names = decayed["param_names"]
+    {change}
+    return optimizer
+
+build_optimizer = build
+"""
+    return {"train.py": code}
+
+
+POSITIONS_WITHOUT_DECAY = changed_groups(
+    "for key in ('param_names', 'params'):"
+    " others[key].append(decayed[key].pop(1))  # the position embedding"
+)
+# groups of the same sizes and shapes, in which the two layers have changed places
+EXCHANGED_LAYERS = changed_groups(
+    "order = [names.index(name.replace('.h.0.', '.x.').replace('.h.1.', '.h.0.')"
+    ".replace('.x.', '.h.1.')) for name in names];"
+    " decayed.update({key: [decayed[key][n] for n in order] for key in ('param_names', 'params')})"
+)
+# a weight of which nothing says how many dimensions it has
+NO_GROUP = {
+    "model.py": """
+class Odd(nn.Parameter):
+    def dim(self):
+        return math.nan
+
+plain_init = GPT.__init__
+
+def init(self, config):
+    plain_init(self, config)
+    self.transformer.ln_f.weight = Odd(torch.ones(config.n_embd))
+
+GPT.__init__ = init
+"""
+}
+
+# -----------------------------------------------------------------------------
+# Keys, weights, groups, optimizers
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
+
+
+@pytest.fixture(scope="module")
+def whole(tokens, tmp_path_factory) -> Path:
+    """A whole run of the unchanged program."""
+    out_dir = tmp_path_factory.mktemp("whole")
+    train(**TINY, dataset=tokens, out_dir=out_dir)
+    return out_dir
+
+
+@pytest.fixture
+def half(whole, tmp_path) -> Path:
+    """The same run, stopped halfway."""
+    out_dir = tmp_path / "half"
+    shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt", "best.pt"))
+    return out_dir
+
+
+def train_changed(program: Path, **keys) -> Result:
+    return finish(start("train.py", *flags(**TINY | keys), cwd=program, only_torch=True))
+
+
+def sample_changed(program: Path, path: Path) -> Result:
+    command = flags(**SAMPLE, init_from=path)
+    return finish(start("sample.py", *command, cwd=program, only_torch=True))
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """In one line of error. It has these words, or a warning has, and not only in a path."""
+    assert result.code in (1, 2)
+    lines = result.err.splitlines()
+    errors = [line for line in lines if not line.startswith("warning: ")]
+    assert len(errors) == 1 and errors[0].startswith("error: "), result.err
+    text = " ".join(part for part in result.err.split() if "/" not in part)
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("key", ["recompute", "value_tables", "tf32"])
+def test_a_key_that_a_checkpoint_lacks_has_its_default(key, tokens, whole, half):
+    path = half / "ckpt-00000004.pt"
+    state = torch.load(path, weights_only=True)
+    del state["config"][key]
+    state["model_config"].pop(key, None)
+    torch.save(state, path)
+    sample = run("sample.py", *flags(**SAMPLE, init_from=path))
+    assert sample.code == 0, sample.err
+    text = run("sample.py", *flags(**SAMPLE, init_from=whole / "ckpt-00000004.pt")).out
+    assert sample.out.replace(str(half), "") == text.replace(str(whole), "")
+    train(**TINY, dataset=tokens, out_dir=half, init_from="resume")
+    assert_same_run(half, whole, 8)
+    assert key in checkpoint(half, 8)["config"]
+
+
+def test_a_new_key_has_its_default_in_runs_from_before_it(tokens, whole, half, tmp_path):
+    program = changed(tmp_path / "program", NEW_KEY)
+    keys = dict(dataset=tokens, out_dir=half, init_from="resume")
+    assert_refused(train_changed(program, **keys, scale=2.0), "scale")
+    result = train_changed(program, **keys)
+    assert result.code == 0, result.err
+    assert_same_run(half, whole, 8)
+    assert checkpoint(half, 8)["config"]["scale"] == 1.0
+    ours = run("sample.py", *flags(**SAMPLE, init_from=whole / "ckpt-00000008.pt"))
+    theirs = sample_changed(program, whole / "ckpt-00000008.pt")
+    assert theirs.code == 0, theirs.err
+    assert theirs.out == ours.out
+
+
+@pytest.mark.parametrize("name", NEW_WEIGHTS)
+def test_muon_refuses_a_weight_that_it_knows_no_group_for(name, tokens, tmp_path):
+    program = changed(tmp_path / "program", NEW_WEIGHTS[name])
+    out_dir = tmp_path / "out"
+    result = train_changed(program, dataset=tokens, out_dir=out_dir, optimizer="muon")
+    assert_refused(result, name)
+    assert not out_dir.exists()
+
+
+def assert_every_weight_is_in_one_group(state: dict) -> None:
+    groups = [group["params"] for group in state["optimizer"]["param_groups"]]
+    storages = {weight.data_ptr() for weight in state["model"].values()}  # a tied one counts once
+    assert sorted(sum(groups, [])) == list(range(len(storages)))
+    assert state["optimizer"]["state"].keys() == set(range(len(storages)))
+
+
+@pytest.mark.parametrize("name", NEW_WEIGHTS)
+def test_adamw_trains_a_new_weight(name, tokens, tmp_path):
+    program = changed(tmp_path / "program", NEW_WEIGHTS[name])
+    result = train_changed(program, dataset=tokens, out_dir=tmp_path / "out", max_iters=1)
+    assert result.code == 0, result.err
+    state = checkpoint(tmp_path / "out", 1)
+    weight = state["model"][name]
+    if weight.dim() > 2:  # made of ones, and init_weights knows only matrices of layers
+        assert (weight - 1).abs().max() < TINY["learning_rate"]
+    assert_every_weight_is_in_one_group(state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        dict(model="gpt2", bias=True),
+        dict(model="gpt2", tie_weights=False),
+        dict(model="fast", value_tables=1, bigram_rows=50),
+    ],
+    ids=lambda keys: " ".join(map(str, keys.values())),
+)
+def test_every_weight_is_in_one_group(model, optimizer, tokens, tmp_path):
+    train(**TINY | model | dict(max_iters=1, optimizer=optimizer, dataset=tokens, out_dir=tmp_path))
+    assert_every_weight_is_in_one_group(checkpoint(tmp_path, 1))
+
+
+def test_a_weight_in_no_group_is_refused_by_name(tokens, tmp_path):
+    program = changed(tmp_path / "program", NO_GROUP)
+    result = train_changed(program, dataset=tokens, out_dir=tmp_path / "out")
+    assert_refused(result, "transformer.ln_f.weight")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(POSITIONS_WITHOUT_DECAY, id="other sizes"),
+        pytest.param(EXCHANGED_LAYERS, id="equal shapes"),
+    ],
+)
+def test_a_run_whose_groups_differ_is_not_resumed(change, tokens, half, tmp_path):
+    program = changed(tmp_path / "program", change)
+    before = (half / "ckpt-00000004.pt").read_bytes()
+    result = train_changed(program, dataset=tokens, out_dir=half, init_from="resume")
+    assert_refused(result, "group")
+    assert [path.name for path in half.glob("*.pt")] == ["ckpt-00000004.pt"]
+    assert (half / "ckpt-00000004.pt").read_bytes() == before
+
+
+ADAMW = torch.optim.AdamW
+NOT_FUSED = dict(
+    AdamW=lambda groups, fused: ADAMW(groups, fused=False),
+    SGD=lambda groups, fused: torch.optim.SGD(groups, momentum=0.9),
+    Adafactor=lambda groups, fused: torch.optim.Adafactor(groups),
+)
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_an_optimizer_that_is_not_fused_trains_and_resumes_bit_for_bit(name, tokens, tmp_path):
+    out_dir, halves = tmp_path / "whole", tmp_path / "halves"
+    with mock.patch("torch.optim.AdamW", NOT_FUSED[name]):
+        train(**TINY, dataset=tokens, out_dir=out_dir)
+        newest = shutil.ignore_patterns("ckpt-00000008.pt", "best.pt")
+        shutil.copytree(out_dir, halves, ignore=newest)
+        train(**TINY, dataset=tokens, out_dir=halves, init_from="resume")
+    losses = column(out_dir, "step", "loss")
+    assert losses[-1] < losses[0] - 0.005  # Adafactor's updates are small
+    assert_same_run(halves, out_dir, 8)
+
+
+def test_an_optimizer_that_is_not_fused_skips_the_update_of_a_gradient_of_nan(tokens, tmp_path):
+    backward = torch.Tensor.backward
+    passes = itertools.count()
+
+    def spoilt(loss):
+        is_bad = next(passes) == 5 * 2  # two micro-batches an iteration
+        backward(loss * torch.nan if is_bad else loss)
+
+    plain = mock.patch("torch.optim.AdamW", NOT_FUSED["AdamW"])
+    keys = TINY | dict(checkpoint_interval=1, dataset=tokens, out_dir=tmp_path)
+    with plain, mock.patch.object(torch.Tensor, "backward", spoilt):
+        train(**keys)
+    before, after, later = (checkpoint(tmp_path, it) for it in (5, 6, 7))
+    assert not before["optimizer"]["param_groups"][0]["fused"]
+    assert same(before["model"], after["model"])
+    assert same(before["optimizer"]["state"], after["optimizer"]["state"])
+    assert not same(after["model"], later["model"])
+
+
+# -----------------------------------------------------------------------------
+# Changed models
+
+# of TINY, with its vocabulary of 61 padded to 128
+TINY_LAYER, TINY_HEAD, TINY_ATTENTION = 6 * 12 * 32**2, 6 * 32 * 128, 12 * 32 * 16
+
+WINDOWS = """
+def attend(q, k, v, flash, scale, dropout=0.0):
+    q, k, v = (part.unflatten(2, (-1, 4)) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3)
+"""
+WIDER_QUERIES = """
+def attend(q, k, v, flash, scale, dropout=0.0):
+    q, k = F.pad(q, (0, 16)), F.pad(k, (0, 16))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+"""
+MIDDLE_TWICE = """
+plain_init = GPT.__init__
+
+def init(self, config):
+    plain_init(self, config)
+    first, middle, last = self.transformer.h
+    self.transformer.h = nn.ModuleList([first, middle, middle, last])
+
+GPT.__init__ = init
+"""
+# as a kernel that needs a GPU, or numbers that the model reads on the host
+NEEDS_MEMORY = """
+plain_hidden = GPT.hidden
+
+def hidden(self, *idx):
+    x = plain_hidden(self, *idx)
+    x.sum().item()
+    return x
+
+GPT.hidden = hidden
+"""
+MODELS = {  # code in model.py, and the FLOPs of a token then
+    # each token meets a quarter of the keys
+    "attention in windows": (WINDOWS, 3 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD),
+    # heads of 32 in the first of two products, and of 16 in the second
+    "wider queries": (WIDER_QUERIES, 3 * (TINY_LAYER + TINY_ATTENTION * 1.5) + TINY_HEAD),
+    "the middle block twice": (MIDDLE_TWICE, 4 * (TINY_LAYER + TINY_ATTENTION) + TINY_HEAD),
+    "does not run without memory": (NEEDS_MEMORY, None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_model_is_counted_as_it_runs(name, tokens, tmp_path):
+    code, flops = MODELS[name]
+    program = changed(tmp_path / "program", {"model.py": code})
+    keys = TINY | dict(
+        n_layer=3, max_iters=1, peak_tflops=1, dataset=tokens, out_dir=tmp_path / "run"
+    )
+    result = finish(start("train.py", *flags(**keys), cwd=program, only_torch=True))
+    assert result.code == 0, result.err
+    assert column(tmp_path / "run", "start", "flops_per_token") == [flops]
+    assert ("mfu n/a, tok/s" in result.out) == (flops is None)
+
+
+# an MLP that draws by each of the three sources of random numbers, counts its calls, and holds a
+# mask of infinities: only weights that have become infinite are not saved
+NOISY = {
+    "model.py": """
+import random
+
+import numpy as np
+
+plain_init, plain_forward = MLP.__init__, MLP.forward
+
+def init(self, config):
+    plain_init(self, config)
+    self.register_buffer("calls", torch.zeros(()))
+    self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+
+def forward(self, x):
+    y = plain_forward(self, x)
+    if not self.training:
+        return y
+    self.calls += 1
+    return y * (torch.rand(()) + np.random.rand() + random.gauss(1, 0.1))
+
+MLP.__init__, MLP.forward = init, forward
+"""
+}
+# several launches in one process, as importing the changed program takes two seconds; in between
+# the random numbers are somewhere else. The last one has a compiler, which computes the same.
+LAUNCHES = """
+import random, runpy, sys
+import numpy as np, torch
+given = sys.argv[1:]
+for out_dir, *last in (
+    ("straight", "--max_iters=8"),
+    ("halves", "--max_iters=4"),
+    ("halves", "--max_iters=8", "--init_from=resume"),
+    ("compiled", "--max_iters=8", "--compile=True"),
+):
+    torch.compile = lambda call: call
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    sys.argv = ["train.py", *given, f"--out_dir={out_dir}", *last]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+"""
+
+
+def test_what_a_model_draws_counts_and_masks_is_seeded_saved_and_resumed(tokens, tmp_path):
+    """And the proof that a compiler computes the same leaves no trace in it."""
+    program = changed(tmp_path / "program", NOISY)
+    words = flags(**TINY, dropout=0.1, dataset=tokens)
+    result = finish(start("-c", LAUNCHES, *words, cwd=program, only_torch=True))
+    assert result.code == 0, result.err
+    assert "warning" not in result.err
+    assert_same_run(program / "straight", program / "halves", 8)
+    assert_same_run(program / "straight", program / "compiled", 8)
+    weights = checkpoint(program / "straight", 8)["model"]
+    assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
+    assert weights["transformer.h.0.mlp.mask"][0, 1] == float("-inf")
+
+
+# -----------------------------------------------------------------------------
+# The experiments of docs/hacking.md: blocks of code that begin with the name of a file
+
+PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
+LOSS, OPTIMIZER, SCHEDULE = (
+    {file: code for file, code in BLOCKS if f"def {function}(" in code}
+    for function in ("loss_sum", "build_optimizer", "get_lr")
+)
+CONFIG = TINY | dict(seed=1337)
+Z = 1e-4
+
+
+@pytest.mark.slow
+def test_the_z_loss_acts_in_plain_chunked_and_compiled_training(tokens, tmp_path):
+    """And only in training."""
+    ways = dict(plain=dict(), chunked=dict(loss_chunk=16), compiled=dict(compile="required"))
+    keys = dict(dataset=tokens, n_layer=1, loss_chunk="off")
+    train(**TINY | keys, out_dir=tmp_path / "without")
+    program = changed(tmp_path / "program", LOSS)
+    trained = {}
+    for way, changes in ways.items():
+        result = train_changed(program, **keys | changes, out_dir=tmp_path / way)
+        assert result.code == 0, result.err
+        trained[way] = weights(tmp_path / way)
+        losses, stock = (column(tmp_path / name, "step", "loss")[0] for name in (way, "without"))
+        # an untrained model has all of 128 ids for about as likely
+        assert losses - stock == pytest.approx(Z * math.log(128) ** 2, rel=0.02)
+        evaluations = [column(tmp_path / name, "eval", "val_loss")[0] for name in (way, "without")]
+        assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
+    effect = (trained["plain"] - weights(tmp_path / "without")).norm()
+    for way in ways:  # rounding is far less
+        assert (trained[way] - trained["plain"]).norm() < effect / 20, way
+
+
+def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> Tensor:
+    return torch.cat([w.flatten() for w in checkpoint(out_dir, iter_num)["model"].values()])
+
+
+def load_model(path: Path, changes: dict[str, str]):
+    """model.py, or a changed one, as a namespace."""
+    text = (ROOT / "model.py").read_text("utf-8")
+    path.write_text(with_definitions(text, changes.get("model.py", "")), "utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {path.stem: module}):  # dataclasses look there
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("cap", [None, 15.0])
+@pytest.mark.parametrize("chunk", [0, 256])
+def test_the_small_z_loss_is_not_rounded_away_in_bfloat16(chunk, cap, tmp_path):
+    """The head's gradient, with the term less without it, against the term's in float64."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, 32) + 0.5 * torch.randn(32)
+    head = (0.02 * torch.randn(128, 32)).requires_grad_()
+    targets = torch.randint(128, (64, 64))
+    gradients = []
+    for name, changes in (("without", {}), ("with_term", LOSS)):
+        model = load_model(tmp_path / f"model_{name}.py", changes)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.mean_loss(x, head, targets, chunk, cap)
+        gradients.append(torch.autograd.grad(loss, head)[0].double())
+    found = gradients[1] - gradients[0]
+
+    weight = head.double().detach().requires_grad_()
+    logits = x.double() @ weight.T
+    if cap:
+        logits = cap * logits / (logits.square() + cap**2).sqrt()
+    (term,) = torch.autograd.grad(Z * logits.logsumexp(-1).square().mean(), weight)
+    assert ((found * term).sum() / term.square().sum()).item() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_lion_moves_weights_by_its_rate_and_resumes_bit_for_bit(dtype, tokens, tmp_path):
+    program = changed(tmp_path / "program", OPTIMIZER)
+    keys = dict(dataset=tokens, learning_rate=1e-3, weight_decay=0.0, grad_clip=0.0, dtype=dtype)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    result = train_changed(program, **keys, checkpoint_interval=1, out_dir=whole)
+    assert result.code == 0, result.err
+    moved = (weights(whole, 4) - weights(whole, 3)).abs()
+    lr = dict(column(whole, "step", "iter", "lr"))[3]
+    # float32 weights of about 1; padded ids have a gradient, too
+    assert ((moved - lr).abs() < 1e-6).float().mean() > 0.9
+    assert (((moved - lr).abs() < 1e-6) | (moved == 0)).all()
+    losses = column(whole, "eval", "val_loss")
+    assert losses[-1] < losses[0] - 0.05
+    # in the direction of the mean of gradients, but where rounding decides its sign
+    states = [checkpoint(whole, n) for n in (3, 4)]
+    w = plain.weights(states[0]["model"])
+    gradient = gradient_of(w, tokens, 3)
+    agreed = []
+    names = [name for g in states[0]["optimizer"]["param_groups"] for name in g["param_names"]]
+    for number, name in enumerate(names):
+        mean = states[0]["optimizer"]["state"][number]["exp_avg"].double()
+        step = states[0]["model"][name] - states[1]["model"][name]
+        agreed.append((step.sign() == mean.lerp(gradient[name], 0.1).sign()).flatten())
+    assert torch.cat(agreed).double().mean() > 0.98
+
+    halves.mkdir()
+    for name in ("ckpt-00000004.pt", "metrics.jsonl"):
+        shutil.copy(whole / name, halves)
+    result = train_changed(program, **keys, out_dir=halves, init_from="resume")
+    assert result.code == 0, result.err
+    assert_same_run(halves, whole, 8)
+
+
+def gradient_of(w: plain.Weights, tokens: Path, it: int) -> plain.Weights:
+    """The gradient of iteration `it`, in float64."""
+    rows = next(itertools.islice(plain.batches(tokens, CONFIG), it, None))
+    loss = plain.loss_of(w, CONFIG, rows)
+    return dict(zip(w, torch.autograd.grad(loss, [*w.values()]), strict=True))
+
+
+def test_the_1_sqrt_schedule_has_the_rates_of_its_formula(tokens, tmp_path):
+    program = changed(tmp_path / "program", SCHEDULE)
+    keys = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
+    result = train_changed(program, **keys, dataset=tokens, out_dir=tmp_path / "run")
+    assert result.code == 0, result.err
+    expected = [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01]  # two of warm-up; the decay begins at 4
+    expected += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
+    assert column(tmp_path / "run", "step", "lr") == pytest.approx(expected)
+
+
+def test_the_functions_that_the_page_names_are_there():
+    code = "\n".join(path.read_text("utf-8") for path in ROOT.glob("**/*.py"))
+    named = {*re.findall(r"`(\w+)\(?\)?` (?:in|of) `?[\w/]+\.py", PAGE)}
+    assert {"get_lr", "loss_sum", "build_optimizer"} <= named
+    assert [name for name in named if not re.search(rf"(def|class|^) ?{name}\b", code, re.M)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_the_loop_of_the_page_trains_both_sides_and_ends_with_a_verdict(tokens, tmp_path):
+    """With tiny models, two seeds, and some iterations in place of the hours."""
+    clones, loop = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+    keys = shlex.join(flags(**TINY | dict(dataset=tokens, max_iters=4, warmup_iters=1)))
+    loop = re.sub(r"config/\S+ idea.py --hours=\S+", f"idea.py {keys}", loop)
+    loop = loop.replace("1 2 3 4", "1 2")
+    here = changed(tmp_path / "here", {})
+    (here / ".gitignore").write_text("out/\n")
+    names = {f"GIT_{who}_{w}": "a@b" for who in ("AUTHOR", "COMMITTER") for w in ("NAME", "EMAIL")}
+    environment = os.environ | names | dict(OMP_NUM_THREADS="1")
+    environment |= dict(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+    def bash(block: str) -> str:
+        command = ["bash", "-eu", "-o", "pipefail", "-c", block]
+        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    bash("git init -q . && git add . && git commit -qm all\n" + clones)
+    path = tmp_path / "zloss" / "model.py"
+    path.write_text(with_definitions(path.read_text("utf-8"), LOSS["model.py"]), "utf-8")
+    out = bash(loop)
+    assert out.count("verdict: ") == 1
+    losses = re.findall(r"^val_loss: (\S+)$", out, re.M)  # the run prints each line, and grep does
+    assert len(losses) == 2 * 2 * 2 and losses[0] != losses[2]
