@@ -60,10 +60,6 @@ def known_flags(script: str, mode: str = "") -> set[str]:
     """The names of the flags in a script's --help; `mode` is bench.py's or convert.py's."""
     told = run(script, *mode.split(), "--help").out
     flags = {*re.findall(r"--(\w+)", told)}
-    if script == "train.py":
-        # the experiments of docs/hacking.md add keys
-        added = re.findall(r"^\+    (\w+): \w+ = ", read("docs/hacking.md"), re.MULTILINE)
-        return flags | {*added}
     if script in ("bench.py", "configurator.py"):  # these take train.py's keys too
         return flags | known_flags("train.py")
     return flags
@@ -81,18 +77,16 @@ def flags_of(command: list[str]) -> set[str]:
 # Figures
 
 
-def lines_of(page: str) -> list[str]:
+def lines_of(page: Path | str) -> list[str]:
     """The page's paragraphs, rows and list items, each on one line."""
     text = re.sub(r"\n(?![|\n#`$-])", " ", read(page))
     return text.splitlines()
 
 
-def after(page: str, start: str) -> str:
-    """What follows `start` on the one line of a page that holds it; `...` there is any text."""
-    pattern = ".*?".join(map(re.escape, start.split("..."))) + "(.*)"
-    found = [match[1] for line in lines_of(page) if (match := re.search(pattern, line))]
-    assert len(found) == 1, f"{page}: {len(found)} lines hold {start!r}"
-    return found[0]
+def block_with(text: str) -> str:
+    """The one code block of all pages that has this text."""
+    (block,) = [block for page in GUIDES for block in code_blocks(page) if text in block]
+    return block
 
 
 def numbers(text: str) -> list[str]:
@@ -106,13 +100,15 @@ def rounds_to(value: float, shown: str) -> bool:
     return abs(value - float(shown.replace(",", ""))) <= 0.5 * 10**-decimals + 1e-9
 
 
-def check(text: str, values: list[float]) -> None:
-    """The first numbers in a text, or of a table's row all of them, are these values, rounded."""
-    shown = numbers(text)
-    is_row = text.rstrip().endswith("|")
-    assert len(shown) == len(values) or (len(shown) > len(values) and not is_row), (shown, values)
-    for value, number in zip(values, shown, strict=False):
-        assert rounds_to(value, number), f"{number} for {value} in: {text}"
+def holds(text: str, values: list[float]) -> bool:
+    """Whether a text has these figures, rounded, in this order; others may stand between them."""
+    shown = iter(numbers(re.sub(r"\d{4}-\d\d-\d\d", "", text)))
+    return all(any(rounds_to(value, number) for number in shown) for value in values)
+
+
+def shows(page: str, values: list[float]) -> bool:
+    """Whether one paragraph, row or list item of a page has these figures."""
+    return any(holds(line, values) for line in lines_of(page))
 
 
 def result(name: str) -> dict:

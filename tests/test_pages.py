@@ -3,8 +3,6 @@ README, docs/ and results/: links that lead somewhere, commands that parse, name
 the program has, and code that runs.
 """
 
-import ast
-import functools
 import itertools
 import json
 import os
@@ -12,13 +10,14 @@ import pickle
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pages
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from pages import GUIDES, PAGES, README, after, code_blocks, numbers, page_name, read
+from pages import GUIDES, PAGES, README, code_blocks, page_name, read, shows
 from program import ROOT, run
 
 from configurator import FIELDS, find_keys, load_config
@@ -78,7 +77,7 @@ def test_commands_are_found():
 
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
 def test_every_file_of_this_project_that_a_page_names_is_there(page):
-    name = r"\b(?:common|reports|results|tests|training|docs)/[\w/]+\.(?:py|md|csv|json|png)\b"
+    name = r"\b(?:common|dev|reports|results|tests|training|docs)/[\w/]+\.(?:py|md|csv|json|png)\b"
     named = {*re.findall(name, read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
 
@@ -114,35 +113,6 @@ def test_the_sampling_page_lists_the_flags_of_sample_py():
         assert default.replace("a line end", "\n") == str(keys[name].default), name
 
 
-def quoted_messages() -> list[str]:
-    """Messages of this program: in first cells of the page, and those that README repeats."""
-    ours = read("docs/troubleshooting.md").partition("## Messages of other programs")[0]
-    cells = re.findall(r"^\| (`.*?) \| ", ours, re.MULTILINE)
-    cells += re.findall("^- (`[^`]+`):", read(README), re.MULTILINE)
-    return [message for cell in cells for message in re.findall("`([^`]+)`", cell)]
-
-
-@functools.cache
-def program_texts() -> list[str]:
-    """The strings of the program; of an f-string the parts between its values."""
-    folders = ["", "data", "training", "reports", "common"]
-    trees = [
-        ast.parse(file.read_text("utf-8")) for d in folders for file in (ROOT / d).glob("*.py")
-    ]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-
-
-def test_a_message_on_the_page_is_one_that_the_program_prints():
-    """`...` stands for values; at other punctuation the program may have joined two strings."""
-    messages, program = quoted_messages(), "\0".join(program_texts())
-    assert messages
-    for message in messages:
-        parts = [part.strip(" :,.") for part in re.split(r"\.\.\.|[;:] | \(|\)", message)]
-        assert sum(map(len, parts)) >= 8, message
-        assert all(part in program for part in parts), message
-
-
 # -----------------------------------------------------------------------------
 # Installing and testing
 
@@ -159,12 +129,10 @@ def test_everybody_installs_the_torch_that_was_tested():
     (tested,) = constraint("torch").specifier
     binds = constraint("torch").marker.evaluate
     assert [binds({"sys_platform": name}) for name in ("linux", "darwin", "win32")] == [1, 1, 0]
-    texts = [*map(read, GUIDES), read(".github/workflows/ci.yml"), *program_texts()]
+    code = (ROOT / "training").glob("*.py")
+    texts = [*map(read, GUIDES), read(".github/workflows/ci.yml"), *map(read, code)]
     versions = [version for text in texts for version in re.findall(r"torch==([\d.]+)", text)]
     assert len(versions) >= 4 and {*versions} == {tested.version}
-    # and the program's line for a torch without CUDA is the page's
-    (line,) = [text for text in program_texts() if f"torch=={tested.version}+cu130 " in text]
-    assert line in read("docs/install.md")
 
 
 def test_powershell_asks_nothing_where_a_block_is_pasted():
@@ -183,8 +151,18 @@ def test_everybody_runs_the_same_tests():
     assert all((ROOT / name).is_file() for name in re.findall(r"python (\S+\.py)", form))
 
 
+@pytest.mark.parametrize("extra, file", [("", "requirements.txt"), ("dev", "requirements-dev.txt")])
+def test_uv_installs_what_pip_does(extra, file):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    ours = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    lines = [
+        line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()
+    ]
+    assert ours == [line for line in lines if line and not line.startswith("-r")]
+
+
 # -----------------------------------------------------------------------------
-# Code on the pages. More of it runs in test_chains, test_convert, test_nanogpt and test_hacking.
+# Code on the pages. More of it runs in test_convert and in integration/.
 
 TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 
@@ -239,11 +217,8 @@ def test_the_slurm_script_starts_one_torchrun_per_machine_at_a_port_of_its_own(t
 
 
 RULE = read("data/own_config.template")
-ROWS = {
-    "| below 500,000 |": (315_000, 499_999),
-    "| below 850,000 |": (500_000, 849_999),
-    "| more |": (4_000_000,),
-}
+# tokens of a text at both ends of a row of own_text.md
+ROWS = [(315_000, 499_999), (500_000, 849_999), (4_000_000,)]
 
 
 def written(tokens: int, is_bytes: bool, path: Path):
@@ -253,17 +228,13 @@ def written(tokens: int, is_bytes: bool, path: Path):
     return load_config([str(path)])
 
 
-@pytest.mark.parametrize("row, sizes", ROWS.items())
-def test_the_rule_on_the_page_is_that_of_the_written_config(row, sizes, tmp_path):
-    """Dropout and epochs, or tokens, at both ends of a row of own_text.md."""
-    *cells, dropout = after("docs/own_text.md", row).strip(" |").split(" | ")
-    for is_bytes, cell in zip((True, False), cells, strict=True):
+@pytest.mark.parametrize("sizes", ROWS)
+def test_the_rule_on_the_page_is_that_of_the_written_config(sizes, tmp_path):
+    """Epochs of bytes and of tokens, or how many are trained on; and dropout."""
+    figures = []
+    for is_bytes in (True, False):
         made = [written(n, is_bytes, tmp_path / f"my{n}.py") for n in sizes]
-        assert {c.dropout for c in made} == {float(dropout)}
         trained = [c.max_iters * c.iter_tokens for c in made]
-        shown = [float(number) for number in numbers(cell)]
-        if row == "| more |":
-            assert shown == [pytest.approx(trained[0] / 1e6, rel=1e-3)]
-        else:
-            epochs = [round(n / size) for n, size in zip(trained, sizes, strict=True)]
-            assert shown == [*dict.fromkeys(epochs)]
+        epochs = [round(n / size) for n, size in zip(trained, sizes, strict=True)]
+        figures += dict.fromkeys(epochs) if len(sizes) > 1 else [trained[0] / 1e6]
+    assert shows("docs/own_text.md", [*figures, *{c.dropout for c in made}])
