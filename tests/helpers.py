@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from program import TINY_RUN
 from program import start as start_process
 
 import train
@@ -23,22 +24,12 @@ ON_WINDOWS = sys.platform == "win32"
 needs_signals = pytest.mark.skipif(
     ON_WINDOWS, reason="Windows sends no process a signal that it could answer"
 )
-TINY = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=2,
-    learning_rate=1e-2,
+TINY = TINY_RUN | dict(
+    learning_rate=0.01,
     warmup_iters=2,
     max_iters=8,
     eval_interval=4,
     eval_tokens=256,
-    log_interval=1,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 FAST = dict(
     model="fast",

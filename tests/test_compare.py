@@ -10,24 +10,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from program import Night, Result, column, records, run, train, write_tokens
+from program import TINY_RUN, Night, Result, column, records, run, train, write_tokens
 
 from reports import seeds
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
     n_embd=16,
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=2,
-    device="cpu",
-    dtype="float32",
-    compile=False,
     max_iters=4,
     eval_interval=2,
     eval_tokens=256,
-    log_interval=1,
 )
 
 

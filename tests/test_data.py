@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program import (
+    TINY_RUN,
     assert_same_run,
     checkpoints,
     finish,
@@ -37,14 +38,10 @@ from configurator import Config
 from data.loader import ShuffledWindows, eval_batches, to_batch
 from data.shards import ShardTokens, open_dataset, open_shard
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
     gradient_accumulation_steps=3,
-    learning_rate=1e-2,
+    learning_rate=0.01,
     warmup_iters=2,
     max_iters=8,
     lr_decay_iters=8,
@@ -52,9 +49,6 @@ TINY = dict(
     eval_tokens=64,
     keep_checkpoints=9,
     dropout=0.1,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 
 

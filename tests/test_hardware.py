@@ -15,12 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from program import column, finish, flags, run, start, train, write_tokens
+from program import ROOT, TINY_RUN, column, finish, flags, run, start, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.torch_version import TorchVersion
 
-from configurator import Config, resolve
+from configurator import Config, load_config, resolve
 from model import GPTConfig
+from model_fast import FastConfig
+from train import model_config
 from training import hardware
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware, count_flops
@@ -78,6 +80,39 @@ def test_a_system_that_does_not_tell_its_peak_memory(monkeypatch):
     assert hw(None).peak_memory_gib() > 0
     monkeypatch.setattr(Path, "read_text", lambda _: "VmRSS:  1 kB")
     assert hw(None).peak_memory_gib() is None
+
+
+# 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
+# attention
+LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
+GATES = 6 * 6 * 12 * 6  # six of 12 x 6 weights; the tables are looked up
+COUNTS = {
+    # nanoGPT's number, 854.8 MFLOP a token, is 6 N + 12 L H Q T with the norms' weights in N
+    ("gpt124m_4070", "--tie_weights=True"): 12 * (LAYER + ATTENTION) + HEAD,
+    # a look-up table costs no FLOPs
+    ("gpt124m_4070", "--tie_weights=False"): 12 * (LAYER + ATTENTION) + HEAD,
+    ("fast124m_4070", "--seed=1"): 12 * (LAYER + ATTENTION) + HEAD + GATES,
+}
+
+
+@pytest.mark.parametrize("config, flag", COUNTS)
+def test_gpt124m_is_counted_as_by_hand(config, flag):
+    c = load_config([f"{ROOT}/config/{config}.py", flag])
+    assert count_flops(model_config(c, 50257, flash=True, compiled=True)) == COUNTS[config, flag]
+
+
+@pytest.mark.parametrize("kind", [GPTConfig, FastConfig])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(flash=False), dict(recompute=True), dict(loss_chunk=7), dict(dropout=0.1, bias=True)],
+)
+def test_the_count_is_the_same_whatever_computes_the_model(kind, changes):
+    tables = dict(value_tables=1, bigram_rows=10**7) if kind is FastConfig else {}
+    sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=40, vocab_size=100)
+    config = kind(**dict(bias=False, tie_weights=False) | sizes | tables | changes)
+    gates = 2 * 12 * 3 if kind is FastConfig else 0
+    n = 100 * 96 + 2 * 12 * 96**2 + gates
+    assert count_flops(config) == 6 * n + 12 * 2 * 96 * 40
 
 
 def test_the_memory_of_a_gpu_is_the_most_that_was_in_use(monkeypatch):
@@ -296,19 +331,12 @@ def test_a_mac_does_not_compile_and_trains_in_float32(cpu, monkeypatch):
     assert not found.can_compile
 
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
     gradient_accumulation_steps=3,
     max_iters=2,
     eval_interval=100,
     eval_tokens=64,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 
 

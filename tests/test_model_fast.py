@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from program import column, train, write_tokens
+from program import TINY_RUN, column, train, write_tokens
 from torch.func import functional_call
 
 from model import KVCache
@@ -235,20 +235,11 @@ def test_dropout_falls_on_embedding_tables_and_what_each_block_adds_in_training_
     assert max(*zeros()[0], *zeros()[1]) < 0.001
 
 
-RUN = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=2,
+RUN = TINY_RUN | dict(
     warmup_iters=2,
     max_iters=30,
     eval_interval=30,
     eval_tokens=256,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 
 

@@ -1,6 +1,6 @@
 """
-sample.py beside what test_chains.py has: generate() against transformers, and texts, prompts and
-terminals as people have them.
+generate() against transformers, and texts, prompts and terminals as people have them. Samples of
+whole runs: integration/test_samples.py.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from program import checkpoint, run, train, write_tokens
+from program import TINY_RUN, checkpoint, run, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
 from weights import as_transformers
 
@@ -24,19 +24,11 @@ from sample import SampleConfig, print_growing
 
 GREEDY = 0.0  # temperature
 RULER = "\n---------------\n"
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=2,
     max_iters=2,
     eval_interval=2,
     eval_tokens=64,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 
 

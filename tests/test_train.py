@@ -10,26 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
-from program import assert_same_run, column, flags, records, run, train, write_tokens
+from program import TINY_RUN, assert_same_run, column, flags, records, run, train, write_tokens
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
     gradient_accumulation_steps=3,
-    learning_rate=1e-2,
+    learning_rate=0.01,
     warmup_iters=2,
     max_iters=6,
     lr_decay_iters=6,
     eval_interval=3,
     eval_tokens=64,
-    log_interval=1,
     keep_checkpoints=9,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 
 

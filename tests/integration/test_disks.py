@@ -34,6 +34,7 @@ from moments import (
 )
 from program import (
     ROOT,
+    TINY_RUN,
     Result,
     assert_same_run,
     best,
@@ -53,25 +54,17 @@ from program import (
 
 fcntl = pytest.importorskip("fcntl", reason="disks and signals of POSIX")
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
     n_embd=16,
-    block_size=16,
-    batch_size=4,
     gradient_accumulation_steps=1,
     max_iters=8,
     lr_decay_iters=12,
     eval_interval=4,
     eval_tokens=160,
-    log_interval=1,
     dropout=0.1,
-    # the validation loss falls up to iteration 4, and at 6, 8 and 10 it is between those of 2 and 4
     learning_rate=0.3,
     warmup_iters=6,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 FALLING = dict(learning_rate=0.01, warmup_iters=2)  # then the newest is the best
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)

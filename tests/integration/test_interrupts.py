@@ -16,6 +16,7 @@ from documents import documents, write_jsonl
 from moments import watched
 from program import (
     EVAL,
+    TINY_RUN,
     Night,
     assert_same_run,
     best,
@@ -36,25 +37,16 @@ from program import (
 
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
-TINY = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
+TINY = TINY_RUN | dict(
     gradient_accumulation_steps=3,
-    learning_rate=1e-2,
-    min_lr=1e-3,
+    learning_rate=0.01,
+    min_lr=0.001,
     warmup_iters=3,
     max_iters=12,
     lr_decay_iters=12,
     eval_interval=4,
     eval_tokens=20 * 16,
-    log_interval=1,
     keep_checkpoints=9,
-    device="cpu",
-    dtype="float32",
-    compile=False,
     seed=5,
 )
 

@@ -1,5 +1,5 @@
 """
-What nanoGPT's users bring along beside what test_chains.py has: config files, checkpoints with
+What nanoGPT's users bring along beside what test_pretrained.py has: config files, checkpoints with
 their characters, and lines of code.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import ROOT, checkpoint, flags, run, train, write_tokens
+from program import ROOT, TINY_RUN, checkpoint, flags, run, train, write_tokens
 from weights import random_gpt2
 
 from configurator import Config, load_config
@@ -98,19 +98,11 @@ def test_config_files_run_unchanged(name, tmp_path):
         assert config.gradient_accumulation_steps == 40 and config.tracker == "wandb"
 
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=2,
     max_iters=2,
     eval_interval=2,
     eval_tokens=64,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 
 

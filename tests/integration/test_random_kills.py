@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from moments import free
 from program import (
+    TINY_RUN,
     assert_same_run,
     best,
     checkpoints,
@@ -26,26 +27,18 @@ from program import (
 pytest.importorskip("fcntl", reason="disks and signals of POSIX")
 
 END = 40
-OPTIONS = dict(
+OPTIONS = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
     n_embd=16,
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=2,
     max_iters=END,
     lr_decay_iters=END,
     eval_interval=7,
     eval_tokens=160,
     checkpoint_interval=3,
     keep_checkpoints=2,
-    log_interval=1,
     dropout=0.1,
     learning_rate=0.01,
     warmup_iters=2,
-    device="cpu",
-    dtype="float32",
-    compile=False,
     init_from="auto",
 )
 LAUNCHES = 4

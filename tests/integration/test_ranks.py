@@ -1,6 +1,6 @@
 """
 Several processes (gloo, on the CPU): the same training as alone, decisions taken together, nobody
-left behind. test_numbers.py has the numbers of two ranks.
+left behind. test_losses.py has the numbers of two ranks.
 
 Most tests start the ranks themselves, with the environment that torchrun would give them. Its own
 part, starting, stopping and restarting, is slow and tested with the real one.
@@ -26,6 +26,7 @@ from documents import documents, write_jsonl, write_parquet
 from moments import watched
 from program import (
     ROOT,
+    TINY_RUN,
     assert_same_run,
     changed,
     checkpoints,
@@ -42,23 +43,14 @@ from program import (
 
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
-TINY = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
+TINY = TINY_RUN | dict(
     gradient_accumulation_steps=4,
-    learning_rate=1e-2,
+    learning_rate=0.01,
     warmup_iters=2,
     max_iters=12,
     lr_decay_iters=12,
     eval_interval=6,
     eval_tokens=320,
-    log_interval=1,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=100, learning_rate=0.025)
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)
@@ -533,12 +525,7 @@ def test_ranks_that_are_restarted_go_on_from_the_checkpoint(tiny, alone, tmp_pat
 # -----------------------------------------------------------------------------
 # A stream, which the first rank prepares for all
 
-SMALL_SHARDS = {
-    "data/stream.py": [
-        ("\nSHARD_TOKENS = ", "\nSHARD_TOKENS = 9000  # "),
-        ("\nTOKENS_AHEAD = ", "\nTOKENS_AHEAD = 50_000  # "),
-    ]
-}
+SMALL_SHARDS = {"data/stream.py": "SHARD_TOKENS = 9000\nTOKENS_AHEAD = 50_000"}
 
 
 def start_streaming(source: Path, tmp_path: Path, **changes) -> list:

@@ -1,6 +1,6 @@
 """
 Training on text that is prepared meanwhile: what the preparation makes and when it ends, what a run
-does that gets no more of it, and exact resumes. A stream of one process is also in test_numbers.py
+does that gets no more of it, and exact resumes. A stream of one process is also in test_losses.py
 and test_nights.py, one of two ranks in test_ranks.py.
 """
 
@@ -28,6 +28,7 @@ from documents import (
 )
 from program import (
     ROOT,
+    TINY_RUN,
     Result,
     assert_same_run,
     changed,
@@ -42,19 +43,10 @@ from program import (
 )
 
 FINEWEB = ROOT / "data/prepare_fineweb.py"
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=2,
     eval_tokens=256,
     eval_interval=10**6,
-    log_interval=1,
-    device="cpu",
-    dtype="float32",
-    compile=False,
     stream=True,
     tokenizer="byte",
 )
@@ -74,7 +66,7 @@ def work(tmp_path, monkeypatch) -> Path:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     """With shards and a distance so small that no preparation is done before its run."""
-    constants = [("\nSHARD_TOKENS = ", "\nSHARD_TOKENS = 5000  # "), ("= 2**25", "= 20_000")]
+    constants = "SHARD_TOKENS = 5000\nTOKENS_AHEAD = 20_000"
     return changed(tmp_path_factory.mktemp("program") / "changed", {"data/stream.py": constants})
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from moments import watched
 from program import (
+    TINY_RUN,
     Night,
     checkpoints,
     column,
@@ -28,22 +29,16 @@ from program import (
     write_tokens,
 )
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
     n_head=1,
     n_embd=16,
-    block_size=16,
-    batch_size=4,
     gradient_accumulation_steps=1,
-    # the rate is the share of the schedule that is left
     lr_schedule="linear",
     learning_rate=1.0,
     min_lr=0.0,
     warmup_iters=0,
     eval_tokens=64,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 HOURS = 0.25
 SECONDS = 900  # some 80 iterations of 10 s

@@ -1,15 +1,8 @@
-"""
-What stands beside a run: trackers, the picture that is drawn meanwhile, a console that fails, and
-what docs/unattended.md puts around it. None of them costs the run more than a warning.
-"""
+"""Trackers, the picture, and a console that fails: none costs a run more than a warning."""
 
 import contextlib
 import json
 import os
-import re
-import shutil
-import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -20,8 +13,7 @@ import pytest
 import torch
 from moments import Clock, after_saves, watched
 from program import (
-    ROOT,
-    Night,
+    TINY_RUN,
     checkpoint,
     checkpoints,
     column,
@@ -33,20 +25,12 @@ from program import (
     write_tokens,
 )
 
-TINY = dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
-    n_head=2,
-    n_embd=32,
-    block_size=16,
-    batch_size=4,
     gradient_accumulation_steps=1,
     max_iters=8,
     eval_interval=4,
     eval_tokens=160,
-    log_interval=1,
-    device="cpu",
-    dtype="float32",
-    compile=False,
 )
 
 
@@ -63,9 +47,6 @@ def tiny(tokens, tmp_path) -> dict:
 def warnings(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("warning: ")]
 
-
-# -----------------------------------------------------------------------------
-# Trackers
 
 # under which nanoGPT's dashboards find them; its mfu is in percent
 NANOGPTS = {
@@ -179,10 +160,6 @@ def test_a_tracker_that_is_missing_costs_one_warning(tracker, tiny, tmp_path, mo
     assert checkpoints(tmp_path / "run")[-1] == 8
 
 
-# -----------------------------------------------------------------------------
-# The picture
-
-
 @contextlib.contextmanager
 def long_run():
     """A run of less than 20 seconds is not drawn: after its last evaluation it seems longer."""
@@ -219,10 +196,6 @@ def test_a_picture_that_cannot_be_drawn_costs_one_warning(python, tiny, tmp_path
     assert checkpoints(tmp_path / "run")[-1] == 8
 
 
-# -----------------------------------------------------------------------------
-# Consoles
-
-
 def test_control_characters_of_a_sample_reach_no_console(tiny, tmp_path):
     """A model of bytes may draw ESC, which a terminal would obey."""
     keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
@@ -250,87 +223,3 @@ def test_a_console_on_a_full_disk_costs_its_lines_and_not_the_run(tiny, tmp_path
     assert (result.code, result.err) == (0, "")
     assert checkpoints(tmp_path / "run")[-1] == 8
     assert "iter 7:" in (tmp_path / "run" / "log.txt").read_text()
-
-
-# -----------------------------------------------------------------------------
-# Exit codes, and what decides by them
-
-CODES = (ROOT / "docs" / "recovery.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
-# code -> what it comes after
-ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|", CODES, re.M)}
-UNATTENDED = (ROOT / "docs" / "unattended.md").read_text(encoding="utf-8")
-# those after which a run is saved
-SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 143: "SIGTERM", 152: "SIGXCPU"}
-
-
-def block(language: str) -> str:
-    return re.search(rf"^```{language}\n(.*?)^```$", UNATTENDED, re.M | re.S)[1]
-
-
-def test_the_page_names_every_exit_code():
-    killed, on_windows = 137, 149
-    assert set(ROWS) == {0, 1, 2, killed, on_windows, *SIGNALS}
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-@pytest.mark.parametrize("code", SIGNALS)
-def test_a_stop_saves_and_ends_with_the_code_of_the_page(code, tiny, tmp_path):
-    assert ROWS[code].startswith(SIGNALS[code])
-    night = Night()
-    night.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
-    assert night.launch(**tiny).code == code
-    assert checkpoints(tmp_path / "run")[-1] == 3
-
-
-def test_the_units_success_and_no_restart_are_the_codes_of_the_page():
-    unit = dict(re.findall(r"^(\w+)=(.*)$", block("ini").partition("tell@.service\n")[0], re.M))
-    assert [int(code) for code in unit["SuccessExitStatus"].split()] == [*SIGNALS]
-    assert unit["RestartPreventExitStatus"] == "2"
-    assert unit["Restart"] == "on-failure"
-
-
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
-def test_systemd_knows_every_line_of_the_units(tmp_path):
-    text = block("ini").replace("User=me", "User=root")
-    text = re.sub(r"=/(home/me/nightshift/\.venv|usr)/bin/\S+", "=/bin/sh", text)
-    names = re.findall(r"^# /etc/systemd/system/(\S+)$", text, re.M)
-    assert len(names) == 2
-    for name, unit in zip(names, re.split(r"^# /etc/.*$", text, flags=re.M)[1:], strict=True):
-        (tmp_path / name).write_text(unit)
-    said = subprocess.run(
-        ["systemd-analyze", "verify", *(tmp_path / name for name in names)],
-        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
-        capture_output=True,
-        text=True,
-    )
-    assert (said.returncode, said.stderr) == (0, "")
-
-
-STUBS = {
-    ".venv/bin/python": """echo "$@" >> starts
-        set -- $(cat codes)
-        code=$1; shift; echo $* > codes; exit $code""",
-    "sleep": "",
-    "curl": 'echo "$2" > told',
-}
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-@pytest.mark.parametrize(
-    "codes, starts", [((1, 137, 0), 3), ((143,), 1), ((130,), 1), ((2,), 1), ((1,) * 9, 5)]
-)
-def test_the_script_starts_again_after_a_failure_only_and_tells_the_last_code(
-    codes, starts, tmp_path
-):
-    for name, code in STUBS.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "codes").write_text(" ".join(map(str, codes)))
-    (tmp_path / "night.sh").write_text(block("bash"))
-    command = ["bash", "night.sh", "--device=cpu"]
-    subprocess.run(command, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
-    started = (tmp_path / "starts").read_text().splitlines()
-    assert len(started) == starts
-    assert all(line.endswith(" --device=cpu") for line in started)
-    assert (tmp_path / "told").read_text().endswith(f" exit code {codes[starts - 1]}\n")

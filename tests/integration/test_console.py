@@ -1,0 +1,137 @@
+"""What a run prints at its start and its end, and what its MFU is relative to."""
+
+import re
+from pathlib import Path
+
+import pytest
+from program import Night, checkpoint, column, flags, records, run, train, write_tokens
+
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=16,
+    max_iters=4,
+    eval_interval=2,
+    eval_tokens=64,
+    log_interval=1,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+BATCH = "batch_size = 4\nblock_size = 16\ntokens_per_iter = 512\ngradient_accumulation_steps = {}\n"
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [150])
+
+
+@pytest.fixture
+def config(tmp_path, tokens) -> Path:
+    """A config file that says its tokens per iteration twice."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"dataset = {str(tokens)!r}\n{BATCH.format(8)}", "utf-8")
+    return path
+
+
+def run_tiny(*files, **changes):
+    return run("train.py", *files, *flags(**TINY | changes))
+
+
+def printed_config(*arguments) -> dict:
+    result = run("configurator.py", *arguments)
+    assert result.code == 0, result.err
+    values: dict = {}
+    exec(result.out, values)
+    return values
+
+
+def test_mfu_is_of_a_measured_matmul_which_the_run_keeps(tokens, tmp_path):
+    out_dir = tmp_path / "run"
+    keys = TINY | dict(dataset=tokens, out_dir=out_dir, batch_size=2, block_size=16)
+    train(**keys | dict(max_iters=2))
+    (first,) = records(out_dir, "start")
+    assert first["peak_source"] == "measured"
+    assert 1e-4 < first["peak_tflops"] < 100  # of one core, whatever it is
+    step = records(out_dir, "step")[-1]
+    flops = first["flops_per_token"] * step["tokens_per_sec"]
+    assert step["mfu"] == pytest.approx(flops / (first["peak_tflops"] * 1e12), rel=1e-6)
+    train(**keys, init_from="resume")
+    assert column(out_dir, "start", "peak_tflops") == 2 * [first["peak_tflops"]]
+    assert checkpoint(out_dir, 4)["peak"]["tflops"] == pytest.approx(first["peak_tflops"])
+
+
+def test_peak_tflops_overrides_what_is_measured(tokens, tmp_path):
+    train(**TINY, dataset=tokens, out_dir=tmp_path / "run", block_size=16, peak_tflops=2.5)
+    (start,) = records(tmp_path / "run", "start")
+    assert (start["peak_tflops"], start["peak_source"]) == (2.5, "peak_tflops")
+
+
+def test_console_and_log_begin_with_what_can_be_pasted_again(config, tmp_path):
+    out_dir = tmp_path / "run"
+    result = run_tiny(config, out_dir=out_dir)
+    lines = result.out.splitlines()
+    assert (out_dir / "log.txt").read_text().splitlines()[:3] == lines[:3]
+    command, settings, switches = lines[:3]
+    assert command.startswith("command: python ")
+    assert command.endswith(f" {config} {' '.join(flags(**TINY | dict(out_dir=out_dir)))}")
+    typed = re.findall(r"--\S+", settings)
+    assert f"--out_dir={out_dir}" in typed
+    assert not [flag for flag in typed if flag.startswith(("--seed=", "--bias="))]  # defaults
+    for switch in ("1 layers x 16", "0.0006", "float32", "compile False", "tie_weights True"):
+        assert switch in switches
+    # the settings alone are the same run
+    values = printed_config(*typed)
+    assert values == printed_config(config, *flags(**TINY | dict(out_dir=out_dir)))
+
+
+def test_a_run_ends_with_its_figures_one_a_line(tokens, tmp_path):
+    out_dir = tmp_path / "run"
+    night = Night(turned=True)
+    result = night.launch(**TINY, dataset=tokens, out_dir=out_dir, batch_size=4, block_size=16)
+    found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
+    (end,) = records(out_dir, "end")
+    last = records(out_dir, "eval")[-1]
+    assert float(found["val_loss"]) == pytest.approx(last["val_loss"], abs=1e-4)
+    assert float(found["bits_per_byte"]) == pytest.approx(last["bits_per_byte"], abs=1e-4)
+    assert int(found["tokens"]) == end["tokens"]
+    assert float(found["epochs"]) == pytest.approx(end["tokens"] / 900, abs=0.01)
+    assert float(found["hours_per_epoch"]) == pytest.approx(
+        end["hours"] / end["tokens"] * 900, 0.01
+    )
+    assert float(found["seconds"]) == pytest.approx(sum(end["ledger"].values()), abs=0.06)
+    speed = end["tokens"] / end["ledger"]["steps"]
+    assert float(found["tokens_per_sec"]) == pytest.approx(speed, abs=0.5)
+    assert float(found["mfu"]) > 0
+    assert float(found["mem_gib"]) > 0
+
+
+def test_the_figures_of_a_resumed_run_are_the_whole_runs_or_this_launchs(
+    tokens, tmp_path, monkeypatch
+):
+    """Tokens and seconds of both launches; speed, MFU and peak memory of the second one."""
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", batch_size=4, block_size=16)
+    keys |= dict(max_iters=4, eval_interval=2, peak_tflops=0.001)
+    night = Night(turned=True)
+    night.seconds["iteration"] = 0.005
+    night.launch(**keys)
+    (before,) = records(tmp_path / "run", "end")
+    # a last evaluation that needs more memory than the iterations
+    peaks = iter([1.0] * 4 + [3.0] * 9)
+    monkeypatch.setattr("training.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
+    night.seconds["iteration"] = 0.003
+    result = night.launch(**keys | dict(max_iters=8, init_from="resume"))
+    found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
+    assert (tmp_path / "run" / "log.txt").read_text().count("\nval_loss: ") == 2
+    (end,) = records(tmp_path / "run", "end")
+    assert int(found["tokens"]) == end["tokens"] == 2 * before["tokens"]
+    seconds = sum(end["ledger"].values())
+    assert seconds > sum(before["ledger"].values())
+    assert float(found["seconds"]) == pytest.approx(seconds, abs=0.06)
+    steps = end["ledger"]["steps"] - before["ledger"]["steps"]
+    speed = (end["tokens"] - before["tokens"]) / steps
+    assert float(found["tokens_per_sec"]) == pytest.approx(speed, abs=0.5)
+    assert speed == pytest.approx(before["tokens"] / 4 / 0.003)
+    (flops, *_) = {record["flops_per_token"] for record in records(tmp_path / "run", "start")}
+    assert float(found["mfu"]) == pytest.approx(flops * speed / 1e9, abs=1e-4)
+    assert found["mem_gib"] == "3.00"

@@ -1,0 +1,112 @@
+"""Exit codes, and what decides by them: systemd, and the script of the page."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from pages import GUIDES, block_with, read
+from program import (
+    TINY_RUN,
+    Night,
+    checkpoints,
+    write_tokens,
+)
+
+TINY = TINY_RUN | dict(
+    n_layer=1,
+    gradient_accumulation_steps=1,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=160,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("side") / "tokens", [700, 500], [250])
+
+
+@pytest.fixture
+def tiny(tokens, tmp_path) -> dict:
+    return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")
+
+
+(CODES,) = [text for text in map(read, GUIDES) if "\n| 137 | " in text]
+# code -> what it comes after
+ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|", CODES, re.M)}
+# those after which a run is saved
+SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 143: "SIGTERM", 152: "SIGXCPU"}
+
+
+def test_the_page_names_every_exit_code():
+    killed, on_windows = 137, 149
+    assert set(ROWS) == {0, 1, 2, killed, on_windows, *SIGNALS}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+@pytest.mark.parametrize("code", SIGNALS)
+def test_a_stop_saves_and_ends_with_the_code_of_the_page(code, tiny, tmp_path):
+    assert ROWS[code].startswith(SIGNALS[code])
+    night = Night()
+    night.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
+    assert night.launch(**tiny).code == code
+    assert checkpoints(tmp_path / "run")[-1] == 3
+
+
+def test_the_units_success_and_no_restart_are_the_codes_of_the_page():
+    first = block_with("SuccessExitStatus=").partition("tell@.service\n")[0]
+    unit = dict(re.findall(r"^(\w+)=(.*)$", first, re.M))
+    assert [int(code) for code in unit["SuccessExitStatus"].split()] == [*SIGNALS]
+    assert unit["RestartPreventExitStatus"] == "2"
+    assert unit["Restart"] == "on-failure"
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_knows_every_line_of_the_units(tmp_path):
+    text = block_with("SuccessExitStatus=").replace("User=me", "User=root")
+    text = re.sub(r"=/(home/me/nightshift/\.venv|usr)/bin/\S+", "=/bin/sh", text)
+    names = re.findall(r"^# /etc/systemd/system/(\S+)$", text, re.M)
+    assert len(names) == 2
+    for name, unit in zip(names, re.split(r"^# /etc/.*$", text, flags=re.M)[1:], strict=True):
+        (tmp_path / name).write_text(unit)
+    said = subprocess.run(
+        ["systemd-analyze", "verify", *(tmp_path / name for name in names)],
+        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
+        capture_output=True,
+        text=True,
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+STUBS = {
+    ".venv/bin/python": """echo "$@" >> starts
+        set -- $(cat codes)
+        code=$1; shift; echo $* > codes; exit $code""",
+    "sleep": "",
+    "curl": 'echo "$2" > told',
+}
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize(
+    "codes, starts", [((1, 137, 0), 3), ((143,), 1), ((130,), 1), ((2,), 1), ((1,) * 9, 5)]
+)
+def test_the_script_starts_again_after_a_failure_only_and_tells_the_last_code(
+    codes, starts, tmp_path
+):
+    for name, code in STUBS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "codes").write_text(" ".join(map(str, codes)))
+    (tmp_path / "night.sh").write_text(block_with("137) sleep"))
+    command = ["bash", "night.sh", "--device=cpu"]
+    subprocess.run(command, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    started = (tmp_path / "starts").read_text().splitlines()
+    assert len(started) == starts
+    assert all(line.endswith(" --device=cpu") for line in started)
+    assert (tmp_path / "told").read_text().endswith(f" exit code {codes[starts - 1]}\n")

@@ -1,0 +1,164 @@
+"""Your own model.py, and scripts written for nanoGPT's."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pages import block_with
+from program import (
+    ROOT,
+    TINY_RUN,
+    changed,
+    checkpoint,
+    column,
+    finish,
+    flags,
+    run,
+    start,
+    train,
+    write_tokens,
+)
+
+T = 16  # context
+LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
+TINY = TINY_RUN | dict(
+    learning_rate=0.01,
+    warmup_iters=2,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=10 * T,
+)
+RULER = "\n---------------\n"
+
+
+def write_letters(folder: Path) -> Path:
+    """A dataset of characters as nanoGPT prepares it."""
+    folder.mkdir(parents=True)
+    rng = np.random.RandomState(1)
+    for split, size in (("train", 1500), ("val", 20 * T + 1)):
+        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
+        ids.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
+    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Path:
+    return write_letters(tmp_path_factory.mktemp("data") / "letters")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
+
+
+@pytest.fixture(scope="module")
+def gpt2(letters, tmp_path_factory) -> Path:
+    """A run of GPT-2 on letters, with biases and a head of its own."""
+    out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
+    train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
+    return out_dir
+
+
+def sample(*arguments: str, **more) -> list[str]:
+    """The texts that sample.py prints."""
+    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
+    assert result.code == 0, result.err
+    *texts, rest = result.out.split(RULER)
+    assert rest.strip("> \n") == ""
+    return texts
+
+
+# step 1 of docs/own_model.md
+OWN_MODEL = {"model_fast.py": "from mine import GPT"}
+# the likeliest letters without a cache
+PLAINLY = """
+import sys, torch
+from mine import GPT
+from model_fast import config_from_dict
+state = torch.load(sys.argv[1], weights_only=True)
+model = GPT(config_from_dict(state["model_config"])).eval()
+model.load_state_dict(state["model"])
+idx = [int(id) for id in sys.argv[2].split(",")]
+with torch.no_grad():
+    for _ in range(40):
+        idx.append(int(model(torch.tensor([idx[-16:]]))[0, -1, :61].argmax()))
+print(idx)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_the_own_model_of_the_page_trains_resumes_and_samples(optimizer, letters, tmp_path):
+    home = changed(tmp_path / "copy", OWN_MODEL)
+    (home / "mine.py").write_text(block_with("class GPT("))
+
+    def ran(*arguments: str) -> str:
+        result = finish(start(*map(str, arguments), cwd=home, only_torch=True))
+        assert result.code == 0, result.err
+        return result.out
+
+    given = TINY | dict(dataset=letters, optimizer=optimizer, dropout=0.1, lr_decay_iters=8)
+    ran("train.py", *flags(**given, out_dir="straight"))
+    ran("train.py", *flags(**given | dict(max_iters=4), out_dir="halves"))
+    ran("train.py", *flags(**given, out_dir="halves", init_from="resume"))
+    whole, halves = (checkpoint(home / name, 8) for name in ("straight", "halves"))
+    assert "transformer.wpe.weight" not in whole["model"]  # its positions are rotary
+    for name, weight in whole["model"].items():
+        assert torch.equal(weight, halves["model"][name]), name
+    losses = column(home / "straight", "eval", "val_loss")
+    assert losses[-1] < losses[0] - 0.1
+
+    file = home / "straight" / "ckpt-00000008.pt"
+    greedy = ("--temperature=0", "--num_samples=1", "--max_new_tokens=40", "--dtype=float32")
+    text = ran("sample.py", f"--init_from={file}", "--start=abc", "--device=cpu", *greedy)
+    prompt = ",".join(str(LETTERS.index(letter)) for letter in "abc")
+    ids = json.loads(ran("-c", PLAINLY, file, prompt))
+    assert text == "".join(LETTERS[i] for i in ids) + RULER
+
+
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+ids = torch.tensor([*open(r"{val}", "rb").read()[1024:]][::2])
+source, idx, targets = r"{source}", ids[:320].view(20, 16), ids[1:321].view(20, 16)
+{page}
+whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+assert torch.equal(whole, loss) or abs(whole - loss) < 1e-5
+assert nothing is None and last.shape == (20, 1, 128)
+assert torch.allclose(last, logits[:, [-1]], atol=1e-5)
+assert text.shape == (20, 36) and text.max() < 61
+optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+model(idx, targets)[1].backward()
+optimizer.step()
+assert model(idx, targets)[1] < loss
+print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("place", ["beside", pytest.param("elsewhere", marks=pytest.mark.slow)])
+def test_a_script_written_for_nanogpts_model_runs_here(place, tokens, tmp_path):
+    train(**TINY | dict(eval_tokens=20 * T), dataset=tokens, out_dir=tmp_path / "run")
+    home = changed(tmp_path / "copy", {})
+    shutil.copy(ROOT / "docs" / "nanogpt_model.py", home)
+    page = block_with("from nanogpt_model import")
+    names = dict(val=tokens / "val_000000.bin", source=tmp_path / "run", page=page)
+    script = (home if place == "beside" else tmp_path) / "script.py"
+    script.write_text(SCRIPT.format(**names))
+    way = dict(only_torch=True) if place == "beside" else dict(cold=True, PYTHONPATH=str(home))
+    result = finish(start(str(script), cwd=tmp_path, **way))
+    assert result.code == 0, result.err
+    val_loss = column(tmp_path / "run", "eval", "val_loss")[-1]
+    assert float(result.out) == pytest.approx(val_loss, abs=1e-5)
+
+
+def test_a_typed_prompt_has_as_many_samples_as_are_asked_for(gpt2):
+    assert (
+        len(sample(f"--out_dir={gpt2}", "--max_new_tokens=5", "--num_samples=3", typed="a\n")) == 3
+    )

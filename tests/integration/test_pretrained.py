@@ -1,0 +1,247 @@
+"""Runs that begin with other weights: nanoGPT's, Hugging Face's, another run's."""
+
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from program import (
+    TINY_RUN,
+    checkpoint,
+    checkpoints,
+    column,
+    records,
+    run,
+    train,
+    write_tokens,
+)
+
+T = 16  # context
+LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
+TINY = TINY_RUN | dict(
+    learning_rate=0.01,
+    warmup_iters=2,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=10 * T,
+)
+RULER = "\n---------------\n"
+
+
+def write_letters(folder: Path) -> Path:
+    """A dataset of characters as nanoGPT prepares it."""
+    folder.mkdir(parents=True)
+    rng = np.random.RandomState(1)
+    for split, size in (("train", 1500), ("val", 20 * T + 1)):
+        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
+        ids.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
+    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Path:
+    return write_letters(tmp_path_factory.mktemp("data") / "letters")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
+
+
+@pytest.fixture(scope="module")
+def gpt2(letters, tmp_path_factory) -> Path:
+    """A run of GPT-2 on letters, with biases and a head of its own."""
+    out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
+    train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
+    return out_dir
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    stats = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def sample(*arguments: str, **more) -> list[str]:
+    """The texts that sample.py prints."""
+    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
+    assert result.code == 0, result.err
+    *texts, rest = result.out.split(RULER)
+    assert rest.strip("> \n") == ""
+    return texts
+
+
+# the form of nanoGPT's own config files: products, imports, strings made at run time
+NANOGPTS_CONFIG = """
+import time
+out_dir = 'out-letters'
+eval_interval = 4 # often, because this overfits
+eval_iters = 5
+log_interval = 1
+always_save_checkpoint = False
+wandb_log = False # override via command line if you like
+wandb_project = 'letters'
+wandb_run_name = 'mini-' + str(time.time())
+dataset = 'letters'
+gradient_accumulation_steps = 1 * 2
+batch_size = 4
+block_size = 16
+n_layer = 2
+n_head = 2
+n_embd = 32
+dropout = 0.2
+learning_rate = 1e-2
+max_iters = 8
+lr_decay_iters = 8 # make equal to max_iters usually
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 2
+device = 'cpu'
+compile = False
+dtype = 'float32'
+"""
+
+
+def write_nanogpts_checkpoint(path: Path) -> Path:
+    """As nanoGPT saves it, of a compiled model."""
+    sizes = dict(n_layer=2, n_head=2, n_embd=32, block_size=T, bias=False, vocab_size=len(LETTERS))
+    generator = torch.Generator().manual_seed(0)
+    C = 32
+    shapes = {"transformer.wte.weight": (len(LETTERS), C), "transformer.wpe.weight": (T, C)}
+    for layer in range(2):
+        block = f"transformer.h.{layer}"
+        shapes |= {f"{block}.ln_1.weight": (C,), f"{block}.ln_2.weight": (C,)}
+        shapes |= {f"{block}.attn.c_attn.weight": (3 * C, C), f"{block}.attn.c_proj.weight": (C, C)}
+        shapes |= {f"{block}.mlp.c_fc.weight": (4 * C, C), f"{block}.mlp.c_proj.weight": (C, 4 * C)}
+    shapes["transformer.ln_f.weight"] = (C,)
+    weights = {}
+    for name, shape in shapes.items():
+        weight = 0.2 * torch.randn(shape, generator=generator)
+        weights[f"_orig_mod.{name}"] = weight + (len(shape) == 1)  # norms around 1
+    weights["_orig_mod.lm_head.weight"] = weights["_orig_mod.transformer.wte.weight"]
+    state = dict(model=weights, optimizer={}, model_args=sizes | dict(dropout=0.0), iter_num=500)
+    state |= dict(best_val_loss=torch.tensor(2.5), config=dict(dataset="letters"))
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
+    return path
+
+
+def loss_by_transformers(folder: Path, ids: np.ndarray) -> float:
+    """The mean loss of an exported model over whole windows of T tokens."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    count = (len(ids) - 1) // T
+    windows = torch.from_numpy(ids.astype(np.int64))
+    x = windows[: count * T].view(count, T)
+    y = windows[1 : count * T + 1].view(count, T)
+    with torch.no_grad():
+        logits = model(x).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
+
+
+def evaluation_in(out: str) -> float:
+    (loss,) = re.findall(r"^step \d+: train loss [\d.]+, val loss ([\d.]+)", out, re.MULTILINE)
+    return float(loss)
+
+
+def test_nanogpts_config_and_data_folder_train_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_letters(Path("data/letters"))
+    Path("letters.py").write_text(NANOGPTS_CONFIG)
+    result = run("train.py", "letters.py")
+    assert result.code == 0, result.err
+    run_folder = Path("out-letters")
+    (config,) = column(run_folder, "start", "config")
+    assert config["tracker"] == "none"
+    assert config["dropout"] == 0.2
+    assert [record["iter"] for record in records(run_folder, "eval")] == [0, 4, 8]
+    # one letter, one byte
+    assert column(run_folder, "start", "tokenizer")[0].startswith("char")
+    (text,) = sample("letters.py", "--start=abc", "--num_samples=1", "--max_new_tokens=9")
+    assert text.startswith("abc")
+    assert set(text) <= set(LETTERS)
+
+
+def test_nanogpts_checkpoint_is_sampled_converted_evaluated_and_trained_further(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    data = write_letters(Path("nanoGPT/data/letters"))
+    ckpt = write_nanogpts_checkpoint(Path("nanoGPT/out-letters/ckpt.pt"))
+    Path("letters.py").write_text(NANOGPTS_CONFIG)
+    greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
+    text = sample("--out_dir=nanoGPT/out-letters", *greedy)
+
+    assert run("convert.py", "nanogpt-to-ckpt", ckpt, "new.pt").code == 0
+    assert sample("--init_from=new.pt", *greedy) == text
+    assert run("convert.py", "ckpt-to-hf", "new.pt", "hf").code == 0
+    expected = loss_by_transformers(Path("hf"), np.fromfile(data / "val.bin", "<u2"))
+
+    before = files(tmp_path)
+    where = (f"--dataset={data}", f"--init_from={ckpt}", "--out_dir=tuned")
+    evaluation = ("--eval_only=True", f"--eval_tokens={20 * T}")
+    result = run("train.py", "letters.py", *where, *evaluation)
+    assert result.code == 0, result.err
+    # nanoGPT's GELU, which is not transformers', moves the loss by less than this: the program
+    # computes GPT-2's
+    assert evaluation_in(result.out) == pytest.approx(expected, abs=1e-4)
+    assert files(tmp_path) == before  # an evaluation writes nothing
+
+    result = run("train.py", "letters.py", *where)
+    assert result.code == 0, result.err
+    losses = column(Path("tuned"), "eval", "val_loss")
+    assert losses[-1] < losses[0] - 0.5
+    state = checkpoint(Path("tuned"), 8)["model"]
+    assert len(state["transformer.wte.weight"]) == len(LETTERS)  # new rows would be noise
+
+
+def test_a_hugging_face_model_is_evaluated_trained_and_exported(tokens, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(n_positions=2 * T, n_layer=2, n_head=2, n_embd=32, vocab_size=61)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    for parameter in theirs.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "hf")
+    val = np.fromfile(tokens / "val_000000.bin", "<u2")[512:]
+    before = loss_by_transformers(tmp_path / "hf", val)
+
+    # the sizes come from the weights, but for a shorter context
+    names = ("n_layer", "n_head", "n_embd")
+    given = {name: value for name, value in TINY.items() if name not in names}
+    given |= dict(dataset=tokens, init_from=tmp_path / "hf", eval_tokens=20 * T)
+    result = train(**given, out_dir=tmp_path / "none", eval_only=True)
+    assert evaluation_in(result.out) == pytest.approx(before, abs=1e-4)
+    assert not (tmp_path / "none").exists()
+
+    train(**given, out_dir=tmp_path / "tuned")
+    losses = column(tmp_path / "tuned", "eval", "val_loss")
+    assert losses[0] == pytest.approx(before, abs=1e-5)
+    assert losses[-1] < before - 0.5
+    result = run("convert.py", "ckpt-to-hf", tmp_path / "tuned", tmp_path / "tuned-hf")
+    assert result.code == 0, result.err
+    # the model of the best evaluation; float32, in another order of additions
+    after = loss_by_transformers(tmp_path / "tuned-hf", val)
+    assert after == pytest.approx(min(losses), abs=1e-5)
+
+
+def test_a_new_run_begins_with_the_weights_of_another_run(gpt2, letters, tmp_path):
+    other = write_letters(tmp_path / "other")
+    given = TINY | dict(learning_rate=1e-3, dropout=0.1, max_iters=4)
+    before = files(gpt2)
+    train(**given, dataset=other, init_from=gpt2, out_dir=tmp_path / "tuned")
+    assert column(tmp_path / "tuned", "eval", "iter") == [0, 4]
+    assert column(tmp_path / "tuned", "step", "lr")[0] < 1e-3  # warms up again
+    newest = column(gpt2, "eval", "val_loss")[-1]
+    assert column(tmp_path / "tuned", "eval", "val_loss")[0] == pytest.approx(newest, abs=1e-6)
+    assert checkpoint(tmp_path / "tuned", 4)["optimizer"]["state"][0]["step"] == 4
+    assert files(gpt2) == before
+    # and is resumed like any other
+    given |= dict(max_iters=6)
+    train(**given, dataset=other, init_from="resume", out_dir=tmp_path / "tuned")
+    assert checkpoints(tmp_path / "tuned") == [4, 6]

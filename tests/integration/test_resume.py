@@ -1,0 +1,205 @@
+"""A run that was stopped, moved, or asked for again; and its exit codes."""
+
+import pickle
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from program import (
+    ROOT,
+    TINY_RUN,
+    assert_same_run,
+    checkpoint,
+    checkpoints,
+    column,
+    finish,
+    flags,
+    run,
+    start,
+    train,
+    wait_for_line,
+    write_tokens,
+)
+
+T = 16  # context
+LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
+TINY = TINY_RUN | dict(
+    learning_rate=0.01,
+    warmup_iters=2,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=10 * T,
+)
+RULER = "\n---------------\n"
+
+
+def write_letters(folder: Path) -> Path:
+    """A dataset of characters as nanoGPT prepares it."""
+    folder.mkdir(parents=True)
+    rng = np.random.RandomState(1)
+    for split, size in (("train", 1500), ("val", 20 * T + 1)):
+        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
+        ids.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
+    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Path:
+    return write_letters(tmp_path_factory.mktemp("data") / "letters")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    stats = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def sample(*arguments: str, **more) -> list[str]:
+    """The texts that sample.py prints."""
+    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
+    assert result.code == 0, result.err
+    *texts, rest = result.out.split(RULER)
+    assert rest.strip("> \n") == ""
+    return texts
+
+
+def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_continues_it(
+    tokens, tmp_path
+):
+    arguments = flags(**TINY | dict(max_iters=10**6), dataset=tokens, out_dir=tmp_path / "run")
+    process = start(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
+    wait_for_line(process, "iter 3:")
+    process.send_signal(signal.SIGINT)
+    result = finish(process)
+    assert result.code == 128 + signal.SIGINT, result.err
+    assert column(tmp_path / "run", "end", "reason") == ["SIGINT"]
+    assert "second signal" in result.out + result.err  # and what it would cost
+    (saved,) = column(tmp_path / "run", "end", "iters")
+    assert checkpoints(tmp_path / "run")[-1] == saved
+    (line,) = re.findall(r"^to continue: python (.*)$", result.out, re.MULTILINE)
+    script, *again = line.split()
+    result = finish(start(script, *again, f"--max_iters={saved + 2}", cwd=tmp_path))
+    assert result.code == 0, result.err
+    assert column(tmp_path / "run", "step", "iter") == [*range(saved + 2)]
+
+
+def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(tokens, tmp_path):
+    arguments = dict(TINY, dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
+    train(**arguments)
+    before = files(tmp_path)
+    result = train(**arguments)
+    assert files(tmp_path) == before
+    assert "iterations are done" in result.out
+
+
+def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weights(
+    tokens, tmp_path
+):
+    changes = dict(learning_rate=1e38, grad_clip=0, warmup_iters=0, max_iters=60, eval_interval=60)
+    changes |= dict(checkpoint_interval=1)
+    arguments = flags(**TINY | changes, dataset=tokens, out_dir=tmp_path / "run")
+    result = run("train.py", *arguments)
+    assert result.code == 1
+    lines = result.err.splitlines()
+    assert [line.startswith("error: ") for line in lines].count(True) == 1
+    assert "Traceback" not in result.err
+    assert "learning_rate" in lines[-1]
+    for number in checkpoints(tmp_path / "run"):
+        for tensor in checkpoint(tmp_path / "run", number)["model"].values():
+            assert tensor.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def eight(tokens, tmp_path_factory) -> Path:
+    """A run of eight iterations, with checkpoints after 4 and 8."""
+    out_dir = tmp_path_factory.mktemp("runs") / "eight"
+    train(**TINY, dataset=tokens, out_dir=out_dir)
+    assert checkpoints(out_dir) == [4, 8]
+    return out_dir
+
+
+def test_a_run_that_was_moved_with_its_dataset_goes_on(eight, tokens, tmp_path):
+    shutil.copytree(eight, tmp_path / "moved")
+    shutil.copytree(tokens, tmp_path / "tokens_moved")
+    where = dict(out_dir=tmp_path / "moved", dataset=tmp_path / "tokens_moved")
+    train(**TINY | dict(max_iters=10), **where, init_from="resume")
+    assert column(tmp_path / "moved", "step", "iter") == [*range(10)]
+
+
+def test_without_its_newer_checkpoints_a_run_goes_back(eight, tokens, tmp_path):
+    shutil.copytree(eight, tmp_path / "run")
+    (tmp_path / "run" / "ckpt-00000008.pt").unlink()
+    result = train(**TINY, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
+    assert "iter 4:" in result.out
+    assert "iter 3:" not in result.out
+    assert_same_run(tmp_path / "run", eight, 8)
+
+
+def test_best_pt_goes_on_under_the_name_of_a_checkpoint(eight, tokens, tmp_path):
+    """Where it alone is left."""
+    (tmp_path / "run").mkdir()
+    shutil.copy(eight / "best.pt", tmp_path / "run" / "ckpt-00000008.pt")
+    given = TINY | dict(max_iters=10)
+    train(**given, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
+    assert column(tmp_path / "run", "step", "iter") == [8, 9]
+
+
+def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
+    arguments = flags(**TINY | dict(max_iters=10**6), dataset=letters, out_dir=tmp_path)
+    process = start("train.py", *arguments)
+    try:
+        wait_for_line(process, "checkpoint 4:")
+        (text,) = sample(f"--out_dir={tmp_path}", "--start=abc", "--num_samples=1")
+        assert text.startswith("abc")
+        assert run("compare.py", tmp_path, f"--png={tmp_path / 'so_far.png'}").code == 0
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_eval_iters_are_the_micro_batches_of_an_evaluation(tokens, tmp_path):
+    for name, size in (("iters", dict(eval_iters=3)), ("tokens", dict(eval_tokens=3 * 4 * T))):
+        given = TINY | dict(eval_tokens=0, max_iters=0) | size
+        train(**given, dataset=tokens, out_dir=tmp_path / name)
+    losses = [
+        column(tmp_path / name, "eval", "train_loss", "val_loss") for name in ("iters", "tokens")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_first_words_of_text_in_another_encoding_are_shown(tmp_path):
+    text = "Über die Straße ging ein Bär.\n" * 300
+    (tmp_path / "book.txt").write_bytes(text.encode("cp1252"))
+    arguments = (tmp_path / "book.txt", "--encoding=cp1252", f"--out={tmp_path / 'data'}")
+    result = run("data/prepare_text.py", *arguments)
+    assert result.code == 0, result.err
+    assert "Straße" in result.out + result.err
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_resume_on_a_folder_of_which_one_file_has_changed_is_refused(split, letters, tmp_path):
+    """nanoGPT's own folder, without a manifest; the file has its name and its size."""
+    data, out_dir = tmp_path / "letters", tmp_path / "run"
+    shutil.copytree(letters, data)
+    keys = TINY | dict(dataset=data, out_dir=out_dir, max_iters=2)
+    train(**keys)
+    before = files(out_dir)
+    ids = np.fromfile(data / f"{split}.bin", "<u2")
+    ids[::-1].tofile(data / f"{split}.bin")
+    result = run("train.py", *flags(**keys | dict(max_iters=4, init_from="resume")))
+    assert result.code == 2
+    (error,) = result.err.splitlines()
+    assert str(data) in error
+    assert files(out_dir) == before

@@ -1,0 +1,230 @@
+"""Samples of a run, and what they are drawn from."""
+
+import math
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from program import (
+    TINY_RUN,
+    checkpoint,
+    run,
+    train,
+    write_tokens,
+)
+
+from model_fast import build_model, config_from_dict
+
+T = 16  # context
+LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
+TINY = TINY_RUN | dict(
+    learning_rate=0.01,
+    warmup_iters=2,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=10 * T,
+)
+FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=99)
+RULER = "\n---------------\n"
+
+
+def write_letters(folder: Path) -> Path:
+    """A dataset of characters as nanoGPT prepares it."""
+    folder.mkdir(parents=True)
+    rng = np.random.RandomState(1)
+    for split, size in (("train", 1500), ("val", 20 * T + 1)):
+        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
+        ids.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
+    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Path:
+    return write_letters(tmp_path_factory.mktemp("data") / "letters")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
+
+
+@pytest.fixture(scope="module")
+def gpt2(letters, tmp_path_factory) -> Path:
+    """A run of GPT-2 on letters, with biases and a head of its own."""
+    out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
+    train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def fast(letters, tmp_path_factory) -> Path:
+    out_dir = tmp_path_factory.mktemp("runs") / "fast"
+    train(**TINY | FAST | dict(learning_rate=0.025), dataset=letters, out_dir=out_dir)
+    return out_dir
+
+
+def sample(*arguments: str, **more) -> list[str]:
+    """The texts that sample.py prints."""
+    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
+    assert result.code == 0, result.err
+    *texts, rest = result.out.split(RULER)
+    assert rest.strip("> \n") == ""
+    return texts
+
+
+def write_parrot(run_folder: Path, path: Path, token: int) -> Path:
+    """The run's checkpoint with weights that want this token, whatever came before."""
+    state = checkpoint(run_folder, 8)
+    weights = state["model"]
+    weights["transformer.ln_f.weight"].zero_()
+    weights["transformer.ln_f.bias"].zero_()
+    weights["transformer.ln_f.bias"][0] = 1
+    weights["lm_head.weight"].zero_()
+    weights["lm_head.weight"][token, 0] = 100
+    torch.save(state, path)
+    return path
+
+
+def greedy_without_cache(state: dict, text: str, n: int) -> str:
+    """The text and the n likeliest letters after it, each from a forward pass of the window."""
+    model = build_model(config_from_dict(state["model_config"])).eval()
+    model.load_state_dict(state["model"])
+    idx = [LETTERS.index(letter) for letter in text]
+    with torch.no_grad():
+        for _ in range(n):
+            logits = model(torch.tensor([idx[-T:]]))[0, -1, : len(LETTERS)]
+            idx.append(int(logits.argmax()))
+    return "".join(LETTERS[i] for i in idx)
+
+
+def test_the_padding_of_the_vocabulary_is_never_drawn_though_the_model_wants_it(gpt2, tmp_path):
+    weights = checkpoint(gpt2, 8)["model"]["lm_head.weight"]
+    assert len(weights) == 128 > len(LETTERS)
+    parrot = write_parrot(gpt2, tmp_path / "parrot.pt", token=100)
+    for temperature in (0, 1, 5):
+        arguments = ("--start=a", "--max_new_tokens=40", "--num_samples=3")
+        for text in sample(f"--init_from={parrot}", f"--temperature={temperature}", *arguments):
+            assert len(text) == 41
+            assert set(text) <= set(LETTERS)
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(gpt2):
+    arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=30", "--num_samples=3")
+    texts = sample(*arguments)
+    assert [text[:3] for text in texts] == ["abc"] * 3
+    assert len(set(texts)) == 3
+    assert sample(*arguments) == texts
+    assert sample(*arguments, "--seed=1") != texts
+
+
+def test_of_a_run_the_best_model_is_sampled_and_else_the_newest(gpt2, tmp_path):
+    shutil.copytree(gpt2, tmp_path / "run")
+    (tmp_path / "run" / "best.pt").unlink()  # a link to ckpt-00000008.pt, perhaps
+    arguments = ("--start=a", "--max_new_tokens=5", "--num_samples=1", "--temperature=0")
+    newest = sample(f"--out_dir={tmp_path / 'run'}", *arguments)
+    write_parrot(gpt2, tmp_path / "run" / "best.pt", token=LETTERS.index("x"))
+    assert newest != ["axxxxx"]
+    assert sample(f"--out_dir={tmp_path / 'run'}", *arguments) == ["axxxxx"]
+    file = tmp_path / "run" / "ckpt-00000008.pt"
+    assert sample(f"--init_from={file}", *arguments) == newest
+
+
+def test_of_a_run_the_best_model_is_exported(gpt2, tmp_path):
+    shutil.copytree(gpt2, tmp_path / "run")
+    (tmp_path / "run" / "best.pt").unlink()
+    write_parrot(gpt2, tmp_path / "run" / "best.pt", token=LETTERS.index("x"))
+    result = run("convert.py", "ckpt-to-hf", tmp_path / "run", tmp_path / "hf")
+    assert result.code == 0, result.err
+    arguments = ("--start=a", "--max_new_tokens=5", "--num_samples=1", "--temperature=0")
+    assert sample(f"--init_from={tmp_path / 'hf'}", *arguments) == ["axxxxx"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "fast"])
+@pytest.mark.parametrize("prompt", ["a", "abc", LETTERS[1 : T + 1], LETTERS[1 : 2 * T]])
+def test_the_cached_text_is_the_text_without_the_cache(name, prompt, request):
+    """Up to the context's end, and beyond it."""
+    run_folder = request.getfixturevalue(name)
+    n = 2 * T + 3
+    arguments = ("--temperature=0", f"--start={prompt}", f"--max_new_tokens={n}", "--num_samples=2")
+    expected = greedy_without_cache(checkpoint(run_folder, 8), prompt, n)
+    assert sample(f"--init_from={run_folder}/ckpt-00000008.pt", *arguments) == [expected] * 2
+
+
+def test_the_likeliest_token_is_drawn_at_temperature_0_and_top_k_1_and_a_tiny_top_p(gpt2):
+    arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=20", "--num_samples=2")
+    texts = sample(*arguments, "--temperature=0")
+    assert texts[0] == texts[1]
+    for flag in ("--top_k=1", "--top_p=1e-9"):
+        assert sample(*arguments, "--temperature=2", flag) == texts
+    assert sample(*arguments, "--temperature=2") != texts
+
+
+def test_top_p_keeps_the_fewest_tokens_that_have_this_probability(gpt2, tmp_path):
+    """A model that wants a, b, c with probabilities 0.6, 0.3, 0.1 in every place."""
+    path = write_parrot(gpt2, tmp_path / "three.pt", token=0)
+    state = torch.load(path, weights_only=True)
+    head = state["model"]["lm_head.weight"]
+    head.fill_(0)
+    head[:, 0] = -100
+    for letter, probability in (("a", 0.6), ("b", 0.3), ("c", 0.1)):
+        head[LETTERS.index(letter), 0] = math.log(probability)
+    torch.save(state, path)
+    arguments = (f"--init_from={path}", "--start=z", "--max_new_tokens=200", "--num_samples=1")
+    for top_p, kept in ((0.5, "a"), (0.7, "ab"), (0.95, "abc"), (1, "abc")):
+        (text,) = sample(*arguments, "--temperature=1", "--top_k=0", f"--top_p={top_p}")
+        assert set(text[1:]) == set(kept)
+        if len(kept) == 2:  # 2 : 1; five standard deviations of 200 draws
+            assert abs(text.count("a") / 200 - 2 / 3) < 5 * math.sqrt(2 / 9 / 200)
+
+
+def test_typed_prompts_are_answered_once_each_until_an_empty_line(gpt2):
+    arguments = (f"--out_dir={gpt2}", "--max_new_tokens=20")
+    texts = sample(*arguments, typed="abc\nxyz\nabc\n\nnot read\n")
+    assert [text[:5] for text in texts] == ["> abc", "> xyz", "> abc"]
+    assert texts[0] != texts[2]  # asked again, it says something else
+    assert len(sample(*arguments, typed="abc\n")) == 1  # the end of the input
+    # a --start is the only prompt
+    (text, *_) = sample(*arguments, "--start=abc", typed="xyz\n")
+    assert text.startswith("abc")
+
+
+def test_without_a_terminal_ten_samples_are_printed_and_nothing_is_read(gpt2):
+    # reading from pytest's stdin raises an error
+    assert len(sample(f"--out_dir={gpt2}", "--max_new_tokens=2")) == 10
+
+
+def test_a_prompt_may_come_from_a_file_and_be_longer_than_the_context(gpt2, tmp_path):
+    (tmp_path / "prompt.txt").write_text(LETTERS[1:])
+    arguments = ("--num_samples=1", "--max_new_tokens=3", "--device=cpu")
+    start_flag = f"--start=FILE:{tmp_path / 'prompt.txt'}"
+    result = run("sample.py", f"--out_dir={gpt2}", start_flag, *arguments)
+    assert result.out.startswith(LETTERS[1:])
+    assert f"last {T}" in result.err
+
+
+def test_unknown_characters_of_a_prompt_are_left_out_and_named(gpt2):
+    arguments = ("--num_samples=1", "--max_new_tokens=3", "--device=cpu")
+    result = run("sample.py", f"--out_dir={gpt2}", "--start=a!b", *arguments)
+    assert result.out.startswith("ab")
+    assert "'!'" in result.err
+
+
+def test_a_sample_ends_at_the_end_of_text(tokens, tmp_path):
+    train(**TINY, dataset=tokens, out_dir=tmp_path / "run", bias=True, tie_weights=False)
+    for token, text in ((0, "The end"), (ord("."), "The end.....")):
+        parrot = write_parrot(tmp_path / "run", tmp_path / f"{token}.pt", token)
+        flags = ("--start=The end", "--max_new_tokens=5", "--num_samples=2", "--temperature=0")
+        assert sample(f"--init_from={parrot}", *flags) == [text] * 2
+
+
+def test_a_typed_prompt_has_as_many_samples_as_are_asked_for(gpt2):
+    assert (
+        len(sample(f"--out_dir={gpt2}", "--max_new_tokens=5", "--num_samples=3", typed="a\n")) == 3
+    )

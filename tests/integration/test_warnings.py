@@ -1,0 +1,70 @@
+"""What a run warns of: epochs, slow settings; and --eval_only on a run."""
+
+from pathlib import Path
+
+import pytest
+from program import column, flags, run, train, write_tokens
+
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=16,
+    max_iters=4,
+    eval_interval=2,
+    eval_tokens=64,
+    log_interval=1,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [150])
+
+
+def make_large(folder: Path) -> Path:
+    """A folder of 101M tokens, all of them 0: a sparse file in nanoGPT's form."""
+    folder.mkdir()
+    for name, size in (("train.bin", 202_000_000), ("val.bin", 2000)):
+        with open(folder / name, "wb") as file:
+            file.truncate(size)
+    return folder
+
+
+@pytest.mark.parametrize("epochs, warned", [(1.9, False), (2.1, True)])
+def test_more_than_two_epochs_of_a_large_corpus_are_warned_of(epochs, warned, tmp_path):
+    data = make_large(tmp_path / "large")
+    # eval_tokens and max_minutes end it at once; a minute has 60,000 milliseconds
+    iterations = int(epochs * 101e6 / (12 * 16 * 40))
+    keys = TINY | dict(dataset=data, out_dir=tmp_path / "run", block_size=16, max_minutes=1e-6)
+    result = run("train.py", *flags(**keys | dict(max_iters=iterations)))
+    assert result.code == 0, result.err
+    assert ("2.1 epochs" in result.err) == warned
+
+
+@pytest.mark.parametrize("tokens, warned", [("6B", False), ("2B", True)])
+def test_plan_warns_of_them_too(tokens, warned):
+    """10B tokens."""
+    flags = ("config/gpt124m_4070.py", "--gpu=4070", f"--dataset_tokens={tokens}")
+    result = run("bench.py", "plan", *flags)
+    assert result.code == 0, result.err
+    assert ("5.0 epochs" in result.err) == warned
+
+
+def test_eval_only_on_a_run_evaluates_that_run(tokens, tmp_path):
+    out_dir = tmp_path / "run"
+    keys = TINY | dict(dataset=tokens, out_dir=out_dir, block_size=16, learning_rate=0.01)
+    train(**keys)
+    before = sorted(out_dir.iterdir())
+    result = train(**keys, eval_only=True)
+    last = column(out_dir, "eval", "val_loss")[-1]
+    assert f"val loss {last:.4f}" in result.out
+    assert sorted(out_dir.iterdir()) == before
+
+
+def test_float16_on_a_cpu_is_said_to_be_slow(tokens, tmp_path):
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", block_size=8, dtype="float16")
+    result = train(**keys | dict(n_embd=4, max_iters=1, batch_size=1, eval_tokens=8))
+    assert "--dtype=float32" in result.err
