@@ -148,7 +148,7 @@ def test_sweep_writes_the_fastest_as_a_config_of_the_keys_that_differ(children):
 
 
 @pytest.mark.parametrize("end", [CUDA_IS_FULL, "os.kill(os.getpid(), 9)"], ids=["torch", "linux"])
-def test_a_row_without_memory_is_a_row(end, children, monkeypatch):
+def test_a_benchmark_that_runs_out_of_memory_is_a_row(end, children, monkeypatch):
     subprocess.Popen.code = failing(end, batch_size=2)
     keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
     found, out = bench("sweep", "--trials=2", **keys)

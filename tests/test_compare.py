@@ -498,7 +498,7 @@ def test_of_twenty_changes_that_do_nothing_about_one_seems_to(count):
 
 
 @pytest.mark.parametrize("seeds_of_each", [(1, 1), (1, 3), (3, 1)])
-def test_one_seed_decides_nothing(seeds_of_each, tmp_path):
+def test_one_seed_per_side_is_inconclusive(seeds_of_each, tmp_path):
     change, base = seeds_of_each
     change = write_side(tmp_path, "idea", [1.0 + 0.001 * n for n in range(change)])
     base = write_side(tmp_path, "base", [3.0 + 0.001 * n for n in range(base)])

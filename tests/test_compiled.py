@@ -247,7 +247,7 @@ def test_a_sum_in_another_order_is_right_in_float32():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_computes_the_same_passes_and_leaves_no_trace(name):
+def test_the_check_passes_right_compiled_code_and_changes_nothing(name):
     """Weights, gradients, buffers and random states are the same bits afterwards."""
     gpt = compiled_by(right, name)
     hw = hardware_in("bfloat16")

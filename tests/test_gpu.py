@@ -166,7 +166,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     [dict(recompute=True), dict(compile=True), dict(dtype="float32"), FAST],
     ids=["bf16 recomputed", "compiled", "fp32", "fast"],
 )
-def test_n_plus_n_iterations_equal_2n_bit_for_bit_with_deterministic(changes, dataset, tmp_path):
+def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, dataset, tmp_path):
     options = (
         dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
     )

@@ -160,7 +160,7 @@ def test_gradients_equal_finite_differences(monkeypatch):
     )
 
 
-def test_first_loss_is_that_of_a_fair_die():
+def test_the_fast_models_first_loss_is_ln_of_the_vocabulary():
     torch.manual_seed(0)
     assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(
         math.log(64), abs=1e-5

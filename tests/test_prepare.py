@@ -151,9 +151,9 @@ def test_a_split_and_a_shard_end_with_the_document_that_fills_them(
     assert ("the source has no more" in said) == (tokens is None or tokens == 10**6)
 
 
-# The shards that commit b22bbcc made of the same files, by the same flags. A checkpoint knows its
+# The shards that these files have always had by these flags. A checkpoint knows its
 # dataset by their names and sha256, so it resumes on a folder that is prepared again.
-OF_B22BBCC = {
+SHARDS = {
     "rows.parquet --val_tokens=2k --shard_tokens=5k --tokens=12k": "fd30bf40a054b2cb",
     "rows.jsonl --val_tokens=2k --shard_tokens=5k": "4b0beba292ad9f7d",
     "book.txt rows.jsonl --val_fraction=0.2": "b56ac487b2f85ef9",
@@ -179,14 +179,14 @@ def write_sources(folder: Path) -> None:
     (folder / "book.txt").write_text("\n\n".join(TEXTS[250:400]), "utf-8")
 
 
-@pytest.mark.parametrize("line", OF_B22BBCC)
-def test_the_same_command_makes_the_shards_of_b22bbcc(line, tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", SHARDS)
+def test_the_same_command_makes_the_same_shards_as_ever(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     script, *arguments = command(line, tmp_path / "out")
     prepare(*arguments, script=script)
     made = json.dumps(digests(tmp_path / "out"), sort_keys=True)
-    assert hashlib.sha256(made.encode()).hexdigest()[:16] == OF_B22BBCC[line]
+    assert hashlib.sha256(made.encode()).hexdigest()[:16] == SHARDS[line]
 
 
 def test_the_validation_text_has_one_hash_whatever_its_tokens_are(tmp_path, monkeypatch):
@@ -460,7 +460,7 @@ def test_a_larger_number_of_tokens_continues_a_finished_folder(tmp_path, monkeyp
     assert "complete, nothing to do" in prepare(*flags, "--tokens=20M", "--out=out").out
 
 
-def as_b22bbcc_left_it(folder: Path, **changes) -> None:
+def as_an_earlier_version_left_it(folder: Path, **changes) -> None:
     """Its manifest counted rows in files, not in row groups, and a finished one had no place."""
     manifest = manifest_of(folder) | changes
     for key in ("val_text_sha256", "run_id"):
@@ -471,18 +471,18 @@ def as_b22bbcc_left_it(folder: Path, **changes) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_folders_that_b22bbcc_made_stay_and_those_it_began_are_finished(tmp_path, monkeypatch):
+def test_folders_of_an_earlier_version_stay_and_those_it_began_are_finished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     flags = OF_ROWS.split()
     prepare(*flags, "--out=straight")
     prepare(*flags, "--tokens=9k", "--out=out")
-    as_b22bbcc_left_it(Path("out"), complete=True, train_tokens=9000)
+    as_an_earlier_version_left_it(Path("out"), complete=True, train_tokens=9000)
     assert "complete, nothing to do" in prepare(*flags, "--tokens=9k", "--out=out").out
     result = run(FINEWEB, *flags, "--tokens=10k", "--out=out")
     assert result.code == 2 and "an earlier version made it" in result.err
     prepare(*flags, "--tokens=9k", "--out=begun")
-    as_b22bbcc_left_it(Path("begun"), complete=False)
+    as_an_earlier_version_left_it(Path("begun"), complete=False)
     prepare(*flags, "--out=begun")
     assert stored(Path("begun"), "train") == stored(Path("straight"), "train")
     assert "val_text_sha256" not in manifest_of(Path("begun"))  # of a part it would be wrong

@@ -186,7 +186,7 @@ def test_a_cell_about_a_config_is_what_plan_computes(page, words, column, cell):
     assert holds(cell, figures) and len(numbers(cell)) == len(figures)
 
 
-def test_such_cells_are_found():
+def test_tables_with_planned_figures_are_found():
     assert "README.md" in {page for page, *_ in PLANNED}
 
 

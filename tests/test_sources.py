@@ -134,7 +134,7 @@ def assert_refused(first: str, second: str, result: Result) -> None:
     assert first in result.err and second in result.err and not Path("out").exists()
 
 
-def test_text_about_git_lfs_is_no_pointer():
+def test_text_about_git_lfs_is_read_as_text():
     Path("a.txt").write_bytes(POINTER * 30)
     assert prepare_text("a.txt").code == 0
 

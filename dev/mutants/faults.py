@@ -30,7 +30,7 @@ FAULTS = [
         "bench.py",
         "if code == KILLED or any(",
         "if any(",
-        "test_bench.py::test_a_row_without_memory_is_a_row[linux]",
+        "test_bench.py::test_a_benchmark_that_runs_out_of_memory_is_a_row[linux]",
     ),
     Fault(
         "bench_leaves_its_process_after_ctrl_c",
@@ -365,7 +365,7 @@ FAULTS = [
         "train.py",
         "micro_step == accum - 1",
         "micro_step == accum",
-        "integration/test_losses.py::test_two_ranks_are_one",
+        "integration/test_losses.py::test_two_ranks_train_as_one_process",
     ),
     Fault(
         "rate_one_iteration_late",
@@ -400,7 +400,7 @@ FAULTS = [
         "training/hardware.py",
         " * 1e12 * devices)",
         " * 1e12)",
-        "integration/test_losses.py::test_two_ranks_are_one",
+        "integration/test_losses.py::test_two_ranks_train_as_one_process",
     ),
     Fault(
         "tokens_after_is_tokens",
@@ -670,7 +670,7 @@ FAULTS = [
         "train.py",
         "ranks.sum(*sum_losses(model, micro_batches, hw, signals))",
         "sum_losses(model, micro_batches, hw, signals)",
-        "integration/test_losses.py::test_two_ranks_are_one",
+        "integration/test_losses.py::test_two_ranks_train_as_one_process",
     ),
     Fault(
         "model_stays_in_evaluation_mode",
@@ -768,7 +768,7 @@ FAULTS = [
         "training/clock.py",
         "self.estimates[what] = min(seconds, 2 * before)",
         "self.estimates[what] = seconds",
-        "integration/test_time_limits.py::test_one_that_hangs_counts_at_most_twice_the_time_before_it[evaluation-4]",
+        "integration/test_time_limits.py::test_an_iteration_that_hangs_counts_at_most_twice_the_time_before_it[evaluation-4]",
     ),
     Fault(
         "late_resume_runs_until_the_next_day",
@@ -922,7 +922,7 @@ FAULTS = [
         "train.py",
         "loss = total / (len(micro_batches) * ranks.world_size)",
         "loss = total / len(micro_batches)",
-        "integration/test_losses.py::test_two_ranks_are_one",
+        "integration/test_losses.py::test_two_ranks_train_as_one_process",
     ),
     Fault(
         "sighup_under_nohup_stops_the_run",
@@ -941,8 +941,8 @@ FAULTS = [
     Fault(
         "mfu_counts_tera_as_a_power_of_two",
         "training/hardware.py",
-        "        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)\n",
-        "        return flops_per_token * tokens_per_sec / (self.peak_tflops * 2**40 * devices)\n",
+        "(self.peak_tflops * 1e12 * devices)\n",
+        "(self.peak_tflops * 2**40 * devices)\n",
         "integration/test_losses.py::test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed[1]",
     ),
     # -----------------------------------------------------------------------------
@@ -1552,7 +1552,7 @@ FAULTS = [
         "training/compiled.py",
         "            p.data.copy_(value)\n",
         "            pass\n",
-        "test_compiled.py::test_what_computes_the_same_passes_and_leaves_no_trace",
+        "test_compiled.py::test_the_check_passes_right_compiled_code_and_changes_nothing",
     ),
     Fault(
         "check_compares_no_gradients",
@@ -1864,7 +1864,7 @@ FAULTS = [
         "reports/seeds.py",
         "        return found, math.inf\n",
         "        return found, 0.0\n",
-        "test_compare.py::test_one_seed_decides_nothing",
+        "test_compare.py::test_one_seed_per_side_is_inconclusive",
     ),
     Fault(
         "the_noise_of_one_standard_error",

@@ -118,7 +118,7 @@ def unbroken(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_may_come_at_any_moment(moment, tiny, unbroken, tmp_path):
+def test_a_stop_signal_at_any_moment_saves_and_loses_nothing(moment, tiny, unbroken, tmp_path):
     """An evaluation that it ended is made again by the resumed run."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     night = Night()
@@ -464,7 +464,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tiny, tmp_path):
 
 
 @needs_signals
-def test_a_second_sigint_ends_at_once(tiny, tmp_path):
+def test_a_second_ctrl_c_ends_at_once(tiny, tmp_path):
     train(**tiny | dict(max_iters=4), out_dir=tmp_path)
     keys = tiny | dict(init_from="resume", out_dir=tmp_path)
     long_iteration = """

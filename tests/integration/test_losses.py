@@ -300,6 +300,25 @@ def test_iterations_evaluations_and_checkpoints_come_when_they_should(kind, toke
     assert (losses == sorted(losses, reverse=True)) == (kind != "the best alone")
 
 
+@pytest.mark.parametrize("grad_clip", [0.01, 1e9, 0])
+def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_path):
+    """Plain gradient descent in AdamW's place moves the weights by the clipped gradient."""
+    config = BASE | dict(grad_clip=grad_clip, lr_schedule="constant", learning_rate=1.0)
+    config |= dict(warmup_iters=0, weight_decay=0.0, dataset=tokens)
+    train(**config | dict(max_iters=0), out_dir=tmp_path / "before")
+    descent = mock.patch("torch.optim.AdamW", lambda groups, fused: torch.optim.SGD(groups))
+    with descent:
+        train(**config | dict(max_iters=1), out_dir=tmp_path / "after")
+    before, after = (
+        plain.weights(checkpoint(tmp_path / name, it)["model"])
+        for name, it in (("before", 0), ("after", 1))
+    )
+    moved = math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in before))
+    [norm] = column(tmp_path / "after", "step", "grad_norm")  # before clipping
+    assert norm > 0.1
+    assert moved == pytest.approx(min(norm, grad_clip or norm), rel=1e-3)
+
+
 @pytest.mark.parametrize("multiple, rows", [(1, V), (2, 62), (64, 64), (128, 128)])
 def test_the_vocabulary_is_rounded_up(multiple, rows, tokens, tmp_path):
     config = BASE | dict(pad_vocab_multiple=multiple, max_iters=0)
@@ -696,7 +715,7 @@ def train_on_two_ranks(**keys) -> None:
     assert [result.code for result in results] == [0, 0], results
 
 
-def test_two_ranks_are_one(tokens, tmp_path):
+def test_two_ranks_train_as_one_process(tokens, tmp_path):
     """The same numbers but for rounding; an evaluation's 18 windows leave the last batch uneven."""
     config = BASE | dict(batch_size=5, gradient_accumulation_steps=4, peak_tflops=PEAK_TFLOPS)
     train(**config, dataset=tokens, out_dir=tmp_path / "1")

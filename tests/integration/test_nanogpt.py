@@ -204,7 +204,7 @@ def test_a_batch_of_two_is_no_pair(rows, calls):
     assert model(idx, half)[1].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_its_other_calls(calls, tmp_path):
+def test_the_notebooks_other_calls_run(calls, tmp_path):
     random_gpt2(tmp_path / "hf")
     model = calls.GPT.from_pretrained(tmp_path / "hf", dict(dropout=0.1))
     assert model.config.dropout == model.transformer.drop.p == 0.1

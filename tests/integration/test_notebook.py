@@ -30,7 +30,7 @@ TINY = "--n_layer=6 --n_head=1 --n_embd=16 --block_size=32 --batch_size=4 --max_
 TINY += "--eval_interval=2 --eval_tokens=256 --sample_tokens=8 --device=cpu --compile=False"
 
 
-def test_nobody_has_run_it():
+def test_the_notebook_is_stored_without_outputs():
     for cell in ALL_CELLS:
         assert not cell.get("outputs") and cell.get("execution_count") is None
 

@@ -134,7 +134,9 @@ def test_a_text_smaller_than_the_quickstarts_window_leaves_nothing(
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_two_commands_and_a_sample(tokenizer, tmp_path, monkeypatch):
+def test_the_two_commands_for_your_own_text_train_and_a_third_samples(
+    tokenizer, tmp_path, monkeypatch
+):
     """As typed, but for the number of iterations: README's way for one's own text."""
     monkeypatch.chdir(tmp_path)
     Path("my text.txt").write_text(LINES * 300)

@@ -128,11 +128,13 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_a_storm_a_run_is_the_uninterrupted_one(seed, tokens, straight, disk):
+def test_a_run_killed_many_times_ends_as_the_uninterrupted_one(seed, tokens, straight, disk):
     storm(seed, tokens, straight, disk)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 200))
-def test_after_many_storms_too(seed, tokens, straight, disk):
+def test_runs_killed_at_many_more_moments_end_as_the_uninterrupted_one(
+    seed, tokens, straight, disk
+):
     storm(seed, tokens, straight, disk)

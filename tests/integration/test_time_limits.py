@@ -122,7 +122,7 @@ def test_a_given_eval_interval_counts_in_a_run_by_the_clock_too(night, tiny, tmp
     assert {0, 30, 60} <= set(its) and len(its) < 20
 
 
-def test_a_pause_is_made_up_for(night, tiny, tmp_path):
+def test_time_lost_in_a_pause_is_taken_from_the_schedule(night, tiny, tmp_path):
     """The machine sleeps for five minutes."""
 
     def sleep():
@@ -159,7 +159,7 @@ def test_until_follows_a_clock_that_is_set(minutes, night, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("what, number", [("evaluation", 4), ("save", 3)])
-def test_one_that_hangs_counts_at_most_twice_the_time_before_it(what, number, night, tiny):
+def test_an_iteration_that_hangs_counts_at_most_twice_the_time_before_it(what, number, night, tiny):
     """As a measure of the last one it would end the run minutes early."""
 
     def hang():
@@ -399,7 +399,7 @@ def test_an_evaluation_that_a_signal_ended_is_made_again(number, night, tiny, tm
     assert checkpoints(tmp_path)[-1] == night.count["iteration"] == evaluated[-1]
 
 
-def test_an_until_of_years_ago_is_not_waited_for(night, tiny, tmp_path):
+def test_until_on_a_clock_that_is_years_late_ends_the_run(night, tiny, tmp_path):
     """The clock was wrong when the run was begun, as after a boot without a network."""
     night.EVENING += 10**9
     night.at["iteration", 30] = sigterm

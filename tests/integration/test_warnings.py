@@ -45,7 +45,7 @@ def test_more_than_two_epochs_of_a_large_corpus_are_warned_of(epochs, warned, tm
 
 
 @pytest.mark.parametrize("tokens, warned", [("6B", False), ("2B", True)])
-def test_plan_warns_of_them_too(tokens, warned):
+def test_plan_warns_of_many_epochs_too(tokens, warned):
     """10B tokens."""
     flags = ("config/gpt124m_4070.py", "--gpu=4070", f"--dataset_tokens={tokens}")
     result = run("bench.py", "plan", *flags)
