@@ -153,7 +153,7 @@ def test_a_benchmark_that_runs_out_of_memory_is_a_row(end, children, monkeypatch
     keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
     found, out = bench("sweep", "--trials=2", **keys)
     assert [row["tokens_per_sec"] is None for row in found["rows"]] == [False, True]
-    assert found["fastest"] == 1 and out.count("out of memory") == 1
+    assert found["fastest"] == 1 and "out of memory" in out
     assert len(children) == 3  # the row is not tried again
 
 

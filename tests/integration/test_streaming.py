@@ -267,7 +267,7 @@ def test_what_was_held_out_stays_when_a_resumed_run_evaluates_on_more(work):
 @pytest.mark.parametrize(
     "flag, said",
     [
-        ("--stream=False", "stream True"),
+        ("--stream=False", "stream"),
         ("--dataset=b.jsonl", "b.jsonl is not what"),
         ("--dataset=a.jsonl", "other text or with other flags (files)"),
     ],
