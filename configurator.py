@@ -496,7 +496,8 @@ def check_both(path: str, c: Config) -> list[str]:
 def batch_line(c: Config) -> str:
     """What a run prints about its batch. `c` is resolved."""
     sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
-    line = f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} (micro-batches x B x T)"
+    of_what = "micro-batches x sequences x tokens"
+    line = f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
     if c.tokens_per_iter not in (0, c.iter_tokens):
         line += f", the nearest to {c.tokens_per_iter:,}"
     return line

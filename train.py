@@ -13,6 +13,7 @@ Exit codes: 0 done or max_minutes over, 1 failed, 2 bad configuration or data, 1
 by it, and saved unless it came twice or before the loop.
 """
 
+import copy
 import gc
 import math
 import os
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import RunError, UserError, raise_if_any, run_main, say
+from common.console import RunError, UserError, raise_if_any, run_main, say, warn
 from configurator import (
     FIELDS,
     NEVER,
@@ -331,6 +332,20 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     return c.min_lr + left * (peak - c.min_lr)
 
 
+def warn_of_higher_rate(c: Config, schedule: Schedule, resumed: dict) -> None:
+    """Warn if a resume raises the learning rate, as more max_iters do after the decay."""
+    it = resumed["progress"]["iter_num"]
+    before = Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
+    share = resumed["clock"]["share"]
+    old = get_lr(it, before, share, before.learning_rate)
+    if (before.hours, before.until) != (c.hours, c.until):
+        share = copy.copy(schedule).look(it).share  # of a copy, because a look counts
+    new = get_lr(it, c, share, c.learning_rate)
+    if new > 1.01 * old:
+        why = "its schedule is not the checkpoint's (see the resume: lines)"
+        warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
+
+
 # -----------------------------------------------------------------------------
 # One iteration
 
@@ -579,6 +594,8 @@ def main(
     log = Log(c, schedule, hw, ranks, saver.write_record)
     ranks.on_main(log.open, progress.iter_num)
     log.begin(model, data, progress.iter_num, progress.tokens, compiles, resumed, weights)
+    if resumed and not c.eval_only:
+        ranks.on_main(warn_of_higher_rate, c, schedule, resumed)
     batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     speedometer = Speedometer(clock, hw, progress.iter_num, progress.tokens)
     del resumed, weights  # frees the loaded checkpoint
@@ -735,9 +752,7 @@ def main(
     clock.lap("steps")  # the last seconds, before the log says where all of them went
     # the last evaluation and save may have needed more memory than the iterations
     (mem_gib,) = ranks.max(hw.peak_memory_gib() or 0.0)
-    log.finish(
-        stop, stop in COMPLETE, it, progress.tokens, progress.val_loss, batches.waited, mem_gib
-    )
+    log.finish(stop, stop in COMPLETE, progress, batches.waited, mem_gib)
     saver.close()
     signals.close()
     if stop == "data":  # the rank that cannot read raises its error

@@ -130,10 +130,13 @@ def duration(seconds: float) -> str:
 # Errors and exit codes
 
 
+COMMAND = "\n    "  # before a command at a problem's end: it stands alone, to be copied
+
+
 class UserError(Exception):
     """
-    Something the user can fix: `problems` holds one line for each. Scripts print them and exit
-    with `exit_code`.
+    Something the user can fix: `problems` holds one line for each, and perhaps a command below it.
+    Scripts print them and exit with `exit_code`.
     """
 
     exit_code = 2  # found before the work began
@@ -141,7 +144,8 @@ class UserError(Exception):
     @property
     def problems(self) -> list[str]:
         # messages of other libraries may span several lines
-        return [" ".join(problem.splitlines()) for problem in self.args]
+        parts = [problem.split(COMMAND) for problem in self.args]
+        return [COMMAND.join(" ".join(part.splitlines()) for part in ps) for ps in parts]
 
 
 class RunError(UserError):

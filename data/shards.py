@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from common.console import RunError, UserError, count, did_you_mean, raise_if_any, say
+from common.console import (
+    COMMAND,
+    RunError,
+    UserError,
+    command_line,
+    count,
+    did_you_mean,
+    raise_if_any,
+    say,
+)
 from common.files import is_lfs_pointer, read_json, replacing
 from configurator import Config
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, read_bpe, read_meta
@@ -241,9 +250,9 @@ def missing_dataset_message(name: str, tokens: int) -> str:
         return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
     fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
-    make = f"make it with: python data/{command} --out={folder}"
-    make += "; or give its folder, such as nanoGPT's: --dataset=PATH"
-    return f"{problem}{did_you_mean(Path(name).name, made)}; {make}"
+    make = command_line("python", *f"data/{command}".split(), f"--out={folder}")
+    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or make it with"
+    return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{COMMAND}{make}"
 
 
 def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:

@@ -226,8 +226,8 @@ def measured_pace(config: Config, model: GPTConfig, card: Card, measure: Callabl
     on_a_cpu = not (card.memory_gib or card.peak_tflops)
     if on_a_cpu and config.iter_tokens * (count_flops(model) or 0) > MOST_FLOPS_ON_A_CPU:
         raise UserError(
-            "gpu: some iterations of this size would take a CPU minutes; name a GPU, as in "
-            "--gpu=4070, or give --iter_seconds=S or --from_run=RUN"
+            "gpu: no GPU here, and timing this model on the CPU takes minutes; add --gpu=4070, "
+            "--iter_seconds=S or --from_run=RUN"
         )
     say("measuring some iterations on this machine")
     return one_pace("measured here", measure(config)["step_ms"] / 1000)
@@ -607,11 +607,12 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
             f"{p['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little; prepare a "
             "larger dataset, or add --dropout=0.1"
         )
+    say(*plan_lines(p))
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
-        print_err(missing_dataset_message(config.dataset, math.ceil(tokens / unit) * unit))
-    say(*plan_lines(p))
+        problem = missing_dataset_message(config.dataset, math.ceil(tokens / unit) * unit)
+        print_err(f"note: no dataset yet, so epochs are unknown; {problem}")
     return p
 
 

@@ -9,6 +9,8 @@ import hashlib
 import math
 import subprocess
 import sys
+import textwrap
+import tomllib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -31,8 +33,14 @@ CPU_TOKENS = 100_000  # per iteration; more is rarely meant for a CPU
 LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; of a smaller corpus many epochs are meant
 FAR_AWAY = 16 * 3600  # seconds to --until that are probably a day too many
 SHORTEST_RUN = 20.0  # seconds; of a shorter one no picture is drawn
+WIDTH = 100  # columns of the settings
 UNCOMPILED_LINES = 10  # every so many lines say that the run is not compiled
 PATIENCE = 20.0  # seconds to wait for a picture at the end of a run
+LEDGER_NAMES = {  # of the clock's categories, where a reader would say otherwise
+    "start-up": "startup",
+    "steps": "training",
+    "evaluation": "evaluation and samples",
+}
 # nanoGPT's names in wandb, so that its dashboards work; all others are KIND/NAME, as step/loss
 NANOGPT_NAMES = {
     "step/lr": "lr",
@@ -83,23 +91,36 @@ class Log:
         self.train_tokens = None if data.stream else len(data.train)  # a stream's are unknown
         self.bytes_per_token = data.bytes_per_token
         self.flops_per_token = count_flops(model.config) if self.is_main else None
-        self.say_settings(compiles, model.config.flash)
+        self.can_sample = data.tokenizer["kind"] != "unknown"
         self.say_start(resumed, weights)
+        self.say_settings()
+        self.say_device(compiles, model.config.flash, is_new=not resumed)
         self.say_model(model, data, it, tokens)
 
-    def say_settings(self, compiles: bool, flash: bool) -> None:
+    def say_settings(self) -> None:
         """
-        Lines that can be pasted: the command, the keys that are not defaults, and the switches in
-        use; `compiles` and `flash` are what this machine makes of the keys.
+        Print the command, and the keys that are neither defaults nor a config file's values: those
+        that flags set, and those that follow from other keys or the checkpoint.
         """
         c = self.config
-        values = config_values(c)
-        changed = [name for name in values if values[name] not in (FIELDS[name].default, NEVER)]
         say(f"command: {self.command()}")
-        say("settings: " + command_line(*[f"--{name}={values[name]}" for name in changed]))
-        sizes = f"{c.n_layer} layers x {c.n_embd}, learning_rate {c.learning_rate:g}, {c.dtype}"
-        switches = f"compile {compiles}, flash {flash}, tf32 {c.tf32}, tie_weights {c.tie_weights}"
-        say(f"switches: {sizes}, {switches}")
+        shown = [
+            f"--{name}={value}"
+            for name, value in config_values(c).items()
+            if value not in (FIELDS[name].default, NEVER)
+            and (name in c.typed or name not in c.given)
+            and (name in c.typed or name != "dtype")  # the device line has it
+        ]
+        if shown:
+            # no word is broken, so the lines can be pasted
+            wrapped = textwrap.wrap(
+                "settings: " + command_line(*shown),
+                WIDTH,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            say(*wrapped)
 
     def command(self) -> str:
         script = "python" if self.world_size == 1 else "torchrun ..."
@@ -123,17 +144,33 @@ class Log:
             if value != before and is_news:
                 say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
 
+    def say_device(self, compiles: bool, flash: bool, is_new: bool) -> None:
+        """
+        Print the versions and the device. `compiles` and `flash`: what this machine makes of the
+        keys.
+        """
+        c, hw = self.config, self.hw
+        say(f"start: {date()}, nightshift {version()}, torch {torch.__version__}")
+        name = f"CPU ({hw.name})" if hw.device.type == "cpu" else hw.name
+        memory = hw.memory_gib()
+        parts = [name, f"{memory:.1f}GiB"] if memory else [name]
+        is_auto = is_new and "dtype" not in c.given
+        parts.append(f"auto -> {hw.dtype_name}" if is_auto else hw.dtype_name)
+        parts += [] if compiles else ["not compiled"]
+        parts += ["flash off"] if c.flash and not flash else []
+        say(f"device: {', '.join(parts)}; {peak_text(hw)}")
+
     def say_model(self, model, data: Dataset, it: int, tokens: int) -> None:
-        """Lines about the model, the device, the data, and the length of the run."""
+        """Print the model, the data, and the length of the run; warn of what may be wrong."""
         c, hw = self.config, self.hw
         parameters = sum(p.numel() for p in model.parameters())
-        say(f"start: {date()}")
         flops = "FLOPs not counted, so mfu n/a"
         if self.flops_per_token:
             flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (counted)"
-        vocabulary = f"vocabulary {data.vocab} -> {model.config.vocab_size}"
+        vocabulary = f"vocabulary {data.vocab}"
+        if model.config.vocab_size != data.vocab:
+            vocabulary += f", padded to {model.config.vocab_size}"
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
-        say(f"device: {hw.name}, {hw.dtype_name}, {peak_text(hw)}")
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         held = f"{train} train and {count(len(data.val))} val tokens"
         order = f", order {data.order}" if data.order else ""
@@ -142,6 +179,7 @@ class Log:
         if not c.eval_only:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
             self.warn_of_epochs(tokens)
+            self.warn_of_warmup()
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
         self.warn_of_space(parameters)
@@ -197,6 +235,13 @@ class Log:
             hint = f"prepare more tokens, or give --max_iters={2 * corpus // c.iter_tokens}"
             warn(f"{epochs:.1f} epochs of the {count(corpus)} tokens in {c.dataset}; {hint}")
 
+    def warn_of_warmup(self) -> None:
+        """Warn if the learning rate never reaches its peak, or never decays."""
+        c = self.config
+        if not c.by_clock and c.warmup_iters >= c.max_iters > self.first_iter:
+            run = f"the whole run of {c.max_iters:,} iterations is warmup"
+            warn(f"warmup_iters: {run}; give --warmup_iters={c.max_iters // 10} or so")
+
     def length(self, tokens: int) -> str:
         """How long the run is that has trained on so many tokens, in words."""
         c = self.config
@@ -223,29 +268,26 @@ class Log:
         """
         One line and record. loss, lr and grad_norm are those of iteration `it`, `tokens` those of
         training before it and `tokens_after` after it; time, tok/s and mfu are means of the
-        iterations since the previous line.
+        iterations since the previous line. The line fits 120 columns, so
+        the norm, the epoch and the hours are in the record only.
         """
         c = self.config
         mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
-        epoch = f"{tokens / self.train_tokens:.2f}" if self.train_tokens else "n/a"
-        total_gib = self.hw.memory_gib()
-        of_all = f" of {total_gib:.1f}" if total_gib else ""
-        mem_text = f"{speed.mem_gib:.1f}{of_all}GiB" if speed.mem_gib else "n/a"
-        hours = f"hours {self.used_of_total()}, " if c.by_clock else ""
+        mem_text = f"{speed.mem_gib:.1f}GiB" if speed.mem_gib else "n/a"
         is_tenth = it % (UNCOMPILED_LINES * c.log_interval) == 0
         end = ", not compiled" if self.uncompiled and is_tenth else ""
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * speed.iter_seconds:.2f}ms, mfu {mfu_text}, "
-            f"tok/s {speed.tokens_per_sec:,.0f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
-            f"tokens {count(tokens)}, epoch {epoch}, mem {mem_text}, "
-            f"{hours}eta {duration(self.eta(it))}{end}"
+            f"tok/s {speed.tokens_per_sec:,.0f}, lr {lr:.2e}, tokens {count(tokens)}, "
+            f"mem {mem_text}, eta {duration(self.eta(it))}{end}"
         )
         self.record(
             "step",
             iter=it,
             tokens=tokens,
             tokens_after=tokens_after,
+            epoch=tokens / self.train_tokens if self.train_tokens else None,
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,
@@ -264,9 +306,11 @@ class Log:
         return max(0.0, min(self.schedule.left(), of_launch))
 
     def used_of_total(self) -> str:
-        """The hours used of those that the run has: 1.25 of 8.00."""
-        used = self.clock.used()
-        return f"{used / 3600:.2f} of {(used + max(0.0, self.schedule.left())) / 3600:.2f}"
+        """Return the hours used of those that the run has: 1.25 of 8.00; 0.0012 of 0.0200."""
+        used = self.clock.used() / 3600
+        total = used + max(0.0, self.schedule.left()) / 3600
+        digits = 2 if total >= 1 else 4
+        return f"{used:.{digits}f} of {total:.{digits}f}"
 
     def eta(self, it: int) -> float:
         """
@@ -354,26 +398,36 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, complete: bool, it, tokens, val_loss, waited, mem_gib) -> None:
+    def finish(self, reason: str, complete: bool, progress, waited, mem_gib) -> None:
         """
-        The last lines: where the time went, what came out, why the run ended, and if it is not
-        complete, what to type. `waited`: seconds for data in this launch.
+        Print where the time went, what came out, why the run ended, and what to type next.
+        `progress` is the run's (see train.Progress), `waited` the seconds for data in this launch.
         """
+        it, tokens = progress.iter_num, progress.tokens
         seconds = self.clock.seconds
         total = sum(seconds.values())
         launch = duration(self.clock.of_launch())
-        shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items()]
-        spent = ", ".join(shares).replace("evaluation", "evaluation with any sample")
-        say(f"time: {duration(total)} wall (this launch {launch}) = {spent}")
-        say(f"waited for data: {waited:.1f}s of the steps of this launch")
+        names = LEDGER_NAMES
+        if not self.config.sample_tokens:
+            names = names | dict(evaluation="evaluation")
+        shares = [f"{names.get(k, k)} {s:.1f}s ({s / total:.1%})" for k, s in seconds.items()]
+        say(f"time: {duration(total)} wall (this launch {launch}) = {', '.join(shares)}")
+        if waited > 0.01 * (seconds["steps"] - self.first_steps):
+            say(f"waiting for data: {waited:.1f}s of this launch's training")
         if self.uncompiled:
             hint = "--compile=required ends such a run at its start"
             say(f"not compiled: {self.uncompiled}; {hint}")
-        say(*self.results(tokens, val_loss, mem_gib))
+        say(*self.results(tokens, progress.val_loss, mem_gib))
         said = "the schedule is complete" if reason in ("hours", "until") else reason
-        say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
+        old = ""
+        if it != progress.evaluated_at and math.isfinite(progress.val_loss):
+            old = f"; val_loss is of iteration {progress.evaluated_at:,}"
+        say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}{old}")
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
+        if complete and self.can_sample and not self.config.eval_only:
+            out_dir = f"--out_dir={self.config.out_dir}"
+            say(f"sample: {command_line('python', 'sample.py', out_dir)}")
         if not complete and not self.config.eval_only:
             more = "" if self.config.init_from == "auto" else " --init_from=resume"
             say(f"to continue: {self.command()}{more}")
@@ -435,7 +489,8 @@ class Tracker:
     """
     Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker is
     missing or fails, this warns once and sends nothing more. On resume, tensorboard's curves in
-    out_dir are replaced from iteration `purge_from` on; wandb shows each resume as a separate run.
+    out_dir are replaced from iteration `purge_from` on (0: a new run). wandb continues the run
+    whose id is in out_dir/wandb_id.txt, and drops steps at or below its last one.
     """
 
     def __init__(self, config: Config, purge_from: int):
@@ -445,12 +500,20 @@ class Tracker:
             if self.kind == "wandb":
                 import wandb
 
+                id_file = Path(config.out_dir, "wandb_id.txt")
+                run_id = id_file.read_text() if purge_from and id_file.exists() else ""
                 self.writer = wandb.init(
+                    id=run_id or None,
+                    resume="allow",
+                    allow_val_change=True,  # a resume may come with other keys
                     project=config.wandb_project,
                     name=config.wandb_run_name,
                     dir=config.out_dir,
                     config=config_values(config),
                 )
+                id_file.write_text(self.writer.id)
+                if run_id:
+                    say(f"resume: wandb run {run_id}; wandb drops steps at or below its last one")
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -493,10 +556,8 @@ class Tracker:
 
 
 def peak_text(hw: Hardware) -> str:
-    peak = f"peak {hw.peak_tflops:.3g} TFLOP/s"
-    if hw.peak_source == MEASURED:
-        return f"{peak} (measured here by a matmul; no data sheet)"
-    return f"{peak} (dense, {hw.peak_source})"
+    how = "measured with a matmul" if hw.peak_source == MEASURED else f"dense ({hw.peak_source})"
+    return f"peak {hw.peak_tflops:.3g} TFLOP/s, {how}"
 
 
 def tokenizer_name(spec: dict) -> str:
@@ -509,3 +570,11 @@ def tokenizer_name(spec: dict) -> str:
 def date() -> str:
     """Date and time for people; records use ISO 8601."""
     return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+
+
+def version() -> str:
+    """Return this program's version, which pyproject.toml holds."""
+    with contextlib.suppress(OSError):
+        text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text)["project"]["version"]
+    return "(no pyproject.toml)"

@@ -561,8 +561,8 @@ FAULTS = [
     Fault(
         "h_epochs_are_of_a_constant",
         "training/log.py",
-        'f"{tokens / self.train_tokens:.2f}"',
-        'f"{it * c.iter_tokens / self.train_tokens:.2f}"',
+        "epoch=tokens / self.train_tokens",
+        "epoch=it * c.iter_tokens / self.train_tokens",
         "integration/test_losses.py::test_tokens_speed_and_epochs_are_those_of_the_batches_trained_on",
     ),
     Fault(

@@ -451,7 +451,8 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
-    """Each error line has its words; there are no other lines but warnings."""
+    """Each error has its words; there are no other lines but warnings, and commands below them."""
+    lines = "\n".join(lines).replace("\n    ", " ").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert all(line.isprintable() for line in lines), lines
     assert all(line.startswith(("error: ", "warning: ")) for line in lines), lines

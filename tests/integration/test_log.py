@@ -4,12 +4,28 @@ of its lines says.
 """
 
 import contextlib
+import math
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from moments import Clock, before_updates, fill, free
-from program import Night, best, checkpoint, checkpoints, column, same, train, write_tokens
+from program import (
+    Night,
+    best,
+    checkpoint,
+    checkpoints,
+    column,
+    same,
+    sigterm,
+    train,
+    write_tokens,
+)
+
+from configurator import Config
+from training.clock import Speed
+from training.log import Log
 
 TINY = dict(
     n_layer=1,
@@ -126,3 +142,75 @@ def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_
     assert lines["quick"] == lines["slow"]
     assert len(lines["slow"]) == (12 if log_interval == 1 else 5)
     assert {time for _, _, time, _, _ in lines["slow"]} == {"10000.00"}
+
+
+def test_a_line_of_a_long_run_on_a_gpu_fits_120_columns(capsys):
+    c = Config(max_iters=99_999, hours=100.0)
+    clock = SimpleNamespace(
+        seconds=dict(steps=3.2e5), of_launch=lambda: 3e5, training_hours=lambda: 90.0
+    )
+    schedule = SimpleNamespace(clock=clock, estimates={}, left=lambda: math.inf)
+    hw = SimpleNamespace(mfu=lambda *_: 0.412345)
+    log = Log(c, schedule, hw, SimpleNamespace(is_main=False, world_size=1), None)
+    log.flops_per_token, log.train_tokens, log.first_steps, log.first_iter = 1e9, 10**10, 0, 0
+    log.report_step(65_432, 34_305_212_416, 0, 10.1234, 6e-4, 1.0, Speed(9.87654, 0, 53_084, 70.1))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("iter 65432: loss 10.1234, time 9876.54ms, mfu 41.23%, tok/s ")
+    assert "tokens 34.3B" in line and "mem 70.1GiB" in line
+    assert len(line) <= 120
+
+
+def last_line(out: str, name: str) -> str:
+    return [line for line in out.splitlines() if line.startswith(f"{name}: ")][-1]
+
+
+def test_a_run_ends_with_what_to_type_next_and_how_old_its_val_loss_is(tokens, tmp_path):
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
+    night = Night()
+    night.at["iteration", 6] = sigterm
+    stopped = night.launch(**keys)
+    assert last_line(stopped.out, "end").endswith("val_loss is of iteration 4")
+    assert "\nsample: python" not in stopped.out
+    result = train(**keys)
+    assert result.out.startswith(f"resume: {tmp_path / 'run' / 'ckpt-0000000'}")
+    assert "val_loss is of" not in result.out
+    assert (
+        last_line(result.out, "sample") == f"sample: python sample.py --out_dir={keys['out_dir']}"
+    )
+
+
+@pytest.mark.parametrize(
+    "change, warns",
+    [
+        (dict(max_iters=24), True),
+        (dict(hours=1.0), True),
+        (dict(learning_rate=0.001), False),
+        (dict(batch_size=8, gradient_accumulation_steps=1), False),
+    ],
+    ids=["more iterations", "hours", "lower rate", "same schedule"],
+)
+def test_a_resume_that_raises_the_learning_rate_says_so(change, warns, tokens, tmp_path):
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path, min_lr=0.001, eval_interval=100)
+    night = Night(turned=True)
+    stop = 10
+    night.at["iteration", stop] = sigterm
+    night.launch(**keys)
+    again = Night(turned=True)
+    again.at["iteration", stop + 1] = sigterm
+    if "hours" in change:
+        del keys["max_iters"]
+    result = again.launch(**keys | change, init_from="resume")
+    told = re.findall(r"warning: learning_rate: .* from (\S+) to (\S+);", result.err)
+    assert len(told) == warns
+    if warns:
+        it = checkpoints(tmp_path)[0]
+        old, new = map(float, told[0])
+        assert old < 0.003
+        rates = dict(column(tmp_path, "step", "iter", "lr"))
+        assert new == pytest.approx(rates[it], rel=0.05)
+
+
+@pytest.mark.parametrize("warmup, warns", [(11, False), (12, True), (50, True)])
+def test_a_warmup_of_the_whole_run_is_warned_of(warmup, warns, tokens, tmp_path):
+    result = train(**TINY | dict(warmup_iters=warmup), dataset=tokens, out_dir=tmp_path)
+    assert ("--warmup_iters=1 " in result.err) == warns

@@ -29,6 +29,7 @@ TINY = TINY_RUN | dict(
     n_layer=1,
     gradient_accumulation_steps=1,
     max_iters=8,
+    warmup_iters=2,
     eval_interval=4,
     eval_tokens=160,
 )
@@ -97,13 +98,17 @@ class Wandb(types.ModuleType):
         super().__init__("wandb")
         self.failing = failing
         self.logged: dict[tuple[str, int], float] = {}
+        self.ids: list[str] = []
 
     def fail(self, method: str) -> None:
         if method == self.failing:
             raise ConnectionError("no\nnetwork.")
 
-    def init(self, **_):
+    def init(self, id: str | None, resume: str, **_):
         self.fail("init")
+        assert resume == "allow"
+        self.id = id or f"run{len(self.ids)}"
+        self.ids.append(self.id)
         return self
 
     def log(self, numbers: dict, step: int) -> None:
@@ -121,6 +126,22 @@ def test_wandb_has_the_numbers_of_metrics_jsonl(tiny, tmp_path, monkeypatch):
     expected = expected_numbers(tmp_path / "run")
     # the file keeps nine digits
     assert sys.modules["wandb"].logged == pytest.approx(expected, rel=1e-8)
+
+
+def test_wandb_continues_the_run_on_a_resume_and_begins_another_for_a_new_run(
+    tiny, tmp_path, monkeypatch
+):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    keys = tiny | dict(tracker="wandb")
+    train(**keys | dict(max_iters=4))
+    result = train(**keys, init_from="resume")
+    assert wandb.ids == ["run0", "run0"]
+    assert [line for line in result.out.splitlines() if line.startswith("resume: wandb run run0")]
+    for path in (tmp_path / "run").glob("*.pt"):
+        path.unlink()
+    train(**keys)
+    assert wandb.ids[2] == "run2"
 
 
 @pytest.mark.slow
