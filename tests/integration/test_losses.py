@@ -693,7 +693,7 @@ def test_tokens_speed_and_epochs_are_those_of_the_batches_trained_on(tokens, tmp
     positions = [sum(sizes[:it]) for it in range(14)]
     assert column(out_dir, "step", "tokens") == positions
     assert_speeds(out_dir, sizes)
-    printed = re.findall(r"^iter .* tokens ([^\s,]+)", result.out, re.MULTILINE)
+    printed = re.findall(r"^iter .* tokens ([^\s,]+)", out, re.MULTILINE)
     lines = [*zip(printed, column(out_dir, "step", "epoch"), strict=True)]
     for (count, epoch), position in zip(lines, positions, strict=True):
         assert float(epoch) == pytest.approx(position / sum(TRAIN), abs=0.005)  # two decimals
