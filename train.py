@@ -157,7 +157,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     problems += hardware.check_device(c)
     problems += [] if c.stream else check_dataset(c)
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
-    raise_if_any(problems + impossible)
+    raise_if_any(problems + impossible + hardware.no_gpu_problem(c))
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))
@@ -746,6 +746,8 @@ def main(
                 skips_since_line = torch.zeros_like(skips_since_line)
             if int(skips_in_a_row) >= MAX_SKIPS:
                 hint = "try a lower learning_rate or dtype=float32"
+                if hw.device.type == "cuda":
+                    hint += f"; on an H100 or B200 also {hardware.NO_CUDNN_ATTENTION}"
                 ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
     batches.close()

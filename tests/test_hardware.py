@@ -204,12 +204,16 @@ def test_mfu_is_not_clamped_and_unknown_without_a_peak_or_flops(peak, flops, dev
     assert hw(peak).mfu(flops, 2000, devices) == mfu
 
 
+# get_arch_list() of PyPI's torch 2.13.0
+WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
+
+
 @pytest.fixture
 def card(monkeypatch):
     """card(name, sm_count, capability, count): a machine whose GPUs are such ones."""
 
     def make(name="a card", sm_count=1, capability=(8, 9), count=1) -> None:
-        properties = SimpleNamespace(multi_processor_count=sm_count)
+        properties = SimpleNamespace(multi_processor_count=sm_count, is_integrated=False)
         answers = dict(
             is_available=True,
             device_count=count,
@@ -219,6 +223,7 @@ def card(monkeypatch):
             get_device_capability=capability,
             mem_get_info=(6e9, 8e9),
             set_per_process_memory_fraction=None,
+            get_arch_list=WHEEL.split(),
         )
         for function, answer in answers.items():
             monkeypatch.setattr(torch.cuda, function, lambda *_, answer=answer: answer)
@@ -249,6 +254,28 @@ def test_a_card_computes_in_what_it_is_fast_in_and_has_its_peak(
     assert hardware.check_device(config) == []
     found = hardware.set_up(config)
     assert (found.dtype, found.peak_tflops) == (dtype, peak)
+
+
+RUNS_ON = [
+    ((8, 9), WHEEL, True),  # an RTX 4070 runs code for 8.6
+    ((12, 1), WHEEL, True),  # a GB10
+    ((7, 0), WHEEL, False),  # a V100
+    ((6, 1), WHEEL, False),  # a GTX 1080
+    ((6, 1), "sm_60 sm_70", True),
+    ((8, 0), "sm_86", False),
+    ((7, 0), "sm_90 compute_60", True),  # PTX is compiled for every later GPU
+    ((7, 0), "sm_90 compute_80", False),
+    ((7, 0), "", True),  # unknown
+]
+
+
+@pytest.mark.parametrize("capability, arches, runs", RUNS_ON)
+def test_a_gpu_that_torch_has_no_code_for_is_refused(capability, arches, runs, card, monkeypatch):
+    card("a card", capability=capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: arches.split())
+    problems = hardware.check_device(Config())
+    assert len(problems) == (not runs)
+    assert all("a card" in problem and arches in problem for problem in problems)
 
 
 @pytest.mark.parametrize("local_rank, gpus, number", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
@@ -403,6 +430,8 @@ def driver(monkeypatch):
 
 DRIVERS = {  # the version that it tells, and what a person reads
     "too old": (12080, "for CUDA 12.8, this torch for CUDA 13; update the driver to 580 or newer"),
+    "old, but for CUDA 12": (12080, f"torch {torch.__version__.partition('+')[0]} for CUDA 12"),
+    "older still": (11080, "update the driver to 580 or newer, or --device=cpu"),
     "new enough": (13000, "check the driver with nvidia-smi"),
     "newer": (14010, "check the driver with nvidia-smi"),
     "a stand-in": (0, "check the driver with nvidia-smi"),
@@ -425,16 +454,30 @@ def test_even_a_tiny_run_does_not_pass_over_an_old_driver(driver, tokens, tmp_pa
     assert "trains on the CPU" in warning and "580" in warning
 
 
-@pytest.mark.parametrize("micro_batches, warned", [(3, False), (1600, True)])
-def test_a_run_meant_for_a_gpu_says_once_how_to_get_a_torch_that_has_cuda(
-    micro_batches, warned, tokens, tmp_path, cpu, monkeypatch
+MANY = dict(gradient_accumulation_steps=1600)  # 102,400 tokens per iteration
+
+
+@pytest.mark.parametrize(
+    "keys, code",
+    [
+        (MANY, 2),
+        (MANY | dict(device="cpu"), 0),
+        (MANY | dict(eval_only=True), 0),
+        (dict(), 0),
+    ],
+    ids=["a GPU's config", "on purpose", "only evaluated", "small"],
+)
+def test_a_run_meant_for_a_gpu_does_not_start_on_a_cpu_by_itself(
+    keys, code, tokens, tmp_path, cpu, monkeypatch
 ):
     cpu(amx=False, avx512_bf16=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    keys = dict(device="auto", max_iters=0, gradient_accumulation_steps=micro_batches)
-    result = train(**TINY | keys, dataset=tokens, out_dir=tmp_path)
-    assert result.err.count(CUDA_BUILD) == warned
+    keys = TINY | dict(device="auto", max_iters=0) | keys
+    result = run("train.py", *flags(**keys, dataset=tokens, out_dir=tmp_path / "run"))
+    assert result.code == code, result.err
+    assert ("--device=cpu" in result.err) == (CUDA_BUILD in result.err) == (code == 2)
+    assert (tmp_path / "run").exists() == (code == 0 and "eval_only" not in keys)
 
 
 # -----------------------------------------------------------------------------
@@ -649,17 +692,21 @@ def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "platform_name, release, limits",
+    "platform_name, release, is_integrated, limits",
     [
-        ("win32", "11", [0.75]),
-        ("linux", "5.15.0-microsoft-standard-WSL2", [0.75]),
-        ("linux", "6.8.0-generic", []),
+        ("win32", "11", False, [0.75]),
+        ("linux", "5.15.0-microsoft-standard-WSL2", False, [0.75]),
+        ("linux", "6.8.0-generic", False, []),
+        ("linux", "6.8.0-generic", True, [0.9 * 7e6 * 1024 / 8e9]),  # a GB10
     ],
 )
-def test_windows_and_wsl_limit_torch_to_the_free_memory(
-    platform_name, release, limits, fresh_linux, card, monkeypatch
+def test_torch_is_limited_to_the_free_memory_where_the_driver_takes_the_systems(
+    platform_name, release, is_integrated, limits, fresh_linux, card, monkeypatch
 ):
-    """6 of 8 GB are free; above them the driver would spill into system memory without a word."""
+    """
+    6 of 8 GB are free, or 7e6 kB by Linux; above them the driver would spill into system memory
+    without a word, or the machine hang.
+    """
     card()
     seen = []
     monkeypatch.setattr(sys, "platform", platform_name)
@@ -667,8 +714,11 @@ def test_windows_and_wsl_limit_torch_to_the_free_memory(
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, device: seen.append(share)
     )
-    set_environment()["forbid_spilling"](torch.device("cuda", 0))
-    assert seen == limits
+    torch.cuda.get_device_properties().is_integrated = is_integrated
+    names = set_environment()
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemAvailable:    7000000 kB\n")
+    names["limit_memory"](torch.device("cuda", 0))
+    assert seen == pytest.approx(limits)
 
 
 def test_every_row_of_the_table_can_be_found_by_its_own_name():

@@ -28,12 +28,20 @@ from model import GPTConfig
 from model_fast import build_model
 from training.gpus import GIB, find_row, row_peak
 
-IN_WSL = "microsoft" in platform.release().lower()
+# The GPU's driver is that of Windows, in WSL too. It has no expandable segments, and it moves what
+# does not fit into system memory.
+WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lower()
+CPU_TOKENS = 100_000  # per iteration; with more, device=auto does not train on a CPU
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
 # with `+cu130` pip also replaces a CPU build of the same version
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
+# On an H100 or B200 torch prefers cuDNN's attention, of which wrong values and NaN are reported
+# (pytorch #193893, #196678). Without the second variable, compiled code from the cache would still
+# call cuDNN, because the first is not part of the cache's key.
+NO_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+SHARED_MEMORY = 0.9  # the share of the free system memory that an integrated GPU may take
 # What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
@@ -56,8 +64,9 @@ if "2.10" <= torch.__version__ < "2.15":
     os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
 # Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash on
 # it (pytorch #192330). The user may have set it by its earlier name.
-if sys.platform == "linux" and not IN_WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if sys.platform == "linux" and not WINDOWS_DRIVER:
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 @dataclass
@@ -172,11 +181,42 @@ def check_device(config: Config) -> list[str]:
     gpus = torch.cuda.device_count()
     if kind != "cpu" and gpus and here > gpus:
         return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]
+    device = choose_device(config, local_rank=0)
+    if device.type == "cuda" and not has_kernels(device):
+        name = torch.cuda.get_device_name(device)
+        code = f"torch {torch.__version__} has code for {' '.join(torch.cuda.get_arch_list())} only"
+        build = "an old GPU needs a build of torch for CUDA 12.6, a new one a newer torch"
+        return [f"device: a {name} cannot run this torch: {code}; {build}"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
-    if config.compile == "required" and choose_device(config, local_rank=0).type == "mps":
+    if config.compile == "required" and device.type == "mps":
         return ["compile: required, but torch's compiler for MPS is a prototype; --compile=False"]
     return []
+
+
+def has_kernels(device: torch.device) -> bool:
+    """
+    Return whether this build of torch runs on the GPU. If not, the first kernel raises "no kernel
+    image". Binary code (sm_86) runs on GPUs of its major version with no lower minor; PTX
+    (compute_90) on every later GPU. Code that ends in a letter (sm_90a) is not looked at, because
+    it comes with plain code. True where torch tells nothing of that kind, as for AMD's GPUs.
+    """
+    card = torch.cuda.get_device_capability(device)
+    arches = re.findall(r"\b(sm|compute)_(\d+)(\d)\b", " ".join(torch.cuda.get_arch_list()))
+    for kind, major, minor in arches:
+        code = (int(major), int(minor))
+        if code <= card and (kind == "compute" or code[0] == card[0]):
+            return True
+    return not arches
+
+
+def no_gpu_problem(config: Config) -> list[str]:
+    """Return a problem if a run for a GPU would train on the CPU because torch sees no GPU."""
+    is_for_gpu = config.device == "auto" and config.iter_tokens > CPU_TOKENS
+    if not is_for_gpu or config.eval_only or choose_device(config, local_rank=0).type != "cpu":
+        return []
+    tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
+    return [f"device: torch sees no GPU, and {tokens}; {cuda_hint()}, or --device=cpu"]
 
 
 def cuda_hint() -> str:
@@ -202,7 +242,11 @@ def old_driver() -> str:
         return ""
     least = LEAST_DRIVER.get(needed, "the newest")
     problem = f"the NVIDIA driver here is for CUDA {found}, this torch for CUDA {needed}"
-    return f"{problem}; update the driver to {least}"
+    line = f"{problem}; update the driver to {least}"
+    if version.value >= 12000:  # a rented container's driver cannot be updated
+        release = torch.__version__.partition("+")[0]
+        line += f", or install torch {release} for CUDA 12 (listed at download.pytorch.org/whl)"
+    return line
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
@@ -245,7 +289,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     hw = Hardware(device, dtype, cpu_name(), None, None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        forbid_spilling(device)
+        limit_memory(device)
         if dtype == torch.bfloat16 and best_dtype(device) != dtype:
             warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
         hw.name = torch.cuda.get_device_name(device)
@@ -271,14 +315,23 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
     return hw
 
 
-def forbid_spilling(device: torch.device) -> None:
+def limit_memory(device: torch.device) -> None:
     """
-    Limit torch to the GPU's free memory. Without a limit, the driver of Windows and WSL2 moves what
-    does not fit into system memory, and training gets several times slower without a message.
+    Limit torch to the free memory of the GPU, so that too large a batch is an error. Without a
+    limit, the driver of Windows and WSL2 moves what does not fit into system memory, and training
+    gets several times slower without a message; and a machine whose GPU shares the system's memory
+    (a GB10) hangs.
     """
-    if sys.platform == "win32" or IN_WSL:
-        free, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(free / total, device)
+    is_integrated = torch.cuda.get_device_properties(device).is_integrated
+    if not (WINDOWS_DRIVER or is_integrated):
+        return
+    free: float
+    free, total = torch.cuda.mem_get_info(device)
+    if is_integrated and sys.platform == "linux":
+        # CUDA does not count the page cache as free. Linux does, and needs some memory itself.
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        free = SHARED_MEMORY * int(available[1]) * 1024 if available else free
+    torch.cuda.set_per_process_memory_fraction(min(free / total, 1), device)
 
 
 def keep_freed_memory() -> None:

@@ -25,11 +25,10 @@ from configurator import FIELDS, NEVER, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import checkpoint_path
 from training.clock import Schedule, Speed, clock_time
-from training.hardware import MEASURED, Hardware, count_flops, cuda_hint, old_driver
+from training.hardware import MEASURED, Hardware, count_flops, old_driver
 from training.ranks import Ranks
 
 PROJECT = Path(__file__).resolve().parent.parent
-CPU_TOKENS = 100_000  # per iteration; more is rarely meant for a CPU
 LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; of a smaller corpus many epochs are meant
 FAR_AWAY = 16 * 3600  # seconds to --until that are probably a day too many
 SHORTEST_RUN = 20.0  # seconds; of a shorter one no picture is drawn
@@ -183,9 +182,8 @@ class Log:
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
         self.warn_of_space(parameters)
-        is_meant = c.iter_tokens <= CPU_TOKENS and not old_driver()
-        if hw.device.type == "cpu" and c.device == "auto" and not is_meant:
-            warn(f"this trains on the CPU, very slowly: torch sees no GPU; {cuda_hint()}")
+        if hw.device.type == "cpu" and c.device == "auto" and (hint := old_driver()):
+            warn(f"this trains on the CPU, very slowly: torch sees no GPU; {hint}")
         if c.until and self.schedule.left() > FAR_AWAY and self.is_main:
             hours = self.schedule.left() / 3600
             warn(f"until: {c.until} is {hours:.1f} h away; here it is {clock_time(0)}")
