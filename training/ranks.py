@@ -24,11 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import RunError, UserError, print_err
+from common.console import RunError, UserError, print_err, warn
 
-# For one collective: longer than any evaluation or save that a rank waits for
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)  # for finding the others, and for averaging gradients on GPUs
+# For everything else, because ranks wait so for what only rank 0 does, such as downloading weights
+HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the others after an error; then this process ends with code 1
+SLOW_EXCHANGE = 60.0  # seconds for the first gradients to be averaged; then a warning
+# What NCCL often fails or hangs over: cards that cannot read each other's memory (GeForce, some
+# boards), and Docker's shared memory of 64 MB
+NCCL_HINT = "try NCCL_P2P_DISABLE=1, in Docker --shm-size=1g, and NCCL_DEBUG=INFO"
 SHARE_PATIENCE = 30.0  # seconds to wait for a network share to show a new file
 
 
@@ -51,17 +56,16 @@ class Ranks:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.rank > 0:
             sys.stdout = open(os.devnull, "w")
-        nccl = torch.cuda.is_available() and dist.is_nccl_available()  # not built for Windows
         # torchrun keeps one store across restarts, with the addresses of dead processes in it. A
         # prefix per restart hides them; without it, the second start fails now and then.
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            "gloo",
             store=store,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=TIMEOUT,
+            timeout=HOST_TIMEOUT,
         )
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -72,8 +76,22 @@ class Ranks:
         """
         if self.world_size == 1:
             return model
-        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        on_gpus = next(model.parameters()).is_cuda
+        group = None  # gloo
+        if on_gpus and dist.is_nccl_available():  # not built for Windows
+            group = dist.new_group(backend="nccl", timeout=TIMEOUT)
+        line = f"the ranks have not averaged gradients for {SLOW_EXCHANGE:.0f} s"
+        hint = NCCL_HINT if group else "look at the network"
+        slow = threading.Timer(SLOW_EXCHANGE, warn, [f"{line}; if this does not end, {hint}"])
+        if self.is_main:
+            slow.start()
+        ddp_model = DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True
+        )
         arrange_buckets(ddp_model)
+        if on_gpus:
+            torch.cuda.synchronize()
+        slow.cancel()
         return ddp_model
 
     # -------------------------------------------------------------------------
@@ -184,7 +202,8 @@ def lost_rank(error: BaseException) -> str:
     if not (lost and isinstance(error, RuntimeError)):
         return ""
     reason = str(error).partition("\n")[0]
-    return f"another rank is gone ({reason}): look at that one's last lines, or at the network"
+    line = f"another rank is gone ({reason}): look at that one's last lines, or at the network"
+    return f"{line}; {NCCL_HINT}" if "NCCL" in str(error) else line
 
 
 # -----------------------------------------------------------------------------
