@@ -20,11 +20,12 @@ from configurator import Config, config_values, divisors
 from model import GPT, GPTConfig
 from model_fast import FastConfig, FastGPT, build_model
 from train import MOST_CHUNKS, build_optimizer
+from training.hardware import WINDOWS_DRIVER
 
 # CUDA's context and its libraries' workspaces: an estimate; torch does not allocate them
 CONTEXT_BYTES = 0.55e9
-# what the allocator holds beyond its tensors, as a share of them
-FRAGMENTATION = 0.01
+# what the allocator holds beyond its tensors, as a share of them; more without expandable segments
+FRAGMENTATION = 0.06 if WINDOWS_DRIVER else 0.01
 # both dropout masks of a block, per token and channel; compiled code draws them again instead
 DROPOUT_BYTES = 2
 

@@ -6,6 +6,7 @@ simulated GPUs, the tensors alive on a CPU, and what autograd keeps. Figures by 
 import itertools
 import json
 import re
+import runpy
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from configurator import Config, divisors, load_config
 from data.loader import to_batch
 from model import GPTConfig
 from model_fast import build_model
+from reports import memory
 from reports.memory import CONTEXT_BYTES, block_bytes, memory_bytes, memory_needed
 from train import build_optimizer, model_config, train_step
 from training import hardware
@@ -130,6 +132,25 @@ def test_memory_is_within_a_twentieth_of_the_allocators(name):
     assert tensor_bytes(*sizes) / GIB == pytest.approx(row["allocated_gib"], rel=0.05)
     reserved = memory_needed(*sizes) - CONTEXT_BYTES
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
+
+
+# GiB that the allocator reserved on a simulated RTX 4070 with expandable_segments:False
+ON_WINDOWS = {
+    "4070-fast": 9.725,
+    "4070-fast-eager": 9.918,
+    "4070-gpt2": 5.533,
+    "4070-gpt2-eager": 5.508,
+}
+
+
+@pytest.mark.parametrize("name", ON_WINDOWS)
+def test_memory_on_windows_counts_what_its_allocator_cannot_use(name, monkeypatch):
+    monkeypatch.setattr(hardware, "WINDOWS_DRIVER", True)
+    names = runpy.run_path(memory.__file__)
+    config = load_config(SIMULATED[name]["command"].split())
+    sizes = (config, model_of(config), config.dtype, config.batch_size)
+    reserved = names["memory_needed"](*sizes) - CONTEXT_BYTES
+    assert reserved / GIB == pytest.approx(ON_WINDOWS[name], rel=0.02)
 
 
 # -----------------------------------------------------------------------------
