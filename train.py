@@ -60,16 +60,18 @@ ARCHITECTURE = (
     "model",
     *(f.name for f in fields(FastConfig) if f.name not in (*FREE_ON_RESUME, "vocab_size")),
 )
-# Keys that a resumed run keeps. Setting one to another value is an error
+# Keys that a resumed run keeps; setting one to another value is an error. Add a key here if changing
+# it would make the saved state wrong
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 SAVE_EVERY = 600  # seconds between saves, unless checkpoint_interval is set
 RETRY_SECONDS = 30  # from a save that failed to the next try
-LAST_RETRY_SECONDS = 60  # the same at the end of the run, which waits for room
+FINAL_RETRY_SECONDS = 60  # the same for the last save of a run, which waits for room
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
-# Reasons to stop that finish a run. A run stopped for any other reason can be resumed
+# Reasons to stop that finish a run. A run stopped for any other reason can be resumed. Another reason
+# that finishes a run also needs a line in is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 
@@ -84,7 +86,7 @@ class Progress:
     evaluated_share: float = -1.0  # with hours or until: the share of the time done at that point
     val_loss: float = math.inf  # of the last evaluation
     best_val_loss: float = math.inf  # the lowest of the start and of the checkpoints on the disk
-    best_iter: int = -1  # its iteration; best.pt is the checkpoint of it
+    best_iter: int = -1  # its iteration; 0 is the untrained model, which has no best.pt as a rule
 
 
 # -----------------------------------------------------------------------------
@@ -502,7 +504,10 @@ def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ran
 
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
-    """Restore all of a checkpoint but the weights. Raises UserError."""
+    """
+    Restore the optimizer, the scaler, the random states and the progress. Clock, Schedule, Saver,
+    the peak and a stream take their own parts of the checkpoint. Raises UserError.
+    """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:
         scaler.load_state_dict(resumed["scaler"])
@@ -547,7 +552,7 @@ def main(
 
     # Which run is this? Rank 0 reads the command and finds the checkpoint; all ranks load it
     ranks = Ranks()
-    asked = ranks.on_main(read_config, argv)
+    asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
     newest = ranks.on_main(newest_checkpoint, asked)
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
@@ -575,13 +580,15 @@ def main(
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = Progress()
-    saved = None  # (iteration, iteration of its last evaluation) of the newest checkpoint
+    on_disk = None  # the newest checkpoint: (its iteration, the iteration of its last evaluation)
     if weights:
         load_weights(model, weights)
     if resumed:
         progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
-        saved = (progress.iter_num, progress.evaluated_at)
-    eval_model = model  # the weights to evaluate, sample and save; an average would go here
+        on_disk = (progress.iter_num, progress.evaluated_at)
+    # The weights to evaluate, sample and save as "model". If you make this an average, also save the
+    # weights of `model` and load them here, or a resume would train the average
+    eval_model = model
 
     # Files, clock, log and batches. From here on out_dir belongs to this run
     saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints)
@@ -599,7 +606,7 @@ def main(
     batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     speedometer = Speedometer(clock, hw, progress.iter_num, progress.tokens)
     del resumed, weights  # frees the loaded checkpoint
-    clock.lap("start-up")
+    clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop
     if c.compile and not hw.can_compile:
@@ -616,7 +623,9 @@ def main(
     seconds = clock.lap("compile")
     if compiles:
         log.report_compile(progress.iter_num, seconds, problem)
-    accum = c.gradient_accumulation_steps // ranks.world_size  # a rank's micro-batches
+    accum = (
+        c.gradient_accumulation_steps // ranks.world_size
+    )  # a rank's micro-batches per iteration
     autocast = hw.autocast()
     skips_in_a_row = torch.zeros((), device=hw.device)  # updates skipped, up to the last one
     skips_since_line = torch.zeros((), device=hw.device)
@@ -626,10 +635,10 @@ def main(
     while True:
         it = progress.iter_num
         # Rank 0 looks at the clock for all ranks. If each rank looked at its own, they would decide
-        # differently and wait for each other forever. For the fields see clock.Now
+        # differently and wait for each other forever. clock.Now explains the fields
         now = ranks.on_main(schedule.look, it)
 
-        # end? The reason stays None if the run goes on
+        # end? `stop` is the reason, or None. An evaluation that is cut short also sets it
         stop: str | None = None
         if c.eval_only:
             stop = "eval_only"
@@ -639,11 +648,12 @@ def main(
             stop = "until" if c.until else "hours"
         elif c.max_minutes and now.launch_minutes >= c.max_minutes:  # the last save comes on top
             stop = "max_minutes"
-        elif not wait_for_data(batches, accum, signals):
+        elif not wait_for_data(batches, accum, signals):  # here all ranks also look for signals
             stop = signals.name or "data"
 
         # evaluate: every eval_interval iterations, with hours or until every twentieth of the time,
-        # and when the run is complete
+        # and when the run is complete. Base no decision on this last evaluation: a longer run would
+        # not make it
         eval_due = it % c.eval_interval == 0
         if c.eval_interval == NEVER:
             eval_due |= int(20 * now.share) > int(20 * progress.evaluated_share)
@@ -666,13 +676,15 @@ def main(
                 log.report_eval(it, progress.tokens, losses, clock.since_lap())
                 if c.sample_tokens and ranks.is_main and it > 0 and is_finite:
                     print_sample(eval_model, data, it, c, hw, log)
-                schedule.estimate("evaluation", clock.lap("evaluation"))
+                schedule.expect("evaluation", clock.lap("evaluation"))
 
         # save: every checkpoint_interval iterations or ten minutes, after an evaluation, half a
         # minute after a save that failed, and at the end
         is_evaluated = progress.evaluated_at == it
         is_improved = progress.val_loss < progress.best_val_loss
-        is_best = is_evaluated and (is_improved or progress.best_iter == it)
+        is_best = is_evaluated and (
+            is_improved or progress.best_iter == it
+        )  # the latter: at 0 alone
         if c.checkpoint_interval:
             save_due = it % c.checkpoint_interval == 0
         else:
@@ -680,7 +692,7 @@ def main(
         save_due |= is_best or (is_evaluated and c.always_save_checkpoint)
         save_due &= it > 0 and now.has_spare_time
         retry_due = save_failed and now.seconds_since_save >= RETRY_SECONDS
-        is_unsaved = saved != (it, progress.evaluated_at) and not c.eval_only
+        is_unsaved = on_disk != (it, progress.evaluated_at) and not c.eval_only
         if is_unsaved and (save_due or retry_due or stop):
             clock.lap("steps")
             check_finite(eval_model, it, c, ranks)
@@ -697,18 +709,18 @@ def main(
                     ranks.fail(f"{problem}; make room, then {checkpoint.resume_hint(c.out_dir)}")
                 hint = "trying again each minute; Ctrl-C gives up, and frees the device"
                 log.warn(it, f"{problem}; {hint}")
-                signals.wait(LAST_RETRY_SECONDS)
+                signals.wait(FINAL_RETRY_SECONDS)
                 problem = ranks.on_main(saver.save, state, is_best)
             del state
             if not problem:
                 progress = to_save
-                saved = (it, progress.evaluated_at)
+                on_disk = (it, progress.evaluated_at)
                 log.report_save(it, checkpoint.checkpoint_path(c.out_dir, it), clock.since_lap())
-                schedule.estimate("checkpoints", clock.since_lap())
+                schedule.expect("checkpoints", clock.since_lap())
             elif not save_failed:  # warn once, until one is saved
                 log.warn(it, f"{problem}; trying again within a minute")
             save_failed = bool(problem)
-            clock.lap("checkpoints")
+            clock.lap("checkpoints")  # seconds_since_save restarts here, also if the save failed
 
         if stop:
             break
@@ -735,8 +747,9 @@ def main(
             clock.lap("steps")
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
+            # time per iteration since the last line: with waits for data, without evaluations and saves
             speed = speedometer.read(progress.iter_num, progress.tokens, batches.waited, ranks)
-            schedule.estimate("iteration", speed.iter_seconds)  # moves the rates of an --hours run
+            schedule.expect("iteration", speed.iter_seconds)  # moves the rates of an --hours run
             lr = optimizer.param_groups[0]["lr"]
             norm = grad_norm.item()
             log.report_step(it, tokens_before, progress.tokens, loss, lr, norm, speed)

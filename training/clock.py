@@ -150,7 +150,7 @@ class Schedule:
             estimates=self.estimates,
         )
 
-    def estimate(self, what: str, seconds: float) -> None:
+    def expect(self, what: str, seconds: float) -> None:
         """
         Expect the next iteration, evaluation or save (checkpoints) to take as long as the last one.
         The estimate at most doubles, or one hang would end a run that much too early.

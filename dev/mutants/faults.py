@@ -300,8 +300,8 @@ FAULTS = [
     Fault(
         "evaluation_booked_as_steps",
         "train.py",
-        'schedule.estimate("evaluation", clock.lap("evaluation"))',
-        'schedule.estimate("evaluation", clock.lap("steps"))',
+        'schedule.expect("evaluation", clock.lap("evaluation"))',
+        'schedule.expect("evaluation", clock.lap("steps"))',
         "integration/test_losses.py::test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed[1]",
     ),
     Fault(
@@ -342,8 +342,8 @@ FAULTS = [
     Fault(
         "the_log_tells_the_schedule_the_pace",
         "train.py",
-        'schedule.estimate("iteration", speed.iter_seconds)',
-        'type(log).__name__ == "Log" and schedule.estimate("iteration", speed.iter_seconds)',
+        'schedule.expect("iteration", speed.iter_seconds)',
+        'type(log).__name__ == "Log" and schedule.expect("iteration", speed.iter_seconds)',
         "integration/test_log.py::test_with_hours_the_rates_do_not_depend_on_the_log[1]",
     ),
     Fault(
@@ -457,14 +457,14 @@ FAULTS = [
         "c_failed_save_is_a_price",
         "train.py",
         "            save_failed = bool(problem)\n",
-        '            save_failed = bool(problem)\n            schedule.estimate("checkpoints", clock.since_lap())\n',
+        '            save_failed = bool(problem)\n            schedule.expect("checkpoints", clock.since_lap())\n',
         "integration/test_time_limits.py::test_a_save_that_failed_is_no_measure_of_the_next",
     ),
     Fault(
         "c_ended_evaluation_is_a_price",
         "train.py",
         '                clock.lap("evaluation")\n            else:',
-        '                schedule.estimate("evaluation", clock.lap("evaluation"))\n            else:',
+        '                schedule.expect("evaluation", clock.lap("evaluation"))\n            else:',
         "integration/test_time_limits.py::test_an_evaluation_that_a_signal_ended_is_no_measure_of_the_next",
     ),
     Fault(
