@@ -60,8 +60,8 @@ ARCHITECTURE = (
     "model",
     *(f.name for f in fields(FastConfig) if f.name not in (*FREE_ON_RESUME, "vocab_size")),
 )
-# Keys that a resumed run keeps; setting one to another value is an error. Add a key here if changing
-# it would make the saved state wrong
+# Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
+# changing it would make the saved state wrong
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
@@ -70,8 +70,8 @@ SAVE_EVERY = 600  # seconds between saves, unless checkpoint_interval is set
 RETRY_SECONDS = 30  # from a save that failed to the next try
 FINAL_RETRY_SECONDS = 60  # the same for the last save of a run, which waits for room
 MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
-# Reasons to stop that finish a run. A run stopped for any other reason can be resumed. Another reason
-# that finishes a run also needs a line in is_done() and say_done()
+# Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
+# here also needs a line in is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 
@@ -586,8 +586,8 @@ def main(
     if resumed:
         progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         on_disk = (progress.iter_num, progress.evaluated_at)
-    # The weights to evaluate, sample and save as "model". If you make this an average, also save the
-    # weights of `model` and load them here, or a resume would train the average
+    # The weights to evaluate, sample and save as "model". If you make this an average, also save
+    # the weights of `model` and load them here, or a resume would train the average
     eval_model = model
 
     # Files, clock, log and batches. From here on out_dir belongs to this run
@@ -747,7 +747,7 @@ def main(
             clock.lap("steps")
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
-            # time per iteration since the last line: with waits for data, without evaluations and saves
+            # per iteration since the last line: with waits for data, without evaluations and saves
             speed = speedometer.read(progress.iter_num, progress.tokens, batches.waited, ranks)
             schedule.expect("iteration", speed.iter_seconds)  # moves the rates of an --hours run
             lr = optimizer.param_groups[0]["lr"]
