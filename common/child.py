@@ -1,6 +1,6 @@
 """
-Processes that a run starts, and that end with it, however it ends. And keeping the machine awake
-while this process works.
+Start child processes that exit when this process does, even if it is killed, and keep the machine
+awake while this process works.
 """
 
 import ctypes
@@ -13,31 +13,31 @@ from collections.abc import Callable
 
 def start_child(*arguments, **options) -> subprocess.Popen:
     """
-    Start `python ARGUMENTS`; that program must call end_with_parent(). Its stdin is an unbuffered
-    pipe. Ctrl-C and Ctrl-Break in the terminal do not reach it. `options` go to Popen; without a
-    stdout among them its lines are lost. Raises OSError.
+    Start `python ARGUMENTS`, a program that must call end_with_parent(). Its stdin is an unbuffered
+    pipe, and Ctrl-C or Ctrl-Break in the terminal does not reach it. `options` go to Popen; stdout
+    is discarded unless they include one. Raises OSError.
     """
     options.setdefault("stdout", subprocess.DEVNULL)
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdin=subprocess.PIPE,
         bufsize=0,
-        env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows would use its region's encoding
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows defaults to the locale's encoding
         start_new_session=True,
-        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # the same on Windows
+        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # does the same on Windows
         **options,
     )
 
 
 def end_with_parent(receive: Callable[[str], None] = lambda line: None) -> None:
     """
-    End this process when its parent ends, which closes stdin. Until then a thread passes each line
-    from stdin to `receive`.
+    Exit when the parent process does, which closes stdin. Until then a thread passes each line from
+    stdin to `receive`.
     """
 
     lines = os.fdopen(os.dup(0))
-    # On Windows, looking at a pipe that a thread is reading blocks. Some libraries look at stdin on
-    # import (numpy #24290), so from here on stdin is empty.
+    # On Windows, inspecting a pipe blocks while another thread reads from it, and some libraries
+    # inspect stdin on import (numpy #24290). So replace stdin with an empty file.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def listen() -> None:
@@ -50,8 +50,8 @@ def end_with_parent(receive: Callable[[str], None] = lambda line: None) -> None:
 
 def keep_awake() -> None:
     """
-    Keep Windows from sleeping until this process ends. It would otherwise sleep after some minutes
-    without a key pressed, even while computing. The screen may still go dark.
+    Keep Windows from going to sleep until this process ends. Without this, Windows sleeps after
+    some minutes without user input, even while computing. The screen may still turn off.
     """
     if sys.platform == "win32":
         # winbase.h's ES_CONTINUOUS | ES_SYSTEM_REQUIRED

@@ -1,5 +1,5 @@
 """
-What people read and type: lines on the console, numbers short and long, errors and exit codes.
+Console output, numbers as people read and type them, errors and exit codes.
 """
 
 import argparse
@@ -26,13 +26,13 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, except n
 
 def printable(text: str) -> str:
     """
-    `text` with control characters other than newline and tab escaped, so that a terminal shows them
-    instead of obeying them.
+    Escape control characters other than newline and tab, so that a terminal shows them instead of
+    obeying them.
     """
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-transcript: TextIO | None = None  # gets a copy of every line: log.txt of a run
+transcript: TextIO | None = None  # gets a copy of every line: a run's log.txt
 
 
 def keep_transcript(file: TextIO | None) -> None:
@@ -41,19 +41,19 @@ def keep_transcript(file: TextIO | None) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines to stdout, their control characters escaped."""
+    """Print lines to stdout, with control characters escaped."""
     tell("stdout", lines)
 
 
 def print_err(*lines: str) -> None:
-    """Print lines to stderr, in the same way."""
+    """Print lines to stderr, with control characters escaped."""
     tell("stderr", lines)
 
 
 def tell(console: str, lines: tuple[str, ...]) -> None:
-    """Print, and copy to the transcript. A closed console or a full disk never stops the run."""
+    """Print and copy to the transcript. Neither a closed console nor a full disk stops the run."""
     text = printable("\n".join(lines))
-    # RuntimeError: a signal handler printed while a line was being printed; its line is dropped
+    # A signal handler that prints while a line is being printed raises RuntimeError. Drop its line.
     with contextlib.suppress(RuntimeError):
         try:
             print(text, file=getattr(sys, console), flush=True)
@@ -66,7 +66,7 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
 
 
 def command_line(*arguments) -> str:
-    """A command line for this system's shell. All shells of Windows understand double quotes."""
+    """Quote a command line for this system's shell. On Windows every shell takes double quotes."""
     if sys.platform != "win32":
         return shlex.join(map(str, arguments))
     safe = re.compile(r"[\w.:=/\\-]+")
@@ -74,7 +74,7 @@ def command_line(*arguments) -> str:
 
 
 def table_lines(rows: list[list[str]]) -> list[str]:
-    """A table's rows as lines: the first column flush left, all others flush right."""
+    """Format a table's rows as lines, the first column flush left and the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -92,7 +92,7 @@ def warn(message: str) -> None:
 
 
 def count(number: float, digits: int = 3) -> str:
-    """52428800 -> 52.4M"""
+    """Format a number with a unit: 52428800 -> 52.4M."""
     number = float(f"{number:.{digits}g}")
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
@@ -102,12 +102,12 @@ def count(number: float, digits: int = 3) -> str:
 
 def parse_count(text: str) -> int:
     """
-    A whole number above 0: 8, 10_000_000, 10M or 1e7. Raises what argparse turns into an error
-    line.
+    Parse a whole number above 0, such as 8, 10_000_000, 10M or 1e7. Raises ArgumentTypeError, which
+    argparse turns into an error line.
     """
     factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
     try:
-        # Decimal, because 8.2 million is not a whole number in binary
+        # Decimal, because the float 8.2 times a million need not be a whole number
         number = Decimal(text[:-1] if factor > 1 else text) * factor
         if 1 <= number < 2**63 and number == int(number):
             return int(number)
@@ -118,7 +118,7 @@ def parse_count(text: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """11520 -> 3h12m"""
+    """Format seconds as hours and minutes: 11520 -> 3h12m."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"
@@ -135,11 +135,11 @@ COMMAND = "\n    "  # before a command at a problem's end: it stands alone, to b
 
 class UserError(Exception):
     """
-    Something the user can fix: `problems` holds one line for each, and perhaps a command below it.
-    Scripts print them and exit with `exit_code`.
+    An error that the user can fix, with one line per problem in `problems`, and perhaps a command
+    below it. Scripts print those lines and exit with `exit_code`.
     """
 
-    exit_code = 2  # found before the work began
+    exit_code = 2  # for errors found before the work began
 
     @property
     def problems(self) -> list[str]:
@@ -149,24 +149,24 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """A UserError that came up during the work."""
+    """A UserError that happens after the work began."""
 
     exit_code = 1
 
 
 def raise_if_any(problems: list[str]) -> None:
-    """Raise a UserError with a line for each problem, unless there are none."""
+    """Raise a UserError with one line per problem, if there are any."""
     if problems:
         raise UserError(*dict.fromkeys(problems))
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one error line instead of its usage text, and without abbreviated flags."""
+    """An argparse parser whose errors are UserErrors, and which accepts no abbreviated flags."""
 
     def __init__(self, **kwargs):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
-        # shells do not expand the ~ in --out=~/x
+        # Shells do not expand the ~ in --out=~/x.
         self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def error(self, message: str):
@@ -184,13 +184,13 @@ def run_main(
     end_process: Callable[[int], NoReturn] = sys.exit,
 ) -> None:
     """
-    Run a script's main(argv) and exit. A UserError becomes one `error:` line per problem and its
-    exit code, without a traceback; so does a file that the system refuses, and any other error that
-    explain(error, argv) has a line for. `end_process` gets the exit code, on every way out but a
-    closed pipe.
+    Run a script's main(argv) and exit. A UserError prints one `error:` line per problem and exits
+    with its exit code. An OSError also prints one line, and so does any other error for which
+    explain(error, argv) returns a line; the rest print a traceback. `end_process` gets the exit
+    code, unless stdout is a closed pipe.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
-        sys.stdout.reconfigure(errors="replace")  # a sample may have letters it cannot show
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what it cannot encode
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     restore_signals = remember_signals()
@@ -201,7 +201,7 @@ def run_main(
         if isinstance(error.code, str):
             print_err(error.code)
     except UserError as error:
-        for problem in error.problems:  # none if rank 0 reports for all
+        for problem in error.problems:  # empty if rank 0 reports for all ranks
             print_err(f"error: {problem}")
         code = error.exit_code
     except KeyboardInterrupt:
@@ -209,7 +209,7 @@ def run_main(
     except BrokenPipeError:  # as in train.py --help | head
         os._exit(1)
     except OSError as error:
-        # no permission, a name that is too long, a full disk, ...
+        # missing permission, a name that is too long, a full disk, ...
         where = f"{error.filename}: " if error.filename else ""
         print_err(f"error: {where}{error.strerror or error}")
         code = 2 if error.filename else 1
@@ -217,13 +217,13 @@ def run_main(
         line = explain(error, sys.argv[1:])
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
-    if hasattr(builtins, "get_ipython"):  # `%run train.py`: the notebook goes on after the script
+    if hasattr(builtins, "get_ipython"):  # the notebook lives on after `%run train.py`
         restore_signals()
     end_process(code)
 
 
 def remember_signals() -> Callable[[], None]:
-    """What restores the signal handlers of this moment. The wakeup descriptor is a notebook's."""
+    """Return a function that restores the current signal handlers and a notebook's wakeup fd."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)

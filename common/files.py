@@ -1,6 +1,6 @@
 """
-Files that survive a kill and a full disk: all-or-nothing writes, locks, free space. And JSON: files
-read with a one-line error, and the records of metrics.jsonl.
+Write files that survive a kill or a full disk, lock them, check free space, and read text, JSON and
+metrics.jsonl records.
 """
 
 import codecs
@@ -20,25 +20,25 @@ from typing import Any, BinaryIO
 from common.console import UserError, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-warn_once = functools.cache(warn)  # about a disk; it will not change during the run
+warn_once = functools.cache(warn)  # for warnings about a disk, which holds for the whole run
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """
-    A file that appears under its name only when it is complete and on the disk. If writing fails,
-    nothing appears. Afterwards the name is on the disk too.
+    Open a file for writing that appears as `path` only once it is complete and durable. If writing
+    fails, `path` is left as it was. After the block, the rename is durable as well.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
-    # a name per process: two may write the same picture, and X.tmp may be a file of yours
+    # The pid keeps two processes apart that write the same picture, and a user's own X.tmp safe.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # On a Mac fsync leaves the data in the drive's cache; only this call empties it
+            # On macOS, fsync leaves the data in the drive's cache; only F_FULLFSYNC flushes it.
             with contextlib.suppress(ImportError, AttributeError, OSError):
                 import fcntl
 
@@ -52,8 +52,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def patiently(function: Callable, *arguments) -> Any:
     """
-    function(*arguments), retried if Windows refuses: a file that another program, such as a virus
-    scanner, has open cannot be replaced or deleted.
+    Call function(*arguments), and retry for a moment on Windows, which cannot replace or delete a
+    file while another program, such as a virus scanner, has it open.
     """
     for seconds in (0.1, 0.2, 0.4, 0.8) if sys.platform == "win32" else ():
         try:
@@ -65,20 +65,20 @@ def patiently(function: Callable, *arguments) -> Any:
 
 def remove_temporaries(folder: Path, *names: str) -> None:
     """
-    Delete the temporary files of these names that killed processes left. Call it only with the lock
-    of the folder, because another process may be writing one.
+    Delete temporary files of these names that killed processes left behind. Hold the folder's lock
+    when calling this, because another process may be writing one.
     """
     for name in names:
         for path in folder.glob(f"{name}.[0-9]*.tmp"):
-            patiently(path.unlink, True)  # True: it may be missing
+            patiently(path.unlink, True)  # missing_ok
 
 
 def fsync_folder(folder: Path) -> None:
     """
-    Make the names in a folder durable: a rename is on the disk only after this. Some network
-    shares cannot do that; then a warning, once.
+    Make the names in a folder durable; without this, a power cut can undo a rename. Warns once if
+    the disk cannot do it, as some network shares cannot.
     """
-    if sys.platform == "win32":  # cannot open a folder
+    if sys.platform == "win32":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -93,19 +93,19 @@ def fsync_folder(folder: Path) -> None:
 
 def try_lock(file: BinaryIO) -> bool:
     """
-    Try to lock the file for this process, until it closes the file or ends. Returns whether it has
-    the lock; True, with a warning, if the disk has no locks.
+    Try to lock a file for this process until it closes the file or exits. Returns True if it has
+    the lock, and also, with a warning, if the disk has no locks.
     """
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            file.seek(2**30)  # beyond the contents: a locked byte cannot be read
+            file.seek(2**30)  # past the contents, because a locked byte cannot be read
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
 
-            # unlike flock's, forked workers do not inherit this lock
+            # lockf, because forked workers would inherit a lock of flock
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
@@ -115,7 +115,7 @@ def try_lock(file: BinaryIO) -> bool:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file is what git leaves in place of a large one until `git lfs pull`."""
+    """Return True if a file is the placeholder of a large file before `git lfs pull`."""
     with open(path, "rb") as file:
         return file.read(1024).startswith(b"version https://git-lfs") and not file.read(1)
 
@@ -132,7 +132,7 @@ def read_text(path: Path, errors: str = "replace") -> str:
 
 
 def read_json(path: Path, hint: str) -> dict:
-    """A JSON object from a file. Raises UserError, which ends in `hint`."""
+    """Read a JSON object from a file. Raises UserError, with `hint` at the end."""
     try:
         return dict(json.loads(patiently(path.read_text, "utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -141,7 +141,7 @@ def read_json(path: Path, hint: str) -> dict:
 
 
 def read_record(line: bytes) -> dict:
-    """The record on a line of metrics.jsonl; {} if the line is not a record."""
+    """Parse one line of metrics.jsonl; {} if it is not a record."""
     with contextlib.suppress(ValueError):
         record = json.loads(line)
         if isinstance(record, dict):
@@ -150,7 +150,7 @@ def read_record(line: bytes) -> dict:
 
 
 def plain(value):
-    """A value for JSON: a float with nine digits, or null if it is not finite."""
+    """Prepare a value for JSON: round a float to nine digits, or make it null if not finite."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else None
@@ -158,8 +158,8 @@ def plain(value):
 
 def lack_of_space(folder: Path, needed: int) -> str:
     """
-    A message if the disk of `folder`, which need not exist yet, has less than `needed` bytes free;
-    empty otherwise.
+    Return a message if the disk of `folder` has less than `needed` bytes free, else "". The folder
+    need not exist yet.
     """
     place = folder.absolute()
     existing = next(path for path in (place, *place.parents) if path.is_dir())

@@ -1,1 +1,1 @@
-"""From text to tokens to batches; the datasets themselves lie in folders beside these files."""
+"""Turn text into tokens and tokens into batches. Datasets live in folders beside these files."""

@@ -1,19 +1,19 @@
 """
-From tokens to the model: the order of the windows, and micro-batches on the device.
+Feed the model: decide the order of the training windows, and load micro-batches onto the device.
 
     documents -> tokens -> shards -> windows -> micro-batches
 
     documents      sources.py    rows of parquet and jsonl files, and text files
-    tokens         writer.py     with tokenizer.py, an end-of-text before each document
-    shards         writer.py     files of tokens and a manifest, read by shards.py
+    tokens         writer.py     encoded by tokenizer.py, with end-of-text before each document
+    shards         writer.py     token files and a manifest, read by shards.py
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-With --stream=True, training begins while the shards are still being made: stream.py.
+With --stream=True, training begins while the shards are still being written: see stream.py.
 
-The order of the windows is a pure function of (seed, number of sequences consumed). So that number
-is all a resumed run needs, and batch size, accumulation and the number of processes only cut the
-same sequence of windows differently.
+The window order is a pure function of (seed, number of sequences consumed). That number is all a
+resumed run needs, and changing the batch size, gradient accumulation or the number of ranks only
+splits the same sequence of windows differently.
 """
 
 import atexit
@@ -30,17 +30,17 @@ from common.console import RunError
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
-READ_AHEAD = 4  # micro-batches, in addition to those of the next iteration
-POLL_SECONDS = 0.2  # how often a wait for data looks at signals
+READ_AHEAD = 4  # micro-batches to read beyond the next iteration's
+POLL_SECONDS = 0.2  # how often a loop that waits for data can check for signals
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 class ShuffledWindows:
     """
-    The training sequences of a split on the disk. An epoch is every window of the split once, in a
-    shuffled order. The windows tile the split from an offset in [0, block_size) that differs per
-    epoch, so that later epochs cut the text at other places.
+    Read the training windows of a split in shuffled order. An epoch visits every window once. The
+    windows tile the split from an offset in [0, block_size) that changes with each epoch, so later
+    epochs cut the text in different places.
     """
 
     def __init__(self, tokens: ShardTokens, block_size: int, seed: int):
@@ -53,11 +53,11 @@ class ShuffledWindows:
         self.random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         size = len(self.tokens)
         self.offset = int(self.random.integers(min(self.block_size, size - self.block_size)))
-        # - 1: the last target of a window lies one token beyond it
+        # - 1, because a window's last target is the token after the window
         self.windows = (size - 1 - self.offset) // self.block_size
 
     def start(self, n: int) -> int:
-        """Position in the split of the n-th sequence, counted from 0 over all epochs."""
+        """Return the token position in the split of sequence n, counted from 0 over all epochs."""
         if n < self.first:
             self.open_epoch(0, first=0)
         while n >= self.first + self.windows:
@@ -68,8 +68,8 @@ class ShuffledWindows:
 
     def read(self, first: int, count: int) -> np.ndarray:
         """
-        The windows of sequences `first` to first + count, (count, block_size + 1) int64. Raises
-        RunError.
+        Return the windows of sequences `first` to first + count - 1 as (count, block_size + 1)
+        int64. Raises RunError if a shard cannot be read.
         """
         starts = [self.start(n) for n in range(first, first + count)]
         return self.tokens.read_windows(starts, self.block_size + 1)
@@ -80,12 +80,13 @@ class ShuffledWindows:
 
 class Batches:
     """
-    The micro-batches of training, in order, as many at once as an iteration takes: inputs and
-    targets, each (B, T) int64 on the device. A thread reads them ahead. And those of evaluations.
+    Hand out this rank's training micro-batches in order, an iteration's worth at a time, and read
+    those for evaluations. A micro-batch is inputs and targets, each (B, T) int64 on the device. A
+    background thread reads ahead.
 
-    With several processes, process `rank` of `world_size` takes every world_size-th micro-batch.
-    `consumed` is the number of sequences that all processes together have taken; a resumed run
-    starts with the number from its checkpoint.
+    With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch.
+    `consumed` counts the sequences that all ranks together have taken; a resumed run passes the
+    count from its checkpoint.
     """
 
     def __init__(
@@ -103,19 +104,19 @@ class Batches:
         self.batch_size = config.batch_size
         self.rank = rank
         self.world_size = world_size
-        self.stride = world_size * config.batch_size  # from one of our batches to the next
+        self.stride = world_size * config.batch_size  # sequences between batches
         self.consumed = consumed
-        self.blocks: deque[Tensor] = deque()  # read, and not taken yet
+        self.blocks: deque[Tensor] = deque()  # read but not taken yet
         self.room = READ_AHEAD  # the most micro-batches that `blocks` may hold
-        self.error: Exception | None = None  # what ended the reading, or an evaluation's
-        self.waited = 0.0  # seconds, in ready()
+        self.error: Exception | None = None  # why the reader thread or an evaluation failed
+        self.waited = 0.0  # seconds spent waiting in ready()
         self.closed = False
         self.changed = threading.Condition()
         first = consumed + rank * config.batch_size
-        # A daemon, so that a source that no longer answers cannot keep the process from ending
+        # a daemon thread, so that a hung disk or stream cannot keep the process from exiting
         self.reader = threading.Thread(target=self.read_ahead, args=(first,), daemon=True)
         self.reader.start()
-        # A thread that still reads while Python shuts down can abort the process
+        # A thread that is still reading while Python shuts down can abort the process.
         atexit.register(self.close)
 
     def read_ahead(self, first: int) -> None:
@@ -127,23 +128,24 @@ class Batches:
                     self.blocks.append(block)
                     self.changed.notify_all()
                     self.changed.wait_for(lambda: self.closed or len(self.blocks) < self.room)
-        except Exception as error:  # for the thread that waits for the batch
+        except Exception as error:  # raised later, in the thread that waits for the batch
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
 
     def load(self, first: int) -> Tensor:
         """
-        The windows of sequences from `first` on, (B, T + 1) on the host. This runs ahead in a
-        thread: random changes of the text go into take(), or a resume would draw others.
+        Load the windows of batch_size sequences from `first` on, (B, T + 1) on the host. Put random
+        augmentation of the text into take(), not here: this runs ahead of training in a thread, so
+        a resumed run would draw different random numbers.
         """
         block = torch.from_numpy(self.windows.read(first, self.batch_size))
         return block.pin_memory() if self.device.type == "cuda" else block
 
     def ready(self, count: int) -> bool:
         """
-        Wait up to POLL_SECONDS for the next `count` micro-batches. Returns whether they are on the
-        host; if reading has failed, `error` says why.
+        Wait up to POLL_SECONDS for the next `count` micro-batches. Returns True once they are in
+        host memory. If it keeps returning False, check `error`: reading may have failed.
         """
         began = time.perf_counter()
         with self.changed:
@@ -155,7 +157,7 @@ class Batches:
             return len(self.blocks) >= count
 
     def take(self, count: int) -> list[Batch]:
-        """The next `count` micro-batches. Raises the error that reading them raised."""
+        """Return the next `count` micro-batches. Raises whatever the reader thread raised."""
         while not self.ready(count):
             if self.error:
                 raise self.error
@@ -167,8 +169,8 @@ class Batches:
 
     def read_eval(self, split: ShardTokens, tokens: int, spread: bool) -> list[Batch] | None:
         """
-        This rank's share of eval_batches(), on the host. None if it cannot be read; `error` says
-        why.
+        Read this rank's share of eval_batches() into host memory. Returns None if that fails, with
+        the reason in `error`.
         """
         host = torch.device("cpu")
         ours = (self.rank, self.world_size)
@@ -184,17 +186,17 @@ class Batches:
             self.closed = True
             self.changed.notify_all()
         self.windows.close()
-        self.reader.join(timeout=1)  # a disk that does not answer would take longer
+        self.reader.join(timeout=1)  # do not wait for a hung disk
 
 
 def to_batch(block: Tensor, device: torch.device) -> Batch:
     """
-    (B, T + 1) tokens -> inputs (B, T) and targets (B, T), shifted by one, on the device; also of an
-    evaluation. Only on CUDA does the copy not wait: on MPS it could read memory that has been freed
-    meanwhile (pytorch #139550).
+    Split windows (B, T + 1) into inputs (B, T) and targets (B, T), shifted by one, on the device.
+    The copy is asynchronous on CUDA only: on MPS it could read host memory that has already been
+    freed (pytorch #139550).
     """
     block = block.to(device, non_blocking=device.type == "cuda")
-    # clones: in a batch of one sequence the two would share their memory
+    # Clone, because in a batch of one sequence inputs and targets would share memory.
     x, y = block[:, :-1], block[:, 1:]
     x, y = (part.clone(memory_format=torch.contiguous_format) for part in (x, y))
     return x, y
@@ -210,9 +212,10 @@ def eval_batches(
     world_size: int = 1,
 ) -> Iterator[Batch]:
     """
-    The fixed windows that an evaluation reads: the first `tokens` of the split in order, or with
-    `spread` as many windows evenly over the whole of it. The same tokens at any batch size and
-    number of processes: the last batches are filled up with targets of -1, which count for nothing.
+    Yield this rank's share of the fixed windows that an evaluation reads: the first `tokens` tokens
+    of the split, or with `spread` as many windows spaced evenly over the whole split. Batch size
+    and number of ranks do not change which tokens are evaluated. The last batches are padded with
+    rows whose targets are -1, which the loss ignores.
     """
     T = config.block_size
     available = (len(split) - 1) // T

@@ -1,14 +1,14 @@
 """
-In which order the rows of a source are read, and which of them are held out for validation.
+The order in which rows are read, and which of them are held out for validation.
 
-    prefix      the order of the files; validation is the first documents
-    shuffled    row groups of the whole source in a seeded shuffle, and the documents of each window
-                of them shuffled again; validation is spread over the whole source
-    records     prefix, cut into the shards that llm.c's script makes; validation is the first one
+    prefix      file order; validation is the first documents
+    shuffled    all row groups in a seeded shuffle, then the documents within each window of row
+                groups shuffled again; validation is spread over the whole source
+    records     file order, cut into the same shards as llm.c's script; validation is the first one
 
-A row group is a part of a parquet file that can be read alone; any other file is one row group.
-Validation follows from the files and --val_tokens, so that folders with another --tokens or --seed
-have the same one.
+A row group is a part of a parquet file that can be read on its own; any other file counts as one
+row group. The validation text depends only on the files, the tokenizer and --val_tokens, so folders
+made with a different --tokens or --seed share it.
 """
 
 import bisect
@@ -28,20 +28,22 @@ from data.sources import Group, Place, Row, Source
 from data.writer import Document
 
 ORDERS = ("shuffled", "prefix", "records")
-WINDOW_ROWS = 2**13  # a window of the shuffle has that many rows, at most twice
-WINDOW_CHARACTERS = 2**24  # or that much text; in memory are this window and the next one
-GROUP_TOKENS = 250_000  # that validation takes of a row group; FineWeb's hold some 700,000
-LEAST_GROUPS = 16  # that validation is taken from
-MOST_HELD_OUT = 1 / 20  # of the row groups and of their text; else single documents are held out
+WINDOW_ROWS = 2**13  # rows in a shuffle window, which ends at a row group: at most twice as many
+WINDOW_CHARACTERS = 2**24  # or this much text; two windows are in memory at a time
+GROUP_TOKENS = 250_000  # validation tokens taken from one row group; FineWeb's hold about 700,000
+LEAST_GROUPS = 16  # row groups that validation is taken from, at least
+# largest fraction of the row groups, and of their text, to hold out; beyond it validation is made
+# of single documents
+MOST_HELD_OUT = 1 / 20
 
 
 @dataclass
 class Shuffled:
-    """The documents of a source, those held out for validation first."""
+    """Yield the documents of a source: first those held out for validation, then the others."""
 
     source: Source
-    groups: list[Group]  # all of the source
-    held_out: dict  # choose_held_out()'s
+    groups: list[Group]  # every row group of the source
+    held_out: dict  # what choose_held_out() returned
     seed: int
 
     def __post_init__(self) -> None:
@@ -51,7 +53,7 @@ class Shuffled:
         random.Random(self.seed).shuffle(self.training)
 
     def documents(self, begin: Place) -> Iterator[Document]:
-        """From a place on. Raises UserError as Source.rows() does."""
+        """Yield the documents from a place on. Raises UserError as Source.rows() does."""
         if begin.given is None:
             for behind, text in self.validation_rows(begin):
                 yield Document(behind, None, text or "")
@@ -62,7 +64,7 @@ class Shuffled:
         return Place(*self.training[0], given=0) if self.training else Place()
 
     def validation_rows(self, begin: Place) -> Iterator[Row]:
-        """In the order of the files: the same rows in the same order for every seed."""
+        """Yield held-out rows in file order, which no seed changes."""
         if not self.validation:
             for behind, text in self.source.rows(begin):
                 if self.is_held_out(behind):
@@ -82,8 +84,9 @@ class Shuffled:
 
     def training_documents(self, begin: Place) -> Iterator[Document]:
         """
-        The place behind a document names where its window begins, and how many documents of the
-        window have been given: a preparation that continues reads the window again.
+        Yield the training documents, shuffled within each window. The place behind a document is
+        the start of its window plus the number of documents already yielded from that window, so
+        continuing a preparation means reading that window again.
         """
         if not self.training:
             return
@@ -101,14 +104,14 @@ class Shuffled:
                 for given, text in enumerate(kept[before:], before + 1):
                     yield Document(begin._replace(given=given), text)
                 begin = window[-1][0]._replace(given=0)
-        finally:  # all tokens are there, or Ctrl-C
+        finally:  # the caller has enough tokens, or Ctrl-C
             ended.set()
-            reader.join(timeout=1)  # a hub that does not answer would take longer
+            reader.join(timeout=1)  # do not wait for a hub that hangs
 
     def windows(self, begin: Place, ended: threading.Event) -> Iterator[list[Row]]:
         """
-        The rows of each window from a place on, until nobody needs them. A window ends with a row
-        group, of which otherwise a part would be downloaded twice, or within a very large one.
+        Yield windows of rows from a place on, until `ended` is set. A window ends where a row group
+        does, so that no row group is downloaded twice. Only a very large row group is cut.
         """
         window = []
         size = 0
@@ -134,15 +137,15 @@ class Shuffled:
 
 def read_next(windows: Iterator[list[Row]]) -> tuple[threading.Thread, SimpleQueue]:
     """
-    Read the next window in a thread. The queue gets it, None after the last one, or the error. The
-    thread is a daemon, so that nobody who types Ctrl-C waits for a hub that does not answer.
+    Read the next window in a thread. The queue receives the window, None after the last one, or the
+    error. The thread is a daemon, so that Ctrl-C does not wait for a hub that hangs.
     """
     answer: SimpleQueue = SimpleQueue()
 
     def read() -> None:
         try:
             answer.put(next(windows, None))
-        except Exception as error:  # for the thread that takes it
+        except Exception as error:  # raised by the thread that takes it
             answer.put(error)
 
     reader = threading.Thread(target=read, daemon=True)
@@ -151,15 +154,16 @@ def read_next(windows: Iterator[list[Row]]) -> tuple[threading.Thread, SimpleQue
 
 
 def list_groups(counts: list[int]) -> list[Group]:
-    """All row groups, in the order of the files; `counts`: of each file."""
+    """List all row groups in file order, given the number in each file."""
     return [(file, group) for file, count in enumerate(counts) for group in range(count)]
 
 
 def choose_held_out(source: Source, groups: list[Group], tokens: int, token_bytes: int) -> dict:
     """
-    What is held out for validation, for the manifest: row groups at even distances in the text, or,
-    where these are too few, too small or too large, the documents with the lowest hashes of their
-    places. `token_bytes`: of text per token, assumed.
+    Choose what to hold out for validation: evenly spaced row groups or, where row groups are too
+    few, too small or too large, the documents whose places have the lowest hashes. `tokens` is the
+    number of validation tokens, `token_bytes` an assumed number of text bytes per token. Returns
+    what the manifest stores as `held_out`.
     """
     wanted = tokens * token_bytes
     number = max(LEAST_GROUPS, math.ceil(tokens / GROUP_TOKENS))
@@ -170,12 +174,12 @@ def choose_held_out(source: Source, groups: list[Group], tokens: int, token_byte
         middles = ((2 * n + 1) * ends[-1] / (2 * number) for n in range(number))
         chosen = [*dict.fromkeys(bisect.bisect_left(ends, middle) for middle in middles)]
         is_enough = sum(min(sizes[n], share) for n in chosen) >= 0.9 * wanted
-        # their rest is not trained on
+        # the rest of a held-out row group is lost to training
         if is_enough and sum(sizes[n] for n in chosen) <= MOST_HELD_OUT * ends[-1]:
             return dict(groups=[[*groups[n]] for n in chosen], bytes_per_group=share)
-    lowest: list[tuple[int, int]] = []  # a heap, the highest hash first
+    lowest: list[tuple[int, int]] = []  # a heap of (-hash, bytes), so the highest hash is popped
     size = 0
-    # disable=None: shown on a terminal only
+    # disable=None shows the bar on a terminal only
     rows = tqdm(source.rows(Place()), desc="choosing validation", unit="row", disable=None)
     for behind, text in rows:
         if not text:

@@ -1,15 +1,15 @@
 """
-Turn FineWeb, FineWeb-Edu, or any other parquet or jsonl files, on the hub or local, into token
-shards.
+Tokenize FineWeb, FineWeb-Edu, or any other parquet or jsonl files, local or on the Hugging Face
+hub, into token shards.
 
     python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
-    python data/prepare_fineweb.py --dataset=fineweb --order=records        the shards of llm.c
+    python data/prepare_fineweb.py --dataset=fineweb --order=records        llm.c's shards
     python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/mine
 
-However it is stopped, the same command continues after the last finished shard and writes the same
-files. A larger --tokens continues a finished folder. order.py chooses the order and the validation
-text, sources.py reads the rows, writer.py writes the shards.
+If it is interrupted, run the same command again: it continues after the last finished shard and
+writes the same files. A larger --tokens adds to a finished folder. In the code, order.py chooses
+the order and the validation text, sources.py reads the rows and writer.py writes the shards.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # Import from the root. Python has put data/ here, and a file there may hide a library.
+    # Import from the repository's root. Python put data/ here, where a file of the user's could
+    # shadow a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, count, parse_count, run_main, say, warn
@@ -33,8 +34,8 @@ from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
-SAMPLES = ("10B", "100B", "350B")  # of FineWeb and FineWeb-Edu: tokens, in the order of 10B's
-BYTES_PER_TOKEN = 5  # of text, assumed; of web pages in GPT-2's tokens 4.7 (measured)
+SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
+BYTES_PER_TOKEN = 5  # of text, assumed; measured on web pages with GPT-2's tokenizer: 4.7
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -42,30 +43,30 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     hub = "fineweb, fineweb_edu, or ORG/NAME on the hub"
     add("--dataset", default="fineweb_edu", help=f"{hub} (default: %(default)s)")
-    add("--sample", choices=SAMPLES, help="of fineweb and fineweb_edu: its tokens (default: 10B)")
-    add("--name", help="of ORG/NAME: its configuration (default: its own)")
-    add("--source", help="local .parquet or .jsonl: a file, a folder, or a pattern in quotes")
-    add("--order", choices=ORDERS, help="of the documents (default: shuffled)")
-    add("--seed", type=int, default=0, help="of the shuffle (default: 0)")
-    add("--tokens", type=parse_count, default="1B", help="tokens for training (default: 1B)")
-    add("--val_tokens", type=parse_count, help="for validation (default: 10M)")
+    add("--sample", choices=SAMPLES, help="size of fineweb or fineweb_edu to use (default: 10B)")
+    add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
+    add("--source", help="local .parquet or .jsonl: file, folder or quoted pattern")
+    add("--order", choices=ORDERS, help="order of the documents (default: shuffled)")
+    add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
+    add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
+    add("--val_tokens", type=parse_count, help="validation tokens (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
-    add("--text_field", default=FIELD, help="field with the text (default: %(default)s)")
+    add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
-    add("--out", type=Path, help="the folder to fill (default: data/DATASET)")
+    add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
-    add("--run_id", help=argparse.SUPPRESS)  # of the run that streams: stream.py
+    add("--run_id", help=argparse.SUPPRESS)  # set by stream.py: the run that streams
     arguments = parser.parse_args(argv)
     if arguments.source and not arguments.out:
-        parser.error("--source: needs a folder to fill; add --out=data/NAME")
+        parser.error("--source: needs a folder to write to; add --out=data/NAME")
     if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:
         parser.error(f"--dataset={arguments.dataset}: not {hub}")
     if arguments.order == "records" and arguments.val_tokens:
-        parser.error("--val_tokens: the records validate on the first shard; leave it out")
+        parser.error("--val_tokens: --order=records validates on its first shard; leave it out")
     if arguments.name and (arguments.dataset in NAMED and not arguments.source):
         parser.error(f"--name: {arguments.dataset} has samples; try --sample=10B")
     if arguments.sample and (arguments.dataset not in NAMED or arguments.source):
-        parser.error("--sample: only of fineweb and fineweb_edu; leave it out")
+        parser.error("--sample: only for fineweb and fineweb_edu; leave it out")
     return arguments
 
 
@@ -77,12 +78,12 @@ def default_folder(arguments: argparse.Namespace) -> Path:
 
 
 def order_of(asked: str | None, out: Path, started: dict) -> str:
-    """The order that was asked for, or else the one in which the folder was begun."""
+    """Return the order asked for, or else the one that the folder was begun in."""
     if asked or not started:
         return asked or "shuffled"
     begun = started.get("order", "prefix")
     if begun != "shuffled":
-        say(f"{out}: was begun in the order {begun}, and goes on in it")
+        say(f"{out}: was begun in the order {begun}, which it keeps")
     return begun
 
 
@@ -104,21 +105,22 @@ def main(argv: list[str]) -> None:
         name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
         title = dataset if name is None else f"{dataset} {name}"
         if started.get("source") == title:
-            revision = started["revision"]  # the dataset may have changed on the hub since
+            revision = started["revision"]  # the dataset on the hub may have changed since
         files, revision = hub_files(dataset, name, revision)
     if started.get("source") != title:
-        started = {}  # of another source; prepare() refuses the folder
+        started = {}  # it is about another source; prepare() will refuse the folder
     source = Source(files, arguments.text_field, keeps_blank=is_records)
-    for _ in islice(source.rows(Place()), FIRST_ROWS):  # raises before anything is written
+    for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
         pass
     settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
     settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)
     documents: Callable[[Place], Iterator[Document]]
     documents = lambda place: starmap(Document, source.rows(place))  # noqa: E731
     begin = Place()
-    skipped = 6 * val_tokens  # of prefix, what a tokenizer's training skips: 6 bytes per token
+    # With --order=prefix, training a tokenizer skips the validation text, about 6 bytes per token.
+    skipped = 6 * val_tokens
     if order == "shuffled":
-        # a folder that was begun has noted both; local files may have been written again
+        # Reuse what the manifest recorded, except for local files, which may have changed since.
         counts = started.get("row_groups", []) if revision else []
         counts = counts or source.row_groups()
         groups = list_groups(counts)
@@ -145,7 +147,7 @@ def main(argv: list[str]) -> None:
         documents=documents,
         tokenizer=tokenizer,
         expected_tokens=arguments.tokens + val_tokens,
-        val_tokens=0 if order == "shuffled" else val_tokens,  # shuffled holds out its own
+        val_tokens=0 if order == "shuffled" else val_tokens,  # Shuffled holds its own out
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
         cuts_documents=is_records,
@@ -155,7 +157,7 @@ def main(argv: list[str]) -> None:
         plan.run_id = arguments.run_id
         plan.wait = allowance.wait
         plan.expected_tokens = 0
-        plan.train_tokens = None  # as many as the run asks for
+        plan.train_tokens = None  # as many as the training run asks for
         plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
     manifest = prepare(plan, arguments.workers)
     tokens = tokens_of(manifest)

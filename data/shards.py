@@ -1,10 +1,10 @@
 """
-Token datasets on the disk: opened, checked, and read as one row of tokens per split.
+Open token datasets on disk, check them, and read each split as one long sequence of tokens.
 
-A dataset is a folder of shards in any of four forms: ours (llm.c's format and a manifest.json), a
-folder of llm.c / modded-nanogpt shards, build-nanogpt's .npy shards, or nanoGPT's headerless
-train.bin and val.bin. Without a manifest.json, meta.pkl may say the vocabulary.
-A shard's file name says its split: see split_of.
+A dataset is a folder of shards in one of four formats: ours (llm.c's shards plus a manifest.json),
+llm.c's or modded-nanogpt's shards alone, build-nanogpt's .npy shards, or nanoGPT's headerless
+train.bin and val.bin. Without a manifest.json, the vocabulary comes from meta.pkl if there is one.
+A shard's file name says which split it belongs to: see split_of.
 """
 
 import bisect
@@ -34,12 +34,12 @@ from common.files import is_lfs_pointer, read_json, replacing
 from configurator import Config
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, read_bpe, read_meta
 
-HEADER_INTS = 256  # int32 words at the head of an llm.c shard: magic, version, token count, zeros
+HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-CHECKED_TOKENS = 32768  # at both ends of a shard, looked at when it is opened
-MOST_TOKENS = 10**10  # of FineWeb-Edu's usual sample
-HOURS_TOKENS = 2 * 10**9  # more than a GeForce trains on in a night with --hours
-PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset: train.py makes it itself
+CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
+MOST_TOKENS = 10**10  # size of FineWeb-Edu's usual sample
+HOURS_TOKENS = 2 * 10**9  # more than a GeForce can train on in one night
+PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 
 # -----------------------------------------------------------------------------
 # Shards
@@ -54,15 +54,15 @@ class Shard:
 
 def split_of(name: str) -> str | None:
     """
-    "train" or "val", whichever stands last in a file name as a word of its own: "retrieval" is
-    none. None for a file that belongs to neither.
+    Return "train" or "val", whichever comes last in a file name as a separate word ("retrieval" is
+    neither), or None if the file belongs to no split.
     """
     words = re.findall(r"(?:^|[_.-])(train|val)(?=[_.0-9-])", name)
     return words[-1] if words else None
 
 
 def open_shard(path: Path) -> Shard:
-    """Read a shard's header, and compare it with the file's size. Raises UserError."""
+    """Read a shard's header and check it against the file size. Raises UserError."""
     size = path.stat().st_size
     if is_lfs_pointer(path):
         raise UserError(f"{path}: a git-lfs pointer, not the shard; type git lfs pull there")
@@ -72,25 +72,25 @@ def open_shard(path: Path) -> Shard:
         header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     magic, version, tokens = header.tolist()
     header_bytes = 4 * HEADER_INTS
-    if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's: only tokens
+    if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's: no header
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        begins = f"begins with {magic}, {version}, a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
+        begins = f"begins with {magic}, {version}, but a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
         raise UserError(f"{path}: {begins}; prepare it again")
     return checked_shard(path, header_bytes, tokens, size)
 
 
 def open_npy(path: Path, size: int) -> Shard:
-    """Read the header of numpy's format, of version 1 as numpy.save writes it. Raises UserError."""
+    """Read the header of a .npy file, version 1.0 as numpy.save writes it. Raises UserError."""
     try:
         with open(path, "rb") as file:
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             header_bytes = file.tell()
     except ValueError as error:
-        raise UserError(f"{path}: no shard of numpy.save ({error})") from None
+        raise UserError(f"{path}: not a file that numpy.save wrote ({error})") from None
     if len(shape) != 1 or dtype != np.dtype("<u2"):
-        problem = f"{path}: holds {len(shape)}-dimensional {dtype}, a shard one row of uint16"
+        problem = f"{path}: holds {len(shape)}-dimensional {dtype}, a shard is one row of uint16"
         raise UserError(f"{problem}; save it as uint16, if no id is above 65,535")
     return checked_shard(path, header_bytes, shape[0], size)
 
@@ -107,14 +107,14 @@ def checked_shard(path: Path, header_bytes: int, tokens: int, size: int) -> Shar
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
     """
-    Write uint16 tokens as an llm.c shard, durable before it appears under its name; returns the
-    file's sha256.
+    Write uint16 tokens as an llm.c shard, which appears under its name only once it is safely on
+    disk. Returns the file's SHA-256.
     """
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
     body = np.ascontiguousarray(tokens, dtype="<u2")
     sha256 = hashlib.sha256(header)
-    sha256.update(body)  # no copies: a shard of 100M tokens is 200 MB
+    sha256.update(body)  # hash and write without copying: a shard of 100M tokens is 200 MB
     with replacing(path) as file:
         file.write(header)
         file.write(body)
@@ -122,7 +122,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 
 class ShardTokens:
-    """The shards of one split, read as if their tokens were one long row."""
+    """Read the shards of one split as if their tokens were one long sequence."""
 
     def __init__(self, shards: list[Shard], vocab: int):
         self.shards, self.vocab = shards, vocab
@@ -132,14 +132,14 @@ class ShardTokens:
         return self.ends[-1] if self.ends else 0
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(shard number, token offset in that shard) of a position in the split."""
+        """Return (shard number, token offset in that shard) for a position in the split."""
         number = bisect.bisect_right(self.ends, position)
         return number, position - (self.ends[number] - self.shards[number].tokens)
 
     def read(self, position: int, out: np.ndarray) -> None:
         """
         Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
-        RunError if a file has become shorter or cannot be read.
+        RunError if a file cannot be read or is now too short.
         """
         filled = 0
         while filled < len(out):
@@ -147,11 +147,11 @@ class ShardTokens:
             shard = self.shards[number]
             piece = out[filled : filled + shard.tokens - offset]
             try:
-                # no memory map: its pages would count as memory of the process
+                # Read instead of memory-mapping, whose pages would count as the process's memory.
                 with open(shard.path, "rb") as file:
                     file.seek(shard.header_bytes + 2 * offset)
                     size = file.readinto(piece)
-            except OSError as error:  # a failing disk, a network file system that is gone
+            except OSError as error:  # a failing disk, or a network share that went away
                 raise RunError(f"{shard.path}: {error.strerror}; resume once readable") from None
             if size != piece.nbytes:
                 raise RunError(f"{shard.path}: cut short: it changed since the run began")
@@ -159,8 +159,8 @@ class ShardTokens:
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
         """
-        The windows that start at `positions`, (len(positions), length) int64, every token checked.
-        Raises RunError.
+        Return the windows that start at `positions` as (len(positions), length) int64. Raises
+        RunError if one cannot be read or holds a token outside the vocabulary.
         """
         block = np.empty((len(positions), length), dtype="<u2")
         for row, position in zip(block, positions, strict=True):
@@ -179,27 +179,27 @@ class ShardTokens:
 
 @dataclass
 class Dataset:
-    source: str  # the folder, or what is streamed
-    train: ShardTokens  # of a stream only the first ones, which evaluations read
+    source: str  # the folder, or the text that is streamed
+    train: ShardTokens  # of a stream, only the first shards, which evaluations read
     val: ShardTokens
-    vocab: int  # before padding
-    tokenizer: dict  # the spec for Tokenizer; saved in checkpoints
+    vocab: int  # vocabulary size before padding
+    tokenizer: dict  # Tokenizer's spec, which checkpoints save
     fingerprint: str = ""  # changes when the tokens do
-    val_fingerprint: str = ""  # changes when those of the validation split do
-    val_text_sha256: str | None = None  # of the validation text; None if the manifest has none
-    order: str = ""  # of its documents: data/order.py; "" of another program's folder
+    val_fingerprint: str = ""  # changes when the validation tokens do
+    val_text_sha256: str | None = None  # hash of the validation text, if the manifest has one
+    order: str = ""  # document order, see data/order.py; "" if unknown
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
-    listed: dict[str, dict] = field(default_factory=dict)  # what manifest.json says of the shards
-    complete: bool = True  # whether its preparation has ended
+    listed: dict[str, dict] = field(default_factory=dict)  # manifest.json's entries, by shard name
+    complete: bool = True  # False while it is still being prepared
 
     def listed_val(self) -> dict[str, dict]:
-        """What manifest.json says of the validation shards; empty without a manifest."""
+        """Return the manifest's entries for the validation shards; empty without a manifest."""
         names = [shard.path.name for shard in self.val.shards]
         return {name: self.listed[name] for name in names if name in self.listed}
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the validation text per token of it; None if they were not counted."""
+        """Return UTF-8 bytes per validation token, or None if the manifest does not count bytes."""
         val = [self.listed[shard.path.name] for shard in self.val.shards if self.listed]
         if not val or not all("bytes" in shard for shard in val):
             return None
@@ -208,8 +208,8 @@ class Dataset:
 
 def dataset_folder(name: str) -> Path:
     """
-    data/NAME; or NAME as a path, if it begins with a dot, if only that exists, or if neither exists
-    and NAME has a /.
+    Return the folder that a --dataset means: data/NAME, or NAME itself as a path if it begins with
+    a dot, if only that folder exists, or if neither exists and NAME contains a slash.
     """
     if name.startswith("."):
         return Path(name)
@@ -219,8 +219,8 @@ def dataset_folder(name: str) -> Path:
 
 def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
     """
-    Open data/NAME, or a folder by its path; check every header. Raises UserError with one line per
-    problem. `tokens`: what a run needs, for the command that makes a dataset.
+    Open a dataset by name or path, and check every shard. If the folder does not exist, the error
+    shows the command that prepares `tokens` tokens. Raises UserError with one line per problem.
     """
     folder = dataset_folder(name)
     if not folder.is_dir():
@@ -238,12 +238,12 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
 
 
 def missing_dataset_message(name: str, tokens: int) -> str:
-    """The error message for a dataset whose folder does not exist."""
+    """Return the error message for a dataset whose folder does not exist."""
     folder = dataset_folder(name)
     problem = f"dataset: there is no folder {folder}"
-    if folder == Path(name) and not folder.is_absolute():  # the shell may be in another one
+    if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
         problem += f" in {Path.cwd()}; cd to where it is"
-    if name == "openwebtext":  # the default of --dataset: most likely not asked for
+    if name == "openwebtext":  # the default, so most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
@@ -257,9 +257,9 @@ def missing_dataset_message(name: str, tokens: int) -> str:
 
 def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     """
-    What a folder holds, according to its manifest.json or else meta.pkl, if there is one. Its
-    preparation may still be running. Checks the header of every shard except the `known` ones. With
-    a tokenizer of kind unknown a run can train, but not print samples. Raises UserError.
+    Read what a folder holds, according to its manifest.json or else its meta.pkl, if it has either.
+    The folder may still be in preparation. Checks the header of every shard that is not in `known`.
+    If the tokenizer's kind is unknown, a run can train but not print samples. Raises UserError.
     """
     listed, complete, vocab, tokenizer = {}, True, GPT2_VOCAB, dict(kind="gpt2")
     val_text_sha256 = None
@@ -269,11 +269,11 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
         complete = manifest.get("complete", True)
         val_text_sha256 = manifest.get("val_text_sha256")
-        # prepare_text.py's folders have neither; earlier versions of prepare_fineweb.py no order
+        # prepare_text.py writes neither key; earlier versions of prepare_fineweb.py wrote no order
         order = manifest.get("order", "prefix" if "val_tokens" in manifest else "")
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
-        if tokenizer["kind"] == "bpe" and listed:  # its file comes before the first shard
+        if tokenizer["kind"] == "bpe" and listed:  # it is written before the first shard
             tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare it again")
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")
@@ -282,7 +282,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         problem = f"{folder}: has a vocabulary of {vocab:,}, but its uint16 shards hold ids below"
         raise UserError(f"{problem} {MOST_IDS:,}; choose a tokenizer with fewer ids")
     found = [path for path in folder.iterdir() if split_of(path.name)]
-    # numpy's shards only if there are no others: they may be the same tokens
+    # Use .npy shards only if there are no .bin shards, which may hold the same tokens.
     names = [path.name for path in found if path.suffix == ".bin"]
     names = names or [path.name for path in found if path.suffix == ".npy"]
     for name in sorted(listed or names):
@@ -303,16 +303,17 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
 
 
 def read_manifest(folder: Path) -> dict:
-    """manifest.json. Raises UserError."""
+    """Read manifest.json. Raises UserError."""
     return read_json(folder / "manifest.json", "prepare the dataset again")
 
 
 def check_and_fingerprint(listed: dict[str, dict], splits: list[ShardTokens]) -> str:
     """
-    Check both ends of each shard; the rest is checked as it is read. Returns the fingerprint, a
-    sha256 of these tokens and of what manifest.json lists. Raises RunError.
+    Check the tokens at both ends of each shard; training checks the rest as it reads them. Returns
+    the dataset's fingerprint, a SHA-256 over those tokens and manifest.json's entries. Raises
+    RunError.
     """
-    # without `bytes`: an older version has not counted them, and the tokens are the same
+    # Leave out `bytes`, which earlier versions did not count, so that old fingerprints still match.
     entries = {n: {k: v for k, v in listed[n].items() if k != "bytes"} for n in listed}
     fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
     for split in splits:
@@ -327,8 +328,8 @@ def check_and_fingerprint(listed: dict[str, dict], splits: list[ShardTokens]) ->
 
 def check_width(path: Path, split: ShardTokens, begin: int, length: int) -> None:
     """
-    Raise RunError for numbers of 32 or 64 bits: read as 16 bits, every second one is their upper
-    half, which is small.
+    Raise RunError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
+    tokens, every second token is an upper half, which is near zero.
     """
     tokens = np.empty(length, dtype="<u2")
     split.read(begin, tokens)
@@ -340,7 +341,7 @@ def check_width(path: Path, split: ShardTokens, begin: int, length: int) -> None
 
 
 def is_made_on_demand(config: Config) -> bool:
-    """Whether this is the quickstart's dataset, and it is not made yet, or only in part."""
+    """Return True if the config uses the quickstart's dataset and it is missing or unfinished."""
     if config.dataset != PREPARED_ON_DEMAND:
         return False
     folder = dataset_folder(config.dataset)
@@ -349,14 +350,14 @@ def is_made_on_demand(config: Config) -> bool:
 
 
 def make_on_demand(config: Config) -> None:
-    """Make the quickstart's dataset if it is missing: the one dataset that needs no download."""
+    """Make the quickstart's dataset, which needs no download, if it is missing or unfinished."""
     if not is_made_on_demand(config):
         return
     folder = dataset_folder(config.dataset)
     script = Path(__file__).with_name("prepare_text.py")
     say(f"data: preparing {folder} from Python's own source files")
     command = [sys.executable, str(script), f"--out={folder}"]
-    # hide its output, which ends with a command to type next
+    # Hide its output, which ends by telling the user what to type next.
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
     raise_if_any(check_dataset(config))
@@ -364,8 +365,9 @@ def make_on_demand(config: Config) -> None:
 
 def vocab_where_missing(config: Config) -> int | None:
     """
-    What to plan and measure with where there is no dataset: a stream's vocabulary, GPT-2's, or
-    bytes for the one that is made on demand. None where the dataset is there. Raises UserError.
+    Return the vocabulary size to plan and measure with before the dataset exists: the stream's
+    tokenizer's, the byte vocabulary for the quickstart's dataset, else GPT-2's. None if the dataset
+    exists, or if the stream's tokenizer is not trained yet. Raises UserError.
     """
     if dataset_folder(config.dataset).is_dir() and not config.stream:
         return None
@@ -376,7 +378,7 @@ def vocab_where_missing(config: Config) -> int | None:
 
 
 def check_dataset(config: Config) -> list[str]:
-    """What is wrong with the dataset for this configuration, one line each."""
+    """Return the problems that the dataset has with this configuration, one line each."""
     try:
         if is_made_on_demand(config):
             return []

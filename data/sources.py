@@ -1,13 +1,13 @@
 """
-Documents out of parquet, jsonl and text files, here or on the hub.
+Read documents from parquet, jsonl and text files, local or on the Hugging Face hub.
 
-A document is a row whose text field holds more than blanks, or a text file that does. Documents
-keep the order of the files and of their rows, or that of a list of row groups (order.py); training
-shuffles windows of their tokens (loader.py).
+A document is a row whose text field is not blank, or a text file that is not blank. Documents come
+in the order of the files and their rows, or in the order of a list of row groups (see order.py).
+Training shuffles windows of their tokens (see loader.py).
 
-    local_files    which files, in which order
-    hub_files      the same for a dataset on the hub
-    Source         their rows, from any Place on
+    local_files    lists the files to read, in order
+    hub_files      does the same for a dataset on the hub
+    Source         reads their rows, from any Place on
 """
 
 import glob
@@ -35,16 +35,18 @@ JSON_FILES = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in ("",
 ROW_FILES = (".parquet", *JSON_FILES)
 
 FIELD = "text"
-FALLBACK = "cp1252"  # of text files that are not Unicode: Windows' Latin-1
-FIRST_ROWS = 1000  # of a file, which show whether the text field is the right one
-BATCH_ROWS = 64  # of parquet, decoded at once; few, because each may be a book
-TEXT_COLUMN = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")  # of parquet
-CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # except tabs, line ends and page ends
-MOST_CONTROLS = 0.001  # of the characters of a text
-# Between the documents of one .txt, as in TinyStories. In .md and .py people write about it.
+FALLBACK = "cp1252"  # encoding of text files that are not Unicode: Windows' Latin-1
+FIRST_ROWS = 1000  # rows of a file to read before deciding that --text_field is wrong
+BATCH_ROWS = 64  # parquet rows to decode at once; few, because each may be a book
+# parquet column types that can hold text
+TEXT_COLUMN = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # except tab, newline and page break
+MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
+# Separates the documents in one .txt file, as in TinyStories. Not in .md and .py, which may just
+# mention it.
 END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
-# Seconds before a file on the hub that failed is opened again, at the same row: an hour in all. The
-# hub's library has already retried several times.
+# Seconds to wait before each retry of a file on the hub, an hour in all. Reading resumes at the row
+# where it failed. The hub's own library has retried several times before that.
 PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 
 # -----------------------------------------------------------------------------
@@ -55,10 +57,10 @@ WITH_DATASETS = 'make parquet of it: python -c "from datasets import *; {}.to_pa
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
-    List the files of some paths, folders and patterns in the order given, those of one folder or
-    pattern sorted by name. A file that has several names is listed once. Files with other endings
-    and, in folders, names that begin with a dot are left out and counted. Raises UserError for a
-    name without any file, and for git-lfs pointers.
+    List the files of paths, folders and patterns in the order given; within a folder or pattern,
+    sort by name. A file reachable under several names is listed once. Warns about files with other
+    endings, and about names in folders that begin with a dot; neither are listed. Raises UserError
+    if a name matches no file, and for git-lfs pointers.
     """
     files: dict[tuple, str] = {}
     problems, hidden = [], list[Path]()
@@ -70,7 +72,7 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
         found = sorted(str(f) for f in inside if reads[f])
         others |= {os.path.realpath(f): f for f in inside if not reads[f]}
         if not found:
-            problems.append(f"{name}: {how_to_convert(inside)}; read are {', '.join(endings)}")
+            problems.append(f"{name}: {how_to_convert(inside)}; can read {', '.join(endings)}")
         for file in found:
             files.setdefault(file_id(file), file)
     raise_if_any(problems)
@@ -88,8 +90,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
 
 def files_in(path: Path, hidden: list[Path]) -> Iterator[Path]:
     """
-    Yield a file, or the files of a folder and of all folders in it, links included. Names that
-    begin with a dot are added to `hidden` instead. Raises OSError for a folder that cannot be read.
+    Yield the file, or all files in a folder and its subfolders, following links. Names that begin
+    with a dot go to `hidden` instead. Raises OSError for a folder that cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -110,15 +112,15 @@ def files_in(path: Path, hidden: list[Path]) -> Iterator[Path]:
 
 
 def file_id(name: str) -> tuple:
-    """Return what all names of one file or folder share."""
+    """Return an id that is the same for every name of a file or folder."""
     stat = os.stat(name)
-    return stat.st_dev, stat.st_ino or os.path.realpath(name)  # some network disks number no files
+    return stat.st_dev, stat.st_ino or os.path.realpath(name)  # st_ino is 0 on some network disks
 
 
 def is_read(file: Path, endings: tuple[str, ...]) -> bool:
     """
-    Return whether a file is one to read: of a .json, whether its first two lines are objects, as
-    in jsonl. Most others hold one object or one list.
+    Return True if a file is one to read. A .json file is read if its first two lines are objects,
+    as in jsonl; most other .json files hold one object or one list.
     """
     name = file.name.lower()
     if not (name.endswith(endings) and file.is_file()):
@@ -135,10 +137,10 @@ def is_read(file: Path, endings: tuple[str, ...]) -> bool:
 
 
 def how_to_convert(others: list[Path]) -> str:
-    """What to do with files of which none is read."""
+    """Say how to make readable files of `others`, of which none can be read."""
     if not others:
-        return "no such file, or none there"
-    # of a folder that save_to_disk has made
+        return "no such file, or an empty folder"
+    # In a folder that save_to_disk made, only the .arrow files can be converted.
     first = next((file for file in others if file.suffix == ".arrow"), others[0])
     kind = first.suffix.lower()
     parquet = str(first.with_suffix(".parquet"))
@@ -156,15 +158,15 @@ def how_to_convert(others: list[Path]) -> str:
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
     """
-    The addresses of a hub dataset's training files, in its own order, and their revision: the one
-    given, or else the newest. Raises UserError.
+    Return the URLs of a hub dataset's training files, in the dataset's order, and their revision:
+    the one given, or else the newest. Raises UserError.
     """
     try:
         import datasets
         from huggingface_hub import HfApi
 
         datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised all the same
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are still raised
         revision = revision or HfApi().dataset_info(dataset).sha
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
@@ -180,33 +182,35 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
 
 
 class Place(NamedTuple):
-    """Where a row is: in which file, in which of its row groups (0 if not parquet), and there."""
+    """Locate a row by file, row group (0 if not parquet) and number within the row group."""
 
     file: int = 0
     group: int = 0
     row: int = 0
-    given: int | None = None  # of a shuffled window that begins here: how many documents are read
+    # How much has been read of what begins here: documents of a shuffled window, or, with
+    # --order=records, tokens of a document. manifest.json stores this name.
+    given: int | None = None
 
 
-Group = tuple[int, int]  # a file and one of its row groups
+Group = tuple[int, int]  # file number and row group number
 Row = tuple[Place, str | None]  # the place behind a row, and its text if it is a document
 
 
 @dataclass
 class Source:
-    """The rows of some files. Blank lines and blank text files are no rows."""
+    """Read the rows of a list of files. Blank lines and blank text files do not count as rows."""
 
     files: list[str]
-    field: str = FIELD  # holds the text, in parquet and jsonl
+    field: str = FIELD  # the field that holds the text, in parquet and jsonl
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
-    keeps_blank: bool = False  # whether text of blanks is a document, as it is for llm.c
-    footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # of parquet files, packed
+    keeps_blank: bool = False  # treat blank text as a document, as llm.c does
+    footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # parquet, compressed
 
     def rows(self, begin: Place, groups: list[Group] | None = None) -> Iterator[Row]:
         """
-        The rows from a place on: of all files, or of these row groups in this order. Raises
-        UserError for a file that cannot be read, for a broken line, and if most of the first rows
-        of a file have no text; of a few rows of a row group it does not judge.
+        Yield the rows from a place on: those of all files, or of `groups` in that order. Raises
+        UserError for a file that cannot be read, for a broken line, and if most of the first
+        FIRST_ROWS rows of a file have no text. A smaller row group is not enough to judge by.
         """
         parts: list[tuple[int, int | None]]
         if groups is None:
@@ -227,7 +231,7 @@ class Source:
                 self.check_field(file, without, seen)
 
     def is_whole(self, file: int, group: int | None) -> bool:
-        """Whether this is all of a file."""
+        """Return True if the row group is the whole file."""
         name = self.files[file]
         return group is None or not is_parquet(name) or self.footer(name).num_row_groups == 1
 
@@ -242,20 +246,20 @@ class Source:
             raise UserError(f"{name}: {held}; {list_fields(fields)}; give --text_field=NAME")
 
     def row_groups(self) -> list[int]:
-        """How many row groups each file has. Of a parquet file only the end is read."""
-        # disable=None: shown on a terminal only
+        """Count the row groups of each file, reading only the footers of parquet files."""
+        # disable=None shows the bar on a terminal only
         files = tqdm(self.files, desc="row groups", unit="file", disable=None)
         return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
 
     def group_bytes(self) -> list[int]:
         """
-        About the size of the text in each row group, file by file: of a file that is not parquet,
-        the size that it has.
+        Return the approximate bytes of text in each row group, file by file. Files that are not
+        parquet count as one row group of their file size.
         """
         sizes: list[int] = []
         for name in tqdm(self.files, desc="sizes", unit="file", disable=None):
             if is_parquet(name):
-                footer = self.footer(name)  # once per file: it may have a thousand row groups
+                footer = self.footer(name)  # parsed once, for up to a thousand row groups
                 groups = map(footer.row_group, range(footer.num_row_groups))
                 sizes += [text_bytes(group, self.field) for group in groups]
             else:
@@ -263,7 +267,7 @@ class Source:
         return sizes
 
     def footer(self, name: str):
-        """A parquet file's metadata, downloaded once, kept packed: of 100B tokens, 150 files."""
+        """Return a parquet file's metadata, downloaded once and kept compressed in memory."""
         import pyarrow.parquet
 
         if name not in self.footers:
@@ -272,8 +276,8 @@ class Source:
 
     def read_patiently(self, place: Place, group: int | None) -> Iterator[Row]:
         """
-        The rows of a file, or of one of its row groups, from a place on. A file on the hub is asked
-        again for an hour.
+        Yield the rows of a file, or of one of its row groups, from a place on. Retries a file on
+        the hub for an hour.
         """
         name = self.files[place.file]
         failures = 0
@@ -291,7 +295,7 @@ class Source:
                 failures += 1
 
     def read(self, name: str, place: Place, group: int | None) -> Iterator[Row]:
-        # To read CSV, write a reader like those below, with csv.DictReader, choose it here, and add
+        # To read CSV: write a reader like those below with csv.DictReader, call it here, and add
         # ".csv" to ROW_FILES.
         if is_parquet(name):
             footer = self.footer(name)
@@ -303,7 +307,7 @@ class Source:
 
 
 def text_bytes(row_group, field: str) -> int:
-    """Of a parquet file's row group, uncompressed; 0 without this field."""
+    """Return the uncompressed bytes of a field in a parquet row group; 0 without that field."""
     columns = map(row_group.column, range(row_group.num_columns))
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
 
@@ -313,13 +317,13 @@ def is_parquet(name: str) -> bool:
 
 
 def wait_or_raise(name: str, error: Exception, failures: int) -> None:
-    """Wait before a file on the hub that failed is opened again. Raises UserError."""
-    problem = f"{name}: {first_line(error)}"  # the words of the library
-    # waiting mends neither a damaged file nor one that is not there
+    """Wait before a file on the hub is retried. Raises UserError if another try cannot help."""
+    problem = f"{name}: {first_line(error)}"  # the library's message
+    # Waiting does not repair a damaged file or create a missing one.
     is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
     if is_final or "://" not in name or failures == len(PAUSES):
         raise UserError(problem) from None
-    warn(f"{problem}; again in {PAUSES[failures]} s")
+    warn(f"{problem}; trying again in {PAUSES[failures]} s")
     time.sleep(PAUSES[failures])
 
 
@@ -334,7 +338,7 @@ def patiently(name: str, read: Callable) -> Any:
 
 
 def open_ranges(name: str):
-    """A file of which only what is asked for is downloaded, without reading ahead."""
+    """Open a file so that only the requested byte ranges are downloaded, without read-ahead."""
     import fsspec
 
     system, path = fsspec.url_to_fs(name)
@@ -361,13 +365,14 @@ def read_parquet(
     name: str, place: Place, field: str, footer, groups: Iterable[int], keeps_blank: bool
 ) -> Iterator[Row]:
     """
-    By pyarrow alone: the datasets library reads some 300 MB ahead of a slower consumer, and
-    downloads what a resumed preparation skips.
+    Yield the rows of row groups from a place on. Uses pyarrow directly, because the datasets
+    library reads about 300 MB ahead of a slow consumer, and downloads the rows that a continued
+    preparation skips.
     """
     import pyarrow.parquet
 
     with open_ranges(name) as file:
-        # pre-buffered bytes would be kept until the end of the file
+        # With pre_buffer, pyarrow would keep every downloaded byte until the file is closed.
         parquet = pyarrow.parquet.ParquetFile(file, metadata=footer, pre_buffer=False)
         fields = column_types(parquet.schema_arrow)
         if not TEXT_COLUMN.match(fields.get(field, "")):
@@ -377,7 +382,7 @@ def read_parquet(
         for group in groups:
             rows = parquet.metadata.row_group(group).num_rows
             if row >= rows:
-                row -= rows  # all of it has been read; it is not downloaded again
+                row -= rows  # already read, so do not download it again
                 continue
             for text in read_group(parquet, group, row, field, keeps_blank):
                 row += 1
@@ -388,7 +393,7 @@ def read_parquet(
 def read_group(
     parquet, group: int, row: int, field: str, keeps_blank: bool
 ) -> Iterator[str | None]:
-    """The texts of a row group from a row on."""
+    """Yield the texts of a row group from a row on."""
     import pyarrow
 
     begin = 0
@@ -402,34 +407,34 @@ def read_group(
 
 
 def read_jsonl(name: str, place: Place, field: str, keeps_blank: bool) -> Iterator[Row]:
-    """Each line that is not blank is a row, a JSON object."""
+    """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
     for number, line in read_lines(name, place.row):
         try:
-            # files from Windows may begin with a byte-order mark
+            # Files from Windows may begin with a byte-order mark.
             text = json.loads(line.decode().removeprefix("\ufeff").rstrip()).get(field)
         except (ValueError, AttributeError, RecursionError) as error:
-            problem = f"{name}: line {number:,} is no JSON object ({first_line(error)})"
+            problem = f"{name}: line {number:,} is not a JSON object ({first_line(error)})"
             raise UserError(f"{problem}; {how_to_mend(line, error)}") from None
         yield Place(place.file, 0, number), as_document(text, keeps_blank)
 
 
 def how_to_mend(line: bytes, error: Exception) -> str:
-    """Say what to do with a file that has this line: a command only if it keeps all rows."""
+    """Say how to repair a file with this line; suggest a command only if no row would be lost."""
     if isinstance(error, UnicodeDecodeError):
-        return "make UTF-8 of the file: iconv -f ENCODING -t utf-8 FILE > NEW"
+        return "convert the file to UTF-8: iconv -f ENCODING -t utf-8 FILE > NEW"
     text = line.decode(errors="replace").removeprefix("\ufeff").strip()
     if text.endswith(",") and is_object(text[:-1]):
-        return "it ends in a comma: sed 's/,[[:space:]]*$//' FILE > NEW takes them off all lines"
+        return "it ends in a comma; remove those: sed 's/,[[:space:]]*$//' FILE > NEW"
     rows = text.split("\r" if "\r" in text else "\n")
     if len(rows) > 1 and all(is_object(row) for row in rows if row.strip()):
-        return "its lines end in CR: tr '\\r' '\\n' < FILE > NEW"
+        return "its lines end in CR; convert them: tr '\\r' '\\n' < FILE > NEW"
     at = error.pos if isinstance(error, json.JSONDecodeError) else 0
     goes_on = line.endswith(b"\n") and at >= len(text) and text.endswith(("{", "[", ","))
     if goes_on or text.startswith("["):
-        return "make one object a line: jq -c 'arrays[], objects' FILE > NEW"
+        return "write one object per line: jq -c 'arrays[], objects' FILE > NEW"
     if not line.endswith(b"\n"):
-        return "the file ends in this line, so it may be cut: get it again"
-    return "mend that line"
+        return "this is the last line, so the file may be truncated: download it again"
+    return "fix that line"
 
 
 def is_object(text: str) -> bool:
@@ -440,7 +445,7 @@ def is_object(text: str) -> bool:
 
 
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The lines after the `first` ones that are not blank, with their numbers from 1 on."""
+    """Yield (number, line) for each non-blank line after the first `first`, numbered from 1."""
     import fsspec
 
     is_zstd = name.lower().endswith(".zst")
@@ -448,9 +453,9 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
         if is_zstd:
             import pyarrow
 
-            # fsspec's own reader ends without an error where a file is cut
+            # fsspec's own zstd reader ends a truncated file without an error.
             file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
-        # without the buffer, files on the hub copy megabytes per line
+        # Without this buffer, every line of a file on the hub would copy megabytes.
         lines = io.BufferedReader(file, 2**20)
         for number, line in enumerate(islice(lines, first, None), first + 1):
             if not line.isspace():
@@ -458,12 +463,12 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
-    """A text file is one row, or several with GPT-2's mark between them. Blank ones are none."""
+    """Yield a text file as one row, or as several if <|endoftext|> separates them in a .txt."""
     whole = decode(name, encoding)
     texts = END_OF_TEXT.split(whole) if name.lower().endswith(".txt") else [whole]
     rows = [*filter(as_document, texts)]
     if len(texts) > 1:
-        say(f"{name}: {len(rows):,} documents, as <|endoftext|> stands between them")
+        say(f"{name}: {len(rows):,} documents, separated by <|endoftext|>")
     for row in range(place.row, len(rows)):
         yield Place(place.file, 0, row + 1), rows[row]
 
@@ -476,8 +481,9 @@ def as_document(text: object, keeps_blank: bool = False) -> str | None:
 
 def decode(name: str, given: str | None) -> str:
     """
-    The text of a file: UTF-16 if it begins with that byte-order mark, else UTF-8, else in the given
-    encoding or FALLBACK, with a warning. Lines end in LF. Raises UserError if it is not text.
+    Decode a text file: as UTF-16 if it begins with that byte-order mark, else as UTF-8, else in the
+    `given` encoding or FALLBACK, with a warning. Lines end in LF. Raises UserError if it is not
+    text.
     """
     content = Path(name).read_bytes()
     unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
@@ -486,11 +492,11 @@ def decode(name: str, given: str | None) -> str:
         try:
             text = content.decode(encoding)
         except (UnicodeError, LookupError) as error:
-            at = getattr(error, "start", 0)  # some multi-byte codecs do not say
+            at = getattr(error, "start", 0)  # some multi-byte codecs do not say where
             line = 1 + content[:at].count(b"\n")
             problem = f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
             if encoding == unicode and is_damaged(content):
-                hint = "mend it: iconv -c -f utf-8 -t utf-8 FILE > NEW drops what is broken"
+                hint = "to drop the broken bytes: iconv -c -f utf-8 -t utf-8 FILE > NEW"
                 raise UserError(f"{name}: {problem}; {hint}") from None
             problems.append(problem if isinstance(error, UnicodeError) else first_line(error))
             continue
@@ -503,13 +509,13 @@ def decode(name: str, given: str | None) -> str:
         if encoding != unicode:
             words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
             warn(f"{name}: {problems[0]}; read as {encoding}: {words!r}; or give --encoding=NAME")
-        # the same line ends, so that every system makes the same tokens
+        # Normalise line ends, so that every operating system makes the same tokens.
         return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     raise UserError(f"{name}: {'; '.join(problems)}; leave it out, or give its --encoding=NAME")
 
 
 def is_damaged(content: bytes) -> bool:
-    """Whether this is Unicode with some broken bytes: in another encoding most would be wrong."""
+    """Return True for Unicode with a few broken bytes; in another encoding most would be broken."""
     lenient = content.decode(errors="replace")
     broken = lenient.count("\ufffd")
     valid = len(lenient) - broken - len(lenient.encode("ascii", "ignore"))
@@ -525,7 +531,7 @@ def column_types(schema) -> dict[str, str]:
 
 
 def jsonl_fields(name: str, field: str) -> dict[str, str]:
-    """The fields of the first row without text."""
+    """Return the fields and types of the first row without text."""
     rows = (json.loads(line.decode().removeprefix("\ufeff")) for _, line in read_lines(name))
     row = next(row for row in rows if not as_document(row.get(field)))
     return {key: type(value).__name__ for key, value in row.items()}

@@ -1,16 +1,16 @@
 """
-Training on text while it is being prepared: train.py starts prepare_fineweb.py as a second
-process, which writes small shards to data/streamed/NAME. Training reads that folder in order, and
-waits for shards that are not there yet.
+Train on text while it is being tokenized. train.py starts prepare_fineweb.py as a second process,
+which writes small shards to data/streamed/NAME. Training reads the shards in order and waits for
+those that do not exist yet.
 
 Sequence n is the window of block_size + 1 tokens that begins at token n * block_size of the
-training shards. After the last shard the next epoch begins with the first one. So the number of
-sequences is all that a resumed run needs, and threads, processes and batch size do not change what
-it trains on.
+training shards. After the last shard, the next epoch starts over with the first. So the number of
+sequences consumed is all that a resumed run needs, and neither threads nor ranks nor batch size
+change what it trains on.
 
     open_stream    starts the preparation, and waits for the tokens that evaluations read
-    Stream         in the training process: waits for shards, reads windows
-    Allowance      in the preparation: keeps it a limited distance ahead, ends it with the run
+    Stream         runs in the training process: waits for shards and reads windows
+    Allowance      runs in the preparation: limits how far it gets ahead, and ends it with the run
 """
 
 import bisect
@@ -38,59 +38,59 @@ from data.writer import CONTINUE
 
 HUB_NAME = r"[\w.-]+/[\w.-]+(:[\w.-]+)?"
 SCRIPT = Path(__file__).with_name("prepare_fineweb.py")
-SHARD_TOKENS = 2**22  # one to three seconds of work for a thread
-TOKENS_AHEAD = 2**25  # how far the preparation runs ahead of training
-POLL_SECONDS = 0.1  # how often to look at the folder
+SHARD_TOKENS = 2**22  # takes a thread one to three seconds to tokenize
+TOKENS_AHEAD = 2**25  # how far the preparation may get ahead of training
+POLL_SECONDS = 0.1  # how often to check the folder for new shards
 RESUME = "--init_from=resume continues the run"
-PATIENCE = 30  # seconds of waiting after which a line says so
+PATIENCE = 30  # seconds between lines that say training is waiting for data
 
 # -----------------------------------------------------------------------------
 # In the training process
 
 
 class Stream:
-    """The training sequences of a folder that is still being filled."""
+    """Read training sequences from a folder that is still being filled."""
 
     def __init__(self, folder: Path, block_size: int, before: Sequence[str] = ()):
         self.folder, self.block_size = folder, block_size
-        self.preparing: subprocess.Popen | None = None  # of rank 0: the process that fills it
-        self.run_id = ""  # of rank 0: in the manifest once the shards are from this source
-        self.errors: list[str] = []  # that the preparation has printed
+        self.preparing: subprocess.Popen | None = None  # on rank 0: fills the folder
+        self.run_id = ""  # on rank 0: the manifest has it once its shards are this source's
+        self.errors: list[str] = []  # error lines printed by the preparation
         nothing = ShardTokens([], 0)
-        # what has been seen of it so far
+        # what the folder held when it was last looked at
         self.data = Dataset(str(folder), nothing, nothing, 0, {}, complete=False)
         self.closed = False
-        self.before = [*before]  # shards_read() from the checkpoint of a resumed run
-        self.epochs = 0  # how often all of the source has been read
+        self.before = [*before]  # a resumed run's shards_read(), from its checkpoint
+        self.epochs = 0  # complete passes over the source
 
     def start(self, config: Config, held_out: int) -> None:
         """
-        Start the preparation. It holds out `held_out` tokens for validation, or as many as an
-        earlier run has. It ends when this process does, however that ends.
+        Start the preparation process, which ends when this process does, even if this one is
+        killed. It holds out `held_out` tokens for validation, or as many as the folder already has.
         """
         if (self.folder / "manifest.json").exists():
             there = read_manifest(self.folder)["val_tokens"]
             if there < held_out:
                 fewer = f"evaluations read {there:,} tokens, not {held_out:,}"
-                warn(f"eval_tokens: {fewer}: {self.folder} has held out no more")
+                warn(f"eval_tokens: {fewer}, because {self.folder} holds out no more")
             held_out = there
         flags = dict(source=config.dataset, tokenizer=config.tokenizer, out=str(self.folder))
-        flags["order"] = "prefix"  # the one in which training can begin at once
+        flags["order"] = "prefix"  # the only order in which training can begin at once
         if re.fullmatch(HUB_NAME, config.dataset) and not glob.glob(config.dataset):
             flags["dataset"], _, flags["name"] = flags.pop("source").partition(":")
         self.run_id = flags["run_id"] = secrets.token_hex(8)
         sizes = dict(val_tokens=held_out, shard_tokens=SHARD_TOKENS, workers=config.data_workers)
         arguments = [f"--{name}={value}" for name, value in (flags | sizes).items()]
-        # its stderr is a file: of a pipe, a thread would have to take what it prints
+        # Send its stderr to a file, because a pipe would need a thread that keeps emptying it.
         stderr, path = tempfile.mkstemp()
         self.printed = open(path, encoding="utf-8", errors="replace")
         self.preparing = start_child(SCRIPT, *arguments, stderr=stderr)
         os.close(stderr)
-        with contextlib.suppress(OSError):  # Windows deletes no file that is open
+        with contextlib.suppress(OSError):  # Windows cannot delete an open file
             os.unlink(path)
 
     def listen(self) -> None:
-        """Print the warnings of the preparation, and keep its errors."""
+        """Print the preparation's warnings and collect its errors."""
         for line in self.printed:
             if line.startswith("error: "):
                 self.errors.append(line.removeprefix("error: ").rstrip())
@@ -99,8 +99,8 @@ class Stream:
 
     def look(self, wanted: int, hint: str = CONTINUE) -> bool:
         """
-        Look at the folder. Returns whether it has the `wanted` number of training tokens, or all of
-        the source. Raises RunError, which ends in `hint`, if the preparation has failed.
+        Look for new shards. Returns True if there are `wanted` training tokens, or if the source
+        has ended. Raises RunError, with `hint` at the end, if the preparation has failed.
         """
         code = self.preparing.poll() if self.preparing else None  # None: still running
         if self.preparing:
@@ -112,7 +112,7 @@ class Stream:
                 if self.run_id in ("", read_manifest(self.folder).get("run_id")):
                     self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
             except (FileNotFoundError, UserError):
-                if manifest.exists():  # otherwise the preparation found too little text
+                if manifest.exists():  # else it was deleted, for want of text
                     raise
         if self.holds(wanted):
             return True
@@ -122,25 +122,26 @@ class Stream:
         return False
 
     def holds(self, tokens: int) -> bool:
-        """Whether this many training tokens have been seen, or all of the source."""
+        """Return True if this many training tokens are ready, or the whole source is."""
         return self.data.complete or len(self.data.train) >= tokens
 
     def ask(self, tokens: int) -> None:
-        """Ask the preparation for this many training tokens, and TOKENS_AHEAD more."""
+        """Allow the preparation to write this many training tokens, and TOKENS_AHEAD more."""
         if self.preparing and self.preparing.stdin:
-            with contextlib.suppress(OSError):  # it has ended; look() says why
+            with contextlib.suppress(OSError):  # it has ended, and look() will say why
                 self.preparing.stdin.write(f"{tokens + TOKENS_AHEAD}\n".encode())
 
     def read(self, first: int, count: int) -> np.ndarray:
         """
-        The windows of sequences `first` to first + count, (count, block_size + 1) int64. Waits for
-        them. Raises RunError if the preparation has failed.
+        Return the windows of sequences `first` to first + count - 1 as (count, block_size + 1)
+        int64, waiting until they are prepared. Raises RunError if the preparation has failed, or if
+        a resumed run's text has changed.
         """
         wanted, began = (first + count) * self.block_size + 1, time.monotonic()
         self.ask(wanted)
         while not (self.holds(wanted) or self.look(wanted, RESUME)):
             if self.closed:
-                raise RunError()  # nobody waits for these windows any more
+                raise RunError()  # the run is ending and needs no more windows
             if time.monotonic() - began > PATIENCE:
                 began = time.monotonic()
                 prepared = len(self.data.train)
@@ -149,18 +150,18 @@ class Stream:
         if self.before and self.shards_read(first)[: len(self.before)] != self.before:
             other = f"dataset: the text in {self.folder} differs from what this run has trained on"
             raise RunError(f"{other}; restore its source, or start a new run in another --out_dir")
-        self.before = []  # once is enough
+        self.before = []  # checked once per launch
         windows = (len(self.data.train) - 1) // self.block_size
         epochs = (first + count - 1) // windows
         if epochs > self.epochs:
             self.epochs = epochs
-            read = f"all {len(self.data.train):,} training tokens of {self.data.source} are read"
+            read = f"all {len(self.data.train):,} training tokens of {self.data.source} were read"
             say(f"data: {read}; epoch {epochs + 1} begins")
         begins = [n % windows * self.block_size for n in range(first, first + count)]
         return self.data.train.read_windows(begins, self.block_size + 1)
 
     def shards_read(self, sequences: int) -> list[str]:
-        """The SHA-256 of each shard that the first `sequences` sequences take tokens from."""
+        """Return the SHA-256 of each shard that the first `sequences` sequences read from."""
         train = self.data.train
         last = bisect.bisect_left(train.ends, sequences * self.block_size)
         return [self.data.listed[shard.path.name]["sha256"] for shard in train.shards[: last + 1]]
@@ -174,10 +175,10 @@ class Stream:
 
 def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
     """
-    Start preparing the source config.dataset (files, a folder, a pattern, or ORG/NAME[:CONFIG] on
-    the hub), and wait for what evaluations read: the first documents for validation, and the first
-    shards for training. `before` is shards_read() from a checkpoint. All ranks take part. Raises
-    UserError.
+    Start preparing config.dataset (a file, a folder, a pattern, or ORG/NAME[:CONFIG] on the hub),
+    and wait for the tokens that evaluations read: the validation split and the first training
+    shards. `before` is a resumed run's shards_read(), from its checkpoint. Every rank must call
+    this. Raises UserError.
     """
     held_out = max(config.eval_size, config.block_size + 1)
     stream = Stream(streamed_folder(config), config.block_size, before)
@@ -190,7 +191,7 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
         except RunError as error:
             raise UserError(*error.args) from None
         time.sleep(POLL_SECONDS)
-    hint = "several machines need one shared folder for a stream"
+    hint = "to stream on several machines, share one folder between them"
     ranks.check_shared(stream.folder / "lock", hint)
     while not stream.look(held_out):
         time.sleep(POLL_SECONDS)
@@ -200,27 +201,27 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
 
 
 def streamed_folder(config: Config) -> Path:
-    """Where the shards of a stream are."""
+    """Return the folder of a stream's shards."""
     name = re.sub(r"\W+", "_", f"{config.dataset} {config.tokenizer}")
     return Path("data", "streamed", name[-100:])
 
 
 def check_room(config: Config, stream: Stream, held_out: int) -> None:
-    """Print how much disk the stream will take, and warn if there is not enough."""
+    """Print how much disk space the stream will take, and warn if there is not enough."""
     needed = ""
     if not config.by_clock:
         most = held_out + config.iter_tokens * config.max_iters + TOKENS_AHEAD + SHARD_TOKENS
         needed = f", at most {2 * most / 1e9:.3g} GB in this run"
         there = len(stream.data.train) + len(stream.data.val)
         if shortage := lack_of_space(stream.folder, 2 * (most - there)):
-            warn(f"{shortage}; the run will end there with a checkpoint, and can be resumed")
+            warn(f"{shortage}; a full disk ends the run with a checkpoint to resume from")
     say(f"stream: {stream.folder} takes 2 bytes per token{needed}")
 
 
 def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
     """
-    The dataset of a stream: all of validation, and the first training shards that hold `evaluated`
-    tokens. Raises UserError.
+    Return a stream's Dataset: the whole validation split, and as many training shards as hold the
+    first `evaluated` tokens. Raises UserError if there is too little text.
     """
     data = replace(stream.data, source=source, stream=stream)
     last = bisect.bisect_left(data.train.ends, evaluated)
@@ -229,7 +230,7 @@ def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
         held = f"{len(data.val):,} tokens for validation and {len(data.train):,} for training"
         hint = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
         raise UserError(f"dataset: {source} holds {held}; {hint}")
-    # the training text is determined by the source, which the manifest names
+    # Leave out the training shards, which are still being written. The manifest names their source.
     data.fingerprint = check_and_fingerprint(data.listed_val(), [data.val])
     data.val_fingerprint = data.fingerprint
     return data
@@ -241,8 +242,8 @@ def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
 
 class Allowance:
     """
-    How many training tokens may be prepared. The run sends that number, a line each time, on stdin.
-    When stdin closes, this process ends.
+    Limit how many training tokens are prepared. The training process writes the limit to stdin, one
+    number per line. When stdin closes, this process exits.
     """
 
     def __init__(self) -> None:

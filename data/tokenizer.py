@@ -1,9 +1,10 @@
 """
-Text to token ids and back: GPT-2's BPE, one of your own, bytes, or nanoGPT's character tables.
+Convert text to token ids and back, with GPT-2's BPE, your own BPE, bytes, or nanoGPT's character
+tables.
 
-A `spec` is what a dataset or a checkpoint says of its tokenizer. Its `kind` is gpt2, bpe, byte,
-char or unknown. A bpe spec also has `json`, the text of a tokenizer.json of the library
-`tokenizers`; a char spec has the table `itos`, a list of the characters by id.
+A `spec` is the dict that describes a tokenizer in datasets and checkpoints. Its `kind` is gpt2,
+bpe, byte, char or unknown. A bpe spec also has `json`, the text of a tokenizer.json from the
+`tokenizers` library; a char spec has `itos`, the list of characters by id.
 """
 
 import os
@@ -20,30 +21,31 @@ import numpy as np
 
 from common.console import UserError, say
 
-GPT2_VOCAB = 50257  # BPE tokens, end-of-text (the last id) included
+GPT2_VOCAB = 50257  # including end-of-text, the last id
 BYTE_VOCAB = 256
-MOST_IDS = 65_536  # of a tokenizer.json: what a shard's uint16 can tell apart
-SAMPLE_MB = 50  # of text, which bpe:N is trained on
-TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: trained, of N ids, on {SAMPLE_MB} MB at most"
-# Names of end-of-text; a tokenizer that we train has the first
+MOST_IDS = 65_536  # shards store ids as uint16
+SAMPLE_MB = 50  # text to train bpe:N on, at most
+TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: train N ids on up to {SAMPLE_MB} MB"
+# What tokenizers call end-of-text; those that we train use the first name
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-# A tokenizer must give this text back unchanged; one that lowercases it, for instance, does not
+# A lossless tokenizer returns this text unchanged; one that lowercases, for instance, does not
 PROBE = "It's  12 Caf\u00e9s,\n\t\u6f22\u5b57 \U0001f642 \x80 <|endoftext|> "
-# What split_long() makes: 200,000 characters and on to the end of a word, or all that is left
+# A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 
 
 class Tokenizer:
     """
-    The tokenizer of a spec. Byte 0, which no text needs, is the byte tokenizer's end-of-text; char
-    has none. Raises UserError for an unknown kind, and where tiktoken cannot get its vocabulary.
+    Encode and decode with the tokenizer that a spec describes. For bytes, end-of-text is byte 0,
+    which no text needs; char has no end-of-text. Raises UserError for an unknown kind, or if
+    tiktoken cannot load its vocabulary.
 
-    vocab   the number of ids
-    eot     the id of end-of-text, or None
+    vocab   number of ids
+    eot     id of end-of-text, or None
     """
 
     def __init__(self, spec: dict, path: str | Path = "tokenizer.json"):
-        """`path`: where a bpe spec was read, for messages."""
+        """Set up the tokenizer of a spec. `path` is where a bpe spec came from, for messages."""
         self.spec, self.kind = spec, spec.get("kind")
         self.eot: Any  # an int or None
         if self.kind == "byte":
@@ -60,7 +62,7 @@ class Tokenizer:
             raise UserError("tokenizer: unknown; copy data/NAME/meta.pkl beside the weights")
 
     def encode(self, text: str) -> np.ndarray | list[int]:
-        """Ids of a text, without special tokens. Many threads may call it at once."""
+        """Return the ids of a text, without special tokens. Threads may call this concurrently."""
         if self.kind == "byte":
             content = text.replace("\0", "").encode(errors="replace")
             return np.frombuffer(content, dtype=np.uint8)
@@ -72,7 +74,7 @@ class Tokenizer:
         return encode_bpe(self.bpe, text)
 
     def decode(self, ids) -> str:
-        """The text of a sequence of ids."""
+        """Return the text of a sequence of ids."""
         if self.kind == "byte":
             return bytes(ids).decode(errors="replace")
         if self.kind == "char":
@@ -82,7 +84,7 @@ class Tokenizer:
         return self.bpe.decode(list(ids), skip_special_tokens=False)
 
     def start_ids(self) -> list[int]:
-        """The ids that a sample without a prompt starts with: end-of-text, or else a newline."""
+        """Return the ids that start a sample without a prompt: end-of-text, or else a newline."""
         if self.eot is not None:
             return [self.eot]
         return list(self.encode("\n")) or [0]
@@ -90,10 +92,10 @@ class Tokenizer:
 
 def gpt2_bpe():
     try:
-        import tiktoken  # here, so that a machine with prepared shards can train without it
+        import tiktoken  # lazily, so that training on prepared shards works without it
 
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever the network throws
+    except Exception as error:  # network errors come in many types
         problem = f"tokenizer gpt2: tiktoken cannot get its vocabulary ({type(error).__name__})"
         raise UserError(f"{problem}; go online once, or set TIKTOKEN_CACHE_DIR") from None
 
@@ -104,8 +106,9 @@ def gpt2_bpe():
 
 def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     """
-    The tokenizer that --tokenizer names. None for a bpe:N that must still be trained: the folder
-    `out` holds none from an earlier launch of the same preparation. Raises UserError.
+    Return the tokenizer that --tokenizer names, or None for a bpe:N that must still be trained,
+    because the folder `out` holds none from an earlier launch of this preparation. Raises
+    UserError.
     """
     kind, _, size = name.partition(":")
     if kind != "bpe":
@@ -120,7 +123,7 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
 
 
 def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
-    """The spec of a tokenizer.json. Raises UserError, which ends in `hint`."""
+    """Read a tokenizer.json into a spec. Raises UserError, with `hint` at the end."""
     try:
         return dict(kind="bpe", json=path.read_bytes().decode(errors="replace"))
     except OSError as error:
@@ -128,23 +131,23 @@ def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
 
 
 def load_bpe(json: str, path: str | Path):
-    """The library's tokenizer, the number of its ids, and that of end-of-text. Raises UserError."""
-    # writer.py has threads of its own; after the library has used its own, each fork would warn
+    """Return the library's tokenizer, its number of ids, and end-of-text's id. Raises UserError."""
+    # writer.py already uses threads. If the library did too, it would warn at every fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        import tokenizers  # here, for the same reason as tiktoken
+        import tokenizers  # lazily, as tiktoken above
 
         bpe = tokenizers.Tokenizer.from_str(json)
-    except Exception as error:  # the library raises no other
+    except Exception as error:  # the library raises nothing more specific
         raise UserError(f"{path}: the tokenizers library refuses it ({error})") from None
     bpe.no_truncation()
     bpe.no_padding()
-    bpe.encode_special_tokens = True  # as text: no document can hold an end-of-text
+    bpe.encode_special_tokens = True  # encode <|endoftext|> in a document as plain text
     vocab = 1 + max(bpe.get_vocab().values(), default=0)
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
     ends = [special[name] for name in ENDS if name in special]
     if vocab > MOST_IDS:
-        raise UserError(f"{path}: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
+        raise UserError(f"{path}: has {vocab:,} ids, but shards hold {MOST_IDS:,} at most")
     if not ends:
         raise UserError(f"{path}: has none of the special tokens {', '.join(ENDS)}")
     if bpe.decode(list(encode_bpe(bpe, PROBE)), skip_special_tokens=False) != PROBE:
@@ -153,7 +156,7 @@ def load_bpe(json: str, path: str | Path):
 
 
 def encode_bpe(bpe, text: str) -> np.ndarray:
-    # "fast" skips working out where in the text each token is
+    # The fast variant skips computing where in the text each token lies.
     chunks = ([chunk] for chunk in split_long(text))
     ids = (bpe.encode_batch_fast(chunk, add_special_tokens=False)[0].ids for chunk in chunks)
     return np.fromiter(chain.from_iterable(ids), dtype=np.uint16)
@@ -161,39 +164,38 @@ def encode_bpe(bpe, text: str) -> np.ndarray:
 
 def split_long(text: str) -> list[str]:
     """
-    The text in chunks. Each ends with a word, so that no token crosses into the next one. Whole
-    texts would take too much memory: the library needs some hundred bytes per character that it is
-    given at once. A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
+    Split a text into chunks that end with a word, so that no token spans two chunks. The library
+    needs about a hundred bytes per character of each call, too much for whole texts. A lone
+    surrogate, which UTF-8 cannot hold, becomes a question mark.
     """
     return CHUNK.findall(text.encode(errors="replace").decode())
 
 
 def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int = 0) -> Tokenizer:
     """
-    The tokenizer bpe:N: a byte-level BPE as GPT-2's (Radford et al. 2019), made from a sample of
-    these texts (see sample_text). Raises UserError where they are too short or too varied for N
-    ids.
+    Train the tokenizer bpe:N, a byte-level BPE like GPT-2's (Radford et al. 2019), on a sample of
+    these texts (see sample_text). Raises UserError if the sample yields fewer than N ids.
     """
     from tokenizers import ByteLevelBPETokenizer
 
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
     bpe, vocab, bars = ByteLevelBPETokenizer(), int(name.partition(":")[2]), sys.stderr.isatty()
     sample = list(sample_text(texts, skip, total))
-    # until it is done, the library lets no Python handler run: Ctrl-C ends the process at once
+    # Python cannot handle Ctrl-C until the library returns, so let it kill the process instead.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
         hint = "a smaller N, less validation, or more text"
-        raise UserError(f"{name}: the training text suffices for only {ids} ids; {hint}")
+        raise UserError(f"{name}: the training text is enough for only {ids} ids; {hint}")
     return Tokenizer(dict(kind="bpe", json=bpe.to_str()))
 
 
 def sample_text(texts: Iterable[str | None], skip: int, total: int) -> Iterator[str]:
     """
-    The texts after the first `skip` bytes, which are validation's. Where there are more than
-    SAMPLE_MB: chunks spread evenly over them, or the first SAMPLE_MB if `total`, the number of
-    bytes, is not known.
+    Yield at most SAMPLE_MB of text, after the first `skip` bytes, which are validation's. Spreads
+    the sample evenly over a text of `total` bytes, or takes its beginning if `total` is 0, meaning
+    unknown.
     """
     most = SAMPLE_MB * 1_000_000
     read, taken, every = -skip, 0, 1 + total // most
@@ -208,14 +210,14 @@ def sample_text(texts: Iterable[str | None], skip: int, total: int) -> Iterator[
 
 
 # -----------------------------------------------------------------------------
-# From files of other programs
+# nanoGPT's meta.pkl
 
 
 def read_meta(path: Path) -> tuple[int, dict]:
     """
-    The vocabulary of nanoGPT's meta.pkl and the tokenizer's spec: its table of characters, or of
-    kind unknown without one. A pickle can run code when it is loaded: this reads plain containers
-    and refuses the rest.
+    Read the vocabulary size and the tokenizer's spec from nanoGPT's meta.pkl. The spec is of kind
+    char if the file has a character table, else unknown. Loading a pickle can run code, so this
+    accepts plain containers only. Raises UserError.
     """
 
     class PlainUnpickler(pickle.Unpickler):
@@ -228,7 +230,7 @@ def read_meta(path: Path) -> tuple[int, dict]:
         vocab, itos = meta["vocab_size"], meta.get("itos", {})
         texts = [itos[i] for i in range(min(vocab, len(itos)))]
     except Exception as error:  # a damaged pickle can raise anything
-        raise UserError(f"{path}: no plain dictionary ({error}); prepare it again") from None
+        raise UserError(f"{path}: not a plain dictionary ({error}); prepare it again") from None
     if len(texts) == vocab and all(isinstance(text, str) for text in texts):
         return vocab, dict(kind="char", itos=texts)
-    return vocab, dict(kind="unknown")  # a tokenizer that we do not know
+    return vocab, dict(kind="unknown")  # a tokenizer that meta.pkl does not contain

@@ -1,13 +1,13 @@
 """
-Documents in, token shards and manifest.json out: what prepare_fineweb.py and prepare_text.py share.
+Turn documents into token shards and a manifest.json, for prepare_fineweb.py and prepare_text.py.
 
-Documents keep the order of the source, an end-of-text token before each. A shard ends with a
-document, except in the order of the records. After each shard manifest.json is written, which also
-says where in the source the next one begins. So the same command, run again, continues after the
-last finished shard: its files are the same, byte for byte, however often it was stopped and however
-many threads it uses. With a larger --tokens it continues a finished folder.
+Documents keep the source's order, each preceded by an end-of-text token. Shards end at a document
+boundary, except with --order=records. After each shard, manifest.json records where in the source
+the next one begins. Running the same command again continues after the last finished shard, and the
+files are byte-identical however often it was interrupted and however many threads it used. A larger
+--tokens adds to a finished folder.
 
-How files are read: sources.py. In which order: order.py.
+sources.py reads the files; order.py chooses their order.
 """
 
 import contextlib
@@ -34,46 +34,46 @@ from data.shards import read_manifest, write_shard
 from data.sources import Place
 from data.tokenizer import Tokenizer
 
-BATCH = 64  # documents that a thread tokenises at once
-READ_AHEAD = 2  # such batches for each thread
-MOST_HASHED = 10**10  # bytes of local sources, which take some ten seconds
-LOCK_SECONDS = 10  # to wait for a preparation that is just ending
-SMALL_DATASET = 100_000_000  # tokens; the quickstart's model suits fewer
+BATCH = 64  # documents that a thread tokenizes at once
+READ_AHEAD = 2  # batches in flight per thread
+MOST_HASHED = 10**10  # bytes of local files to hash, which takes about ten seconds
+LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
+SMALL_DATASET = 100_000_000  # tokens; suggest the quickstart's model below that
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.3B tokens, the GPT-2 recipe 10B
-RECORDS_EVAL_TOKENS = 10_485_760  # the first ones of validation, on which 3.28 is reached
+RECORDS_EVAL_TOKENS = 10_485_760  # validation tokens on which others report the loss of 3.28
 
 CONTINUE = "the same command continues after the last finished shard"
 
-# By default tqdm shares a lock between processes. A killed preparation would leave it behind, and
-# some systems would print a warning.
+# By default tqdm shares a lock between processes. A killed preparation would leak that lock, which
+# makes some systems print a warning.
 tqdm.set_lock(threading.RLock())
 
 
 class Document(NamedTuple):
-    """A row of a source; without text it is only counted."""
+    """A row of a source. A row without text is only counted."""
 
-    behind: Place  # where the next one begins
+    behind: Place  # where the next document begins
     text: str | None
-    held_out: str = ""  # what the source has cut off its end for validation
+    held_out: str = ""  # text cut off its end for validation
 
 
 @dataclass
 class Plan:
-    """What a data folder is to hold."""
+    """Describe the data folder to make."""
 
     folder: Path
-    made_from: dict  # what determines its shards: see made_from()
+    made_from: dict  # everything that determines the shards: see made_from()
     documents: Callable[[Place], Iterator[Document]]  # from a place on
     tokenizer: Tokenizer
-    expected_tokens: int = 0  # both splits; for the disk space and the progress bar
-    val_tokens: int = 0  # of the first documents, held out whole; 0: the source holds out its own
-    train_tokens: int | None = None  # the most; None: all of the source
+    expected_tokens: int = 0  # both splits together; for the disk check and progress bar
+    val_tokens: int = 0  # hold out whole documents from the start; 0: the source holds out its own
+    train_tokens: int | None = None  # stop there; None: use the whole source
     shard_tokens: int = 100_000_000
-    cuts_documents: bool = False  # every shard is full, as llm.c's are; blank text is a document
-    least_tokens: int = 1  # in each split
-    # ends the error if a split has fewer; {twentieth} becomes a twentieth of all tokens
+    cuts_documents: bool = False  # like llm.c: fill every shard, and keep blank documents
+    least_tokens: int = 1  # in each split, or the preparation fails
+    # advice for the least_tokens error; {twentieth} becomes a twentieth of all tokens
     hint: str = "give more text"
-    # for a stream: the run that trains meanwhile, and a wait until more training tokens are wanted
+    # for a stream: the id of the training run, and a function that waits until it wants more tokens
     run_id: str = ""
     wait: Callable[[int], None] = lambda tokens: None
 
@@ -82,8 +82,8 @@ def made_from(
     folder: Path, source: str, files: list[str], tokenizer: Tokenizer, **settings
 ) -> dict:
     """
-    What must stay the same for a preparation of this folder to continue: the source as the user
-    named it, its files, the tokenizer, and the flags that change what is written.
+    Return the part of manifest.json that must stay the same for a preparation to continue: the
+    source as the user named it, its files, the tokenizer, and the flags that change the output.
     """
     same: dict[str, Any] = dict(format="uint16 shards, llm.c header", source=source)
     same |= dict(tokenizer=tokenizer.kind, vocab=tokenizer.vocab, eot=tokenizer.eot)
@@ -96,8 +96,9 @@ def made_from(
 
 def stamp_files(names: list[str], noted: dict[str, list]) -> dict[str, list]:
     """
-    Return size, mtime and sha256 of local files. A file with the noted size and mtime is not read,
-    but returned as noted. Nor are more than MOST_HASHED bytes read; their mtime alone decides.
+    Return [size, mtime, SHA-256] of each local file. A file whose size and mtime match its `noted`
+    stamp keeps that stamp and is not read. If the files exceed MOST_HASHED bytes in all, new stamps
+    have no hash.
     """
     quick = {name: [(stat := os.stat(name)).st_size, stat.st_mtime_ns] for name in names}
     is_hashed = sum(size for size, _ in quick.values()) <= MOST_HASHED
@@ -114,14 +115,14 @@ def stamp_files(names: list[str], noted: dict[str, list]) -> dict[str, list]:
 
 
 def is_same_file(stamp: list, noted: list) -> bool:
-    """Return whether two stamps are of the same bytes. Without both hashes the mtime decides."""
+    """Return True if two stamps mean the same contents. If a hash is missing, mtimes must match."""
     return stamp == noted or (len(stamp) == len(noted) == 3 and stamp[2] == noted[2])
 
 
 def prepare(plan: Plan, workers: int) -> dict:
     """
-    Fill plan.folder, or continue where an earlier launch stopped. `workers` threads tokenise.
-    Returns the manifest. Raises UserError, and RunError for what fails on the way.
+    Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads.
+    Returns the manifest. Raises UserError, and RunError if reading or writing fails on the way.
     """
     check_folder(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -131,13 +132,13 @@ def prepare(plan: Plan, workers: int) -> dict:
             wait_for_lock(lock, plan.folder)
             manifest = begin_or_continue(plan)
             if not manifest["complete"]:
-                if manifest["next"]:  # else the source had ended when the last launch was stopped
+                if manifest["next"]:  # None if an earlier launch already read the whole source
                     write_shards(plan, manifest, workers)
                 finish(plan, manifest)
     except KeyboardInterrupt:
         print_err(f"stopped: {CONTINUE}")
         raise
-    except OSError as error:  # a full disk, whose error names no file, or a text file that is gone
+    except OSError as error:  # a full disk, whose error names no file, or a deleted source
         path = error.filename or plan.folder
         raise RunError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
     return manifest
@@ -157,10 +158,10 @@ def wait_for_lock(lock, folder: Path) -> None:
 
 
 def check_folder(plan: Plan) -> None:
-    """Raises UserError if the folder holds something else than what this plan makes."""
+    """Raise UserError if the folder holds anything but what this plan makes."""
     folder = plan.folder
     if folder.resolve() == Path(__file__).resolve().parent:
-        raise UserError(f"{folder}: holds this program's own files; choose a folder in it")
+        raise UserError(f"{folder}: holds this program's own files; choose a folder inside it")
     if (folder / "manifest.json").exists():
         check_manifest(plan, read_manifest(folder))
     elif any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
@@ -168,11 +169,11 @@ def check_folder(plan: Plan) -> None:
 
 
 def check_manifest(plan: Plan, manifest: dict) -> None:
-    """Raises UserError if the folder was made from other text or flags."""
+    """Raise UserError if the folder was made from other text or with other flags."""
     asked = dict(plan.made_from)
-    manifest = dict(order="prefix") | manifest  # that of earlier versions
+    manifest = dict(order="prefix") | manifest  # the only order of earlier versions
     noted = manifest.get("files", {})
-    # of an unfinished one a line may have been mended meanwhile
+    # While it is unfinished, the user may have fixed a broken line in a source file.
     is_begun = not manifest.get("complete", True)
     if list(asked["files"]) == list(noted) and (
         is_begun or all(map(is_same_file, asked["files"].values(), noted.values()))
@@ -187,21 +188,22 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
         named = "; ".join(flags or differs)
         problem = f"exists, made from other text or with other flags ({named})"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
-    before = manifest.get("train_tokens")  # earlier versions noted that, and no place to go on
+    # Earlier versions recorded train_tokens, but not where to continue.
+    before = manifest.get("train_tokens")
     if "next" not in manifest and before and (plan.train_tokens or 0) > before:
-        problem = "an earlier version made it, so that it cannot be given more tokens"
+        problem = "made by an earlier version, so no tokens can be added"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
 
 
 def begin_or_continue(plan: Plan) -> dict:
-    """The manifest of a folder that is locked for this process: a new one, or what is there."""
+    """Load or create the manifest of a folder that this process has locked."""
     folder = plan.folder
-    check_folder(plan)  # another process may have been here
+    check_folder(plan)  # again, because another process may have written to it before the lock
     remove_temporaries(folder, "*.bin", "*.json")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
         for name, stamp in plan.made_from["files"].items():
-            if not is_same_file(stamp, manifest["files"][name]):  # a line of it has been mended
+            if not is_same_file(stamp, manifest["files"][name]):  # the user may have fixed a line
                 changed = "has changed since the preparation began; finished shards stay"
                 hint = f"if rows were added or removed, delete {folder} and begin again"
                 warn(f"{name}: {changed}; {hint}")
@@ -220,7 +222,7 @@ def begin_or_continue(plan: Plan) -> dict:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
     manifest["files"] = plan.made_from["files"]
     if plan.run_id:
-        manifest["run_id"] = plan.run_id  # tells that run that the shards are from its source
+        manifest["run_id"] = plan.run_id  # so that the run knows these shards are from its source
     write_manifest(folder, manifest)
     own_json = folder / "tokenizer.json"
     if plan.tokenizer.kind == "bpe" and not own_json.exists():
@@ -230,13 +232,13 @@ def begin_or_continue(plan: Plan) -> dict:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace manifest.json in one step; the shards it lists are already on the disk."""
+    """Write manifest.json atomically. The shards that it lists must already be on disk."""
     with replacing(folder / "manifest.json") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
 
 
 def tokens_of(manifest: dict) -> dict[str, int]:
-    """The number of tokens in finished shards, by split."""
+    """Return the number of tokens in finished shards, by split."""
     totals = {"train": 0, "val": 0}
     for shard in manifest["shards"]:
         totals[shard["name"].partition("_")[0]] += shard["tokens"]
@@ -244,7 +246,7 @@ def tokens_of(manifest: dict) -> dict[str, int]:
 
 
 def finish(plan: Plan, manifest: dict) -> None:
-    """End a preparation. Raises UserError if a split has too few tokens."""
+    """Mark a preparation as complete. Raises UserError if a split has too few tokens."""
     totals, left_out = tokens_of(manifest), manifest["left_out"]
     if left_out["no text"]:
         held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text"
@@ -262,9 +264,9 @@ def finish(plan: Plan, manifest: dict) -> None:
 
 
 def discard(folder: Path, manifest: dict) -> None:
-    """Leave nothing that looks like a dataset. A run beside this one reads the manifest first."""
+    """Delete the dataset, manifest first, because a streaming run reads the manifest first."""
     shards = [shard["name"] for shard in manifest["shards"]]
-    with contextlib.suppress(OSError):  # Windows deletes no file that is open, as the lock is
+    with contextlib.suppress(OSError):  # Windows cannot delete the lock file while it is open
         for name in ["manifest.json", "tokenizer.json", *shards, "lock"]:
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
@@ -272,14 +274,14 @@ def discard(folder: Path, manifest: dict) -> None:
 
 def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) -> None:
     """
-    Print what a data folder holds and the command that trains on it, with `config` if one was
-    written for it.
+    Print what a data folder holds, and the command that trains on it: with `config` if one was
+    written, else with a config that suits the dataset's size.
     """
     tokens, shards = tokens_of(manifest), manifest["shards"]
     total = sum(tokens.values())
     documents, size = (sum(shard[key] for shard in shards) for key in ("documents", "bytes"))
     held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
-    files = len(manifest["files"])  # local ones
+    files = len(manifest["files"])  # local files only
     of = f" of {files:,} files" if files > 1 else ""
     say(f"{folder}: {documents:,} documents{of}, {held} in {len(shards)} shards")
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total / 1e6:,.1f} MB here")
@@ -289,7 +291,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
         config = Path("config", "quickstart.py" if total < SMALL_DATASET else recipe)
         name: object = folder.name if folder.parent == Path("data") else folder
         if Path("data", folder).is_dir() and not folder.is_absolute():
-            name = f"./{folder}"  # data/NAME is another dataset
+            name = f"./{folder}"  # without ./ this would name data/FOLDER
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
         if manifest.get("order") == "records":
             arguments.append(f"--eval_tokens={min(RECORDS_EVAL_TOKENS, tokens['val'])}")
@@ -302,19 +304,19 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
 
 @dataclass
 class Part:
-    """The contents of a shard to be written."""
+    """The contents of a shard that is being filled."""
 
-    tokens: bytearray = field(default_factory=bytearray)  # two bytes each
+    tokens: bytearray = field(default_factory=bytearray)  # two bytes per token
     documents: int = 0
-    bytes: int = 0  # of their text
+    bytes: int = 0  # UTF-8 bytes of their text
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, two bytes each, end-of-text first; and its text in UTF-8."""
+    """A document's tokens, two bytes each and end-of-text first, and its text in UTF-8."""
 
     tokens: bytes
     text: bytes
-    begins: bool = True  # False for the rest of a document that a shard's end has cut
+    begins: bool = True  # False for the second part of a document cut at a shard's end
 
 
 def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
@@ -325,34 +327,35 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     documents = encode(plan.documents(begin), plan.tokenizer, workers, plan.cuts_documents)
     if plan.cuts_documents:
         documents = cut_at_shards(documents, begin, plan.shard_tokens)
-    # disable=None: shown on a terminal only
+    # disable=None shows the bar on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
         while manifest["next"] and totals["train"] < most:
-            # how many tokens the next shard of each split may take
+            # tokens that the next shard of each split may hold
             room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
             if plan.cuts_documents:
-                room["train"] = plan.shard_tokens  # the last shard is full, too
-            split = "train"  # of whole documents
+                room["train"] = plan.shard_tokens  # the last shard is full as well
+            split = "train"  # where documents go; what is cut off their ends always goes to val
             if totals["val"] < plan.val_tokens:
                 split = "val"
                 room["val"] = min(plan.shard_tokens, plan.val_tokens - totals["val"])
             else:
                 plan.wait(totals["train"])
             parts = take(documents, split, room, manifest, bar)
-            for name in [*parts]:  # frees each part before the next one is written
+            for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))
             write_manifest(plan.folder, manifest)
             totals = tokens_of(manifest)
-    documents.close()  # ends the threads
+    documents.close()  # stops the threads
 
 
 def take(
     documents: Iterator, split: str, room: dict[str, int], manifest: dict, bar: tqdm
 ) -> dict[str, Part]:
     """
-    The next documents, for this split, until one split has no room for another one. Notes in the
-    manifest where the following ones begin, what is left out, and the validation text.
+    Take documents for this split until the next shard of either split is full. Notes in the
+    manifest where the following documents begin, how many rows were left out, and the hash of the
+    validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
     for behind, whole, held_out in documents:
@@ -375,10 +378,10 @@ def take(
 
 def cut_at_shards(documents: Generator, begin: Place, shard_tokens: int) -> Generator:
     """
-    The same tokens, a document in two where a shard ends within it. Its text counts for the shard
-    in which it begins.
+    Yield the same documents, with a document cut in two where a shard ends within it. Its text
+    counts towards the shard in which it begins.
     """
-    filled = 0  # of the shard
+    filled = 0  # tokens in the current shard
     before, cut = begin._replace(given=None), begin.given or 0
     for behind, whole, nothing in documents:
         rest = whole.tokens[2 * cut :]
@@ -399,17 +402,17 @@ def cut_at_shards(documents: Generator, begin: Place, shard_tokens: int) -> Gene
 
 def add_to_val_text(manifest: dict, text: bytes) -> None:
     """
-    Continue the hash of the validation text by a document: of the hash so far and the document's
-    own. It does not depend on the tokenizer, on shards, or on where a preparation was stopped.
+    Add a document to the validation text's hash, which becomes the hash of the old hash and the
+    document's. It does not depend on the tokenizer, the shards, or where a preparation was stopped.
     """
     so_far = manifest.get("val_text_sha256")
-    if so_far is not None:  # an earlier version began this folder without it
+    if so_far is not None:  # None in folders begun by an earlier version
         both = bytes.fromhex(so_far) + hashlib.sha256(text).digest()
         manifest["val_text_sha256"] = hashlib.sha256(both).hexdigest()
 
 
 def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
-    """Write a shard and list it in the manifest, unless it is empty."""
+    """Write a shard and add it to the manifest, unless it is empty."""
     if not part.tokens:
         return
     name = f"{split}_{len(manifest['shards']):06d}.bin"
@@ -422,9 +425,9 @@ def encode(
     documents: Iterator[Document], tokenizer: Tokenizer, workers: int, keeps_blank: bool
 ) -> Generator:
     """
-    Tokenise on `workers` threads (BPEs release the GIL) and keep the order: yields for each
-    document the place behind it, its text and what is held out, both Encoded. Reads far enough
-    ahead to keep the threads busy while the source downloads or a shard is written; memory does not
+    Tokenize on `workers` threads (BPE libraries release the GIL). Yields for each document, in
+    order, the place behind it, its text and its held-out text, both Encoded. Reads far enough ahead
+    to keep the threads busy while the source downloads or a shard is written; memory use does not
     grow with the source. Raises RunError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")

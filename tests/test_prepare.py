@@ -503,7 +503,7 @@ def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
     Path("a.jsonl").write_text("\n".join([*lines[:2000], lines[2000][:-5], *lines[2001:]]))
     code, _, err = run(FINEWEB, *flags, "--out=out")
     assert code == 1
-    assert "a.jsonl: line 2,001 is no JSON object" in err and "the same command continues" in err
+    assert "a.jsonl: line 2,001 is not a JSON object" in err and "the same command continues" in err
     begun = digests(Path("out"))
     assert 3 < len(begun) < len(digests(Path("straight")))
     Path("a.jsonl").write_text("\n".join(lines))
@@ -680,7 +680,7 @@ def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(
         *warnings, error = err.splitlines()
         pauses = [float(line.split()[1]) for line in said.splitlines() if "slept" in line]
         assert 3600 <= sum(pauses) < 4000 and pauses == sorted(pauses)
-        assert len(warnings) == len(pauses) and all("; again in " in line for line in warnings)
+        assert len(warnings) == len(pauses) and all("again in " in line for line in warnings)
         assert error.startswith("error: hf://datasets/org/name@") and "same command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
         Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision meanwhile

@@ -281,7 +281,7 @@ BROKEN = {
     "cut": (b'{"text": "cut', "Unterminated"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "Extra data"),
     "a list": (b'[{"text": "a"}]', "jq -c"),
-    "a string": (b'"text"', "no JSON object"),
+    "a string": (b'"text"', "not a JSON object"),
     "too deep": (b'{"a":' * 100_000, "recursion"),
     "Latin-1": ('{"text": "café"}'.encode("latin-1"), "iconv"),
     "UTF-16": ('{"text": "words"}'.encode("utf-16"), "iconv"),
@@ -297,7 +297,7 @@ def test_a_broken_line_is_named_by_its_number_in_the_file(prepare, line, said):
     source = "--source=a.jsonl" if prepare is prepare_rows else "a.jsonl"
     result = prepare(source)
     assert result.code == 2 and result.err.count("\n") == 1
-    assert result.err.startswith("error: a.jsonl: line 102 is no JSON object (")
+    assert result.err.startswith("error: a.jsonl: line 102 is not a JSON object (")
     assert said in result.err and not Path("out").exists()
 
 
@@ -321,7 +321,7 @@ def test_the_command_for_what_is_almost_jsonl_keeps_all_rows(form, line):
     shutil.copy("FILE", "a.jsonl")
     result = prepare_rows("--source=a.jsonl")
     assert result.code == 2 and result.err.count("\n") == 1
-    assert f"a.jsonl: line {line} is no JSON object" in result.err
+    assert f"a.jsonl: line {line} is not a JSON object" in result.err
     mend = re.search(r"(?:jq -|sed '|tr ').* NEW", result.err)[0]
     subprocess.run(mend, shell=True, check=True)
     Path("NEW").rename("new.jsonl")

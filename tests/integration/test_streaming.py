@@ -214,7 +214,7 @@ def test_a_source_that_fails_midway_is_used_up_and_named_and_mended(program, wor
     code, _, err = finish(start_run(program, path, work / "out", **keys))
     assert code == 1
     (error,) = err.splitlines()
-    assert error.startswith("error: ") and "a.jsonl: line 1,201 is no JSON object" in error
+    assert error.startswith("error: ") and "a.jsonl: line 1,201 is not a JSON object" in error
     assert error.endswith("--init_from=resume continues the run")
     stopped = checkpoints(work / "out")[-1]
     (folder,) = Path("data/streamed").iterdir()
