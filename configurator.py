@@ -1,13 +1,13 @@
 """
-Configuration: every key, its default and its meaning, and the rules for overriding them.
+Define every configuration key, its default and its meaning, and read config files and flags.
 
     python train.py config/gpt124m_4070.py --batch_size=4    files and flags, left to right
     python train.py --help                                   every key: type, default, meaning
     python configurator.py config/x.py --batch_size=4        print the result as a config file
 
-Where a key is set more than once, the last one wins. A config file is Python. It is run with the
-values so far as its variables, so `lr_decay_iters = max_iters` works. The names are nanoGPT's
-wherever nanoGPT has one, and so are the defaults, except device, dtype and lr_decay_iters.
+If a key is set more than once, the last value wins. A config file is Python and runs with the
+values so far as its variables, so `lr_decay_iters = max_iters` works. Keys that nanoGPT also has
+keep its names, and its defaults except for device, dtype and lr_decay_iters.
 
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
@@ -31,7 +31,8 @@ from common.console import UserError, did_you_mean, print_err, raise_if_any, run
 from common.files import read_text
 
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
-NEVER = 2**40  # as a number of iterations: the clock decides
+# An iteration that no run reaches, for keys like max_iters when the clock decides instead
+NEVER = 2**40
 
 
 @dataclass(frozen=True)
@@ -43,114 +44,113 @@ class Config:
 
     # I/O
     out_dir: str = "out"  # folder for checkpoints, metrics.jsonl and loss.png
-    init_from: str = "scratch"  # scratch, resume, auto: resume if possible, gpt2, or a path
+    init_from: str = "scratch"  # scratch, resume, auto (resume if possible), gpt2, or a path
     eval_interval: int = 2000  # iterations between evaluations
-    eval_iters: int = 200  # micro-batches of an evaluation, if eval_tokens is 0
-    eval_tokens: int = 0  # tokens of an evaluation; 0: eval_iters micro-batches
+    eval_iters: int = 200  # micro-batches per evaluation, if eval_tokens is 0
+    eval_tokens: int = 0  # tokens per evaluation; 0: use eval_iters micro-batches
     eval_only: bool = False  # evaluate once and exit
-    sample_tokens: int = 0  # print a sample this long after each evaluation; 0: none
+    sample_tokens: int = 0  # tokens of text to print after each evaluation; 0: none
     always_save_checkpoint: bool = True  # save after every evaluation; False: only the best
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: int = 2  # how many of the newest to keep, besides best.pt
+    keep_checkpoints: int = 2  # how many of the newest checkpoints to keep, besides best.pt
     # logging
     log_interval: int = 1  # iterations between log lines
     tracker: str = "none"  # also log to wandb or tensorboard
     wandb_project: str = "owt"  # project name in wandb
     wandb_run_name: str = "gpt2"  # run name in wandb
     # data
-    dataset: str = "openwebtext"  # a folder in data/, or the path of a folder
-    stream: bool = False  # tokenize while training; see docs/data.md
-    tokenizer: str = "gpt2"  # of a stream: gpt2, byte, or the path of a tokenizer.json
-    data_workers: int = 1  # threads that tokenize a stream
+    dataset: str = "openwebtext"  # a folder in data/, or a path
+    stream: bool = False  # tokenize during training; see docs/data.md
+    tokenizer: str = "gpt2"  # for stream=True: gpt2, byte, or the path of a tokenizer.json
+    data_workers: int = 1  # for stream=True: threads that tokenize
     batch_size: int = 12  # sequences in a micro-batch
     block_size: int = 1024  # tokens in a sequence (context length)
-    gradient_accumulation_steps: int = 40  # micro-batches of an iteration, on all GPUs together
+    gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # if set, gradient_accumulation_steps follows from it
     # model
-    model: str = "gpt2"  # gpt2, or fast, which needs fewer tokens
+    model: str = "gpt2"  # gpt2, or fast, which reaches the same loss with fewer tokens
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads; must divide n_embd
-    n_embd: int = 768  # width
+    n_embd: int = 768  # channels of the residual stream (width)
     dropout: float = 0.0  # 0.1 or more helps with fine-tuning and small texts
-    bias: bool = False  # biases in linear layers and norms, as in GPT-2
-    tie_weights: bool = True  # share token embedding and output head; fast: False
+    bias: bool = False  # use biases in linear layers and norms, as OpenAI's GPT-2 does
+    tie_weights: bool = True  # use the token embedding as the output head; model=fast: False
     flash: bool = True  # fused attention (scaled_dot_product_attention)
     loss_chunk: str = "auto"  # compute the loss this many tokens at a time: auto | off | N
     recompute: bool = False  # recompute activations in the backward pass: less memory, slower
-    value_tables: int = 0  # model=fast: number of value embeddings; they cost no FLOPs
+    value_tables: int = 0  # model=fast: number of value embeddings, which cost memory but no FLOPs
     bigram_rows: int = 0  # model=fast: rows of the bigram embedding; 0: none
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # optimizer
     optimizer: str = "adamw"  # adamw, or muon for the hidden matrices
-    learning_rate: float = 6e-4  # peak; optimizer=muon: of hidden matrices, default 0.025
+    learning_rate: float = 6e-4  # peak; optimizer=muon: for hidden matrices, default 0.025
     head_lr: float = 0.004  # optimizer=muon: peak learning rate of the output head
     muon_momentum: float = 0.95  # optimizer=muon: momentum
-    weight_decay: float = 0.1  # of matrices and embeddings; muon: of embeddings and head
-    beta1: float = 0.9  # Adam's decay of the mean gradient
-    beta2: float = 0.95  # Adam's decay of the mean squared gradient
-    grad_clip: float = 1.0  # clip the gradient's norm at this value; 0: off
+    weight_decay: float = 0.1  # on matrices and embeddings; optimizer=muon: on embeddings and head
+    beta1: float = 0.9  # Adam: decay of the gradient's running mean
+    beta2: float = 0.95  # Adam: decay of the squared gradient's running mean
+    grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # schedule
     max_iters: int = 600000  # iterations to train
     hours: float = 0.0  # train for this many hours instead of max_iters
     until: str = ""  # train until this time, such as 07:00, instead of max_iters
-    max_minutes: float = 0.0  # save and stop this launch after so many minutes; 0: off
+    max_minutes: float = 0.0  # save and stop this launch after this many minutes; 0: off
     lr_schedule: str = "cosine"  # cosine, linear, constant, or wsd: constant, then linear
-    decay_fraction: float = 0.2  # lr_schedule=wsd: fraction of the run that decays
+    decay_fraction: float = 0.2  # lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
-    min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of it
+    min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
     # system
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # float32, bfloat16, float16, or auto: the fastest here
-    compile: bool | str = True  # use torch.compile; required: stop if that fails
+    compile: bool | str = True  # use torch.compile; required: stop with an error if it fails
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
-    seed: int = 1337  # initial weights, dropout, order of the data
-    peak_tflops: float = 0.0  # of the device, for MFU; 0: from gpus.csv, else measured
-    # no keys, but names of keys: those that a file or a flag sets, and those that a flag sets
+    seed: int = 1337  # for initial weights, dropout and data order
+    peak_tflops: float = 0.0  # the device's peak, for MFU; 0: look it up in gpus.csv, else measure
+    # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
     given: frozenset[str] = field(default=frozenset(), compare=False)
     typed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def by_clock(self) -> bool:
-        """Whether the schedule follows the time and not the iterations."""
+        """Return True if the schedule follows the clock instead of the iteration count."""
         return bool(self.hours or self.until)
 
     @property
     def iter_sequences(self) -> int:
-        """Sequences of one iteration, all processes together."""
+        """Return the sequences per iteration, across all ranks."""
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
     def iter_tokens(self) -> int:
-        """Tokens of one iteration, all processes together."""
+        """Return the tokens per iteration, across all ranks."""
         return self.iter_sequences * self.block_size
 
     @property
     def eval_size(self) -> int:
-        """Tokens of each split that an evaluation reads."""
+        """Return how many tokens of each split an evaluation reads."""
         return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size
 
 
 @dataclass
 class NanoGPTKeys:
-    """nanoGPT's keys that have other names here; from_nanogpt() translates them."""
+    """nanoGPT's keys that have other names here. from_nanogpt() translates them."""
 
-    backend: str = "nccl"  # nothing: the device decides
+    backend: str = "nccl"  # ignored, because the device determines it
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
     decay_lr: bool = True  # lr_schedule=cosine; False: lr_schedule=constant
 
 
 def find_keys(keys: type) -> dict[str, Field]:
-    """The keys that a dataclass lists, by name."""
+    """Return the keys that a dataclass lists, by name."""
     return {f.name: f for f in fields(keys) if f.compare}
 
 
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
-# What a key may hold besides its type, here and in sample.py. Numbers that are not named are 0 or
-# more.
+# Allowed values of keys, here and in sample.py. Other numbers must be 0 or more.
 CHOICES: dict[str, tuple[str, ...]] = dict(
     model=("gpt2", "fast"),
     optimizer=("adamw", "muon"),
@@ -166,7 +166,7 @@ BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "top_p")
 PATHS = ("out_dir", "init_from", "dataset", "tokenizer")
 MAY_BE_BLANK = ("until", "start")
-# the one choice with which a key does anything; with another one it must keep its default
+# Keys that only work with another key at this value; otherwise they must keep their defaults
 ONLY_WITH = dict(
     value_tables="model=fast",
     bigram_rows="model=fast",
@@ -174,7 +174,7 @@ ONLY_WITH = dict(
     muon_momentum="optimizer=muon",
     decay_fraction="lr_schedule=wsd",
 )
-# what other trainers call these keys
+# What other trainers call these keys, for suggestions
 OTHER_NAMES = dict(
     lr="learning_rate",
     bs="batch_size",
@@ -187,7 +187,7 @@ OTHER_NAMES = dict(
 )
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
-SWITCHES = (bool, bool | str)  # the second is that of compile, which may also be "required"
+SWITCHES = (bool, bool | str)  # the second is the type of compile, which may also be "required"
 METAVARS: dict[Any, str] = {
     bool | str: "True|False",
     bool: "True|False",
@@ -195,7 +195,7 @@ METAVARS: dict[Any, str] = {
     float: "X",
     str: "TEXT",
 }
-HELP_COLUMN = 39  # where the meanings begin in --help
+HELP_COLUMN = 39  # column at which --help explains a flag
 KIND_NAMES = {
     bool | str: "true, false or required",
     bool: "true or false",
@@ -214,9 +214,9 @@ def load_config(
     other_flags: Iterable[str] = (),
 ) -> Config:
     """
-    The Config of a command line, with everything that follows from its keys filled in. `checks` are
-    functions from a Config to a list of problems, `other_flags` the names of the script's own
-    flags, for suggestions. Raises UserError with one line per problem.
+    Read a command line into a Config and fill in the values that follow from other keys. `checks`
+    are functions that return the problems of a Config; `other_flags` are the script's own flags,
+    for suggestions. Raises UserError with one line per problem.
     """
     config = read_config(argv, other_flags=other_flags)
     problems = [line for check in checks for line in check(config)]
@@ -229,8 +229,8 @@ def load_config(
 
 def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str] = ()) -> Any:
     """
-    Read config files and --key=value flags, left to right, into an object of the dataclass `keys`.
-    Raises UserError with one line per problem. A Config still needs `resolve`.
+    Read config files and --key=value flags, left to right, into an instance of the dataclass
+    `keys`. A Config must still go through resolve(). Raises UserError with one line per problem.
     """
     if "--help" in argv or "-h" in argv:
         print_help(keys)
@@ -253,13 +253,13 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
             continue
         values |= found
         if "gradient_accumulation_steps" in found:
-            if found.get("tokens_per_iter"):  # a file with both
+            if found.get("tokens_per_iter"):  # a file that sets both
                 problems += check_both(argument, Config(**values))
             else:  # the last one wins
                 values["tokens_per_iter"] = 0
     raise_if_any(problems)
     if values.get("hours") or values.get("until"):
-        # the max_iters of a config file is for runs by iterations
+        # A config file's max_iters is meant for runs without a time limit, so ignore it.
         values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in typed}
         values.setdefault("eval_interval", NEVER)
     return keys(**values, given=frozenset(values), typed=frozenset(typed))
@@ -267,7 +267,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     """
-    What a file, a flag or a checkpoint sets, with nanoGPT's names replaced by ours. If both names
+    Translate nanoGPT's names among the keys that a file, a flag or a checkpoint sets. If both names
     are set, ours wins.
     """
     keys = {name: value for name, value in found.items() if name not in NANOGPT_FIELDS}
@@ -276,7 +276,7 @@ def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     if "decay_lr" in found:
         keys.setdefault("lr_schedule", "cosine" if found["decay_lr"] else "constant")
         if not found["decay_lr"]:
-            keys.setdefault("warmup_iters", 0)  # nanoGPT has no warmup then
+            keys.setdefault("warmup_iters", 0)  # nanoGPT then skips warmup too
     return keys
 
 
@@ -284,8 +284,8 @@ def read_flag(
     argument: str, known: dict[str, Field], left: list[str], other_flags: Iterable[str]
 ) -> dict[str, Any]:
     """
-    The key and value of a flag; `--key` alone is True. A value that was typed without the = is the
-    next argument; it is taken out of `left` and named in the error. Raises UserError.
+    Parse one flag into {key: value}; `--key` alone means True. If a value was typed without the =,
+    remove it from `left`, the remaining arguments, and quote it in the error. Raises UserError.
     """
     name, equals, text = argument.lstrip("-").partition("=")
     if not argument.startswith("--"):
@@ -301,14 +301,14 @@ def read_flag(
         raise UserError(f"--{name}: needs = and a value: --{name}={example}")
     value: Any = parse_value(text, kind) if equals else True
     if name in PATHS:
-        value = os.path.expanduser(value)  # shells do not expand the ~ in --key=~/x
+        value = os.path.expanduser(value)  # because shells do not expand the ~ in --key=~/x
     return {name: check_value(value, known[name], f"--{name}")}
 
 
 def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> dict[str, Any]:
     """
     Run a config file with the `values` so far as its variables. Returns the keys that it sets, in
-    order. Keys of train.py that are not `known` to this script are skipped. Raises UserError.
+    order, and skips keys of train.py that are not `known` to this script. Raises UserError.
     """
     if not path.is_file():
         meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
@@ -317,7 +317,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     if path.suffix != ".py":
         raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
-    # the values so far are among the builtins, so that `variables` holds only what the file sets
+    # Pass the values so far as builtins, so that `variables` will hold only what the file sets.
     variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}
     variables |= {"__file__": str(path), "__name__": "__main__"}
     try:
@@ -326,7 +326,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        # no frame of the file: a SyntaxError, before it ran
+        # A SyntaxError has no frame in the file, which never ran.
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         said = traceback.format_exception_only(error)[-1].strip()
         if "relative import" in said:
@@ -351,11 +351,11 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """A flag's text as a Python value. Text that is not a Python value stays text."""
+    """Parse a flag's text as a Python value; text that is not one stays text."""
     if kind in SWITCHES and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
     with contextlib.suppress(ValueError, SyntaxError):
-        value = ast.literal_eval(text)  # as nanoGPT does: --start='"\n"'
+        value = ast.literal_eval(text)  # as in nanoGPT, for --start='"\n"'
         if isinstance(value, str) or kind in (int, float):
             return value
     return text
@@ -363,8 +363,8 @@ def parse_value(text: str, kind: Any) -> Any:
 
 def check_value(value: Any, f: Field, where: str) -> Any:
     """
-    The value in the key's type. A whole float may stand for an int, an int for a float, 0 and 1 for
-    booleans. Raises UserError if the value does not fit the key.
+    Convert a value to the key's type. Accepts whole floats for ints, ints for floats, and 0 and 1
+    for booleans. `where` names the key in messages. Raises UserError if the value does not fit.
     """
     of_key: Any = f.type
     if of_key == bool | str and value == "required":
@@ -374,7 +374,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    if isinstance(value, int) and value >= 2**63:  # more digits than numpy and torch take
+    if isinstance(value, int) and value >= 2**63:  # the limit of numpy and torch
         raise UserError(f"{where}: must be below 2^63")
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise UserError(f"{where}: needs {KIND_NAMES[of_key]}, got {value!r:.60}")
@@ -403,8 +403,8 @@ def resolve(
     c: Config, world_size: int, saved: dict[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
     """
-    The configuration with what follows from its keys, and the combinations that cannot work. For
-    `world_size` and `saved` see count_micro_batches().
+    Fill in the values that follow from other keys. Returns that Config and the problems: keys that
+    cannot be combined. For `world_size` and `saved` see count_micro_batches().
     """
     if c.model == "fast" and "tie_weights" not in c.given:
         c = replace(c, tie_weights=False)
@@ -416,19 +416,19 @@ def resolve(
     problems += uneven
     c = replace(c, gradient_accumulation_steps=accum)
 
-    # a rate must not rise to min_lr
+    # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     highest = c.learning_rate
     if c.optimizer == "muon":
-        highest = min(highest, c.head_lr)  # those of embeddings are far above min_lr
+        highest = min(highest, c.head_lr)  # embeddings have rates far above min_lr
     if highest < c.min_lr and "min_lr" not in c.given:
         c = replace(c, min_lr=highest / 10)
 
     if c.until and c.hours:
         problems.append("until: hours is set too; give one of them")
     elif c.until and not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", c.until):
-        problems.append(f"until: {c.until!r}; write a clock time, --until=07:00")
+        problems.append(f"until: {c.until!r} is not a clock time; write --until=07:00")
     if c.tokenizer != "gpt2" and not c.stream:
-        problems.append("tokenizer: a data folder has its own; leave it out, or --stream=True")
+        problems.append("tokenizer: a data folder has its own; leave it out, or add --stream=True")
     return c, problems
 
 
@@ -436,11 +436,12 @@ def count_micro_batches(
     c: Config, world_size: int, saved: dict[str, Any] | None = None
 ) -> tuple[int, list[str]]:
     """
-    The micro-batches of an iteration, on all processes together, and the problem if there is one.
+    Return the number of micro-batches per iteration, across all ranks, and a list of problems.
 
     A resumed run, whose configuration is `saved`, keeps its tokens per iteration unless the command
-    asks for others. Otherwise a tokens_per_iter that is typed counts exactly, one from a file as
-    nearly as batch_size and world_size allow, and without it gradient_accumulation_steps.
+    line asks for another number. Otherwise, a typed tokens_per_iter must be met exactly, and one
+    from a file as closely as batch_size and world_size allow. Without tokens_per_iter,
+    gradient_accumulation_steps decides.
     """
     accum = c.gradient_accumulation_steps
     micro_batch = c.batch_size * c.block_size  # tokens
@@ -459,8 +460,8 @@ def count_micro_batches(
             above = [n for n in sizes if n > c.batch_size][:1]
             nearest = " or ".join(map(str, below + above))
             return accum, [
-                f"batch_size: {c.batch_size} does not divide the {sequences} sequences of this "
-                f"run's iterations; nearest: {nearest}"
+                f"batch_size: {c.batch_size} does not divide this run's {sequences} sequences "
+                f"per iteration; nearest: {nearest}"
             ]
     elif "tokens_per_iter" in c.typed and c.tokens_per_iter % micro_batch:
         steps = c.tokens_per_iter // micro_batch
@@ -476,13 +477,13 @@ def count_micro_batches(
     if accum % world_size:
         return accum, [
             f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
-            f"{world_size} processes; a multiple of {world_size} can"
+            f"{world_size} processes; use a multiple of {world_size}"
         ]
     return accum, []
 
 
 def check_both(path: str, c: Config) -> list[str]:
-    """The problem, if the gradient_accumulation_steps of a file do not make its tokens_per_iter."""
+    """Check that a file's gradient_accumulation_steps and tokens_per_iter agree."""
     accum, _ = count_micro_batches(c, world_size=1)
     if accum == c.gradient_accumulation_steps:
         return []
@@ -494,7 +495,7 @@ def check_both(path: str, c: Config) -> list[str]:
 
 
 def batch_line(c: Config) -> str:
-    """What a run prints about its batch. `c` is resolved."""
+    """Return the line that a run prints about its batch. Takes a resolved Config."""
     sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
     of_what = "micro-batches x sequences x tokens"
     line = f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
@@ -504,7 +505,7 @@ def batch_line(c: Config) -> str:
 
 
 def check_model(c: Config) -> list[str]:
-    """The sizes and switches of the model that cannot be combined."""
+    """Return the problems in the model's keys: values that cannot be combined."""
     problems = []
     head_size, rest = divmod(c.n_embd, c.n_head)
     if rest:
@@ -522,7 +523,7 @@ def check_model(c: Config) -> list[str]:
         if not rest and head_size % 4:
             problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
         if c.tie_weights:
-            problems.append("tie_weights: model=fast has a head of its own; --tie_weights=False")
+            problems.append("tie_weights: model=fast has its own head; set --tie_weights=False")
     return problems
 
 
@@ -536,17 +537,17 @@ def divisors(n: int) -> list[int]:
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """The keys and their values, as checkpoints and metrics.jsonl keep them."""
+    """Return the keys and their values as checkpoints and metrics.jsonl store them."""
     return {name: getattr(config, name) for name in FIELDS}
 
 
 def print_config(config: Config) -> str:
-    """The configuration as a config file: running that file gives this configuration."""
+    """Return the configuration as a config file that reproduces it."""
     return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
 def print_help(keys: type = Config) -> None:
-    """The keys as flags, under the headings and with the meanings that the dataclass has."""
+    """Print the keys as flags, with the dataclass's own headings and comments."""
     script = os.path.basename(sys.argv[0])
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (the last one wins)\n")
     print(inspect.cleandoc(keys.__doc__ or ""))
@@ -563,7 +564,7 @@ def print_help(keys: type = Config) -> None:
             flag = f"  --{name}={'PATH' if name in PATHS else METAVARS[known[name].type]}"
             text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{shown})"
             text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
-            print(text.replace("\xa0", " "))  # that kept the brackets on one line
+            print(text.replace("\xa0", " "))  # \xa0 kept "(default: ...)" on one line
 
 
 def main(argv: list[str]) -> None:

@@ -1748,8 +1748,8 @@ FAULTS = [
     Fault(
         "prepare_lists_a_shard_before_it_is_written",
         "data/writer.py",
-        "            for name in [*parts]:  # frees each part before the next one is written\n                write_part(plan, manifest, name, parts.pop(name))\n            write_manifest(plan.folder, manifest)\n",
-        "            write_manifest(plan.folder, manifest)\n            for name in [*parts]:  # frees each part before the next one is written\n                write_part(plan, manifest, name, parts.pop(name))\n",
+        "            for name in [*parts]:  # pop frees a part before the next one is written\n                write_part(plan, manifest, name, parts.pop(name))\n            write_manifest(plan.folder, manifest)\n",
+        "            write_manifest(plan.folder, manifest)\n            for name in [*parts]:  # pop frees a part before the next one is written\n                write_part(plan, manifest, name, parts.pop(name))\n",
         "test_prepare.py::test_killed_anywhere_the_same_command_ends_with_the_same_bytes",
     ),
     Fault(
