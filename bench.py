@@ -58,7 +58,7 @@ from common.console import (
 from common.files import replacing
 from configurator import (
     FIELDS,
-    NEVER,
+    UNREACHED,
     Config,
     config_values,
     divisors,
@@ -98,16 +98,16 @@ BARE_CPU = [
 MEASURED: dict[str, Any] = dict(
     init_from="scratch",
     tokens_per_iter=0,  # gradient_accumulation_steps says it
-    max_iters=NEVER,
+    max_iters=UNREACHED,
     lr_decay_iters=0,
     hours=0.0,
     until="",
     max_minutes=0.0,
-    eval_interval=NEVER,
+    eval_interval=UNREACHED,
     eval_tokens=1,
     eval_only=False,
     sample_tokens=0,
-    checkpoint_interval=NEVER,
+    checkpoint_interval=UNREACHED,
     tracker="none",
 )
 
@@ -450,8 +450,8 @@ def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) ->
         lines.append(f"#   batch_size {row['batch_size']}: {speed}")
     lines.append("# The other keys are those of the measured configuration, but for out_dir.")
     for name, value in values.items():
-        is_default = value in (FIELDS[name].default, NEVER)
-        if name in ALWAYS_WRITTEN or name in config.given or not is_default:
+        is_default = value in (FIELDS[name].default, UNREACHED)
+        if name in ALWAYS_WRITTEN or name in config.set_keys or not is_default:
             lines.append(f"{name} = {value!r}")
     with replacing(path) as file:
         file.write("\n".join([*lines, ""]).encode())

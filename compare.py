@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.console import Parser, UserError, duration, run_main, table_lines, warn
-from configurator import FIELDS, NEVER, Config
+from configurator import FIELDS, UNREACHED, Config
 from reports import seeds
 from reports.picture import count4, millions, save_picture
 from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
@@ -140,7 +140,7 @@ def setting_rows(runs: list[Run]) -> list[Row]:
         rows.append(Row("dataset", "config/dataset", datasets, word="differs"))
     for key in FIELDS:
         values = [run.config.get(key) for run in runs]
-        values = ["by the clock" if value == NEVER else value for value in values]
+        values = ["by the clock" if value == UNREACHED else value for value in values]
         if len(set(values) - {None}) > 1 and key not in SHOWN_ELSEWHERE:
             rows.append(Row(key, f"config/{key}", values, word="differs"))
     for key in ("device", "dtype"):

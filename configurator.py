@@ -32,7 +32,7 @@ from common.files import read_text
 
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
-NEVER = 2**40
+UNREACHED = 2**40
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Config:
     seed: int = 1337  # for initial weights, dropout and data order
     peak_tflops: float = 0.0  # the device's peak, for MFU; 0: look it up in gpus.csv, else measure
     # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     typed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
@@ -260,9 +260,9 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
     raise_if_any(problems)
     if values.get("hours") or values.get("until"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
-        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in typed}
-        values.setdefault("eval_interval", NEVER)
-    return keys(**values, given=frozenset(values), typed=frozenset(typed))
+        values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}
+        values.setdefault("eval_interval", UNREACHED)
+    return keys(**values, set_keys=frozenset(values), typed=frozenset(typed))
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
@@ -406,9 +406,9 @@ def resolve(
     Fill in the values that follow from other keys. Returns that Config and the problems: keys that
     cannot be combined. For `world_size` and `saved` see count_micro_batches().
     """
-    if c.model == "fast" and "tie_weights" not in c.given:
+    if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
-    if c.optimizer == "muon" and "learning_rate" not in c.given:
+    if c.optimizer == "muon" and "learning_rate" not in c.set_keys:
         c = replace(c, learning_rate=MUON_LEARNING_RATE)
     problems = check_model(c)
 
@@ -420,7 +420,7 @@ def resolve(
     highest = c.learning_rate
     if c.optimizer == "muon":
         highest = min(highest, c.head_lr)  # embeddings have rates far above min_lr
-    if highest < c.min_lr and "min_lr" not in c.given:
+    if highest < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=highest / 10)
 
     if c.until and c.hours:

@@ -56,8 +56,8 @@ class SampleConfig:
     device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
     dtype: str = "auto"  # of the weights
     compile: bool = False  # torch.compile the model: slower at first
-    # no keys, but names of keys: those that a file or a flag sets, and those that a flag sets
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
+    set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     typed: frozenset[str] = field(default=frozenset(), compare=False)
 
 
@@ -129,8 +129,8 @@ def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[T
 def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
     raise_if_any(hardware.check_device(c))
-    is_typed = "start" not in c.given and sys.stdin.isatty() and sys.stdout.isatty()
-    num_samples = 1 if is_typed and "num_samples" not in c.given else c.num_samples
+    is_typed = "start" not in c.set_keys and sys.stdin.isatty() and sys.stdout.isatty()
+    num_samples = 1 if is_typed and "num_samples" not in c.set_keys else c.num_samples
     prompts = ask_prompts() if is_typed else [read_prompt(c.start)]
     # a training config may have auto or scratch
     from_run = c.init_from in ("resume", "auto", "scratch")

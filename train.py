@@ -34,7 +34,7 @@ from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say, warn
 from configurator import (
     FIELDS,
-    NEVER,
+    UNREACHED,
     Config,
     config_values,
     read_config,
@@ -98,7 +98,8 @@ def newest_checkpoint(c: Config) -> Path | None:
     Return the newest checkpoint of the run that this command resumes, its checksums compared; None
     for a new run. Raises UserError.
     """
-    evaluates_run = c.eval_only and "init_from" not in c.given  # --eval_only alone: out_dir's run
+    # --eval_only without --init_from evaluates out_dir's run
+    evaluates_run = c.eval_only and "init_from" not in c.set_keys
     if c.init_from not in ("resume", "auto") and not evaluates_run:
         return None
     out_dir = Path(c.out_dir)
@@ -125,7 +126,7 @@ def initial_weights(c: Config) -> dict | None:
         )
     if from_scratch:
         return None
-    return load_pretrained(c.init_from, c.block_size if "block_size" in c.given else None)
+    return load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
 
 
 def weights_hint(out_dir: Path) -> str:
@@ -146,7 +147,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
-        kept = [name for name in ("dataset", "tokenizer") if name not in c.given]
+        kept = [name for name in ("dataset", "tokenizer") if name not in c.set_keys]
         kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
     elif weights:
@@ -178,7 +179,7 @@ def keep_values(
         f"{name}: {source} has {value!r}, you asked for {getattr(c, name)!r}. "
         f"Drop {'--' if name in c.typed else ''}{name}, or give another {other}"
         for name, value in values.items()
-        if name in c.given and getattr(c, name) != value
+        if name in c.set_keys and getattr(c, name) != value
     ]
     return replace(c, **values), problems
 
@@ -655,7 +656,7 @@ def main(
         # and when the run is complete. Base no decision on this last evaluation: a longer run would
         # not make it
         eval_due = it % c.eval_interval == 0
-        if c.eval_interval == NEVER:
+        if c.eval_interval == UNREACHED:
             eval_due |= int(20 * now.share) > int(20 * progress.evaluated_share)
         eval_due = eval_due and now.has_spare_time and not stop
         if (eval_due or stop in COMPLETE) and (progress.evaluated_at != it or c.eval_only):

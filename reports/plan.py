@@ -30,7 +30,7 @@ from common.console import (
     table_lines,
     warn,
 )
-from configurator import NEVER, Config, resolve
+from configurator import UNREACHED, Config, resolve
 from data.shards import MOST_TOKENS, missing_dataset_message, open_dataset, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
@@ -319,7 +319,7 @@ def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float)
     most = min(config.max_iters, int(3600 * hours / iter_seconds))
     if most < 1:
         raise UserError(f"hours: {hours:.3g} hold no iteration of {seconds_text(iter_seconds)}")
-    evals = config.eval_interval if config.eval_interval < NEVER else math.ceil(most / 20)
+    evals = config.eval_interval if config.eval_interval < UNREACHED else math.ceil(most / 20)
     config = replace(config, max_iters=most, eval_interval=evals)
     # evaluations and checkpoints take part of the hours
     share = min(1.0, hours / time_run(config, iter_seconds, gb).hours_total)
@@ -623,7 +623,7 @@ def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
     """
     if config.init_from in ("scratch", "auto", "resume"):
         return config, None
-    block_size = config.block_size if "block_size" in config.given else None
+    block_size = config.block_size if "block_size" in config.set_keys else None
     sizes = read_sizes(config.init_from, block_size)
     config = replace(config, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
     return config, dict(model_config=sizes)

@@ -46,7 +46,7 @@ def test_a_file_sees_the_values_so_far(tmp_path):
     text = "lr_decay_iters = max_iters * 2\nbatch_size = 12"
     config = load_config(["--max_iters=50", write(tmp_path, text)])
     assert config.lr_decay_iters == 100
-    assert config.given == {"max_iters", "lr_decay_iters", "batch_size"}  # the default too
+    assert config.set_keys == {"max_iters", "lr_decay_iters", "batch_size"}  # the default too
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_file_sees_the_values_so_far(tmp_path):
 )
 def test_a_file_is_python(text, expected, tmp_path):
     config = read_config([write(tmp_path, text)])
-    assert config.given == expected.keys()
+    assert config.set_keys == expected.keys()
     assert {name: getattr(config, name) for name in expected} == expected
 
 
@@ -83,7 +83,7 @@ def test_modules_functions_and_underscored_names_in_a_file_are_ignored(tmp_path)
         "def double(x):\n    return 2 * x\nbatch_size = double(_tokens)"
     )
     config = load_config([write(tmp_path, text)])
-    assert config.batch_size == 8 and config.given == {"batch_size"}
+    assert config.batch_size == 8 and config.set_keys == {"batch_size"}
 
 
 def test_a_file_may_take_keys_from_a_file_beside_it(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_file_may_take_keys_from_a_file_beside_it(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("sys.path", [*sys.path])
     config = load_config([write(tmp_path, text)])
-    assert config.n_layer == 3 and config.given == {"n_layer", "batch_size"}
+    assert config.n_layer == 3 and config.set_keys == {"n_layer", "batch_size"}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
-from configurator import FIELDS, NEVER, Config, batch_line, config_values
+from configurator import FIELDS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import checkpoint_path
 from training.clock import Schedule, Speed, clock_time
@@ -106,8 +106,8 @@ class Log:
         shown = [
             f"--{name}={value}"
             for name, value in config_values(c).items()
-            if value not in (FIELDS[name].default, NEVER)
-            and (name in c.typed or name not in c.given)
+            if value not in (FIELDS[name].default, UNREACHED)
+            and (name in c.typed or name not in c.set_keys)
             and (name in c.typed or name != "dtype")  # the device line has it
         ]
         if shown:
@@ -139,8 +139,8 @@ class Log:
         say(f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}")
         for name, value in config_values(c).items():
             before = resumed["config"].get(name, FIELDS[name].default)
-            is_news = name not in ("init_from", "wandb_run_name") and NEVER not in (value, before)
-            if value != before and is_news:
+            is_news = name not in ("init_from", "wandb_run_name")
+            if value != before and is_news and UNREACHED not in (value, before):
                 say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
 
     def say_device(self, compiles: bool, flash: bool, is_new: bool) -> None:
@@ -153,7 +153,7 @@ class Log:
         name = f"CPU ({hw.name})" if hw.device.type == "cpu" else hw.name
         memory = hw.memory_gib()
         parts = [name, f"{memory:.1f}GiB"] if memory else [name]
-        is_auto = is_new and "dtype" not in c.given
+        is_auto = is_new and "dtype" not in c.set_keys
         parts.append(f"auto -> {hw.dtype_name}" if is_auto else hw.dtype_name)
         parts += [] if compiles else ["not compiled"]
         parts += ["flash off"] if c.flash and not flash else []
@@ -248,7 +248,7 @@ class Log:
             total = self.tokens_at_end(tokens)
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
-        bound = "" if c.max_iters == NEVER else f" or {iterations}"
+        bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
         stops = f"stops by about {clock_time(self.left())}"
         return f"hours {self.used_of_total()}{bound}; {stops}"
 

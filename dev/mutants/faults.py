@@ -899,8 +899,8 @@ FAULTS = [
     Fault(
         "config_file_bounds_a_run_by_hours",
         "configurator.py",
-        '        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in typed}\n',
-        '        values |= {n: NEVER for n in ("max_iters", "lr_decay_iters") if n not in values}\n',
+        '        values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}\n',
+        '        values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in values}\n',
         "integration/test_time_limits.py::test_the_max_iters_of_a_file_do_not_bound_a_run_by_the_clock",
     ),
     Fault(
@@ -1401,8 +1401,8 @@ FAULTS = [
     Fault(
         "run_by_hours_never_evaluates",
         "configurator.py",
-        '        values.setdefault("eval_interval", NEVER)\n',
-        '        values["eval_interval"] = NEVER\n',
+        '        values.setdefault("eval_interval", UNREACHED)\n',
+        '        values["eval_interval"] = UNREACHED\n',
         "integration/test_time_limits.py::test_a_given_eval_interval_counts_in_a_run_by_the_clock_too",
     ),
     # -----------------------------------------------------------------------------
@@ -1669,7 +1669,7 @@ FAULTS = [
     Fault(
         "typed_prompts_have_one_sample_whatever_is_asked",
         "sample.py",
-        'num_samples = 1 if is_typed and "num_samples" not in c.given',
+        'num_samples = 1 if is_typed and "num_samples" not in c.set_keys',
         "num_samples = 1 if is_typed",
         "integration/test_own_model.py::test_a_typed_prompt_has_as_many_samples_as_are_asked_for",
     ),
