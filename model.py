@@ -1,10 +1,10 @@
 """
-All of GPT-2.
+GPT-2: the model, its loss, and text generation.
 
-Parameter names are nanoGPT's, so its checkpoints load as they are. The mathematics is GPT-2's (tanh
+Parameter names are nanoGPT's, so its checkpoints load unchanged. The mathematics is GPT-2's (tanh
 GELU, learned positions, pre-norm), so weights convert to and from Hugging Face exactly. Shapes in
-comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V =
-vocabulary.
+comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V is the
+vocabulary size.
 """
 
 import math
@@ -22,21 +22,21 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(frozen=True)
 class GPTConfig:
     block_size: int = 1024
-    # 50257 padded to a multiple of 128, so that the matmul of the head runs on full tiles
+    # 50257 padded to a multiple of 128, so that the head's matmul runs on full tiles
     vocab_size: int = 50304
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
-    tie_weights: bool = True  # the output head is the token embedding
+    tie_weights: bool = True  # use the token embedding as the output head
     flash: bool = True  # fused attention kernel; False: plain matmuls
     loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
-    # keep only each block's input for the backward pass, which runs the block again
+    # store only each block's input, and run the block again in the backward pass
     recompute: bool = False
 
 
-# Fields that a resumed run may change, because they change no weight. All others are the
+# Fields that a resumed run may change, because no weight depends on them. All other fields are the
 # architecture.
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
@@ -49,19 +49,19 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, flash: bool, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """
-    Causal attention: q (B, nh, T, hs), k and v of as many tokens -> (B, nh, T, hs). Or T is 1, as
-    in generation, and k and v are those of all tokens up to this one.
+    Compute causal attention: q, k and v (B, nh, T, hs) -> (B, nh, T, hs). In generation T is 1 for
+    q, and k and v hold all tokens up to and including that one.
     """
-    is_causal = q.size(2) > 1  # a single token may look at all that are there
-    # Without a mask plain attention is faster: cuDNN plans its kernel again at each length.
+    is_causal = q.size(2) > 1  # a single token may attend to every token in k
+    # A single token takes the plain path, because cuDNN would plan a kernel for each length of k.
     if flash and is_causal:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, scale=scale
         )
-    # faster on a CPU in bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
+    # flash=False is faster on a CPU in bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
     scores = q * scale @ k.mT  # (B, nh, T, T), or (B, nh, 1, all tokens)
     if is_causal:
-        # an addition is faster than masked_fill
+        # adding a mask is faster than masked_fill
         scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)
     return F.dropout(F.softmax(scores, dim=-1), dropout) @ v
 
@@ -91,7 +91,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        # as in GPT-2; the exact GELU changes its logits by up to 1e-3
+        # GPT-2 uses the tanh approximation; exact GELU would change its logits by up to 1e-3
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -121,7 +121,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.loss_chunk = config.loss_chunk  # may be changed later, where memory is short
+        self.loss_chunk = config.loss_chunk  # train.py changes it if compiling fails
         wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer: Any = nn.ModuleDict(
             dict(
@@ -139,9 +139,9 @@ class GPT(nn.Module):
 
     def init_weights(self) -> None:
         """
-        GPT-2's initialisation: N(0, 0.02), biases zero. The projections into the residual stream
-        are scaled by a further 1/sqrt(2 n_layer), so that the sum of all 2 n_layer of them keeps
-        its size (GPT-2 paper, section 2.3).
+        Initialise as GPT-2 does: weights are normal with standard deviation 0.02, biases zero. The
+        2 n_layer projections into the residual stream are scaled by a further 1/sqrt(2 n_layer), so
+        that their sum does not grow with depth (GPT-2 paper, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, module in self.named_modules():
@@ -153,8 +153,8 @@ class GPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
-        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B,
-        T), in nats per token; targets of -1 count for nothing. T may be anything up to block_size.
+        Return the logits (B, T, V) of idx (B, T) int64, or, given targets (B, T), the mean loss in
+        nats per token; targets of -1 are ignored. T is at most block_size.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -163,16 +163,16 @@ class GPT(nn.Module):
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """
-        idx (B, T) -> the normed residual stream (B, T, C), the input of the head. With caches, one
-        per block, only the tokens that they do not hold yet are computed and returned: all T at
-        first, then one at a time.
+        Compute the normed residual stream (B, T, C), the head's input, for idx (B, T). With caches,
+        one per block, compute and return only the tokens that they do not hold yet: all T in the
+        first call, one in each later call.
         """
         past = caches[0].length if caches else 0
         positions = torch.arange(past, idx.size(1), device=idx.device)
         x = self.transformer.wte(idx[:, past:]) + self.transformer.wpe(positions)
         x = self.transformer.drop(x)
         if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream too; eager CPU norms would sum in bfloat16
+            x = x.bfloat16()  # only compiled, because eager CPU norms would sum in bfloat16
         recompute = self.config.recompute and self.training
         blocks = self.transformer.h
         of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
@@ -181,7 +181,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The head: x (..., C), from `hidden` -> logits (..., V)."""
+        """Apply the head: x (..., C) from hidden() -> logits (..., V)."""
         return self.lm_head(x)
 
 
@@ -191,19 +191,19 @@ class GPT(nn.Module):
 
 def loss_sum(logits: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
     """
-    What training minimises and evaluation reports: the loss of logits (n, V) against targets (n,),
-    summed over those that are not -1, in nats. This is its only place: change the loss here.
+    Return the cross-entropy of logits (n, V) against targets (n,), in nats, summed over the targets
+    that are not -1. To change the loss, edit this function; both models and evaluation use it.
     """
-    # A term of your own uses these float32 logits too. With logits of its own, each gradient would
-    # be rounded to bfloat16 before the two are added, and a small term would change nothing.
+    # Compute an extra loss term from these same float32 logits. If it had its own, each gradient
+    # would be rounded to bfloat16 before the two are added, and a small term could vanish.
     logits = cap_logits(logits, cap)
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     """
-    Logits z in at least float32, limited by the cap that model_fast.py has: cap z / sqrt(z^2 +
-    cap^2).
+    Convert logits z to float32 or wider and, given a cap, soft-cap them: cap z / sqrt(z^2 + cap^2).
+    See LOGIT_CAP in model_fast.py.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if cap is None:
@@ -215,9 +215,9 @@ def mean_loss(
     x: Tensor, head: Tensor, targets: Tensor, chunk: int, cap: float | None = None
 ) -> Tensor:
     """
-    The mean loss of the logits that the head, a weight (V, C), gives for x (B, T, C), over targets
-    (B, T) that are not -1; 0 if there are none. With chunk > 0, the logits of only that many tokens
-    exist at one time.
+    Apply the head, a weight (V, C), to x (B, T, C) and return the mean loss over the targets (B, T)
+    that are not -1; 0 if there are none. With chunk > 0, the logits of only that many tokens are in
+    memory at a time.
     """
     x = x.flatten(0, 1)
     targets = targets.flatten()
@@ -233,9 +233,10 @@ def mean_loss(
 
 class ChunkedLoss(torch.autograd.Function):
     """
-    `mean_loss` of x (N, C) and targets (N,). The forward pass also computes the gradients, chunk by
-    chunk, before the division, so that they do not underflow in float16. Matmuls run in `dtype`;
-    the weight's gradient is summed in at least float32.
+    Compute mean_loss() of x (N, C) and targets (N,) without keeping all logits. The forward pass
+    also computes the gradients, chunk by chunk. The division by the number of targets comes last,
+    so that gradients do not underflow in float16. Matmuls run in `dtype`; the weight's gradient is
+    summed in float32 or wider.
     """
 
     @staticmethod
@@ -252,8 +253,8 @@ class ChunkedLoss(torch.autograd.Function):
             losses.append(loss.detach())
             dx.append(dx_part)
             dweight += dhead
-            del loss, dhead  # before the next chunk needs the memory
-        # after the loop: with the count before it, the compiler computes all chunks' logits at once
+            del loss, dhead  # free their memory before the next chunk
+        # Count after the loop. If counted before, the compiler computes all chunks' logits at once.
         count = (targets != -1).sum().clamp(min=1)
         ctx.save_for_backward(torch.cat(dx), dweight, count)
         return sum(losses) / count
@@ -266,7 +267,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matmuls of x are computed."""
+    """Return the dtype in which matmuls of x run: autocast's if it is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -276,17 +277,17 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class KVCache:
-    """The keys and values of one block for the `length` tokens so far; room for `capacity`."""
+    """Store one block's keys and values for the `length` tokens so far, out of `capacity`."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.length = 0
-        # the first tokens decide shape, dtype and device
+        # extend() allocates them once it knows shape, dtype and device
         self.k = torch.empty(0)
         self.v = torch.empty(0)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v of T further tokens, (B, nh, T, hs) each; returns those of all tokens."""
+        """Append k and v of T more tokens, (B, nh, T, hs) each. Returns those of all tokens."""
         start = self.length
         end = start + k.size(2)
         if end > self.capacity:
@@ -313,15 +314,16 @@ def generate_tokens(
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """
-    Continue idx (B, T), T > 0, with a GPT or FastGPT: yields the next ids (B, 1), max_new_tokens
-    times. Only ids below `vocab`, the vocabulary before padding, are drawn, as `sample_next` says.
+    Yield max_new_tokens times the next ids (B, 1) after idx (B, T), T > 0, from a GPT or FastGPT.
+    Draws only ids below `vocab`, the vocabulary size before padding. For the sampling arguments see
+    sample_next().
     """
     window = model.config.block_size
     room = min(idx.size(1) + max_new_tokens, window)
     caches = [KVCache(room) for _ in model.transformer.h]
     for _ in range(max_new_tokens):
         if idx.size(1) > window:
-            caches = []  # cached values depend on tokens that have left the window
+            caches = []  # the cache depends on tokens that have left the window
         x = model.hidden(idx[:, -window:], caches)[:, -1]  # (B, C)
         logits = model.logits(x)[:, :vocab].float()
         new = sample_next(logits, temperature, top_k, top_p, generator)
@@ -330,7 +332,7 @@ def generate_tokens(
 
 
 def generate(model, idx: Tensor, *args, **kwargs) -> Tensor:
-    """idx (B, T), continued by `generate_tokens` -> (B, T + max_new_tokens)."""
+    """Continue idx (B, T) with generate_tokens(); returns (B, T + max_new_tokens)."""
     return torch.cat((idx, *generate_tokens(model, idx, *args, **kwargs)), dim=1)
 
 
@@ -338,11 +340,11 @@ def sample_next(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
     """
-    One id per row of logits (B, vocab), as (B, 1). temperature 0: the likeliest one; 1: as the
-    model predicts. top_k: only from the k likeliest; 0: from all. top_p: only from the fewest that
-    have this probability together; 1: from all.
+    Draw one id per row of logits (B, vocab), as (B, 1). A temperature of 0 takes the likeliest id;
+    1 samples from the model's distribution. top_k restricts sampling to the k likeliest ids (0:
+    all), top_p to the fewest likeliest ids with that much total probability (1: all).
     """
-    if temperature < 1e-5:  # a division would overflow just above 0
+    if temperature < 1e-5:  # dividing by a tiny temperature would overflow
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature
     if 0 < top_k < logits.size(-1):
@@ -351,7 +353,7 @@ def sample_next(
     probs = F.softmax(logits, dim=-1)
     if top_p < 1:
         descending, order = probs.sort(dim=-1, descending=True)
-        before = descending.cumsum(dim=-1) - descending  # of the likelier ids together
-        before[:, 0] = -1  # the likeliest one stays, however small top_p is
+        before = descending.cumsum(dim=-1) - descending  # total probability of all likelier ids
+        before[:, 0] = -1  # keep the likeliest id, however small top_p is
         probs = torch.zeros_like(probs).scatter(1, order, descending * (before < top_p))
     return torch.multinomial(probs, 1, generator=generator)

@@ -1,11 +1,11 @@
 """
 The fast recipe: a GPT of GPT-2's size that needs fewer tokens for the same loss, and its optimizer,
-Muon. The rates and the model belong together.
+Muon. Model and learning rates were tuned together.
 
-FastGPT has the interface of model.py's GPT. Where it differs, a comment says why and where the
-change comes from. "Records" are those of the modded-nanogpt speedrun, where a change stays only if
-it shortens the run to the same loss. Shapes in comments: B sequences of T tokens, C = n_embd
-channels, nh heads of hs = C / nh channels, V = vocabulary.
+FastGPT has the same interface as model.py's GPT. Where it differs, a comment says why and names the
+source. "Records" refers to the modded-nanogpt speedrun, which accepts a change only if it reaches
+the same loss in less time. Shapes in comments: B sequences of T tokens, C = n_embd channels, nh
+heads of hs = C / nh channels, V is the vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,23 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig, KVCache, attend, cap_logits, mean_loss, product_dtype
 
-# tokens per radian of the slowest pair; RoFormer's 10,000 is for longer contexts (records)
+# tokens per radian of the slowest rotating pair; RoFormer's 10,000 is for longer contexts (records)
 ROTARY_BASE = 1024
-# logits stay within +-15, as in Gemma 2, so that no token becomes certain early (arXiv:2408.00118)
+# soft-cap logits at +-15, as in Gemma 2, so that no token becomes certain early (arXiv:2408.00118)
 LOGIT_CAP = 15.0
-# divided by sqrt(hs): 0.12 at hs = 128. q and k are normed; 1 / sqrt(hs) is too flat (records)
+# Multiplies 1 / sqrt(hs), giving 0.12 at hs = 128. With normed q and k, 1 / sqrt(hs) alone makes
+# attention too flat (records).
 ATTENTION_SCALE = 1.36
 # spreads bigrams evenly over a table of any size (Knuth's Fibonacci hashing)
 GOLDEN_RATIO = 0.6180339887498949
-# the channels that decide how much of a value embedding each head adds (records)
+# channels from which each head computes how much of a value embedding to add (records)
 GATE_CHANNELS = 12
 
 
 @dataclass(frozen=True)
 class FastConfig(GPTConfig):
-    tie_weights: bool = False  # always; see lm_head
-    value_tables: int = 0  # value embeddings; each serves two layers
+    tie_weights: bool = False  # always False: see lm_head
+    value_tables: int = 0  # number of value embeddings; each serves two layers
     bigram_rows: int = 0  # rows of the bigram embedding; 0: none
 
 
@@ -45,8 +46,8 @@ class FastConfig(GPTConfig):
 
 def norm(x: Tensor) -> Tensor:
     """
-    RMSNorm (arXiv:1910.07467) over the last dimension, without weights, because the next matrix can
-    scale as well (records). In the dtype of x; CUDA's autocast would use float32.
+    Apply RMSNorm (arXiv:1910.07467) over the last dimension, without weights, because the next
+    matrix can do the scaling (records). Runs in the dtype of x; CUDA's autocast would use float32.
     """
     with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, (x.size(-1),))
@@ -54,9 +55,9 @@ def norm(x: Tensor) -> Tensor:
 
 def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """
-    Cosine and sine of each position's angles, (T, 1, hs) each (RoFormer, arXiv:2104.09864). The two
-    channels of a pair have opposite angles. Half of the pairs do not turn; they carry what does
-    not depend on distance (records).
+    Return the cosines and sines of each position's angles, (T, 1, hs) each (RoFormer,
+    arXiv:2104.09864). The two channels of a pair have opposite angles. Half of the pairs do not
+    rotate, so they can carry what does not depend on distance (records).
     """
     turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4, device=positions.device)
     angles = positions[:, None, None] * F.pad(turning, (0, head_size // 2 - len(turning)))
@@ -66,19 +67,19 @@ def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
-    Turn channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by the angles of their position, so that
-    q k^T depends on distance.
+    Rotate the channel pairs (i, i + hs / 2) of x (B, T, nh, hs) by their position's angles, so that
+    q k^T depends on the distance between tokens.
     """
-    # compiled for a GPU, joining two halves takes far more instructions (results/README.md)
+    # flip, because joining two halves compiles to far more GPU instructions (results/README.md)
     partners = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return x * cos + partners * sin
 
 
 def offset_keys(k: Tensor) -> Tensor:
     """
-    The key offset: rotated keys k (B, nh, T, hs) -> the same, except that the channels that do not
-    turn come from the previous token. So one layer can find what followed an earlier token, which
-    otherwise takes two layers (modded-nanogpt, pull request 169).
+    Apply the key offset to rotated keys k (B, nh, T, hs): take the channels that do not rotate from
+    the previous token. One layer can then find what followed an earlier token, which otherwise
+    takes two layers (modded-nanogpt, pull request 169).
     """
     before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
     turning = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2) < k.size(-1) // 4
@@ -106,15 +107,15 @@ class CausalSelfAttention(nn.Module):
         angles: tuple[Tensor, Tensor],
         cache: KVCache | None = None,
     ) -> Tensor:
-        """x (B, T, C), value embeddings (B, T, C), `rotary_tables` of its positions -> (B, T, C)"""
+        """Attend: x and value embeddings (B, T, C), rotary_tables() of positions -> (B, T, C)."""
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
         if values is not None:
-            # add the token's value embedding, scaled by a gate per head (records)
+            # add the token's value embedding, scaled by one gate per head (records)
             gate = 3 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, nh)
             v = v + gate[..., None] * values.view_as(v)
-        # QK-norm limits the attention scores (arXiv:2010.04245); the angles are in float32
+        # QK-norm limits the attention scores (arXiv:2010.04245). The rotation runs in float32.
         qk = rotate(norm(qk), *angles).type_as(v)
         q, k = qk.transpose(1, 2).chunk(2, dim=1)  # (B, nh, T, hs) each
         v = v.transpose(1, 2)
@@ -122,7 +123,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.extend(k, v)
         if self.offsets_keys:
             k = offset_keys(k)
-        # as in model.py, but without dropout, which Block applies to the result
+        # no dropout here: Block applies it to the result
         y = attend(q, k, v, self.flash, self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -165,9 +166,9 @@ class FastGPT(nn.Module):
     def __init__(self, config: FastConfig):
         super().__init__()
         self.config = config
-        self.loss_chunk = config.loss_chunk  # may be changed later, where memory is short
-        # The first layers have a value embedding each, and the last layers use them again
-        # (records): with 2 tables and 5 layers the numbers of the layers' tables are 0 1 - 0 1.
+        self.loss_chunk = config.loss_chunk  # train.py changes it if compiling fails
+        # Each of the first layers has a value embedding, and the last layers share them (records).
+        # With 2 tables and 5 layers, the layers use tables 0, 1, none, 0, 1.
         numbers = list(range(config.value_tables))
         without = [None] * (config.n_layer - 2 * config.value_tables)
         self.table_of_layer = [*numbers, *without, *numbers]
@@ -184,20 +185,21 @@ class FastGPT(nn.Module):
             )
         )
         if config.bigram_rows:
-            # the hashed bigram embedding, added to the token embedding (modded-nanogpt, pull
-            # request 201)
+            # a hashed bigram embedding, added to the token embedding (modded-nanogpt, pull request
+            # 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
-        # not tied to the embedding, which would raise the loss (records)
+        # not tied to the token embedding, because tying raises the loss (records)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.rotary: tuple[Tensor, Tensor] | None = None  # see compile()
         self.init_weights()
 
     def init_weights(self) -> None:
         """
-        Token embedding N(0, 1), to suit the norm after it. Matrices that read the residual stream
-        N(0, 0.33 / fan_in). Matrices that write to it, and the head, zero, so that every block
-        begins as the identity and the first loss is ln V (muP, arXiv:2203.03466). Bigram embedding
-        zero (records). Value embeddings N(0, 1 / C) (nanochat).
+        Initialise the token embedding to N(0, 1), which suits the norm after it, and matrices that
+        read the residual stream to N(0, 0.33 / fan_in). Matrices that write to it and the head
+        start at zero, so that every block begins as the identity and the first loss is ln V (muP,
+        arXiv:2203.03466). The bigram embedding starts at zero (records), value embeddings at
+        N(0, 1 / C) (nanochat). The second argument of N is the variance.
         """
         for name, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -216,9 +218,9 @@ class FastGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """
-        idx (B, T) int64 -> logits (B, T, V) without targets, else the mean loss over targets (B,
-        T), in nats per token; targets of -1 count for nothing. T may be anything, but the
-        model is not trained on positions beyond block_size.
+        Return the logits (B, T, V) of idx (B, T) int64, or, given targets (B, T), the mean loss in
+        nats per token; targets of -1 are ignored. T may exceed block_size, but the model is not
+        trained on such positions.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -227,9 +229,9 @@ class FastGPT(nn.Module):
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
-        idx (B, T) -> the normed residual stream (B, T, C), the input of the head. With caches, one
-        per block, only the tokens that they do not hold yet are computed and returned: all T at
-        first, then one at a time.
+        Compute the normed residual stream (B, T, C), the head's input, for idx (B, T). With caches,
+        one per block, compute and return only the tokens that they do not hold yet: all T in the
+        first call, one in each later call.
         """
         past = caches[0].length if caches else 0
         new = idx[:, past:]
@@ -237,7 +239,7 @@ class FastGPT(nn.Module):
         if self.config.bigram_rows:
             x = x + self.transformer.bigrams(self.bigram_row(idx)[:, past:])
         if product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream too (records); weights stay in float32
+            x = x.bfloat16()  # for the residual stream too (records); weights stay float32
         drop = self.transformer.drop
         x = drop(x)
         values = [drop(table(new).type_as(x)) for table in self.transformer.value_tables]
@@ -254,23 +256,23 @@ class FastGPT(nn.Module):
         return norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The head: x (..., C), from `hidden` -> logits (..., V)."""
+        """Apply the head: x (..., C) from hidden() -> soft-capped logits (..., V)."""
         return cap_logits(self.lm_head(x), LOGIT_CAP)
 
     def bigram_row(self, idx: Tensor) -> Tensor:
         """
-        idx (B, T) int64 -> the row (B, T) of the bigram embedding for each token and the one before
-        it. The first token follows token 0.
+        Return the bigram embedding's row (B, T) for each token of idx (B, T) int64 and the token
+        before it. The first token counts as following token 0.
         """
         before = F.pad(idx, (1, 0))[:, :-1]
         V = self.config.vocab_size
         rows = self.config.bigram_rows
-        # If all V * V bigrams fit, each has a row of its own; else they are hashed and share rows.
+        # If all V * V bigrams fit, each gets its own row; otherwise they are hashed and share rows.
         factor = V if V * V <= rows else int(GOLDEN_RATIO * rows)
         return (before * factor + idx) % rows
 
     def angles(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`rotary_tables` of the positions from start up to end."""
+        """Return rotary_tables() of the positions from start up to, but not including, end."""
         if self.rotary and end <= self.config.block_size:
             cos, sin = self.rotary
             return cos[start:end], sin[start:end]
@@ -279,16 +281,17 @@ class FastGPT(nn.Module):
 
     def compile(self, *args, **kwargs) -> None:
         """
-        nn.Module's. Before, it computes the rotary tables once, on the device where the model is:
-        compiled code would compute the sines again in each layer and pass. They are no buffers,
-        because `to` would round buffers with the weights, and DDP would send them each time.
+        Compute the rotary tables on the model's device, then compile as nn.Module does. Without
+        stored tables, compiled code would recompute the sines in every layer and pass. They are not
+        buffers, because to() would round buffers along with the weights, and DDP would broadcast
+        them in every forward pass.
         """
         self.rotary = self.angles(0, self.config.block_size, self.lm_head.weight.device)
         super().compile(*args, **kwargs)
 
 
 # -----------------------------------------------------------------------------
-# Either model, from its config
+# Building either model from its config
 
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:
@@ -296,15 +299,15 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 
 
 def config_to_dict(config: GPTConfig) -> dict[str, Any]:
-    """What a checkpoint's model_config holds."""
+    """Return what a checkpoint stores as model_config."""
     model = "fast" if isinstance(config, FastConfig) else "gpt2"
     return dict(asdict(config), model=model)
 
 
 def config_from_dict(values: dict[str, Any]) -> GPTConfig:
     """
-    The config of a checkpoint's model_config. A field that it lacks has its default. Raises
-    TypeError for one that is unknown.
+    Rebuild the config from a checkpoint's model_config. Missing fields get their defaults. Raises
+    TypeError for an unknown field.
     """
     fields = dict(values)
     kind = FastConfig if fields.pop("model", "gpt2") == "fast" else GPTConfig
@@ -324,11 +327,11 @@ def muon_groups(
     weight_decay: float,
 ) -> list[dict[str, Any]]:
     """
-    The parameter groups for Muon. Their params are (name, parameter), and initial_lr is their
-    highest learning rate. The momentum is Muon's; betas and weight_decay are AdamW's.
+    Return the parameter groups for Muon. Their params are (name, parameter) pairs, and initial_lr
+    is a group's peak learning rate. `momentum` is for Muon, `betas` and `weight_decay` for AdamW.
     """
     every = [*model.named_parameters()]
-    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # also if it is tied
+    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # even if tied
     vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and norms
 
     def matrices(*beginnings: str) -> list[tuple[str, nn.Parameter]]:
@@ -336,7 +339,7 @@ def muon_groups(
         return [(name, p) for name, p in found if p is not model.lm_head.weight]
 
     blocks = matrices("transformer.h.")
-    # The fast model's token embedding is initialised at size 1, GPT-2's at 0.02.
+    # because the fast model's token embedding starts with standard deviation 1, GPT-2's with 0.02
     embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
     muon = dict(initial_lr=matrix_lr, momentum=momentum, weight_decay=0.05)
     adam = dict(betas=betas, weight_decay=weight_decay)
@@ -356,14 +359,15 @@ def muon_groups(
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    Newton-Schulz: matrices (n, rows, cols) -> U V^T of each one's singular value decomposition
-    U S V^T, approximately: singular values end between 0.7 and 1.2. Matmuls run in `dtype`.
+    Approximate the nearest orthogonal matrix to each of n matrices (n, rows, cols) by Newton-Schulz
+    iteration: U V^T of the singular value decomposition U S V^T, but with singular values between
+    0.7 and 1.2. Matmuls run in `dtype`.
     """
     if matrices.size(1) > matrices.size(2):
-        return orthogonalize(matrices.mT, dtype).mT  # cheaper on the shorter side
-    # of the quintic a x + b x^3 + c x^5 that lifts small singular values fastest (Jordan)
+        return orthogonalize(matrices.mT, dtype).mT  # cheaper with X @ X.mT on the shorter side
+    # of the quintic a x + b x^3 + c x^5, chosen to lift small singular values fastest (Jordan)
     a, b, c = 3.4445, -4.7750, 2.0315
-    # divided by the norm, so that no singular value is above 1
+    # dividing by the norm leaves no singular value above 1
     X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(5):
         A = X @ X.mT
@@ -373,21 +377,22 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Muon(torch.optim.AdamW):
     """
-    Groups with a `momentum` hold matrices for Muon, `parts` of them stacked in each weight; AdamW
-    updates the others. Muon replaces a matrix's momentum by the nearest orthogonal matrix, so that
-    every direction in it moves by the same amount (K. Jordan et al., 2024); NorMuon then evens out
-    its neurons. Every rank updates all matrices, from the same gradients.
+    Update matrices with Muon and everything else with AdamW. Groups with a `momentum` hold matrices
+    for Muon, `parts` of them stacked in each weight. Muon replaces a matrix's momentum by the
+    nearest orthogonal matrix, so that every direction moves by the same amount (K. Jordan et al.,
+    2024); NorMuon then evens out the neurons. Every rank updates all matrices, from the same
+    gradients.
 
-    As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1; nothing
-    here waits for the device.
+    As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
+    never waits for the device.
     """
 
-    # Set by the training step or a GradScaler, which deletes it again. Only if `fused`: torch's
-    # other AdamW refuses it.
+    # Set by the training step, or by a GradScaler, which deletes it again. Requires `fused`,
+    # because torch's other AdamW implementations reject it.
     found_inf: Tensor | None = None
 
     def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
-        """`dtype`: of Newton-Schulz's matmuls."""
+        """Set up the groups of muon_groups(). Newton-Schulz matmuls run in `dtype`."""
         super().__init__(groups, eps=1e-10, fused=fused)  # rare tokens have tiny gradients
         self.dtype = dtype
 
@@ -397,13 +402,13 @@ class Muon(torch.optim.AdamW):
         for group in all_groups:
             if "momentum" in group:
                 self.step_matrices(group)
-        # AdamW's step updates every group in param_groups, so it must not see the matrices
+        # AdamW's step updates every group in param_groups, so hide the matrices from it.
         self.param_groups = [group for group in all_groups if "momentum" not in group]
         super().step()
         self.param_groups = all_groups
 
     def step_matrices(self, group: dict) -> None:
-        """Update all matrices of a shape together, in a few kernels instead of hundreds."""
+        """Update all matrices of the same shape together, in a few kernels instead of hundreds."""
         parts = group["parts"]
         by_shape: dict[torch.Size, list] = {}
         for p in group["params"]:
@@ -411,7 +416,7 @@ class Muon(torch.optim.AdamW):
                 continue
             state = self.state[p]
             if not state:
-                longer_side = max(len(p) // parts, p.size(1))  # of each matrix in the weight
+                longer_side = max(len(p) // parts, p.size(1))  # of each stacked matrix
                 state["momentum"] = torch.zeros_like(p)
                 state["mean_squares"] = p.new_zeros(parts * longer_side)
             tensors = p, p.grad, state["momentum"], state["mean_squares"]
@@ -422,14 +427,14 @@ class Muon(torch.optim.AdamW):
 
     def move(self, group: dict, matrices, gradients, momenta, squares) -> None:
         """
-        Update n matrices of one shape. With mu the group's momentum and g a gradient: m <- m +
-        (1 - mu) (g - m); the matrix is multiplied by 1 - lr * weight_decay, and moves by -lr *
-        sqrt(max(1, rows / cols)) times the orthogonal matrix nearest to g + mu (m - g), Nesterov's
-        lookahead.
+        Update n matrices of one shape. For gradient g and the group's momentum mu, m becomes m +
+        (1 - mu) (g - m). The matrix is multiplied by 1 - lr * weight_decay, then moved by -lr *
+        sqrt(max(1, rows / cols)) times the orthogonal matrix nearest to g + mu (m - g), which is
+        Nesterov's lookahead.
         """
         rows, cols = matrices[0].shape
         skips = matrices[0].new_zeros(()) if self.found_inf is None else self.found_inf
-        applied = 1 - skips  # 0: all rates below are 0, so the update changes nothing
+        applied = 1 - skips  # 0 makes all rates below 0, so the update changes nothing
         lr = group["lr"] * applied
         mu = group["momentum"]
         m = torch.stack(momenta)  # (n, rows, cols)
@@ -437,11 +442,11 @@ class Muon(torch.optim.AdamW):
         g.masked_fill_(applied == 0, 0)  # NaN times 0 would be NaN
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
-        # in float32: small learning rates underflow in float16
+        # back to float32, because small learning rates would underflow in float16
         update = orthogonalize(g.lerp_(m, mu), self.dtype).float()
         # NorMuon (arXiv:2510.05491): divide each row or column along the longer side by the root of
-        # its mean square over time, so that no neuron moves far more than the others; each matrix
-        # keeps its norm
+        # its running mean square, so that no neuron moves far more than the others. Then restore
+        # each matrix's norm.
         now = update.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
         mean = torch.stack(squares).view_as(now).lerp_(now, 0.05 * applied)
         torch._foreach_copy_(squares, mean.flatten(1).unbind())
@@ -453,5 +458,5 @@ class Muon(torch.optim.AdamW):
         torch._foreach_sub_(matrices, (even * (lr * max(1, rows / cols) ** 0.5)).unbind())
 
     def __setstate__(self, state: dict) -> None:
-        # AdamW's expects a step in each parameter's state, which matrices do not have
+        # AdamW's own expects a `step` in every parameter's state, which the matrices do not have.
         torch.optim.Optimizer.__setstate__(self, state)
