@@ -74,7 +74,7 @@ class Config:
     n_embd: int = 768  # channels of the residual stream (width)
     dropout: float = 0.0  # 0.1 or more helps with fine-tuning and small texts
     bias: bool = False  # use biases in linear layers and norms, as OpenAI's GPT-2 does
-    tie_weights: bool = True  # use the token embedding as the output head; model=fast: False
+    tie_weights: bool = True  # share token embedding and output head; fast: False
     flash: bool = True  # fused attention (scaled_dot_product_attention)
     loss_chunk: str = "auto"  # compute the loss this many tokens at a time: auto | off | N
     recompute: bool = False  # recompute activations in the backward pass: less memory, slower

@@ -29,14 +29,14 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
-    tie_weights: bool = True  # use the token embedding as the output head
+    tie_weights: bool = True  # the output head is the token embedding
     flash: bool = True  # fused attention kernel; False: plain matmuls
     loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
     # store only each block's input, and run the block again in the backward pass
     recompute: bool = False
 
 
-# Fields that a resumed run may change, because no weight depends on them. All other fields are the
+# Fields that a resumed run may change, because they change no weight. All others are the
 # architecture.
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
@@ -91,7 +91,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        # GPT-2 uses the tanh approximation; exact GELU would change its logits by up to 1e-3
+        # as in GPT-2; the exact GELU changes its logits by up to 1e-3
         self.gelu = nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)

@@ -331,7 +331,7 @@ def muon_groups(
     is a group's peak learning rate. `momentum` is for Muon, `betas` and `weight_decay` for AdamW.
     """
     every = [*model.named_parameters()]
-    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # even if tied
+    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # also if it is tied
     vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and norms
 
     def matrices(*beginnings: str) -> list[tuple[str, nn.Parameter]]:
@@ -339,7 +339,7 @@ def muon_groups(
         return [(name, p) for name, p in found if p is not model.lm_head.weight]
 
     blocks = matrices("transformer.h.")
-    # because the fast model's token embedding starts with standard deviation 1, GPT-2's with 0.02
+    # The fast model's token embedding is initialised at size 1, GPT-2's at 0.02.
     embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
     muon = dict(initial_lr=matrix_lr, momentum=momentum, weight_decay=0.05)
     adam = dict(betas=betas, weight_decay=weight_decay)

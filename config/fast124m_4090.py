@@ -1,13 +1,13 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 4090 (24 GB).
-# 124M parameters are used in matmuls; with embeddings and lookup tables it stores 471M.
-# Target: with 1.30B tokens the loss of the GPT-2 recipe after 10B (docs/fast_recipe.md).
+# Its matmuls use 124M parameters; with embeddings and lookup tables it stores 471M.
+# Target: reach the GPT-2 recipe's loss after 10B tokens with 1.30B (docs/fast_recipe.md).
 # Estimated, not measured (docs/status.md): 3.3 hours (3.3 to 3.4) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
 out_dir = "out/fast124m"
-# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
+# To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run, and resumes it after a stop
+init_from = "auto"  # the same command starts the run and resumes it
 
 # Rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits, value embeddings
 # and a bigram embedding: see model_fast.py
@@ -15,22 +15,22 @@ model = "fast"
 n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768
-value_tables = 3  # value embeddings for the first and last 3 layers: memory, but no FLOPs
-bigram_rows = 251520  # rows of the bigram embedding, 5 per token id: memory, but no FLOPs
+value_tables = 3  # value embeddings for the first and last 3 layers; cost memory but no FLOPs
+bigram_rows = 251520  # rows of the bigram embedding, 5 per token id; cost memory but no FLOPs
 block_size = 1024
 batch_size = 16  # estimated: 14.3 GiB; 32 would need 20.3 GiB
 tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
-optimizer = "muon"  # for the layers' matrices; embeddings, head and vectors get AdamW
+optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
 learning_rate = 0.025
 muon_momentum = 0.95
-head_lr = 0.008  # as in nanochat, whose norms have no gains either
+head_lr = 0.008  # nanochat's, whose norms have no gains either
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
-grad_clip = 0.0  # not needed: Muon's updates have the same size whatever the gradient's
+grad_clip = 0.0  # not needed: the size of Muon's updates does not depend on the gradient's
 
-max_iters = 2475  # 1.30B tokens; for a shorter run --max_iters=1400, or --hours, decays in time
+max_iters = 2475  # 1.30B tokens; --max_iters=1400 or --hours gives a shorter, complete run
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7  # constant for 30% of the run, then linearly down to zero

@@ -1,23 +1,23 @@
-# The fast recipe on the quickstart's data: about two minutes on two CPU cores, as
-# config/quickstart.py, to a lower loss.
+# The fast recipe on the quickstart's data: about two minutes on two CPU cores, like
+# config/quickstart.py, but a lower loss.
 # python train.py config/fast_quickstart.py
 out_dir = "out/fast_quickstart"
-init_from = "auto"  # the same command starts the run, and resumes it after a stop
+init_from = "auto"  # the same command starts the run and resumes it
 dataset = "python_stdlib"  # made on the first run, in seconds, from your Python's own source files
 
 model = "fast"
-n_layer = 3  # more iterations in the same time than with the quickstart's 4
+n_layer = 3  # allows more iterations in the same time than the quickstart's 4
 n_head = 4
 n_embd = 128
 value_tables = 1
-bigram_rows = 65536  # bigram embedding: one row for each pair of bytes
+bigram_rows = 65536  # rows of the bigram embedding, one for each pair of bytes
 block_size = 128
 batch_size = 16
 gradient_accumulation_steps = 1
 
-optimizer = "muon"  # rates as in config/fast124m_4070.py, except head_lr
+optimizer = "muon"  # learning rates as in config/fast124m_4070.py, except head_lr
 learning_rate = 0.025
-muon_momentum = 0.9  # 0.95 in runs of thousands of iterations
+muon_momentum = 0.9  # 0.95 suits runs of thousands of iterations
 head_lr = 0.004
 weight_decay = 0.001
 beta1 = 0.8

@@ -1,26 +1,26 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
 # Estimated, not measured (docs/status.md): 54 hours (49 to 59) for 10B tokens, by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
-# Somebody's nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
+# A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
-# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
+# To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run, and resumes it after a stop
+init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 8  # estimated: 5.8 GiB; 16 would need 8.3 GiB
 block_size = 1024
-tokens_per_iter = 524288  # as for GPT-3 of this size; decides, if --batch_size changes
+tokens_per_iter = 524288  # GPT-3's at this size; kept if you change --batch_size
 gradient_accumulation_steps = 64  # 64 x 8 x 1024 = 524,288 tokens per iteration
 
-# GPT-2's smallest size. Width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores
+# GPT-2's smallest size. The width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores.
 n_layer = 12
 n_head = 12
 n_embd = 768
 bias = False
 
-# GPT-3's rate for 125M parameters. 3e-4 learns more slowly; 1e-3 suits a third of the size
+# GPT-3's rate for 125M parameters. 3e-4 learns more slowly; 1e-3 suits a third of the size.
 learning_rate = 6e-4
 min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3
@@ -32,9 +32,9 @@ checkpoint_interval = 100  # every 17 minutes, 1.5 GB each: the most that a cras
 log_interval = 10
 sample_tokens = 100
 
-dtype = "bfloat16"  # has float32's range, so needs no loss scaling
+dtype = "bfloat16"  # has float32's range, so it needs no loss scaling
 compile = True  # takes about a minute at the start
-tf32 = True  # on the tensor cores, for what bfloat16 leaves in float32
-flash = True  # fused attention: keeps no 1024 x 1024 matrices
-pad_vocab_multiple = 128  # 50,257 tokens -> 50,304, whole tiles of the tensor cores
-tie_weights = True  # one matrix for embedding and head: 38.6M parameters fewer
+tf32 = True  # tensor cores for the matmuls that stay in float32
+flash = True  # fused attention: stores no 1024 x 1024 matrices
+pad_vocab_multiple = 128  # 50,257 ids -> 50,304, full tiles for the tensor cores
+tie_weights = True  # one matrix for embedding and head saves 38.6M parameters

@@ -2,18 +2,18 @@
 # Estimated, not measured (docs/status.md): 26 hours (25 to 26) for 10B tokens, by
 # python bench.py plan config/gpt124m_4090.py --gpu=4090
 out_dir = "out/gpt124m"
-# The loss of 3.28 that others report is on FineWeb: "fineweb_records" here, and prepare it by
+# To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run, and resumes it after a stop
+init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 16  # estimated: 8.3 GiB; 32 would need 13.2 GiB
-tokens_per_iter = 524288  # as for GPT-3 of this size; decides, if --batch_size changes
+tokens_per_iter = 524288  # GPT-3's at this size; kept if you change --batch_size
 gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration
 
 learning_rate = 6e-4  # GPT-3's for 125M parameters
 warmup_iters = 715
-# 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the rates
+# 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the learning rates
 max_iters = 19073
 
 eval_interval = 1000  # every 81 minutes
@@ -22,9 +22,9 @@ checkpoint_interval = 250  # every 20 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 
-dtype = "bfloat16"  # autocast, without loss scaling
+dtype = "bfloat16"  # autocast; needs no loss scaling
 compile = True  # takes about a minute at the start
-tf32 = True  # on the tensor cores, for what bfloat16 leaves in float32
-flash = True  # fused attention: keeps no 1024 x 1024 matrices
-pad_vocab_multiple = 128  # 50,257 tokens -> 50,304, whole tiles of the tensor cores
-tie_weights = True  # one matrix for embedding and head: 38.6M parameters fewer
+tf32 = True  # tensor cores for the matmuls that stay in float32
+flash = True  # fused attention: stores no 1024 x 1024 matrices
+pad_vocab_multiple = 128  # 50,257 ids -> 50,304, full tiles for the tensor cores
+tie_weights = True  # one matrix for embedding and head saves 38.6M parameters

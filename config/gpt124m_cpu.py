@@ -1,7 +1,7 @@
-# GPT-2 124M on a CPU: to try everything at full model size, not to finish training.
-# Two cores that are fast in bfloat16 do about 400 tokens/s: 10B tokens would take nine months.
+# GPT-2 124M on a CPU, for trying everything at full model size, not for finishing a training run:
+# at about 400 tokens/s on two cores that are fast in bfloat16, 10B tokens would take nine months.
 out_dir = "out/gpt124m_cpu"
-init_from = "auto"  # the same command starts the run, and resumes it after a stop
+init_from = "auto"  # the same command starts the run and resumes it
 dataset = "fineweb_edu"
 
 batch_size = 4
@@ -15,5 +15,5 @@ eval_tokens = 8192
 log_interval = 1
 
 device = "cpu"
-dtype = "auto"  # bfloat16 on CPUs that are faster in it, else float32
-compile = True  # takes a minute, and saves memory at about the same speed
+dtype = "auto"  # bfloat16 on CPUs where that is faster, else float32
+compile = True  # takes a minute and saves memory; the speed is about the same

@@ -1,14 +1,14 @@
 # A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens.
 # Estimated, not measured (docs/status.md): 19.8 hours (18.2 to 21.7) for 10.5B tokens, by
 # python bench.py plan config/gpt40m_4070.py --gpu=4070
-# Somebody's nanoGPT run on this card took 3.91 s per iteration (results/public_runs).
+# A published nanoGPT run on this card took 3.91 s per iteration (results/public_runs).
 out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"
 
 batch_size = 16  # estimated: 4.4 GiB
 block_size = 1024
-tokens_per_iter = 524288  # as for gpt124m; decides, if --batch_size changes
+tokens_per_iter = 524288  # gpt124m's; kept if you change --batch_size
 gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration
 
 n_layer = 12
@@ -16,8 +16,8 @@ n_head = 6  # heads of 64
 n_embd = 384
 bias = False
 
-# Smaller models tolerate higher rates. GPT-3's falls from 6e-4 at 125M parameters to 6e-5 for the
-# largest, so this is 1e-3 for a third of 125M
+# Smaller models tolerate higher rates. GPT-3's falls from 6e-4 at 125M parameters to 6e-5 at the
+# largest size, so a third of 125M gets 1e-3.
 learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 715
@@ -29,9 +29,9 @@ checkpoint_interval = 250  # every 15 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 
-dtype = "bfloat16"  # autocast, without loss scaling
+dtype = "bfloat16"  # autocast; needs no loss scaling
 compile = True  # takes about a minute at the start
-tf32 = True  # on the tensor cores, for what bfloat16 leaves in float32
-flash = True  # fused attention: keeps no 1024 x 1024 matrices
-pad_vocab_multiple = 128  # 50,257 tokens -> 50,304, whole tiles of the tensor cores
-tie_weights = True  # one matrix for embedding and head: 19.3M parameters fewer
+tf32 = True  # tensor cores for the matmuls that stay in float32
+flash = True  # fused attention: stores no 1024 x 1024 matrices
+pad_vocab_multiple = 128  # 50,257 ids -> 50,304, full tiles for the tensor cores
+tie_weights = True  # one matrix for embedding and head saves 19.3M parameters

@@ -1,8 +1,8 @@
-# nanoGPT's Shakespeare, one character per token, in the CPU time of its demo for a CPU: two minutes
-# on one core, evaluations included. Val loss 1.53, the demo's 1.90 (measured: docs/own_text.md).
+# nanoGPT's Shakespeare, one character per token, in the same CPU time as nanoGPT's CPU demo: two
+# minutes on one core, with evaluations. Ends at val loss 1.53, the demo at 1.90 (docs/own_text.md).
 # python train.py config/shakespeare_char.py
 out_dir = "out/shakespeare_char"
-init_from = "auto"  # the same command starts the run, and resumes it after a stop
+init_from = "auto"  # the same command starts the run and resumes it
 dataset = "shakespeare_char"  # nanoGPT's folder, or --dataset=../nanoGPT/data/shakespeare_char
 
 model = "fast"
@@ -10,16 +10,16 @@ n_layer = 3
 n_head = 4
 n_embd = 128
 value_tables = 1
-bigram_rows = 4225  # bigram embedding: one row for each pair of the 65 characters
+bigram_rows = 4225  # rows of the bigram embedding, one for each pair of the 65 characters
 pad_vocab_multiple = 1
-block_size = 128  # characters; 256 with a smaller batch_size ended higher
+block_size = 128  # characters; 256 with a smaller batch_size ended at a higher loss
 batch_size = 12
 gradient_accumulation_steps = 1
 
-optimizer = "muon"  # rates as in config/fast_quickstart.py, except head_lr
+optimizer = "muon"  # learning rates as in config/fast_quickstart.py, except head_lr
 learning_rate = 0.025
 muon_momentum = 0.9
-head_lr = 0.002  # 0.001 and 0.004 ended higher; so did dropout, as 1.5 epochs are few
+head_lr = 0.002  # 0.001 and 0.004 ended at a higher loss, and so did dropout, with 1.5 epochs
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
@@ -32,7 +32,7 @@ decay_fraction = 0.7
 min_lr = 0.0
 
 eval_interval = 500
-eval_tokens = 111540  # the whole validation split; its last 51 characters fill no window
+eval_tokens = 111540  # the whole validation split, except 51 characters that fill no window
 log_interval = 25
 sample_tokens = 300
 keep_checkpoints = 1
