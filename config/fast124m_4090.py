@@ -1,6 +1,6 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 4090 (24 GB).
 # Its matmuls use 124M parameters; with embeddings and lookup tables it stores 471M.
-# Target: reach the GPT-2 recipe's loss after 10B tokens with 1.30B (docs/fast_recipe.md).
+# Target: with 1.30B tokens, reach the GPT-2 recipe's loss after 10B (docs/fast_recipe.md).
 # Estimated, not measured (docs/status.md): 3.3 hours (3.3 to 3.4) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
 out_dir = "out/fast124m"

@@ -139,7 +139,7 @@ def is_read(file: Path, endings: tuple[str, ...]) -> bool:
 def how_to_convert(others: list[Path]) -> str:
     """Say how to make readable files of `others`, of which none can be read."""
     if not others:
-        return "no such file, or an empty folder"
+        return "no such file, or none there"
     # In a folder that save_to_disk made, only the .arrow files can be converted.
     first = next((file for file in others if file.suffix == ".arrow"), others[0])
     kind = first.suffix.lower()
@@ -433,7 +433,7 @@ def how_to_mend(line: bytes, error: Exception) -> str:
     if goes_on or text.startswith("["):
         return "write one object per line: jq -c 'arrays[], objects' FILE > NEW"
     if not line.endswith(b"\n"):
-        return "this is the last line, so the file may be truncated: download it again"
+        return "this is the last line, so the file may be cut off: get it again"
     return "fix that line"
 
 

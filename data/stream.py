@@ -191,7 +191,7 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
         except RunError as error:
             raise UserError(*error.args) from None
         time.sleep(POLL_SECONDS)
-    hint = "to stream on several machines, share one folder between them"
+    hint = "streaming on several machines needs one shared folder"
     ranks.check_shared(stream.folder / "lock", hint)
     while not stream.look(held_out):
         time.sleep(POLL_SECONDS)

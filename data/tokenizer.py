@@ -147,7 +147,7 @@ def load_bpe(json: str, path: str | Path):
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
     ends = [special[name] for name in ENDS if name in special]
     if vocab > MOST_IDS:
-        raise UserError(f"{path}: has {vocab:,} ids, but shards hold {MOST_IDS:,} at most")
+        raise UserError(f"{path}: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
     if not ends:
         raise UserError(f"{path}: has none of the special tokens {', '.join(ENDS)}")
     if bpe.decode(list(encode_bpe(bpe, PROBE)), skip_special_tokens=False) != PROBE:

@@ -191,7 +191,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     # Earlier versions recorded train_tokens, but not where to continue.
     before = manifest.get("train_tokens")
     if "next" not in manifest and before and (plan.train_tokens or 0) > before:
-        problem = "made by an earlier version, so no tokens can be added"
+        problem = "an earlier version made it, so no tokens can be added"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
 
 
