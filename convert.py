@@ -158,7 +158,7 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
         )
     raise UserError(
         f"logits differ by {difference:.2g}: model.py computes something else than GPT-2, and "
-        "transformers has no class for that; share the checkpoint and model.py (docs/export.md)"
+        "transformers has no class for that; share the checkpoint and model.py (docs/sampling.md)"
     )
 
 
@@ -191,7 +191,7 @@ def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
     if strange:
         raise UserError(
             f"{len(strange)} tensors are not GPT-2's: {strange[0]}; transformers has no class for "
-            "that; share the checkpoint and model.py (docs/export.md)"
+            "that; share the checkpoint and model.py (docs/sampling.md)"
         )
     return exported.eval()
 
