@@ -127,7 +127,10 @@ def find_newest(out_dir: Path) -> Path | None:
             warn(f"{error}; trying the one before")
     if paths:
         problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
-        raise UserError(f"{out_dir}: {problem}; restore one, or start in another --out_dir")
+        hint = "restore one, or start in another --out_dir"
+        if len(paths) == 1:
+            hint += "; with --keep_checkpoints=2 a run has an earlier one to fall back on"
+        raise UserError(f"{out_dir}: {problem}; {hint}")
     return None
 
 
