@@ -32,7 +32,7 @@ GROUPS = [  # recipes without a group of components, and with it
     ("no_pairs", "fast"),
     ("muon", "no_tables"),
 ]
-STUDY = "docs/internals/recipe_study.md"
+STUDY = "results/recipe_study.md"
 
 
 def peer_figures():
