@@ -1,18 +1,18 @@
 """
-Make a dataset from your own text, or, without arguments, from the source code of the Python
-standard library (needs no download).
+Make a dataset from your own text or, without arguments, from the source code of Python's standard
+library, which needs no download.
 
     python data/prepare_text.py                                   4.7M byte tokens, in seconds
-    python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; all in a folder
+    python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; whole folders
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: field `text`
-    python data/prepare_text.py book.txt --write=config/book.py   and a config: docs/own_text.md
+    python data/prepare_text.py book.txt --write=config/book.py   with a config: docs/own_text.md
     python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
 
-Each text file is one document, and so is each row. Text is UTF-8, or UTF-16 with a byte-order mark,
-or else read in --encoding, with a warning. --val_fraction of the text is held out for validation:
-whole short documents and the ends of long ones, spread over the text. From a single document, its
-end is held out. bpe:N trains a tokenizer on the text.
-In the code, divide() chooses the validation text, and sources.py reads the files.
+Each text file is one document, and so is each row of a .jsonl or .parquet file. Text files are
+UTF-8, or UTF-16 with a byte-order mark; anything else is read with --encoding, with a warning.
+--val_fraction of the text is held out for validation: short documents and the ends of long ones,
+spread over the text. With a single document its end is held out. bpe:N trains a tokenizer on the
+text. In the code, divide() chooses the validation text and sources.py reads the files.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Import from the root. Python has put data/ here, and a file there may hide a library.
+    # Import from the repository's root. Python put data/ here, where a file of the user's could
+    # shadow a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, UserError, command_line, parse_count, run_main
@@ -36,15 +37,15 @@ from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, t
 
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
-VAL_PARTS = 16  # validation comes from this many places, so that no single subject fills it
+VAL_PARTS = 16  # take validation from this many places, so that no single topic dominates it
 SETTINGS = ("val_fraction", "encoding", "text_field")  # flags that change the dataset
-MOST_BYTES = 1_000_000_000  # of text, which is read into memory
+MOST_BYTES = 1_000_000_000  # largest text to read into memory
 TOO_LARGE = (
     f"more than {MOST_BYTES / 1e9:g} GB of text; prepare it as .jsonl, as docs/data.md shows: "
     "python data/prepare_fineweb.py --source=FILE.jsonl --tokenizer=byte --out=data/NAME"
 )
-LEAST_TOKENS = 64 + 1  # in a split: one window of config/quickstart.py
-LEAST_TOKENS_WRITTEN = 256 + 1  # one window of a written config
+LEAST_TOKENS = 64 + 1  # per split: one window of config/quickstart.py
+LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
 # -----------------------------------------------------------------------------
 # Documents
@@ -52,8 +53,8 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # one window of a written config
 
 def read_all(source: Source) -> tuple[list[Row], int]:
     """
-    All rows, and the number of bytes of their text. Raises UserError if that is more than
-    MOST_BYTES, and as Source.rows() does.
+    Read all rows. Returns them and the size of their text in bytes. Raises UserError if that is
+    more than MOST_BYTES, and as Source.rows() does.
     """
     rows = []
     size = 0
@@ -62,19 +63,19 @@ def read_all(source: Source) -> tuple[list[Row], int]:
     for behind, text in source.rows(Place()):
         rows.append((behind, text))
         size += len((text or "").encode(errors="replace"))
-        if size > MOST_BYTES:  # unpacked
+        if size > MOST_BYTES:  # compressed files pass the check above
             raise UserError(TOO_LARGE)
     return rows, size
 
 
 def divide(rows: list[Row], fraction: float) -> Iterator[Document]:
     """
-    The rows as documents, with what is held out of each for validation: all of it, its end, or
+    Turn rows into documents, and hold out the validation text: all of a document, its end, or
     nothing.
 
-    A document adds `fraction` of its size to what validation is owed. As soon as the debt is a
-    sixteenth of all validation, the end of the document pays it, or all of a shorter document. So
-    validation is spread evenly over the text.
+    Each document adds `fraction` of its size to what validation is owed. Once a sixteenth of all
+    validation text is owed, the end of the current document pays, or the whole document if it is
+    shorter. So validation is spread evenly over the text.
     """
     owed, part = 0.0, fraction * sum(len(text) for _, text in rows if text) / VAL_PARTS
     for behind, text in rows:
@@ -91,8 +92,8 @@ def divide(rows: list[Row], fraction: float) -> Iterator[Document]:
 
 def find_split(text: str, length: int) -> int:
     """
-    Where to split off the end of a text, `length` characters or up to half as many more: at a
-    paragraph, or else at a line, or at a word.
+    Return the position at which to split off the end of a text, `length` characters long or up to
+    half as long again: between paragraphs if possible, else between lines, else between words.
     """
     at = max(len(text) - length, 0)
     early = max(at - length // 2, 0)
@@ -109,29 +110,29 @@ def find_split(text: str, length: int) -> int:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("files", nargs="*", help="files, folders, patterns; none: the Python standard library")
+    add("files", nargs="*", help="files, folders, patterns (default: Python's standard library)")
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
-    add("--out", type=Path, help="the folder to make (default: data/NAME, as the config or text)")
-    add("--write", type=Path, metavar="CONFIG.py", help="a config file to make for this text")
-    add("--val_fraction", type=float, default=0.05, help="share held out (default: %(default)s)")
-    neither = "of text files that are neither UTF-8 nor UTF-16"
+    add("--out", type=Path, help="folder to write to (default: data/NAME, as the config or text)")
+    add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
+    add("--val_fraction", type=float, default=0.05, help="fraction held out (default: %(default)s)")
+    neither = "for text files that are neither UTF-8 nor UTF-16"
     add("--encoding", help=f"{neither} (default: {FALLBACK}, with a warning)")
-    add("--text_field", default=FIELD, help="field with the text (default: %(default)s)")
+    add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction <= 0.5:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     if arguments.write and (arguments.write.exists() or arguments.write.suffix != ".py"):
         parser.error(f"--write={arguments.write}: give a .py file that does not exist yet")
-    if arguments.write and not str(arguments.write).isprintable():  # it becomes a line of the file
-        parser.error(f"--write={arguments.write}: has letters that cannot be printed")
+    if arguments.write and not str(arguments.write).isprintable():  # the file quotes it
+        parser.error(f"--write={arguments.write}: has characters that cannot be printed")
     if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error("--write: not for gpt2; to fine-tune GPT-2 on this text: docs/own_text.md")
+        parser.error("--write: not with --tokenizer=gpt2; to fine-tune GPT-2, see docs/own_text.md")
     return arguments
 
 
 def find_files(names: list[str]) -> tuple[str, list[str], str]:
-    """The text's title, its files, and a name for the dataset. Raises UserError."""
+    """Return the text's title, its files, and a name for the dataset. Raises UserError."""
     if not names:
         library = glob.escape(str(Path(os.__file__).parent))
         title = f"Python {sys.version.split()[0]} standard library"
@@ -144,8 +145,8 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
 
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
     """
-    Write a config file for a dataset with this many training tokens. The rule for its numbers is in
-    own_config.template. Raises OSError.
+    Write a config file for a dataset with `tokens` training tokens. own_config.template computes
+    the model's size and the rest from that. Raises OSError.
     """
     out_dir = f"out/{path.stem}"
     values = dict(path=command_line(path), out_dir=out_dir, tokens=tokens)
@@ -166,10 +167,10 @@ def main(argv: list[str]) -> None:
     source = Source(files, arguments.text_field, arguments.encoding)
     rows, size = read_all(source)
     documents = list(divide(rows, arguments.val_fraction))
-    if not tokenizer:  # trained on the training text alone
+    if not tokenizer:  # train one, on the training text only
         texts = (document.text for document in documents)
         tokenizer = train_bpe(arguments.tokenizer, texts, total=size)
-    bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess for the disk
+    bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess of the disk space
     least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
     least_in_all = 100 * math.ceil(least / arguments.val_fraction / 100)
     settings = {key: vars(arguments)[key] for key in SETTINGS}

@@ -139,7 +139,7 @@ def test_an_export_of_bytes_writes_text_as_its_page_shows(tmp_path, monkeypatch)
     assert "no tokenizer files" in convert("ckpt-to-hf", "x.pt", "anna-hf")
     files = ["config.json", "generation_config.json", "model.safetensors"]
     assert sorted(os.listdir("anna-hf")) == files
-    page = (ROOT / "docs" / "export.md").read_text()
+    page = (ROOT / "docs" / "sampling.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {}
     exec(block, names)
@@ -200,7 +200,7 @@ def test_a_tokenizer_of_ones_own_goes_with_the_weights(model, tmp_path):
 
 
 def test_what_other_programs_ask_of_a_gpt2_folder_is_there(tmp_path):
-    """llama.cpp and mlx-lm: results in docs/export.md."""
+    """llama.cpp and mlx-lm: results in docs/sampling.md."""
     bpe = own_bpe()
     path = save(random_gpt(vocab_size=384), tmp_path / "x.pt", 300, "bpe", json=bpe.to_str())
     folder = tmp_path / "hf"

@@ -286,7 +286,7 @@ PREPARATION = [
     ("data/prepare_text.py book.txt --tokenizer=bpe:12 --out=out", "bpe:12 257"),
     ("data/prepare_text.py book.txt --write=tiny.py", "tiny.py exist"),
     ("data/prepare_text.py book.txt --write=config", "config .py"),
-    ("data/prepare_text.py book.txt --tokenizer=gpt2 --write=new.py", "--write finetune.md"),
+    ("data/prepare_text.py book.txt --tokenizer=gpt2 --write=new.py", "--write own_text.md"),
     ("data/prepare_text.py book.txt --ouput=out", "--ouput"),
     ("data/prepare_text.py book.txt --out=tokens", "tokens other text"),
     ("data/prepare_text.py book.txt --out=chars", "chars another program"),

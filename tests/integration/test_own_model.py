@@ -76,7 +76,7 @@ def sample(*arguments: str, **more) -> list[str]:
     return texts
 
 
-# step 1 of docs/own_model.md
+# step 1 of docs/from_nanogpt.md
 OWN_MODEL = {"model_fast.py": "from mine import GPT"}
 # the likeliest letters without a cache
 PLAINLY = """

@@ -261,7 +261,7 @@ def test_fine_tuning_that_only_harms_leaves_no_best_pt(tmp_path):
 
 def fine_tuning(weights: str) -> list[list[str]]:
     """The arguments of the commands in README and the page that begin with these weights."""
-    pages = (README, ROOT / "docs" / "finetune.md")
+    pages = (README, ROOT / "docs" / "own_text.md")
     commands = [command[1:] for page in pages for command in command_lines(page)]
     flag, found = "--init_from=", []
     for command in commands:
