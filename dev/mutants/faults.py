@@ -1947,7 +1947,7 @@ FAULTS = [
     ),
     Fault(
         "kept_records_are_written_again",
-        "training/log.py",
+        "training/checkpoint.py",
         "there = set(path.read_bytes().splitlines()) if path.exists() else set()",
         "there: set[bytes] = set()",
         "integration/test_disks.py::test_records_that_a_checkpoint_kept_are_not_written_twice",

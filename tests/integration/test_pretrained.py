@@ -1,12 +1,12 @@
 """Runs that begin with other weights: nanoGPT's, Hugging Face's, another run's."""
 
-import pickle
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from letters import LETTERS, T, files, sample, write_letters
 from program import (
     TINY_RUN,
     checkpoint,
@@ -18,8 +18,6 @@ from program import (
     write_tokens,
 )
 
-T = 16  # context
-LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
 TINY = TINY_RUN | dict(
     learning_rate=0.01,
     warmup_iters=2,
@@ -27,20 +25,6 @@ TINY = TINY_RUN | dict(
     eval_interval=4,
     eval_tokens=10 * T,
 )
-RULER = "\n---------------\n"
-
-
-def write_letters(folder: Path) -> Path:
-    """A dataset of characters as nanoGPT prepares it."""
-    folder.mkdir(parents=True)
-    rng = np.random.RandomState(1)
-    for split, size in (("train", 1500), ("val", 20 * T + 1)):
-        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
-        ids.astype("<u2").tofile(folder / f"{split}.bin")
-    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
-    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +44,6 @@ def gpt2(letters, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
     train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
     return out_dir
-
-
-def files(folder: Path) -> dict[str, tuple[int, int]]:
-    stats = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
-def sample(*arguments: str, **more) -> list[str]:
-    """The texts that sample.py prints."""
-    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
-    assert result.code == 0, result.err
-    *texts, rest = result.out.split(RULER)
-    assert rest.strip("> \n") == ""
-    return texts
 
 
 # the form of nanoGPT's own config files: products, imports, strings made at run time

@@ -1,7 +1,6 @@
 """What other programs read of a run: the lines of the log, metrics.jsonl, the picture."""
 
 import itertools
-import pickle
 import re
 import shutil
 from datetime import datetime
@@ -11,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from letters import T, write_letters
 from program import (
     TINY_RUN,
     column,
@@ -20,8 +20,6 @@ from program import (
     write_tokens,
 )
 
-T = 16  # context
-LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
 TINY = TINY_RUN | dict(
     learning_rate=0.01,
     warmup_iters=2,
@@ -29,19 +27,6 @@ TINY = TINY_RUN | dict(
     eval_interval=4,
     eval_tokens=10 * T,
 )
-
-
-def write_letters(folder: Path) -> Path:
-    """A dataset of characters as nanoGPT prepares it."""
-    folder.mkdir(parents=True)
-    rng = np.random.RandomState(1)
-    for split, size in (("train", 1500), ("val", 20 * T + 1)):
-        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
-        ids.astype("<u2").tofile(folder / f"{split}.bin")
-    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
-    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A run that was stopped, moved, or asked for again; and its exit codes."""
 
-import pickle
 import re
 import shutil
 import signal
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from letters import T, files, sample, write_letters
 from program import (
     ROOT,
     TINY_RUN,
@@ -24,8 +24,6 @@ from program import (
     write_tokens,
 )
 
-T = 16  # context
-LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
 TINY = TINY_RUN | dict(
     learning_rate=0.01,
     warmup_iters=2,
@@ -33,20 +31,6 @@ TINY = TINY_RUN | dict(
     eval_interval=4,
     eval_tokens=10 * T,
 )
-RULER = "\n---------------\n"
-
-
-def write_letters(folder: Path) -> Path:
-    """A dataset of characters as nanoGPT prepares it."""
-    folder.mkdir(parents=True)
-    rng = np.random.RandomState(1)
-    for split, size in (("train", 1500), ("val", 20 * T + 1)):
-        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
-        ids.astype("<u2").tofile(folder / f"{split}.bin")
-    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
-    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +42,6 @@ def letters(tmp_path_factory) -> Path:
 def tokens(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "tokens"
     return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
-
-
-def files(folder: Path) -> dict[str, tuple[int, int]]:
-    stats = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
-def sample(*arguments: str, **more) -> list[str]:
-    """The texts that sample.py prints."""
-    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
-    assert result.code == 0, result.err
-    *texts, rest = result.out.split(RULER)
-    assert rest.strip("> \n") == ""
-    return texts
 
 
 def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_continues_it(

@@ -1,13 +1,12 @@
 """Samples of a run, and what they are drawn from."""
 
 import math
-import pickle
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from letters import LETTERS, T, sample, write_letters, write_parrot
 from program import (
     TINY_RUN,
     checkpoint,
@@ -18,8 +17,6 @@ from program import (
 
 from model_fast import build_model, config_from_dict
 
-T = 16  # context
-LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
 TINY = TINY_RUN | dict(
     learning_rate=0.01,
     warmup_iters=2,
@@ -28,20 +25,6 @@ TINY = TINY_RUN | dict(
     eval_tokens=10 * T,
 )
 FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=99)
-RULER = "\n---------------\n"
-
-
-def write_letters(folder: Path) -> Path:
-    """A dataset of characters as nanoGPT prepares it."""
-    folder.mkdir(parents=True)
-    rng = np.random.RandomState(1)
-    for split, size in (("train", 1500), ("val", 20 * T + 1)):
-        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
-        ids.astype("<u2").tofile(folder / f"{split}.bin")
-    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
-    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -68,28 +51,6 @@ def fast(letters, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("runs") / "fast"
     train(**TINY | FAST | dict(learning_rate=0.025), dataset=letters, out_dir=out_dir)
     return out_dir
-
-
-def sample(*arguments: str, **more) -> list[str]:
-    """The texts that sample.py prints."""
-    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
-    assert result.code == 0, result.err
-    *texts, rest = result.out.split(RULER)
-    assert rest.strip("> \n") == ""
-    return texts
-
-
-def write_parrot(run_folder: Path, path: Path, token: int) -> Path:
-    """The run's checkpoint with weights that want this token, whatever came before."""
-    state = checkpoint(run_folder, 8)
-    weights = state["model"]
-    weights["transformer.ln_f.weight"].zero_()
-    weights["transformer.ln_f.bias"].zero_()
-    weights["transformer.ln_f.bias"][0] = 1
-    weights["lm_head.weight"].zero_()
-    weights["lm_head.weight"][token, 0] = 100
-    torch.save(state, path)
-    return path
 
 
 def greedy_without_cache(state: dict, text: str, n: int) -> str:

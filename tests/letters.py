@@ -1,0 +1,52 @@
+"""A dataset of characters as nanoGPT prepares it, and the texts that sample.py prints."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import torch
+from program import checkpoint, run
+
+T = 16  # context
+LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
+RULER = "\n---------------\n"
+
+
+def write_letters(folder: Path) -> Path:
+    """A dataset of characters as nanoGPT prepares it."""
+    folder.mkdir(parents=True)
+    rng = np.random.RandomState(1)
+    for split, size in (("train", 1500), ("val", 20 * T + 1)):
+        ids = np.cumsum(rng.randint(0, 3, size)) % len(LETTERS)
+        ids.astype("<u2").tofile(folder / f"{split}.bin")
+    meta = dict(vocab_size=len(LETTERS), itos=dict(enumerate(LETTERS)))
+    meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def sample(*arguments: str, **more) -> list[str]:
+    """The texts that sample.py prints."""
+    result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
+    assert result.code == 0, result.err
+    *texts, rest = result.out.split(RULER)
+    assert rest.strip("> \n") == ""
+    return texts
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    stats = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def write_parrot(run_folder: Path, path: Path, token: int) -> Path:
+    """The run's checkpoint with weights that want this token, whatever came before."""
+    state = checkpoint(run_folder, 8)
+    weights = state["model"]
+    weights["transformer.ln_f.weight"].zero_()
+    weights["transformer.ln_f.bias"].zero_()
+    weights["transformer.ln_f.bias"][0] = 1
+    weights["lm_head.weight"].zero_()
+    weights["lm_head.weight"][token, 0] = 100
+    torch.save(state, path)
+    return path
