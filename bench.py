@@ -1,13 +1,13 @@
 """
-Measure and plan training. What is measured is train.py itself: it runs for some seconds, on random
-tokens if the dataset is missing, and the lines of its log are read.
+Measure training on this machine, and plan a run. bench.py measures train.py itself: it starts a run
+for a few seconds, on random tokens if the dataset is missing, and reads the run's log.
 
-    python bench.py check            does this machine train right, and as fast as it should?
-    python bench.py                  GPT-2 124M on this machine: speed, MFU, memory
-    python bench.py CONFIG           the same of a configuration
-    python bench.py sweep CONFIG     the fastest micro-batch at the same tokens per iteration
-    python bench.py ladder CONFIG    what each optimisation is worth on this machine
-    python bench.py plan CONFIG      hours, memory, energy and cost of a run before it starts
+    python bench.py check            does this machine train correctly, and as fast as it should?
+    python bench.py                  measure GPT-2 124M: speed, MFU, memory
+    python bench.py CONFIG           measure a configuration
+    python bench.py sweep CONFIG     find the fastest micro-batch at the same tokens per iteration
+    python bench.py ladder CONFIG    measure what each optimisation gains on this machine
+    python bench.py plan CONFIG      estimate a run's hours, memory, energy and cost
 
 CONFIG stands for config files and --key=value flags, as for train.py.
 
@@ -74,17 +74,19 @@ from reports.runs import Run, percentile, read_run
 from training import hardware
 
 CHILD = Path(__file__).with_name("reports") / "bench_child.py"
-POLL_SECONDS = 0.2  # how often the log is read
-# The first two lines never count: they compile, and touch the optimizer's memory for the first time
+POLL_SECONDS = 0.2  # how often to read the log
+# Log lines to discard: the first two include compilation and the optimizer's first allocations.
 UNCOUNTED = 2
-LEAST_LINES = 3  # counted ones; and they take --seconds
-MOST_SECONDS = 60.0  # with the uncounted lines; after that one counted line is enough
-MICRO_BATCHES_PER_LINE = 10  # at most, and one iteration at least: the device is waited for at each
+LEAST_LINES = 3  # counted log lines to wait for; together they must also span --seconds
+MOST_SECONDS = 60.0  # after this long, uncounted lines included, one counted line is enough
+# At most this many micro-batches per log line, because the run waits for the device at each line. A
+# line covers at least one iteration.
+MICRO_BATCHES_PER_LINE = 10
 RANDOM_TOKENS = 2**22
-KILLED = -9  # exit code of a process that Linux ended, which it does where memory runs out
+KILLED = -9  # exit code after SIGKILL, which Linux sends when memory runs out
 
-# What is measured without a config file: GPT-2 124M as in nanoGPT's own bench.py. An idle CPU has
-# to be done in two minutes.
+# Measured when no config file is given: GPT-2 124M with the settings of nanoGPT's bench.py. On a
+# CPU the model sees shorter sequences, so that an idle machine is done in two minutes.
 BARE = ["--batch_size=12", "--gradient_accumulation_steps=1"]
 BARE_CPU = [
     "--batch_size=1",
@@ -93,11 +95,11 @@ BARE_CPU = [
     "--compile=False",
 ]
 
-# What a measured run sets: it trains from random weights until it is ended, and does nothing else
-# but the evaluation before its first iteration
+# Overrides for a measured run: it trains from random weights until it is killed. Apart from the
+# evaluation before its first iteration it neither evaluates nor saves.
 MEASURED: dict[str, Any] = dict(
     init_from="scratch",
-    tokens_per_iter=0,  # gradient_accumulation_steps says it
+    tokens_per_iter=0,  # gradient_accumulation_steps sets the batch
     max_iters=UNREACHED,
     lr_decay_iters=0,
     hours=0.0,
@@ -126,9 +128,12 @@ def measure(
     config: Config, seconds: float = 5.0, command: Command = (CHILD,), profile: str = ""
 ) -> dict:
     """
-    The speed and memory of a configuration on this machine, from the log of train.py. The time is
-    the median of its lines. `command`: a program that runs train.py as reports/bench_child.py does,
-    with flags of its own. `profile`: a file for a trace. Raises the UserError that ended the run.
+    Measure the speed and memory of a configuration on this machine, from train.py's log.
+
+    Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
+    `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
+    reports/bench_child.py does, followed by its flags. `profile` is the file to write a trace to.
+    Raises the UserError or RunError that ended the run.
     """
     run, printed, cpu_seconds = run_train(config, seconds, command, profile)
     if profile:
@@ -168,8 +173,8 @@ def run_train(
     config: Config, seconds: float, command: Command, profile: str
 ) -> tuple[Run, str, np.ndarray]:
     """
-    Run train.py in a process until its log has enough lines, and end it. Returns the log, all that
-    was printed, and the CPU seconds that the process had used before each iteration.
+    Run train.py in a child process until its log has enough lines, then kill it. Returns the log,
+    everything the child printed, and its cumulative CPU seconds before each iteration.
     """
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(MEASURED, out_dir=str(Path(folder, "run")))
@@ -203,11 +208,11 @@ def run_train(
 
 
 def has_enough(log: Path, seconds: float) -> bool:
-    """Whether the log of the run so far can be measured."""
+    """Return whether the log has enough lines to measure."""
     if not log.exists():
         return False
     step = read_run(log).step
-    # of each line but the first, whose iterations may have compiled
+    # the first line is left out, because its iterations may include compilation
     line_seconds = np.diff(step["iter"]) * step["step_ms"][1:] / 1000
     counted = line_seconds[UNCOUNTED - 1 :]
     if len(counted) >= LEAST_LINES and sum(counted) >= seconds:
@@ -216,28 +221,31 @@ def has_enough(log: Path, seconds: float) -> bool:
 
 
 def error_of(config: Config, lines: list[str], code: int) -> UserError:
-    """What to raise for a run that ended by itself: its own error lines."""
+    """Build the exception for a run that ended on its own, from the error lines it printed."""
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if code == KILLED or any(line.startswith("out of memory") for line in errors):
         return OutOfMemory(hardware.out_of_memory_line(config))
     if not errors:
         print_err(*lines)
-        return RunError(f"train.py ended with exit code {code}; the lines above are its own")
+        return RunError(f"train.py ended with exit code {code}; see its output above")
     return UserError(*errors) if code == UserError.exit_code else RunError(*errors)
 
 
-warn_once = functools.cache(print_err)  # the rows of a table warn of the same
+warn_once = functools.cache(print_err)  # all rows of a table would repeat the same warnings
 
 
 def pass_warnings_on(lines: list[str]) -> None:
-    """Print what the run has warned of, but for the disk's room, as it saves no checkpoint."""
+    """
+    Print the run's warnings, except for the one about disk space, because a measured run saves no
+    checkpoint.
+    """
     for line in lines:
         if line.startswith("warning: ") and "checkpoints of" not in line:
             warn_once(line)
 
 
 def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
-    """A dataset of random tokens, in nanoGPT's form."""
+    """Write a dataset of random tokens in nanoGPT's format, and return its folder."""
     folder.mkdir()
     random = np.random.default_rng(seed)
     for split in ("train", "val"):
@@ -248,7 +256,7 @@ def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
 
 
 def batch_keys(config: Config, batch_size: int) -> dict:
-    """The same tokens per iteration in micro-batches of this size, as keys of the configuration."""
+    """Return the keys that keep the tokens per iteration with micro-batches of this size."""
     accumulation = config.iter_sequences // batch_size
     return dict(batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
@@ -264,7 +272,7 @@ def single(config: Config, options: Namespace) -> dict:
     sizes = f"{config.gradient_accumulation_steps} x {config.batch_size} x {config.block_size}"
     data = config.dataset
     if vocab_where_missing(config):
-        data = f"random tokens; there is no dataset {config.dataset}"
+        data = f"random tokens, because there is no dataset {config.dataset}"
     rows = {
         "machine": machine_text(r["machine"]),
         "model": f"{config.model}, {r['parameters'] / 1e6:.2f}M parameters",
@@ -279,7 +287,7 @@ def single(config: Config, options: Namespace) -> dict:
     lines = f"{r['lines']} lines of train.py's log, from the third on"
     say(f"median (slowest to fastest) of {lines}")
     if options.is_bare and r["machine"]["device_type"] == "cpu":
-        say("on a CPU: one sequence of 256 tokens, not compiled, to be done in two minutes if idle")
+        say("on a CPU: one sequence of 256 tokens, uncompiled, to finish in two minutes if idle")
     return r
 
 
@@ -305,13 +313,14 @@ Row = tuple[str, Config, list[str]]  # name, configuration, flags of reports/ben
 
 def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
     """
-    Measure each row, one after the other, --trials times over: so a machine that others make
-    slower for a while, or that becomes warm, does so to all rows. What measure() returns, for each
-    row; nothing for a row that runs out of memory.
+    Measure all rows in turn, --trials times over, so that a machine that is busy or throttled for a
+    while slows down all rows alike. Returns the results of measure() for each row; an empty list
+    for a row that runs out of memory.
     """
     found: list[list[dict]] = [[] for _ in rows]
     too_large: set[int] = set()
-    peaks: dict[tuple[str, bool], float] = {}  # one for each kind of arithmetic, as in one run
+    # By dtype and tf32. A peak is measured once and reused, so that the rows' MFUs are comparable.
+    peaks: dict[tuple[str, bool], float] = {}
     turns = [(i, *row) for _ in range(options.trials) for i, row in enumerate(rows)]
     progress = tqdm(turns, disable=None)
     for i, name, config, flags in progress:
@@ -330,7 +339,7 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
             figure = "out of memory"
         progress.clear()
         say(f"{name}: {figure}")
-        if options.json:  # what a killed measurement leaves; the whole table replaces it
+        if options.json:  # keep partial results in case bench.py is killed
             measured = [row_of(row, runs) for row, runs in zip(rows, found, strict=True) if runs]
             write_json(options, dict(rows=measured))
     return found
@@ -346,8 +355,8 @@ def mfu_text(r: dict) -> str:
 
 def pace(r: dict) -> float:
     """
-    The tokens/s by which rows are compared. On a CPU tokens per second of CPU time, because other
-    programs may take several times the wall time away.
+    Return the speed by which rows are compared, in tokens/s. On a CPU, this counts CPU time instead
+    of wall-clock time, which other programs may stretch several times.
     """
     if r["machine"]["device_type"] == "cpu":
         return 1000 * r["tokens_per_iter"] / r["cpu_ms"]
@@ -356,8 +365,8 @@ def pace(r: dict) -> float:
 
 def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
     """
-    How many times as fast as `base`: the median of the turns; and [lowest, highest] of any turn
-    over any turn of `base`. Where nothing but noise differs, three turns miss 1 once in ten times.
+    Return the median speedup over `base`, and the [lowest, highest] ratio of any turn to any turn
+    of `base`. If only noise differs, the range of three turns excludes 1 once in ten times.
     """
     ratios = [pace(ours) / pace(theirs) for ours, theirs in zip(runs, base, strict=True)]
     of_any = [pace(ours) / pace(theirs) for ours in runs for theirs in base]
@@ -365,7 +374,10 @@ def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
 
 
 def row_of(row: Row, runs: list[dict]) -> dict:
-    """For --json: the run with the median pace, of two the faster; and the paces of all."""
+    """
+    Return the row for --json: the figures of the turn with the median pace (the faster of two), and
+    the paces of all turns.
+    """
     name, config, _ = row
     if not runs:
         return dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
@@ -374,7 +386,7 @@ def row_of(row: Row, runs: list[dict]) -> dict:
 
 
 def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]) -> None:
-    """Print the table of a sweep or a ladder. `more`: the cells of each row for `columns`."""
+    """Print the table of a sweep or a ladder. `more` holds each row's cells for `columns`."""
     last = [row for row in rows if row["tokens_per_sec"]][-1]
     is_cpu = last["machine"]["device_type"] == "cpu"
     rate = "tokens/CPU s" if is_cpu else "tokens/s"
@@ -390,8 +402,8 @@ def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]
         table.append([row["name"], batch, *speed, *cells, *load])
     say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
     say(*table_lines(table))
-    by = "CPU time, as other programs change the wall time" if is_cpu else "time"
-    say(f"median iterations of train.py, compared by {by}; turns of all rows: {len(last['paces'])}")
+    by = "CPU time, because other programs change the wall-clock time" if is_cpu else "time"
+    say(f"median iterations of train.py, compared by {by}; turns: {len(last['paces'])}")
 
 
 def times(ratio: float, span: list[float]) -> list[str]:
@@ -404,7 +416,10 @@ def times(ratio: float, span: list[float]) -> list[str]:
 
 
 def sweep(config: Config, options: Namespace) -> dict:
-    """A quarter to four times batch_size, as far as they divide the sequences of an iteration."""
+    """
+    Measure micro-batches from a quarter of batch_size to four times batch_size, as far as they
+    divide the sequences of an iteration. Returns what --json writes.
+    """
     near = [config.batch_size * share for share in (0.25, 0.5, 1, 2, 4)]
     sizes = [size for size in divisors(config.iter_sequences) if size in near]
     rows: list[Row] = [
@@ -426,18 +441,18 @@ def sweep(config: Config, options: Namespace) -> dict:
     return dict(rows=table, fastest=fastest["batch_size"])
 
 
-# Written even with their default values: other keys change these defaults
+# Written even if they have their default values, because other keys change these defaults
 ALWAYS_WRITTEN = ("dataset", "batch_size", "learning_rate", "min_lr")
 
 
 def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) -> None:
-    """The configuration with the fastest micro-batch, as a config file for train.py."""
-    # a new out_dir, because the measured config may have a run in its out_dir
+    """Write the configuration with the fastest micro-batch as a config file for train.py."""
+    # give it a new out_dir, because the measured config's own may already hold a run
     values = config_values(config) | dict(out_dir=f"out/{path.stem}")
     values |= batch_keys(config, fastest["batch_size"])
     if config.tokens_per_iter:
         values["tokens_per_iter"] = config.iter_tokens
-        del values["gradient_accumulation_steps"]  # it follows from the tokens
+        del values["gradient_accumulation_steps"]  # follows from tokens_per_iter
     machine = fastest["machine"]
     lines = [
         f"# The fastest micro-batch, measured on {machine['date']} with",
@@ -448,7 +463,7 @@ def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) ->
         if row["tokens_per_sec"]:
             speed = f"{pace(row):,.0f} tokens/s, {gib(row['mem_gib'])}"
         lines.append(f"#   batch_size {row['batch_size']}: {speed}")
-    lines.append("# The other keys are those of the measured configuration, but for out_dir.")
+    lines.append("# All other keys except out_dir are those of the measured configuration.")
     for name, value in values.items():
         is_default = value in (FIELDS[name].default, UNREACHED)
         if name in ALWAYS_WRITTEN or name in config.set_keys or not is_default:
@@ -476,18 +491,18 @@ HOST_SYNC, READ_LATE = "--host_sync", "--read_late"
 
 def ladder(config: Config, options: Namespace) -> dict:
     """
-    A table in which each row adds one optimisation to those above it. `gain` is over the row above,
-    `total_gain` over the first.
+    Measure a table in which each row adds one optimisation to those above it. `gain` is the speedup
+    over the row above, `total_gain` over the first row. Returns what --json writes.
     """
     rows = ladder_rows(config)
     if options.refill:
         if hardware.choose_device(config, local_rank=0).type != "cuda":
-            raise UserError("refill: it fills the memory of a CUDA GPU; leave it out here")
+            raise UserError("refill: this needs a CUDA GPU, whose memory it fills; leave it out")
         rows = [(name, refilled(row, flags), flags) for name, row, flags in rows]
     found = measure_in_turn(rows, options)
     table: list[dict] = []
     more: list[list[str]] = []
-    before: list[list[dict]] = []  # the rows so far that fit
+    before: list[list[dict]] = []  # rows so far that fit into memory
     for row, runs in zip(rows, found, strict=True):
         figures = row_of(row, runs)
         if runs:
@@ -502,14 +517,17 @@ def ladder(config: Config, options: Namespace) -> dict:
         raise OutOfMemory(hardware.out_of_memory_line(config))
     title = "micro-batches that fill the memory" if options.refill else "a fixed micro-batch"
     show(f"ladder of {config.model}, {title}", table, ["gain", "range", "total"], more)
-    say("a gain whose range holds 1.00 may be noise")
+    say("a gain whose range includes 1.00 may be noise")
     if hardware.choose_device(config, local_rank=0).type == "cpu":
-        say("a CPU has nothing to wait for: the gain of 'no host sync' is all noise")
+        say("on a CPU there is no host sync to avoid, so the gain of 'no host sync' is noise")
     return dict(rows=table)
 
 
 def ladder_rows(config: Config) -> list[Row]:
-    """The rows that this machine and this model can have. What a row changes stays for the next."""
+    """
+    Return the rows that apply to this machine and this model. Each row keeps the changes of the
+    rows before it.
+    """
     amp = "auto" if config.dtype == "float32" else config.dtype
     steps: list[tuple[str, dict, list[str]]] = [
         ("float32", LOWEST, [HOST_SYNC, READ_LATE]),
@@ -524,10 +542,10 @@ def ladder_rows(config: Config) -> list[Row]:
     ]
     device = hardware.choose_device(config, local_rank=0)
     left_out = set()
-    if config.model == "fast":  # it has a head of its own
+    if config.model == "fast":  # its head is never tied
         left_out.add("tied weights")
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        left_out.add("TF32")  # needs a GPU of the Ampere generation or later
+        left_out.add("TF32")  # needs an Ampere GPU or a later one
     rows: list[Row] = []
     for name, changes, flags in steps:
         if name not in left_out:
@@ -537,7 +555,10 @@ def ladder_rows(config: Config) -> list[Row]:
 
 
 def refilled(config: Config, flags: list[str]) -> Config:
-    """The configuration with the largest micro-batch that fits into memory, by powers of two."""
+    """
+    Return the configuration with the largest micro-batch that fits into memory: batch_size halved
+    or doubled as often as needed.
+    """
 
     def fits(size: int) -> bool:
         try:
@@ -567,28 +588,28 @@ MODES = {
 
 
 def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
-    """The flags of a mode; and what is left over, for load_config."""
+    """Parse a mode's own flags. Returns them and the remaining arguments for load_config."""
     parser = Parser(
         usage=" ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split()),
         description=__doc__ if mode == "" else None,
-        epilog="Configuration keys: python train.py --help; plan uses its --hours and --until",
+        epilog="Configuration keys: python train.py --help (plan also takes --hours and --until)",
     )
     add = parser.add_argument
     add("--json", metavar="PATH", help="write all figures as JSON")
     if mode == "plan":
         plan.add_flags(parser)
     elif mode != "check":
-        help_text = "measure a process for so long, after its first two log lines (default: 5)"
+        help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if mode in ("sweep", "ladder"):
-        add("--trials", type=parse_count, default=3, metavar="N", help="turns of all rows (3)")
+        add("--trials", type=parse_count, default=3, metavar="N", help="turns per row (default: 3)")
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
     if mode == "ladder":
-        help_text = "double each row's micro-batch first, as often as it fits the GPU's memory"
+        help_text = "first give each row the largest micro-batch that fits into the GPU's memory"
         add("--refill", action="store_true", help=help_text)
     if mode == "":
-        help_text = "list what takes most time, write a trace for chrome://tracing"
+        help_text = "list the slowest operations and write a trace for chrome://tracing"
         add("--profile", default="", metavar="TRACE.json", help=help_text)
     return parser.parse_known_args(argv)
 
@@ -606,17 +627,17 @@ def main(argv: list[str]) -> int:
         if mode not in MODES:
             hint = did_you_mean(mode, MODES)
             raise UserError(
-                f"{mode}: no such mode; check, sweep, ladder, plan or a config file{hint}"
+                f"{mode}: no such mode; give check, sweep, ladder, plan or a config file{hint}"
             )
     options, keys = parse_arguments(mode, rest)
     options.command = command_line("python", "bench.py", *argv)
     options.is_bare = not keys
     needs_sizes = mode not in ("plan", "check")
-    if needs_sizes and all(key.startswith("-") for key in keys):  # no config file
+    if needs_sizes and all(key.startswith("-") for key in keys):  # no config file given
         asked = read_config(keys, other_flags=vars(options))
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
-    # a plan may be for another machine: it needs no device
+    # plan needs no device, because the run may be meant for another machine
     checks = [] if mode == "plan" else [hardware.check_device]
     config = load_config(keys, checks, other_flags=vars(options))
     if getattr(options, "write", None) and Path(options.write).exists():
