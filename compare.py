@@ -3,18 +3,19 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
 
     python compare.py out/gpt124m                  one run: its figures; draws out/gpt124m/loss.png
     python compare.py out/a out/b --png=ab.png     several runs side by side, a verdict for each row
-    python compare.py old.log new.log --gpu=4070   nanoGPT's console output, MFU of this card
-    python compare.py out/a results/public_runs/edu_124m_rtx4070.csv   other people's run
-    python compare.py out/idea-* --against out/base-*   seeds of a change and of its base: a verdict
+    python compare.py old.log new.log --gpu=4070   nanoGPT's console output, with this card's MFU
+    python compare.py out/a results/public_runs/edu_124m_rtx4070.csv   beside a published run
+    python compare.py out/idea-* --against out/base-*   is a change better? over several seeds
 
 Time includes iterations, evaluations and checkpoints, but not startup and compilation.
 
-Losses compare if they are of the same validation tokens, evaluated with the same settings; bits per
-byte if they are of the same text. What the runs were trained on does not matter.
+Losses are comparable if the runs evaluate on the same validation tokens with the same settings;
+bits per byte if they evaluate on the same text. The training data may differ.
 
-Losses are compared at the latest evaluation of any run at which the loss of every run is known.
-Between two evaluations a loss is interpolated linearly. It is unknown if they are further apart
-than a fifth of the way so far, or if the first is at iteration 0, where the loss falls steeply.
+Losses are compared at the latest evaluation of any run at which every run's loss is known. Between
+two evaluations, losses are interpolated linearly. A loss is unknown where the gap between two
+evaluations exceeds a fifth of the progress so far, and before the first evaluation after iteration
+0, where the loss falls steeply.
 """
 
 import common  # before torch  # noqa: F401  isort: skip
@@ -36,13 +37,13 @@ from reports.picture import count4, millions, save_picture
 from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
 from training.gpus import resolve_gpu, row_peak
 
-# about twice the spread over seeds of a 124M model's loss; smaller differences are noise
+# Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005
-BITS_NOISE = 0.002  # bits per byte: LOSS_NOISE at GPT-2's 4.5 bytes per token
-# Figures that differ by at most this share are equal. Tokens and time to a loss are less certain:
-# interpolating between evaluations that are far apart is off by a few percent.
+BITS_NOISE = 0.002  # LOSS_NOISE in bits per byte, at GPT-2's 4.5 bytes per token
+# Figures that differ by at most this fraction count as equal. The tokens and time to a loss get a
+# wider margin, because interpolating between distant evaluations is off by a few percent.
 SAME, SAME_TO_LOSS = 0.005, 0.05
-MOST_EVALUATIONS = 8  # rows of evaluations that all runs have, so that a long run stays readable
+MOST_EVALUATIONS = 8  # rows of shared evaluations, so that the table of a long run stays readable
 NO_VERDICT = "not comparable"
 SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype", "dataset"}
 
@@ -71,7 +72,7 @@ def hours_text(hours: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A run of less than a second is not shown as none."""
+    """Format seconds as in 3h12m; below 10 s with two digits, so that 0.4 s is not shown as 0s."""
     return duration(seconds) if seconds >= 10 or not seconds else f"{seconds:.2g}s"
 
 
@@ -87,7 +88,7 @@ class Point(NamedTuple):
 
     axis: str
     at: float
-    key: str  # of the row, in the JSON
+    key: str  # the row's name in the JSON
 
 
 @dataclass
@@ -96,15 +97,15 @@ class Row:
 
     label: str
     key: str  # name in the JSON
-    values: list  # one per run, None if not known
+    values: list  # one per run, None if unknown
     format: Callable[..., str] = str
-    word: str = ""  # what the best run is, such as faster; lower: a loss, compared by difference
-    same: float = SAME  # values that differ by at most this share are equal; losses: by this much
+    word: str = ""  # what the best run is, such as faster; "lower" compares losses by difference
+    same: float = SAME  # the difference that still counts as equal: relative; absolute for losses
 
     def verdict(self, names: list[str]) -> str:
         """
-        The best value against the next best: "a 2.39x faster", "a 0.0134 lower". Empty if fewer
-        than two values are known, or if only the best two of more are equal.
+        Compare the best value with the second best: "a 2.39x faster", "a 0.0134 lower". Empty if
+        fewer than two values are known, or if the best two are equal but not all are.
         """
         if self.word in ("", NO_VERDICT):
             return self.word
@@ -133,7 +134,7 @@ def build_table(runs: list[Run], target: float | None) -> list[Row]:
 
 
 def setting_rows(runs: list[Run]) -> list[Row]:
-    """The keys in which the runs differ, and the device and dtype in use."""
+    """Build a row for each key in which the runs differ, and for the device and dtype in use."""
     rows = []
     datasets = [dataset_name(run) for run in runs]
     if len(set(datasets) - {None}) > 1 and not same_of_start(runs, "data_fingerprint"):
@@ -163,14 +164,14 @@ def speed_rows(runs: list[Run]) -> list[Row]:
         Row("time", "hours", [run.hours for run in runs], hours_text, "longer"),
         Row("tok/s", "tokens_per_sec", tokens_per_sec, whole, "faster"),
         Row("MFU", "mfu", mfu, percent, "higher"),
-        # no verdict: tok/s has it, and iterations and micro-batches may differ in tokens
+        # no verdict, because iterations and micro-batches may differ in tokens; tok/s has one
         Row("ms per iteration", "step_ms_p50", step_ms, tenths),
         Row("ms per micro-batch", "micro_batch_ms", micro_batch_ms, tenths),
     ]
 
 
 def time_of_micro_batch(run: Run) -> float | None:
-    """Milliseconds; each GPU makes its share of an iteration's micro-batches."""
+    """Return the milliseconds per micro-batch. The GPUs share an iteration's micro-batches."""
     step_ms = percentile(run.step["step_ms"], 50)
     micro_batches = run.config.get("gradient_accumulation_steps")
     gpus = run.start.get("world_size")
@@ -180,7 +181,7 @@ def time_of_micro_batch(run: Run) -> float | None:
 
 
 def pause_rows(runs: list[Run]) -> list[Row]:
-    """What a run did besides iterations."""
+    """Build the rows of evaluations and checkpoints: how many, and the time they took."""
     evaluations = [len(run.eval["iter"]) for run in runs]
     checkpoints = [len(run.checkpoint["iter"]) for run in runs]
     seconds = [seconds_of_pauses(run) for run in runs]
@@ -192,7 +193,7 @@ def pause_rows(runs: list[Run]) -> list[Row]:
 
 
 def seconds_of_pauses(run: Run) -> float | None:
-    """Return the sum over evaluations and checkpoints, or None if a log of nanoGPT hides it."""
+    """Return the seconds of all evaluations and checkpoints, None if nanoGPT's log hides them."""
     evals, checkpoints = run.eval["seconds"], run.checkpoint["seconds"]
     if np.isnan(evals).any():
         return None
@@ -201,8 +202,9 @@ def seconds_of_pauses(run: Run) -> float | None:
 
 def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     """
-    Val loss at evaluations that all runs have, at equal iterations, tokens and time, and the tokens
-    and time to one loss: by default the lowest that all runs reach. And the bits per byte.
+    Build the rows of losses: the best val loss, the val loss at shared evaluations and at equal
+    iterations, tokens and time, the tokens and time to `target` (by default the lowest loss that
+    all runs reach), and the best bits per byte.
     """
     problem = why_losses_do_not_compare(runs)
     lower, less = (NO_VERDICT, NO_VERDICT) if problem else ("lower", "less")
@@ -224,7 +226,7 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
             values = [reach(*learning_curve(run, axis), target) for run in runs]
             label = f"{what} to val loss {target:.4f}"
             rows.append(Row(label, f"{axis}_to_loss", values, form, less, SAME_TO_LOSS))
-    word = ""  # a second verdict beside that of the losses could say otherwise
+    word = ""  # bits per byte get a verdict only if losses have none; the two could disagree
     if problem:
         word = NO_VERDICT if why_bits_do_not_compare(runs) else "lower"
     label, key = "best bits per byte", "best_bits_per_byte"
@@ -234,7 +236,7 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
 
 
 def equal_points(runs: list[Run]) -> list[Point]:
-    """On each axis, the latest evaluation of any run at which all losses are known."""
+    """Return for each axis the latest evaluation of any run at which all losses are known."""
     points = []
     for axis in PLACES:
         at = common_point([learning_curve(run, axis) for run in runs])
@@ -245,9 +247,10 @@ def equal_points(runs: list[Run]) -> list[Point]:
 
 def points_of_common_evaluations(runs: list[Run]) -> list[Point]:
     """
-    Evaluations that all runs have, evenly spaced, before the last one, which equal_points() has.
+    Return evenly spaced evaluations that all runs share, without the last one, which equal_points()
+    returns.
     """
-    # where iterations differ in tokens, equal tokens say more
+    # If the runs' iterations differ in tokens, losses at equal iterations would mislead.
     axis = "iter" if len({run.start.get("tokens_per_iter") for run in runs}) == 1 else "tokens"
     evaluated = [set(learning_curve(run, axis)[0].tolist()) for run in runs]
     shared = sorted(set.intersection(*evaluated))
@@ -257,7 +260,7 @@ def points_of_common_evaluations(runs: list[Run]) -> list[Point]:
 
 
 def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
-    """The latest evaluation of any run at which all losses are known, or None."""
+    """Return the latest evaluation of any run at which all losses are known, or None."""
     for at in sorted(np.concatenate([x for x, _ in curves]), reverse=True):
         if all(loss_at(*curve, at) is not None for curve in curves):
             return float(at)
@@ -286,8 +289,8 @@ def print_table(rows: list[Row], names: list[str]) -> None:
 
 def compare_seeds(change: list[Run], base: list[Run]) -> dict:
     """
-    Print the figures of both sides and the verdict, one `name: value` a line. Returns what the JSON
-    holds. Raises UserError if the runs do not compare.
+    Print a table of both sides, then the difference, its noise and the verdict, one `name: value`
+    per line. Returns the dict that --json writes. Raises UserError if the runs are not comparable.
     """
     runs, sides = [*change, *base], (change, base)
     seeds.check(change)
@@ -322,7 +325,7 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
     warnings = [warning for run in runs for warning in run.warnings]
     warnings += [reason for side in sides if (reason := seeds.why_uneven(side))]
     if math.isinf(noise):
-        warnings.append("one seed decides nothing; train two or more of each side")
+        warnings.append("one seed decides nothing; train two or more seeds of each side")
     for warning in warnings:
         warn(warning)
     values = [
@@ -334,7 +337,7 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# What compares
+# Which losses are comparable
 
 
 def is_nanogpt(run: Run) -> bool:
@@ -342,47 +345,47 @@ def is_nanogpt(run: Run) -> bool:
 
 
 def dataset_name(run: Run) -> str | None:
-    """data/shakespeare_char and ../nanoGPT/data/shakespeare_char have one name."""
+    """Return the dataset's name without its folder, because the folder may differ between runs."""
     return Path(run.config["dataset"]).name if "dataset" in run.config else None
 
 
 def same_of_start(runs: list[Run], key: str) -> bool | None:
-    """Whether all start records have the same value; None if one of them has none."""
+    """Return whether all start records have the same value, or None if one has no value."""
     values = [run.start.get(key) for run in runs]
     return len(set(values)) == 1 if all(values) else None
 
 
 def why_losses_do_not_compare(runs: list[Run]) -> str:
-    """Why the val losses of these runs are not comparable; empty if they are."""
+    """Return why the val losses of these runs are not comparable, "" if they are."""
     if len(runs) == 1:
         return ""
     if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
-        return "unequal tokenizers"
+        return "different tokenizers"
     ours = [run for run in runs if not is_nanogpt(run)]
     if len(ours) > 1:
         same = same_of_start(ours, "val_fingerprint")
         if same is False:
-            return "unequal validation tokens"
-        # an older version's records tell only whether training and validation tokens are equal
+            return "different validation tokens"
+        # An older version recorded one fingerprint for training and validation tokens together.
         if same is None and not same_of_start(ours, "data_fingerprint"):
             return "unknown validation tokens: a run of an older version on other data"
-    # nanoGPT's log tells only the name of its data, and it evaluates on random tokens of them
+    # nanoGPT's log names its dataset but has no fingerprint
     if len(ours) < len(runs):
         names = [dataset_name(run) for run in runs]
         if None in names:
             log = runs[names.index(None)].name
-            return f"{log} does not say its dataset; add its line dataset = 'NAME'"
+            return f"{log} does not name its dataset; add a line dataset = 'NAME' to it"
         if len(set(names)) > 1:
-            return "unequal datasets"
+            return "different datasets"
     if len({eval_settings(run, ours) for run in ours}) > 1:
-        return "unequal evaluations; choose the same eval_tokens"
+        return "different evaluation settings; choose the same eval_tokens"
     return ""
 
 
 def eval_settings(run: Run, runs: list[Run]) -> tuple:
     """
-    What decides on an evaluation's loss besides the model and the split: the number of tokens in
-    its windows, and keys of your own whose names begin with eval_.
+    Return the settings that an evaluation's loss depends on, besides the model and the split: the
+    number of tokens evaluated, and the keys that a user has added under a name with eval_.
     """
     config = Config(**run.config)
     windows = max(config.eval_size // config.block_size, 1)
@@ -394,17 +397,17 @@ def eval_settings(run: Run, runs: list[Run]) -> tuple:
 
 
 def why_bits_do_not_compare(runs: list[Run]) -> str:
-    """Why the bits per byte of these runs are not comparable; empty if they are."""
+    """Return why the bits per byte of these runs are not comparable, "" if they are."""
     same = same_of_start(runs, "val_text_sha256")
     if same is None:
         return "unknown validation text; prepare the data again and train on it"
     if not same:
-        return "unequal validation texts"
-    # a part of the split would be another part of the text with each tokenizer
+        return "different validation texts"
+    # With different tokenizers, the first N tokens of the split cover different parts of the text.
     sizes = [run.start.get("val_tokens") or 0 for run in runs]
     evaluated = [Config(**run.config).eval_size for run in runs]
     if any(tokens < size for tokens, size in zip(evaluated, sizes, strict=True)):
-        return f"only a part of the text was evaluated; use --eval_tokens={max(sizes)}"
+        return f"only part of the text was evaluated; use --eval_tokens={max(sizes)}"
     return ""
 
 
@@ -413,7 +416,7 @@ def why_bits_do_not_compare(runs: list[Run]) -> str:
 
 
 def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
-    """The runs, each with a unique name. Raises UserError."""
+    """Open the runs and give each a unique name. Raises UserError if one cannot be read."""
     runs = [open_run(path) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):
@@ -426,8 +429,8 @@ def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
 
 def set_mfu(run: Run, gpu: str) -> None:
     """
-    Set the MFU of each step record, a fraction, for this card, where the run does not know it and
-    ran on a GPU. Raises UserError if the card or its peak is not known.
+    Set the MFU of each step record, a fraction of this card's peak, unless the run has an MFU
+    already or did not run on a GPU. Raises UserError if the card or its peak is unknown.
     """
     start = run.start
     if np.isfinite(run.step["mfu"]).any() or start.get("device_type") in ("cpu", "mps"):
@@ -436,13 +439,13 @@ def set_mfu(run: Run, gpu: str) -> None:
     peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
     if peak is None:
         raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
-    # tok/s counts all GPUs together, MFU is per GPU
+    # tok/s is of all GPUs together, MFU of one GPU
     flops = number(start.get("flops_per_token")) / (start.get("world_size") or 1)
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
 
 
 def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
-    """What readers of the table must know."""
+    """Collect what a reader of the table must know: what is not comparable or not reached."""
     warnings = [warning for run in runs for warning in run.warnings]
     if reason := why_losses_do_not_compare(runs):
         bits = why_bits_do_not_compare(runs)
@@ -450,9 +453,9 @@ def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
         warnings.append(f"losses are not comparable: {reason}; {of_bits}")
     elif any(map(is_nanogpt, runs)) and len(runs) > 1:
         warnings.append(
-            "nanoGPT evaluates on random batches, and other people's runs on other validation "
-            "tokens, so a difference of 0.03 says nothing; if you have nanoGPT's ckpt.pt, evaluate "
-            "it here (docs/from_nanogpt.md)"
+            "nanoGPT evaluates on random batches, and published runs on other validation tokens, "
+            "so a difference of 0.03 means nothing; if you have nanoGPT's ckpt.pt, evaluate it "
+            "here (docs/from_nanogpt.md)"
         )
     if target is not None:
         reasons = [why_not_reached(run, target) for run in runs]
@@ -461,10 +464,10 @@ def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
 
 
 def why_not_reached(run: Run, target: float) -> str:
-    """Why the tokens and time to this val loss are not known; empty if they are."""
+    """Return why the tokens and time to this val loss are unknown, "" if they are known."""
     iters, losses = learning_curve(run, "iter")
     if not len(losses):
-        return f"{run.name}: no evaluation after iteration 0, so nothing is known of val losses"
+        return f"{run.name}: no evaluation after iteration 0, so it has no val loss to compare"
     lowest = losses.min()
     if lowest > target:
         return f"{run.name}: val loss {target:.4f} was not reached; the lowest is {lowest:.4f}"
@@ -475,13 +478,13 @@ def why_not_reached(run: Run, target: float) -> str:
 
 
 def find_paths(given: list[Path]) -> list[Path]:
-    """The runs that are named, each once. Shells of Windows do not expand patterns."""
+    """Expand patterns such as out/idea-*, which Windows shells do not, and drop duplicates."""
     named = [path for run in given for path in sorted(glob(str(run))) or [str(run)]]
     return [Path(path) for path in dict.fromkeys(named)]
 
 
 def compare_runs(runs: list[Run], target: float | None) -> dict:
-    """Print the table of runs, and warnings; what the JSON holds."""
+    """Print the table and the warnings. Returns the dict that --json writes."""
     names = [run.name for run in runs]
     rows = build_table(runs, target)
     warnings = collect_warnings(runs, target)
@@ -496,12 +499,12 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
 def main(argv: list[str]) -> None:
     parser = Parser(description="The figures and picture of a run, or of several side by side.")
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="out_dir, or file of nanoGPT's output")
-    seeds_help = "runs of the base: are the others better, over several seeds of each?"
+    add("runs", nargs="+", type=Path, metavar="RUN", help="an out_dir, or nanoGPT's console output")
+    seeds_help = "runs of the base: are the other runs better, over several seeds of each?"
     add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)
-    add("--loss", type=float, help="tokens and time to this val loss; default: one that all reach")
-    add("--gpu", help="card of the runs that do not know their MFU, such as 4070")
-    add("--png", type=Path, help="write the picture here; default for one run: its loss.png")
+    add("--loss", type=float, help="show tokens and time to this val loss (default: one all reach)")
+    add("--gpu", help="compute missing MFUs for this card, such as 4070")
+    add("--png", type=Path, help="write the picture here (default for one run: its loss.png)")
     add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
 
@@ -524,7 +527,7 @@ def main(argv: list[str]) -> None:
         png = path / "loss.png" if path.is_dir() else path.with_suffix(".png")
         try:
             save_picture(runs, png)
-        except UserError as error:  # no matplotlib; the table was all that was asked for
+        except UserError as error:  # without matplotlib the table is still worth printing
             warn(str(error))
 
 

@@ -248,15 +248,21 @@ NO = "not comparable"
     [
         # whatever was trained on
         (dict(), dict(data_fingerprint="more"), LOSS, None, ""),
-        (dict(), dict(val_fingerprint="others"), NO, NO, "unequal validation tokens"),
+        (dict(), dict(val_fingerprint="others"), NO, NO, "different validation tokens"),
         # records of an earlier version, which knew whether all tokens are equal
         (dict(), dict(val_fingerprint=None), LOSS, None, ""),
         (dict(val_fingerprint=None), dict(val_fingerprint=None), LOSS, None, ""),
         (dict(), dict(val_fingerprint=None, data_fingerprint="more"), NO, NO, "validation tokens"),
         (dict(), dict(val_fingerprint=None, data_fingerprint=None), NO, NO, "unknown validation"),
         # another tokenizer
-        (BYTES | TEXT, BPE | TEXT, NO, BITS, "unequal tokenizers; bits per byte are"),
-        (BYTES | TEXT, BPE | TEXT | dict(val_text_sha256="b"), NO, NO, "unequal validation texts"),
+        (BYTES | TEXT, BPE | TEXT, NO, BITS, "different tokenizers; bits per byte are"),
+        (
+            BYTES | TEXT,
+            BPE | TEXT | dict(val_text_sha256="b"),
+            NO,
+            NO,
+            "different validation texts",
+        ),
         (BYTES | TEXT, BPE, NO, NO, "unknown validation text"),
         (BYTES, BPE, NO, NO, "unknown validation text"),
         # of 5,000 tokens only the first 4,096 were evaluated
@@ -655,9 +661,9 @@ def test_what_nanogpts_log_tells_and_what_it_does_not(old, new, figures, logs, t
     "line, dataset, verdict, said",
     [
         ("dataset = 'fineweb'", "../nanoGPT/data/fineweb", "old 0.4672 lower", "random batches"),
-        ("dataset = 'fineweb'", "other", NO, "unequal datasets"),
+        ("dataset = 'fineweb'", "other", NO, "different datasets"),
         ("", "data/openwebtext", "old 0.4672 lower", "random batches"),  # nanoGPT's default
-        ("dataset = name", "fineweb", NO, "old does not say its dataset"),
+        ("dataset = name", "fineweb", NO, "old does not name its dataset"),
     ],
 )
 def test_a_run_compares_with_nanogpts_on_data_of_the_same_name(
