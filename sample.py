@@ -1,18 +1,18 @@
 """
 Sample from a trained model.
 
-    python sample.py --out_dir=out/gpt124m                 a run: the model of its best evaluation
-    python sample.py config/gpt124m_4070.py --start="The"  the run of a training config; a prompt
+    python sample.py --out_dir=out/gpt124m                 a run's model with the best val loss
+    python sample.py config/gpt124m_4070.py --start="The"  the run of this config, with a prompt
     python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights
     python sample.py --init_from=out/gpt124m/best.pt       any file or folder that convert.py reads
-    python sample.py --help                                every key
+    python sample.py --help                                list all keys
 
-On a terminal and without --start it asks for prompts, and answers each with one sample. Elsewhere
-it samples without a prompt.
+In a terminal, without --start, it asks for prompts and answers each with one sample. Elsewhere the
+default prompt is a newline, as in nanoGPT.
 
-Keys are set as for train.py, by config files and --key=value. Training keys in a config file are
-ignored. All samples are one batch: the first is printed while it grows, the others after it. A
-sample ends at an end-of-text token.
+Keys are set as for train.py, in config files and by --key=value. Training keys in a config file are
+ignored. All samples of a prompt are one batch: the first is printed as it grows, the others follow.
+A sample ends at an end-of-text token.
 """
 
 import contextlib
@@ -46,45 +46,48 @@ class SampleConfig:
 
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
-    start: str = "\n"  # the prompt, or FILE:name; may hold <|endoftext|>
+    start: str = "\n"  # the prompt, or FILE:name; may contain <|endoftext|>
     num_samples: int = 10  # samples per prompt; 1 for a typed prompt
     max_new_tokens: int = 500  # longest sample, in tokens
-    temperature: float = 0.8  # 0: the likeliest token; 1: as the model predicts
-    top_k: int = 200  # draw from the k likeliest tokens; 0: from all
-    top_p: float = 1.0  # draw from the fewest tokens that have this probability together; 1: all
-    seed: int = 1337  # of the random numbers
+    temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
+    top_k: int = 200  # draw from the k likeliest tokens only; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that add up to this probability; 1: all
+    seed: int = 1337  # random seed
     device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
-    dtype: str = "auto"  # of the weights
-    compile: bool = False  # torch.compile the model: slower at first
+    dtype: str = "auto"  # dtype of the weights: auto | float32 | bfloat16 | float16
+    compile: bool = False  # torch.compile the model, which is slow to start
     # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     typed: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def read_prompt(start: str) -> str:
-    """The prompt, from its file if `start` names one. Raises OSError."""
+    """Return the prompt: `start` itself, or the text of the file in FILE:name. Raises OSError."""
     if not start.startswith("FILE:"):
         return start
     return read_text(Path(start.removeprefix("FILE:")).expanduser())
 
 
 def ask_prompts() -> Iterator[str]:
-    """Typed lines, until an empty one or the end of input."""
+    """Yield typed prompts until an empty line or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives input() arrow keys and a history
-    print_err("type a prompt; an empty line ends, Ctrl-C ends a sample")
+    print_err("type a prompt; an empty line quits, Ctrl-C stops a sample")
     with contextlib.suppress(EOFError):
         while prompt := input("> "):
             yield prompt
-    print()  # after Ctrl-D the cursor is behind the >
+    print()  # after Ctrl-D the cursor is still on the prompt's line
 
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:
-    """The prompt's tokens; for an empty prompt, the tokenizer's start_ids()."""
+    """
+    Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
+    a char tokenizer does not know are left out with a warning.
+    """
     if text.kind == "char":
         unknown = sorted(set(prompt) - set(text.decode(range(text.vocab))))
         if unknown:
-            warn(f"start: the model does not know {''.join(unknown)!r}; left out")
+            warn(f"start: the model does not know {''.join(unknown)!r}, so they are left out")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:
@@ -93,7 +96,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
 
 
 def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
-    """The model on its device."""
+    """Build the model with the weights of `state`, in the asked dtype on the asked device."""
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
     config = config_from_dict(state["model_config"])
     model = build_model(replace(config, flash=hw.flash(config)))
@@ -106,8 +109,8 @@ def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
 
 def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[Tensor]) -> None:
     """
-    Append the new ids (B, 1) of each step to the samples, up to the end of each text. Prints the
-    first sample while it grows.
+    Append each step's new ids (B, 1) to the samples, B lists of ids, until each reaches its
+    end-of-text token. Prints the first sample as it grows.
     """
     growing = set(range(len(samples)))
     printed = ""
@@ -117,7 +120,7 @@ def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[T
                 growing.discard(row)
             elif row in growing:
                 samples[row].append(token)
-        # without a character whose other bytes may still follow
+        # leave out an incomplete character, because its other bytes may be in the next token
         whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
         print(printable(whole[len(printed) :]), end="", flush=True)
         printed = max(printed, whole, key=len)
@@ -132,21 +135,21 @@ def main(argv: list[str]) -> int:
     is_typed = "start" not in c.set_keys and sys.stdin.isatty() and sys.stdout.isatty()
     num_samples = 1 if is_typed and "num_samples" not in c.set_keys else c.num_samples
     prompts = ask_prompts() if is_typed else [read_prompt(c.start)]
-    # a training config may have auto or scratch
+    # In a training config, auto and scratch also mean the run in out_dir.
     from_run = c.init_from in ("resume", "auto", "scratch")
     state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
     text = Tokenizer(state["tokenizer"])
     model = load_model(state, c)
     vocab = state["vocab"]  # before padding
     print_err(f"model: {state['source']}")
-    del state  # it maps its file, which on Windows a run could then not replace
+    del state  # memory-mapped: on Windows, a run could otherwise not replace its checkpoint
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)
     for prompt in prompts:
         ids = encode(prompt, text)
         window = model.config.block_size
         if len(ids) > window:
-            print_err(f"start: {len(ids):,} tokens, but the model sees only the last {window:,}")
+            print_err(f"start: {len(ids):,} tokens; the model sees only the last {window:,}")
         samples = [ids.copy() for _ in range(num_samples)]
         idx = torch.tensor(samples, device=device)
         chosen = (c.temperature, c.top_k, c.top_p, generator)
@@ -164,7 +167,7 @@ def main(argv: list[str]) -> int:
 
 
 def explain(error: Exception, argv: list[str]) -> str:
-    return "out of memory; fewer --num_samples" if hardware.is_out_of_memory(error) else ""
+    return "out of memory; reduce --num_samples" if hardware.is_out_of_memory(error) else ""
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_samples_that_do_not_fit_into_memory_are_one_line(made):
     with first_batch_raises(torch.OutOfMemoryError):
         result = run("sample.py", f"--out_dir={made}", *SHORT)
     assert result.code == 1
-    assert result.err.splitlines()[1:] == ["error: out of memory; fewer --num_samples"]
+    assert result.err.splitlines()[1:] == ["error: out of memory; reduce --num_samples"]
 
 
 def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(made):
