@@ -1,13 +1,14 @@
 """
-Convert weights: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's.
+Convert weights between Hugging Face's GPT-2, nanoGPT's checkpoints and this program's.
 
-    python convert.py hf-to-ckpt DIR OUT.pt         DIR: config.json, model.safetensors; or gpt2-xl
-    python convert.py ckpt-to-hf CKPT DIR           for AutoModelForCausalLM and AutoTokenizer; DIR:
-                                                    new or empty
-    python convert.py nanogpt-to-ckpt IN.pt OUT.pt  nanoGPT's ckpt.pt
+    python convert.py hf-to-ckpt DIR OUT.pt         DIR holds config.json and model.safetensors, or
+                                                    is a name such as gpt2-xl
+    python convert.py ckpt-to-hf CKPT DIR           DIR, new or empty, can then be opened with
+                                                    AutoModelForCausalLM and AutoTokenizer
+    python convert.py nanogpt-to-ckpt IN.pt OUT.pt  IN.pt is nanoGPT's ckpt.pt
 
-CKPT is a checkpoint or the out_dir of a run. train.py and sample.py take a converted file with
---init_from=OUT.pt. No code in the files is ever executed.
+CKPT is a checkpoint or a run's out_dir. train.py and sample.py read a converted file with
+--init_from=OUT.pt. Code in the input files is never executed.
 """
 
 import common  # before torch  # noqa: F401  isort: skip
@@ -34,12 +35,12 @@ from training.pretrained import (
     read_weights,
 )
 
-# OpenAI's files, the ones that tiktoken reads
+# OpenAI's tokenizer files, from where tiktoken downloads them
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-# The fast model's code. An exported folder holds X.py as nightshift_X.py.
+# The fast model's code. An export contains X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
-# Of the largest logit. Rounding in float32 is 1e-6 of it in trained models, and 7e-6 where weights
-# are ten times as large; the exact GELU in place of the tanh one is 1e-4.
+# Relative to the largest logit. Rounding in float32 changes logits by 1e-6 in trained models and by
+# 7e-6 with ten times larger weights. The exact GELU in place of the tanh one changes them by 1e-4.
 TOLERANCE = 2e-5
 
 # -----------------------------------------------------------------------------
@@ -48,9 +49,9 @@ TOLERANCE = 2e-5
 
 def ckpt_to_hf(source: str, out: str) -> str:
     """
-    Export the model in float32, as GPT2LMHeadModel; a fast model with its code. Returns in words
-    what the weights were. Raises UserError, also if the export would compute something else than
-    the checkpoint's model.
+    Export the model in float32 as a GPT2LMHeadModel, or a fast model together with its code.
+    Returns a description of the weights' source. Raises UserError if the folder is not empty, if
+    the weights cannot be read, or if the export would not compute the checkpoint's logits.
     """
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
@@ -66,7 +67,7 @@ def ckpt_to_hf(source: str, out: str) -> str:
     with replacing(folder / "model.safetensors") as file:
         file.write(to_safetensors(weights, metadata={"format": "pt"}))
     write_json(folder / "config.json", hf)
-    # without max_length, pipeline() asks for more tokens than a short context has
+    # Without max_length, pipeline() would generate past the end of a short context.
     generation = {
         "max_length": hf["n_positions"],
         "bos_token_id": hf["bos_token_id"],
@@ -79,14 +80,16 @@ def ckpt_to_hf(source: str, out: str) -> str:
     if kind in ("gpt2", "bpe"):
         write_tokenizer(folder, state["tokenizer"], hf["n_positions"])
     else:
-        say(f"tokenizer: Hugging Face has no class for it ({kind}); no tokenizer files written")
+        say(
+            f"tokenizer: no tokenizer files written; Hugging Face has no class for its kind, {kind}"
+        )
     trust = ", trust_remote_code=True" if is_fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
     return state["source"]
 
 
 def filled_model(state: dict) -> GPT | FastGPT:
-    """The model that this program has for these weights. Raises UserError if they do not fit it."""
+    """Build this program's model with these weights. Raises UserError if they do not fit it."""
     model = build_model(config_from_dict(state["model_config"])).eval()
     load_weights(model, state)
     return model
@@ -98,8 +101,8 @@ def write_json(path: Path, values: dict) -> None:
 
 def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
     """
-    The weights with Hugging Face's names and shapes: without padding of the vocabulary, and with
-    zeros for biases that the model does not have.
+    Return the weights under Hugging Face's names and in its shapes: without the vocabulary's
+    padding, and with zeros for biases that the model lacks.
     """
     config = config_from_dict(state["model_config"])
     weights = {}
@@ -107,8 +110,8 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
         if config.tie_weights:
             if name == "lm_head.weight":
                 continue
-            # OpenAI's names, without which mlx-lm finds no weight. Beside an untied head,
-            # transformers 4 refuses them.
+            # Use OpenAI's names, because mlx-lm finds no weight under any other. With an untied
+            # head transformers 4 refuses them.
             name = name.removeprefix("transformer.")
         if name.endswith(("wte.weight", "lm_head.weight")):
             tensor = tensor[: state["vocab"]]
@@ -122,20 +125,24 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
 
 
 def fast_weights(state: dict) -> dict[str, torch.Tensor]:
-    """The weights with the modelling file's names, and with padding, which that file cuts off."""
+    """
+    Return the weights under the modelling file's names. They keep the vocabulary's padding, whose
+    logits the modelling file cuts off.
+    """
     return {f"model.{name}": copied(tensor) for name, tensor in state["model"].items()}
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, because blocks may share a tensor, and safetensors stores none under two names."""
+    """Copy a tensor: blocks may share one, and safetensors refuses one tensor under two names."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
 def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dict) -> None:
     """
-    Raises UserError unless transformers, given the export, computes the logits of the checkpoint's
-    own model. People change model.py; transformers' GPT-2 stays as it is.
+    Check that transformers computes the same logits from the export as model.py does from the
+    checkpoint. They differ if somebody has changed model.py, because transformers' GPT-2 has not
+    changed with it. Raises UserError if so.
     """
     try:
         exported = open_export(weights, hf)
@@ -143,9 +150,9 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
         say("logits: not checked: pip install transformers (5 or newer)")
         return
     generator = torch.Generator().manual_seed(0)
-    # a full context, because a sliding window matters only beyond its length
+    # use a full context, because a sliding window shows only in texts longer than the window
     idx = torch.randint(hf["vocab_size"], (1, hf["n_positions"]), generator=generator)
-    if hf["eos_token_id"] is not None:  # the model may attend only within a document
+    if hf["eos_token_id"] is not None:  # in case the model attends only within a document
         idx[0, hf["n_positions"] // 2] = hf["eos_token_id"]
     logits = model(idx)[..., : hf["vocab_size"]]
     difference = (exported(idx).logits - logits).abs().max()
@@ -153,23 +160,23 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
         return
     if isinstance(model, FastGPT):
         raise UserError(
-            f"logits differ by {difference:.2g}: training/modeling_fast.py calls hidden and logits "
-            "of model_fast.py; do there what forward adds"
+            f"logits differ by {difference:.2g}: training/modeling_fast.py calls only hidden() and "
+            "logits() of model_fast.py; make it compute what your forward() adds"
         )
     raise UserError(
-        f"logits differ by {difference:.2g}: model.py computes something else than GPT-2, and "
-        "transformers has no class for that; share the checkpoint and model.py (docs/sampling.md)"
+        f"logits differ by {difference:.2g}: model.py does not compute GPT-2, and transformers has "
+        "no class for that model; share the checkpoint and model.py (docs/sampling.md)"
     )
 
 
 def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
     """
-    The exported model, as transformers opens it. Raises ImportError without transformers, UserError
-    if GPT-2 has other tensors.
+    Open the exported weights with transformers. Raises ImportError without transformers, and
+    UserError if the model's tensors are not those of transformers' class.
     """
     import transformers
 
-    transformers.utils.logging.set_verbosity_error()  # tensors that do not fit are named below
+    transformers.utils.logging.set_verbosity_error()  # our own error names tensors that do not fit
     transformers.utils.logging.disable_progress_bar()
     kind: Any = transformers.GPT2LMHeadModel
     if hf["model_type"] != "gpt2":
@@ -190,14 +197,14 @@ def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
     ]
     if strange:
         raise UserError(
-            f"{len(strange)} tensors are not GPT-2's: {strange[0]}; transformers has no class for "
-            "that; share the checkpoint and model.py (docs/sampling.md)"
+            f"{len(strange)} tensors are not GPT-2's, such as {strange[0]}; transformers has no "
+            "class for that model; share the checkpoint and model.py (docs/sampling.md)"
         )
     return exported.eval()
 
 
 def hf_config(state: dict) -> dict:
-    """config.json. The key tokenizer_spec is this program's, for hf-to-ckpt."""
+    """Build config.json. Its key tokenizer_spec is our own and lets hf-to-ckpt read the export."""
     config = config_from_dict(state["model_config"])
     eot = end_of_text(state["tokenizer"])
     hf = {
@@ -210,7 +217,7 @@ def hf_config(state: dict) -> dict:
         "tie_word_embeddings": config.tie_weights,
         "bos_token_id": eot,
         "eos_token_id": eot,
-        # without tokenizer files AutoTokenizer must fail, instead of opening an empty GPT-2 one
+        # Without this, AutoTokenizer would open an empty GPT-2 tokenizer if its files are missing.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "tokenizer_spec": state["tokenizer"],
     }
@@ -227,7 +234,7 @@ def hf_config(state: dict) -> dict:
     gpt2 = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        "n_ctx": config.block_size,  # llama.cpp and mlx-lm read it in place of n_positions
+        "n_ctx": config.block_size,  # llama.cpp and mlx-lm read n_ctx instead of n_positions
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
@@ -237,7 +244,7 @@ def hf_config(state: dict) -> dict:
 
 def end_of_text(tokenizer: dict) -> int | None:
     if tokenizer["kind"] == "gpt2":
-        return GPT2_VOCAB - 1  # Tokenizer would need the network for its vocabulary
+        return GPT2_VOCAB - 1  # a Tokenizer would download GPT-2's vocabulary to tell
     if tokenizer["kind"] == "unknown":
         return None
     return Tokenizer(tokenizer).eot
@@ -245,8 +252,8 @@ def end_of_text(tokenizer: dict) -> int | None:
 
 def fast_code() -> dict[str, str]:
     """
-    The modelling file of a fast model and the files it imports, by name. Raises UserError if they
-    import more of this program.
+    Return the text of a fast model's modelling file and of the files it imports, by file name.
+    Raises UserError if they import other modules of this program.
     """
     root = Path(__file__).parent
     files = {}
@@ -254,7 +261,7 @@ def fast_code() -> dict[str, str]:
         code = (root / name).read_text("utf-8").replace("\nfrom model", "\nfrom .nightshift_model")
         for module in re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?: |,|$)", code, re.MULTILINE):
             if (root / module).is_dir() or (root / f"{module}.py").is_file():
-                hint = "put what it needs into model_fast.py"
+                hint = "move what you need into model_fast.py"
                 raise UserError(f"{name}: imports {module}, which is not exported; {hint}")
         files[f"nightshift_{Path(name).name}"] = code
     return files
@@ -262,27 +269,28 @@ def fast_code() -> dict[str, str]:
 
 def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
     """
-    Write a bpe or gpt2 tokenizer for AutoTokenizer that adds no tokens by itself. GPT-2's is made
-    from the files that tiktoken has or downloads; without them none is written.
+    Write a bpe or gpt2 tokenizer for AutoTokenizer. The tokenizer adds no special tokens to a text.
+    GPT-2's is built from files that tiktoken caches or downloads; if they are out of reach, nothing
+    is written.
     """
     tokenizer_class = "PreTrainedTokenizerFast"
     if tokenizer["kind"] == "bpe":
         own = Tokenizer(tokenizer)
         end = own.decode([own.eot])
         content = json.loads(tokenizer["json"])
-        # without settings that go beyond encoding, which training does not apply
+        # remove settings that add or cut tokens, because training does not apply them
         content |= {"post_processor": None, "truncation": None, "padding": None}
         (folder / "tokenizer.json").write_text(json.dumps(content))
     elif write_gpt2_tokenizer(folder):
         end = "<|endoftext|>"
         tokenizer_class = "GPT2Tokenizer"
     else:
-        say("tokenizer: cannot get GPT-2's files; AutoTokenizer.from_pretrained('gpt2') can")
+        say("tokenizer: cannot get GPT-2's files; use AutoTokenizer.from_pretrained('gpt2')")
         return
     settings = {
         "tokenizer_class": tokenizer_class,
         "model_max_length": block_size,
-        # without token_type_ids, which GPT-2 would add as embeddings
+        # leaves out token_type_ids, whose embeddings GPT-2 would add
         "model_input_names": ["input_ids", "attention_mask"],
         "bos_token": end,
         "eos_token": end,
@@ -292,7 +300,10 @@ def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
 
 
 def write_gpt2_tokenizer(folder: Path) -> bool:
-    """GPT-2's two files, and the one that most programs read. False if they are out of reach."""
+    """
+    Write vocab.json and merges.txt, and tokenizer.json, which most programs read instead. Returns
+    False if OpenAI's files are out of reach.
+    """
     import tokenizers
     from tiktoken.load import read_file_cached
 
@@ -318,14 +329,14 @@ def write_gpt2_tokenizer(folder: Path) -> bool:
 
 def to_ckpt(source: str, out: str) -> str:
     """
-    Write weights as a checkpoint, without a run to resume. Returns in words what they were. Raises
-    UserError.
+    Write weights as a checkpoint without a run to resume. Returns a description of the weights'
+    source. Raises UserError if the file exists, or if the weights cannot be read or do not fit.
     """
     path = Path(out)
     if path.exists():
         raise UserError(f"{path}: exists; choose another name")
     state = load_pretrained(source)
-    filled_model(state)  # weights that do not fit would fail in train.py only
+    filled_model(state)  # weights that do not fit would otherwise fail only in train.py
     checkpoint.save(state, path)
     say(f"{path}: written; train or sample from it with --init_from={path}")
     return state["source"]
@@ -339,7 +350,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     convert = ckpt_to_hf if args.mode == "ckpt-to-hf" else to_ckpt
     if NANOGPTS in convert(args.source, args.out):
-        say("note: nanoGPT's GELU is the exact one, not GPT-2's: logits differ by up to 1e-3")
+        say("note: nanoGPT uses the exact GELU, GPT-2 the tanh one: logits differ by up to 1e-3")
 
 
 if __name__ == "__main__":

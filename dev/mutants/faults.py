@@ -1113,7 +1113,7 @@ FAULTS = [
     Fault(
         "export_without_n_ctx",
         "convert.py",
-        '        "n_ctx": config.block_size,  # llama.cpp and mlx-lm read it in place of n_positions\n',
+        '        "n_ctx": config.block_size,  # llama.cpp and mlx-lm read n_ctx instead of n_positions\n',
         "",
         "test_convert.py::test_what_other_programs_ask_of_a_gpt2_folder_is_there",
     ),
