@@ -1,7 +1,7 @@
 """
-train.py for bench.py: the same run, in a process that ends when bench.py does. The CPU seconds that
-it has used are noted before each iteration, in a file beside CONFIG.py. For two rows of the ladder
-the run is made slower here, from outside, and on request one iteration is profiled.
+Run train.py for bench.py, in a process that ends when bench.py does. Before each iteration it
+writes the CPU seconds used so far to a file beside CONFIG.py. Two flags slow the run down for rows
+of the ladder, and bench.py can ask for a profile of one iteration.
 
     python reports/bench_child.py [--host_sync] [--read_late] CONFIG.py
 """
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Import from the root. Python has put reports/ here.
+    # Python puts reports/ here, but imports start at the root.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
@@ -23,13 +23,13 @@ from common.console import Parser, run_main, say
 from data.loader import Batches
 from model_fast import build_model
 
-CPU_SECONDS = "cpu_seconds"  # the name of that file
+CPU_SECONDS = "cpu_seconds"  # the file's name
 PROFILE_HEADING = "profile of one iteration:"
 PROFILE_ROWS = 20
 
 
 class LateBatches(Batches):
-    """Reads a micro-batch when it is needed, and not ahead of that in a thread."""
+    """Reads each micro-batch only when it is needed, instead of ahead in a thread."""
 
     def read_ahead(self, first: int) -> None:
         pass
@@ -42,7 +42,7 @@ class LateBatches(Batches):
 
 
 def wait_before_each_micro_step(build_model):
-    """build_model(), for a model that waits for the device before each forward pass."""
+    """Wrap build_model() so that the model waits for the device before each forward pass."""
 
     def build(config):
         def wait(module, arguments) -> None:
@@ -58,13 +58,13 @@ def wait_before_each_micro_step(build_model):
 
 class WatchedStep:
     """
-    train_step() of train.py with the CPU seconds noted. Once a trace is asked for, the iteration is
-    profiled: a table is printed, the trace is written, and the process ends.
+    Calls train.py's train_step() and records CPU seconds. Once a trace is asked for, it profiles
+    the next iteration, prints a table, writes the trace and ends the process.
     """
 
     def __init__(self, train_step, cpu_seconds: Path):
         self.train_step = train_step
-        self.cpu_seconds = open(cpu_seconds, "w", buffering=1)  # the process is killed: no buffer
+        self.cpu_seconds = open(cpu_seconds, "w", buffering=1)  # bench.py kills us without a flush
         self.asked = threading.Event()
         self.trace = ""
 

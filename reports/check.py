@@ -1,11 +1,11 @@
 """
-bench.py's mode check: does this machine train right, and as fast as it should?
+bench.py check: does this machine train correctly, and as fast as it should?
 
-Two small models train for some iterations on the device, by train.py's own step, and once more in
-float64 on the CPU. Losses and gradients must agree as far as the dtype's rounding allows. Then they
-are compiled, and compared with uncompiled code as at the start of a run. A matmul and a copy are
-timed against the GPU's data sheet. The last line is one of three: it trains right; it trains right
-but slowly because ...; do not train here because ...
+Two small models train for a few iterations on the device with train.py's own train_step, and again
+on the CPU, where gradients are computed in float64. Losses and gradients must agree within the
+dtype's rounding. Then both models are compiled and compared with eager code, as at the start of a
+run. A matmul and a copy are timed against the GPU's data sheet. The last line is one of three: it
+trains right; it trains right but slowly because ...; do not train here because ...
 """
 
 import contextlib
@@ -36,38 +36,43 @@ from training.compiled import (
 from training.gpus import find_row
 from training.hardware import Hardware
 
-# Large enough for a GPU's kernels of a real run, and small enough for float64 on a slow CPU
+# Large enough for the GPU kernels of a real run, and small enough for float64 on a slow CPU
 SIZES = dict(n_layer=2, n_embd=768, block_size=1024, batch_size=1)
 SIZES_ON_A_CPU = dict(n_layer=2, n_embd=128, block_size=64, batch_size=4)
 RECIPES = {
     "gpt2": dict(),
     "fast": dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=5000),
 }
-HEAD_SIZES = {"gpt2": 64, "fast": 128}  # of the shipped configurations; each has other kernels
+HEAD_SIZES = {"gpt2": 64, "fast": 128}  # as shipped, because other head sizes run other kernels
 VOCAB = 1000
 ITERATIONS = 3
 SEED = 1
 
-# The largest relative error of a loss, and of a weight's gradient as a vector. On a CPU they are at
-# most a third of these (measured).
+# The largest relative errors to accept: of a loss, and of a weight's gradient as a vector. On a CPU
+# we measured at most a third of these.
 LARGEST_ERRORS = {
     torch.float32: (1e-4, 1e-4),
     torch.float16: (2e-3, 0.01),
     torch.bfloat16: (5e-3, 0.04),
 }
-TF32_ERRORS = LARGEST_ERRORS[torch.float16]  # it keeps as many bits
+TF32_ERRORS = LARGEST_ERRORS[torch.float16]  # TF32 keeps as many bits as float16
 
-# Of the data sheet's peak and bandwidth; a GPU that reaches less is slow. By their users' figures
-# healthy GPUs reach 60% to 95%.
+# A GPU that reaches less than this fraction of the data sheet's peak or bandwidth is slow. Healthy
+# GPUs reach 60% to 95% in published figures.
 LEAST_SHARE = 0.5
-MATMUL_SECONDS = 2.0  # a GPU that lacks cooling or power lowers its clock meanwhile
+MATMUL_SECONDS = 2.0  # long enough for a GPU that lacks cooling or power to lower its clock
 COPIED_BYTES = 2**28
-MOST_LOAD = 20  # percent of a GPU's time that other programs may take
+MOST_LOAD = 20  # the percentage of a GPU's time that other programs may take
 
 
 def check(config: Config, options: Namespace) -> dict:
-    """Print what is found, and last the verdict. Of the keys only the machine's count."""
-    load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")  # of others
+    """
+    Check this machine, and print the findings and a verdict. Returns what --json writes. Of the
+    keys, only those about the machine matter, such as device and dtype. Raises UserError if too
+    little memory is free.
+    """
+    # other programs' load, which must be read before this one starts
+    load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")
     hw = hardware.set_up(config)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
     say("largest relative errors, against float64 on the CPU:")
@@ -75,7 +80,7 @@ def check(config: Config, options: Namespace) -> dict:
         rows, wrong, slow = check_training(config, hw)
     except Exception as error:
         if hardware.is_out_of_memory(error):
-            hint = "end other programs that use this device"
+            hint = "close other programs that use this device"
             raise UserError(f"check: too little memory is free; {hint}") from None
         raise
     if not wrong:
@@ -102,16 +107,16 @@ def verdict(name: str, wrong: list[str], slow: list[str]) -> str:
 
 @dataclass
 class Exact:
-    """The results of training in float64 (losses in float32) on the CPU."""
+    """Holds the reference: one batch in float64 and a few iterations in float32, on the CPU."""
 
-    evaluation: float  # the loss without gradients
-    gradients: list[Tensor]  # of one batch, times LOSS_SCALE, rounded to float32
-    losses: list[float]  # of the iterations
+    evaluation: float  # the batch's loss, evaluated without gradients
+    gradients: list[Tensor]  # the batch's gradients times LOSS_SCALE, rounded to float32
+    losses: list[float]  # one per iteration
 
 
 @dataclass
 class Way:
-    """A way to train on the device."""
+    """Describes one way to train on the device: its dtype, and whether TF32 is on."""
 
     hw: Hardware
     tf32: bool
@@ -122,19 +127,22 @@ class Way:
 
     @property
     def largest_errors(self) -> tuple[float, float]:
-        """Of a loss and of a gradient."""
+        """Return the largest relative errors to accept, of a loss and of a gradient."""
         return TF32_ERRORS if self.name == "TF32" else LARGEST_ERRORS[self.hw.dtype]
 
 
 def ways_to_train(config: Config, hw: Hardware) -> list[Way]:
-    # float32 without TF32 shows what is wrong but for rounding
+    # plain float32 rounds so little that every other fault shows
     plain = Way(replace(hw, dtype=torch.float32), tf32=False)
     asked = Way(hw, config.tf32 and hw.device.type == "cuda")
     return [plain, asked] if asked != plain else [plain]
 
 
 def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str], list[str]]:
-    """A row for each way to train that worked, what is wrong, and why training will be slow."""
+    """
+    Train both recipes in every way. Returns a row of errors for each way that ran, what is wrong,
+    and why training will be slow.
+    """
     rows: list[dict] = []
     wrong: list[str] = []
     slow: list[str] = []
@@ -147,7 +155,7 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
             began = time.perf_counter()
             try:
                 row = dict(name=name, **train_here(c, way, model, exact))
-            except Exception as error:  # drivers and kernels fail in ways of their own
+            except Exception as error:  # drivers and kernels raise all kinds of errors
                 if hardware.is_out_of_memory(error):
                     raise
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -171,7 +179,7 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
 
 
 def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
-    """The recipe's small configuration, with the keys of `config` that are about the machine."""
+    """Return the recipe's small configuration, with the machine's keys taken from `config`."""
     sizes = SIZES_ON_A_CPU if hw.device.type == "cpu" else SIZES
     keys = dict(device=str(hw.device), dtype=hw.dtype_name, flash=config.flash, warmup_iters=0)
     keys |= dict(dataset="random", gradient_accumulation_steps=1)
@@ -180,7 +188,10 @@ def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
 
 
 def model_off_zero(c: Config, hw: Hardware) -> torch.nn.Module:
-    """On the CPU. Behind a fast model's matrices of zeros no weight would have a gradient."""
+    """
+    Build the model on the CPU, with random numbers in matrices that start as zeros. Behind a zero
+    matrix, no weight would have a gradient to compare.
+    """
     hardware.set_seed(SEED)
     model = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=False))
     for p in model.parameters():
@@ -190,7 +201,7 @@ def model_off_zero(c: Config, hw: Hardware) -> torch.nn.Module:
 
 
 def batch_of(c: Config) -> Batch:
-    """Random tokens; the same each time."""
+    """Make a batch of random tokens, the same one on every call."""
     generator = torch.Generator().manual_seed(SEED)
     block = torch.randint(VOCAB, (c.batch_size, c.block_size + 1), generator=generator)
     return to_batch(block, torch.device("cpu"))
@@ -198,8 +209,8 @@ def batch_of(c: Config) -> Batch:
 
 def train_exactly(c: Config, model: torch.nn.Module) -> Exact:
     """
-    On the CPU, eagerly, with plain attention: one batch in float64, the iterations in float32,
-    because Muon keeps its state in it.
+    Train the reference on the CPU, in eager code with plain attention: one batch in float64, the
+    iterations in float32, because Muon keeps its state in float32.
     """
     cpu = Hardware(torch.device("cpu"), torch.float32, "", None, None)
     config: Any = model.config
@@ -219,7 +230,10 @@ def copy_of(model: torch.nn.Module, c: Config, hw: Hardware, compiled: bool) -> 
 
 
 def train_here(c: Config, way: Way, model: torch.nn.Module, exact: Exact) -> dict:
-    """Train on the device. Returns the largest relative errors, and which gradient has it."""
+    """
+    Train on the device. Returns the largest relative errors, and the name of the weight whose
+    gradient has the largest one.
+    """
     ours = copy_of(model, c, way.hw, compiled=False)
     with contextlib.nullcontext() if way.tf32 else float32_matmuls():
         evaluation = pass_a_batch(ours, c, way.hw)
@@ -254,7 +268,7 @@ def pass_a_batch(model: torch.nn.Module, c: Config, hw: Hardware) -> float:
 
 
 def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
-    """The losses of some of train.py's iterations, all on one batch, so that they fall."""
+    """Run train.py's train_step a few times on one batch, and return the losses, which fall."""
     x, y = (tokens.to(hw.device) for tokens in batch_of(c))
     optimizer = build_optimizer(model, c, hw.dtype)
     is_scaled = hw.dtype == torch.float16
@@ -269,7 +283,7 @@ def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
 def what_is_wrong(row: dict, way: Way) -> list[str]:
     most_loss, most_gradient = way.largest_errors
     wrong = []
-    if not row["gradient"] <= most_gradient:  # nor is NaN
+    if not row["gradient"] <= most_gradient:  # true for NaN as well
         wrong.append(f"gradient of {row['weight']}, off by {row['gradient']:.2%}")
     for name in ("loss", "evaluation"):
         if not row[name] <= most_loss:
@@ -282,7 +296,7 @@ def what_is_wrong(row: dict, way: Way) -> list[str]:
 
 
 def what_slows(config: Config, hw: Hardware) -> list[str]:
-    """Known without measuring."""
+    """Return the reasons to be slow that are known without a measurement."""
     reasons = []
     if hw.device.type == "cpu" and config.device == "auto":
         reasons.append(f"torch sees no GPU; {hardware.cuda_hint()}")
@@ -297,7 +311,10 @@ def what_slows(config: Config, hw: Hardware) -> list[str]:
 
 
 def check_speed(hw: Hardware) -> list[str]:
-    """A matmul and a copy against the data sheet, printed; why they are slow, if they are."""
+    """
+    Time a matmul and a copy, print them beside the data sheet's figures, and return the reasons to
+    call this GPU slow.
+    """
     peak = hw.peak_tflops
     row = None
     if hw.device.type == "cuda":
@@ -325,7 +342,7 @@ def check_speed(hw: Hardware) -> list[str]:
 
 
 def measure_copy(hw: Hardware) -> float:
-    """GB/s that a copy reads and writes: the best of a few."""
+    """Return the bandwidth of a copy in GB/s, reads and writes together; the best of ten copies."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=hw.device)
     target = torch.empty_like(source)
     seconds = []
@@ -339,7 +356,7 @@ def measure_copy(hw: Hardware) -> float:
 
 
 def state_of(device: torch.device) -> str:
-    """What may explain a slow GPU, read while it is still warm."""
+    """Describe the GPU's clock, heat and power limit, which may explain why it is slow."""
     fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit", "power.default_limit")
     found = smi(device, *fields)
     if not found:
@@ -349,7 +366,7 @@ def state_of(device: torch.device) -> str:
 
 
 def smi(device: torch.device, *fields: str) -> list[float]:
-    """These numbers of nvidia-smi for the device; nothing where it cannot tell one of them."""
+    """Read numbers from nvidia-smi for this device. Returns [] if one of them is unknown."""
     if device.type != "cuda":
         return []
     gpu = f"--id=GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
