@@ -1,5 +1,5 @@
 """
-Reads nanoGPT's console output, or a CSV of its figures, as records like those of metrics.jsonl.
+Read nanoGPT's console output, or a CSV of its figures, into records like those of metrics.jsonl.
 """
 
 import ast
@@ -14,8 +14,8 @@ from common.console import UserError
 from common.files import plain, read_text
 from configurator import FIELDS, NANOGPT_FIELDS, check_value
 
-NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's peak on every card
-NANOGPT_DATASET = "openwebtext"  # its default, which it does not print
+NANOGPT_PEAK_FLOPS = 312e12  # an A100's peak, by which nanoGPT divides on every card
+NANOGPT_DATASET = "openwebtext"  # nanoGPT's default, which it does not print
 
 N = r"-?(?:[\d.]+|nan|inf)"
 STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms(?:, mfu ({N})%)?", re.MULTILINE)
@@ -24,14 +24,14 @@ SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
 # iter,loss,ms,mfu,train_loss,val_loss: see results/public_runs
 CSV_ROW = re.compile(rf"^(\d+),({N})?,({N})?,({N})?,({N})?,({N})?$", re.MULTILINE)
 SETTING = re.compile(r"^(Overriding: )?(\w+) *= *([^#=\n]+?) *(?:#.*)?$", re.MULTILINE)
-PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # the only kind of formula in nanoGPT's config files
+PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # nanoGPT's config files contain no other formula
 
 
 def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     """
-    Return the records of what nanoGPT printed, or of the part of it that was kept, and warnings.
-    In a CSV, lines that begin with # hold what nanoGPT printed before the first iteration. Raises
-    UserError and OSError.
+    Return the records of what nanoGPT printed, or of the part that was kept, and warnings. In a
+    CSV, lines that begin with # hold what nanoGPT printed before the first iteration. Raises
+    UserError for a file of another program, and OSError.
     """
     text = read_text(path)
     if ", tok/s " in text:
@@ -46,14 +46,15 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     config = read_settings(text)
     parameters = count_parameters(text, config)
     gpu_flops = flops_of_one_gpu(text)
-    # 6 FLOPs per parameter and token, and attention's; several GPUs would share them. NaN: unknown
+    # A token costs 6 FLOPs per parameter, plus attention. If one GPU did less, several shared the
+    # work. The comparison is false if either side is NaN, which means unknown.
     is_all_work = gpu_flops > 0.9 * 6 * parameters * tokens_per_iter
     device = config.get("device") or "cuda"
     start = dict(
         kind="start",
         program="nanoGPT",
         config=config,
-        device=None if "cuda" in device else device,  # "cuda" does not say which GPU it was
+        device=None if "cuda" in device else device,  # "cuda" does not name the card
         device_type=device.partition(":")[0],
         parameters=plain(parameters),
         dtype=config.get("dtype"),
@@ -64,14 +65,14 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     records = read_lines(text, tokens_per_iter)
     if any(record["kind"] == "eval" and math.isnan(record["seconds"]) for record in records):
         warnings.append(
-            f"{path}: no telling how long evaluations and checkpoints took, because iterations "
-            "with and without them were not both logged; `time` is n/a or without them"
+            f"{path}: the time of evaluations and checkpoints is unknown, because the log lacks "
+            "iterations with them or without them; `time` is n/a or does not include them"
         )
     return [start, *records], warnings
 
 
 def console_lines(row: re.Match) -> str:
-    """Return the lines that nanoGPT prints for a row of a CSV; every evaluation is saved."""
+    """Return the lines that nanoGPT would print for a CSV row, with a save at each evaluation."""
     it, loss, ms, mfu, train_loss, val_loss = row.groups()
     lines = []
     if val_loss:
@@ -84,15 +85,15 @@ def console_lines(row: re.Match) -> str:
 
 
 def find_number(pattern: str, text: str) -> float:
-    """A number that the log prints with commas; NaN if it does not."""
+    """Return the number that the pattern finds in the log, without its commas; NaN if none."""
     match = re.search(pattern, text)
     return float(match[1].replace(",", "")) if match else math.nan
 
 
 def read_settings(text: str) -> dict:
     """
-    The configuration that the log prints, which is the config files and flags, not nanoGPT's
-    defaults. None for a value that is computed, such as n_layer = layers.
+    Return the configuration that the log prints: the values of config files and flags, but not
+    nanoGPT's defaults. A value that is computed, such as n_layer = layers, is None.
     """
     known = NANOGPT_FIELDS | FIELDS
     config: dict = {}
@@ -109,8 +110,8 @@ def read_settings(text: str) -> dict:
 
 def read_value(text: str, is_flag: bool):
     """
-    A printed value. Raises ValueError or SyntaxError if it is a formula. nanoGPT prints strings
-    from flags without quotes, and config files as they are.
+    Parse a printed value. nanoGPT prints config files as they are, but strings from flags without
+    quotes. Raises ValueError or SyntaxError for a formula other than a product.
     """
     if product := PRODUCT.fullmatch(text):
         return int(product[1]) * int(product[2])
@@ -123,21 +124,21 @@ def read_value(text: str, is_flag: bool):
 
 
 def count_parameters(text: str, config: dict) -> float:
-    """The number of weights as metrics.jsonl counts them; NaN if the log does not show it."""
+    """Return the number of weights as metrics.jsonl counts them; NaN if the log lacks it."""
     counted = re.findall(r"parameter tensors: \d+, with ([\d,]+) parameters", text)[-2:]
     if counted:
         return float(sum(int(digits.replace(",", "")) for digits in counted))
-    # the rounded figure leaves out the position embeddings
+    # nanoGPT's rounded figure leaves out the position embeddings
     positions = (config.get("block_size") or math.nan) * (config.get("n_embd") or math.nan)
     return 1e6 * find_number(r"number of parameters: ([\d.]+)M", text) + positions
 
 
 def flops_of_one_gpu(text: str) -> float:
     """
-    FLOPs of an iteration on one GPU, from its time and the MFU that nanoGPT prints; NaN if unknown.
-    That MFU is a running mean, and nanoGPT counts the time of evaluations in it. So it is read
-    before the first evaluation that follows an iteration; later lines are used only if there are
-    no others.
+    Return one GPU's FLOPs per iteration, from the time and the MFU that nanoGPT prints; NaN if
+    unknown. nanoGPT's MFU is a running mean that includes the time of evaluations, so the lines
+    before the first evaluation after an iteration are used, and later lines only if there are no
+    others.
     """
     evaluated = {0, *(int(it) for it, _ in EVAL.findall(text))}
     first = STEP.search(text)
@@ -156,14 +157,16 @@ def flops_of_one_gpu(text: str) -> float:
 
 def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
     """
-    Return the records of steps, evaluations and checkpoints. nanoGPT evaluates and saves before an
-    iteration, and counts that pause in the iteration's time, which log_interval may hide: then the
-    median of the other pauses stands for it. The first iteration of a launch does not show its
-    pause either, because its time includes compilation.
+    Return the records of steps, evaluations and checkpoints.
+
+    nanoGPT evaluates and saves before an iteration, and includes that pause in the iteration's
+    time. If the pause of an evaluation cannot be seen, the median of all visible pauses is used:
+    either log_interval hides the iteration, or it is the first of a launch, whose time includes
+    compilation.
     """
-    steps: dict[int, tuple[float, float]] = {}  # after a resume the later line counts
+    steps: dict[int, tuple[float, float]] = {}  # if a resume repeats an iteration, the later line
     evals: dict[int, float] = {}
-    launches = set()  # their first iterations
+    launches = set()  # the first iteration of each launch
     last = (math.inf, False)
     for line in sorted([*STEP.finditer(text), *EVAL.finditer(text)], key=re.Match.start):
         it, is_step = int(line[1]), line.re is STEP
@@ -183,14 +186,14 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
     lines = sorted(steps.keys() | evals.keys())
     records = []
     pauses_ms = 0.0
-    if len(evals) > 1:  # of the part before the log, if the log begins with a resume
+    if len(evals) > 1:  # count the earlier pauses if the log begins with a resume
         eval_interval = min(after - before for before, after in pairwise(sorted(evals)))
         pauses_ms = max(0, lines[0] - 1) // eval_interval * usual_pause_ms
     for it in lines:
         loss, ms = steps.get(it, (math.nan, math.nan))
         tokens = it * tokens_per_iter
         if it in evals:
-            # iteration 0 has an evaluation but no checkpoint, and counts as part of the start
+            # at iteration 0 nanoGPT evaluates but does not save; that time counts as startup
             pause_ms = seen_ms.get(it, usual_pause_ms) if it > 0 else 0.0
             pauses_ms += pause_ms
             records.append(
@@ -218,6 +221,6 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
                     tokens_per_sec=tokens_per_iter / step_ms * 1000,
                 )
             )
-    # the seconds of a checkpoint are in those of the evaluation before it
+    # a checkpoint has no seconds of its own: its evaluation's seconds include them
     records += [dict(kind="checkpoint")] * len(SAVE.findall(text))
     return records
