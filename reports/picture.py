@@ -1,5 +1,5 @@
 """
-Pictures of runs: losses and speed over tokens, and for several runs the val loss over time.
+Draw runs: losses and speed over tokens, and val loss over time.
 
 A run starts `python -m reports.picture OUT_DIR` to draw its own picture.
 """
@@ -15,19 +15,19 @@ from common.console import UserError, count
 from common.files import replacing
 from reports.runs import Run, learning_curve, read_run
 
-PICTURE_POINTS = 600  # at most this many per line, so that a long run stays readable
-# for colour-blind readers: Okabe and Ito's colours (jfly.uni-koeln.de/color), and markers
+PICTURE_POINTS = 600  # at most this many points per line, so that a long run stays readable
+# Okabe and Ito's colours, and markers, for colour-blind readers (jfly.uni-koeln.de/color)
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]
 MARKERS = "os^Dv*XP"
 
 
 def save_picture(runs: list[Run], path: Path) -> None:
     """
-    Write a PNG of one run or of several. Raises UserError if matplotlib is missing, and OSError;
-    then the old file stays as it was.
+    Write a PNG of one or several runs. Raises UserError without matplotlib, and OSError; an old
+    file then stays as it was.
     """
     try:
-        from matplotlib.figure import Figure  # not pyplot: it may look for a screen
+        from matplotlib.figure import Figure  # not pyplot, which may look for a display
     except ImportError as error:
         raise UserError(f"no picture: {error} (pip install matplotlib)") from None
 
@@ -39,13 +39,13 @@ def save_picture(runs: list[Run], path: Path) -> None:
 
 def draw(figure, runs: list[Run]) -> None:
     """
-    Losses and tok/s over tokens, and val loss over time. Each run has a colour and a marker: a pale
-    line for its train loss, a line with markers for its val loss.
+    Draw losses and tok/s over tokens, and val loss over time. Each run has a colour and a marker;
+    its train loss is a pale line, its val loss a line with markers.
     """
     panels = figure.subplot_mosaic([["losses", "time"], ["speed", "speed"]], height_ratios=(5, 2.5))
     longest = max(run.hours or 0 for run in runs)
     time_unit, units_per_hour = ("hours", 1) if longest >= 1 else ("minutes", 60)
-    settled = []  # losses after the first 2% of a run, whose fall from ln V would flatten the rest
+    settled = []  # losses after the first 2%; the fall from ln V would flatten the rest of the plot
     for i, run in enumerate(runs):
         line = dict(color=COLORS[i % len(COLORS)])
         marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4)
@@ -63,10 +63,10 @@ def draw(figure, runs: list[Run]) -> None:
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
     finish(panels["time"], time_unit, "val loss, nats per token")
     finish(panels["speed"], "tokens", "tokens per second")
-    # from 0, so that differences are in proportion
+    # start the axis at 0, so that differences in speed look as large as they are
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
     panels["speed"].yaxis.set_major_formatter(count4)
-    # below the panels, so that it covers nothing
+    # put the legend below the panels, where it covers nothing
     figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(runs) < 4 else 2)
     how = "val loss: lines with markers; train loss: pale lines"
     figure.suptitle(how, fontsize=10, x=0.01, ha="left")
@@ -74,8 +74,8 @@ def draw(figure, runs: list[Run]) -> None:
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    The means of x and y over at most PICTURE_POINTS groups of neighbours. Points with unknown
-    y are left out.
+    Average neighbouring points, so that at most PICTURE_POINTS remain. Points with unknown y are
+    left out.
     """
     known = np.isfinite(y)
     size = known.sum() // PICTURE_POINTS + 1
@@ -85,7 +85,7 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def finish(axes, x_label: str, y_label: str) -> None:
-    """Labels and grid."""
+    """Set an axes' labels, grid and ticks."""
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -96,12 +96,12 @@ def finish(axes, x_label: str, y_label: str) -> None:
 
 
 def millions(parameters: float) -> str:
-    """828500 -> 0.83M, as this program and nanoGPT print a model's size."""
+    """Format a model's size as this program and nanoGPT print it: 828500 -> 0.83M."""
     return f"{parameters / 1e6:.2f}M"
 
 
 def heading(run: Run) -> str:
-    """The run's name, its size, and its number of iterations."""
+    """Return a run's name, size and number of iterations for the legend."""
     parts = [run.name]
     if parameters := run.start.get("parameters"):
         parts.append(f"{millions(parameters)} parameters")
@@ -111,13 +111,13 @@ def heading(run: Run) -> str:
 
 
 def count4(number: float, _position: int = 0) -> str:
-    """40560000 -> 40.56M. The signature is that of a matplotlib formatter."""
+    """Format 40560000 as 40.56M. matplotlib calls formatters with a second argument."""
     return count(number, digits=4)
 
 
-if __name__ == "__main__":  # next to a run, which has priority on the CPU
+if __name__ == "__main__":  # started by a run, which must not lose CPU time to its picture
     end_with_parent()
-    if hasattr(os, "nice"):  # not on Windows
+    if hasattr(os, "nice"):  # missing on Windows
         os.nice(10)
     out_dir = Path(sys.argv[1])
     save_picture([read_run(out_dir / "metrics.jsonl")], out_dir / "loss.png")

@@ -1,8 +1,8 @@
 """
-A run as columns of numbers, from its metrics.jsonl or from what nanoGPT printed; and its learning
-curve.
+Read a run into columns of numbers, from its metrics.jsonl or from nanoGPT's console output, and
+look up its learning curve.
 
-A loss is known where a run was evaluated. Between two evaluations it is interpolated linearly.
+Losses are known at evaluations. Between two evaluations they are interpolated linearly.
 """
 
 import math
@@ -18,7 +18,7 @@ from common.files import read_record
 from configurator import FIELDS, from_nanogpt
 from reports.nanogpt_log import read_nanogpt_log
 
-INITIAL = ("init_from", "wandb_run_name")  # a resume does not change these
+INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of these when it resumes
 # The kinds of records that become columns, and the values that are kept
 STEP_COLUMNS = (
     "iter",
@@ -37,17 +37,20 @@ COLUMNS = {
     "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte", "seconds"),
     "checkpoint": ("iter", "seconds"),
 }
-# Interpolation may span this share of the way so far. For a loss that falls like 1/sqrt(x) and is
-# 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, less than the noise.
+# Interpolate over gaps of at most this fraction of the progress so far. For a loss that falls like
+# 1/sqrt(x) and is 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, which is
+# less than the noise between seeds.
 NEAR = 0.2
 
 
 class Run:
     """
-    One run, according to its records so far. `start` is its last start record; `end` is empty while
-    it trains and after a kill. `step`, `eval` and `checkpoint` are columns, ordered by iteration:
-    an array per value, NaN if unknown. `config` has only the known keys; `iterations`, `tokens` and
-    `hours` (of iterations, evaluations and checkpoints) are None if unknown.
+    Holds one run as its records describe it so far.
+
+    `start` is the last start record; `end` is empty while the run trains and after a kill. `step`,
+    `eval` and `checkpoint` are columns, ordered by iteration: one array per value, NaN if unknown.
+    `config` has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown;
+    `hours` includes iterations, evaluations and checkpoints.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
@@ -55,7 +58,7 @@ class Run:
         self.end: dict = {}
         self.warnings: list[str] = []
         starts = []
-        rows = {kind: array("d") for kind in COLUMNS}  # one after the other
+        rows = {kind: array("d") for kind in COLUMNS}  # flat: row after row
         for record in records:
             kind = record.get("kind")
             if kind == "start":
@@ -70,12 +73,12 @@ class Run:
         # a resume may have changed the configuration
         first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
         before, now = known_keys(first), known_keys(self.start)
-        # as the run began, not as it was resumed
+        # keep the values that the run began with, not those of its last resume
         self.config = now | {key: before[key] for key in INITIAL if key in before}
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
             self.warnings.append(f"{name}: resumed with other {keys}; shown as of the last launch")
-        # by the last record; a step record at N means N + 1 iterations
+        # the last record counts; a step record at N means N + 1 iterations
         step, evals, end = self.step, self.eval, self.end
         self.iterations = highest(step["iter"] + 1, evals["iter"], end.get("iters"))
         self.tokens = highest(step["tokens_after"], evals["tokens"], end.get("tokens"))
@@ -84,8 +87,8 @@ class Run:
 
 def open_run(path: Path) -> Run:
     """
-    A run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError if
-    it cannot be read or holds neither an iteration nor an evaluation.
+    Read a run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError
+    if the file cannot be read, or if it has neither an iteration nor an evaluation.
     """
     hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -104,7 +107,7 @@ def open_run(path: Path) -> Run:
 
 
 def read_run(file: Path) -> Run:
-    """A run from its metrics.jsonl. Lines that are not records are ignored. Raises OSError."""
+    """Read a run from its metrics.jsonl. Ignores lines that are not records. Raises OSError."""
     with open(file, "rb") as lines:
         return Run(file.resolve().parent.name, map(read_record, lines))
 
@@ -116,8 +119,8 @@ def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 def known_keys(start: dict) -> dict:
     """
-    The keys of a start record that exist today, by today's names, if the value has the key's type.
-    A key that is newer than a run of this program has its default.
+    Return a start record's keys that exist today, under today's names, if their values have the
+    right type. Keys that are newer than the run get their defaults, except for a run of nanoGPT.
     """
     values = from_nanogpt(start.get("config") or {})
     if values and start.get("program") != "nanoGPT":
@@ -127,12 +130,12 @@ def known_keys(start: dict) -> dict:
 
 
 def number(value: float | None) -> float:
-    """A record's value as a float; NaN for null or a value that is missing."""
+    """Return a record's value as a float; NaN if the value is null or missing."""
     return math.nan if value is None else float(value)
 
 
 def percentile(values: np.ndarray, q: float) -> float | None:
-    """A percentile of the finite values (0: the lowest, 100: the highest), or None."""
+    """Return a percentile of the finite values (0: lowest, 100: highest), or None without any."""
     values = values[np.isfinite(values)]
     return float(np.percentile(values, q)) if len(values) else None
 
@@ -147,8 +150,8 @@ def highest(step: np.ndarray, evals: np.ndarray, end: float | None) -> float | N
 
 def learning_curve(run: Run, axis: str) -> tuple[np.ndarray, np.ndarray]:
     """
-    The points on the axis (iter, tokens or hours) where the run was evaluated, and its val losses
-    there, without the evaluation at iteration 0.
+    Return where on the axis (iter, tokens or hours) the run was evaluated, and its val losses
+    there. The evaluation at iteration 0 is left out.
     """
     x, losses = run.eval[axis], run.eval["val_loss"]
     known = (run.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(losses)
@@ -156,7 +159,7 @@ def learning_curve(run: Run, axis: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
-    """The val loss at this x; None if the evaluations around it are too far apart."""
+    """Interpolate the val loss at this x; None if the evaluations around it are too far apart."""
     i = int(np.searchsorted(x, at))
     if i == len(x) or (x[i] > at and (i == 0 or x[i] - x[i - 1] > NEAR * at)):
         return None
@@ -165,8 +168,8 @@ def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
 
 def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
     """
-    The x at which a learning curve first reaches this loss. None if it never does, or if it did
-    before its first evaluation.
+    Return the x at which a learning curve first reaches this loss. None if it never does, or if it
+    was already below at its first evaluation.
     """
     reached = np.flatnonzero(losses <= target)
     if not len(reached):
@@ -174,5 +177,5 @@ def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
     i = reached[0]
     if losses[i] == target:
         return float(x[i])
-    # the loss falls from i - 1 to i, but np.interp needs rising values
+    # order the points from i to i - 1, because the loss falls and np.interp needs rising values
     return float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]])) if i > 0 else None

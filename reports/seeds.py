@@ -1,9 +1,9 @@
 """
-Is a change better than its base? Several seeds of each decide, and never one seed.
+Decide whether a change is better than its base, from several seeds of each.
 
-Two seeds of one program differ, too. So a difference of two means counts only if it is larger than
-its noise: half of its 95% confidence interval by Welch's t-test (Biometrika 34, 1947). If a change
-does nothing, about one of 20 comparisons says otherwise.
+Seeds of the same program differ too, so a difference between two means counts only if it is larger
+than its noise: half the width of its 95% confidence interval by Welch's t-test (Biometrika 34,
+1947). About one in 20 comparisons still finds a difference for a change that does nothing.
 """
 
 import math
@@ -15,15 +15,16 @@ from statistics import mean, variance
 from common.console import raise_if_any
 from reports.runs import Run, percentile
 
-# Student's t for 95%, with 1 to 10 degrees of freedom. With more it is smaller, 1.96 at least.
+# Student's t for 95% with 1 to 10 degrees of freedom. With more, t falls to 1.96; using the last
+# value overstates the noise a little.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-STEADY = 1.1  # seeds of one program on an idle machine differ less in speed
+STEADY = 1.1  # on an idle machine, the speeds of seeds differ by a smaller factor
 
 
 def difference(change: list[float], base: list[float]) -> tuple[float, float]:
     """
-    (the mean of the change's losses less that of the base's, the noise of this difference). The
-    noise of a single seed is infinite.
+    Return the mean loss of the change minus that of the base, and the noise of this difference in
+    the losses' unit. With a single seed on either side, the noise is infinite.
     """
     found = mean(change) - mean(base)
     if min(len(change), len(base)) < 2:
@@ -43,7 +44,7 @@ def verdict(found: float, noise: float) -> str:
 
 
 def name_of(runs: list[Run]) -> str:
-    """zloss-1 and zloss-2 are zloss."""
+    """Return the part of the name that all runs share: zloss for zloss-1 and zloss-2."""
     if len(runs) == 1:
         return runs[0].name
     shared = commonprefix([run.name for run in runs])
@@ -51,12 +52,15 @@ def name_of(runs: list[Run]) -> str:
 
 
 def last_value(run: Run, figure: str) -> float:
-    """The val_loss or bits_per_byte of the last evaluation."""
+    """Return the val_loss or bits_per_byte of the last evaluation."""
     return float(run.eval[figure][-1])
 
 
 def check(runs: list[Run]) -> None:
-    """Raises UserError if these runs of one side are not seeds of it, trained to their ends."""
+    """
+    Check that the runs of one side have different seeds and were trained to their ends. Raises
+    UserError with one line per problem.
+    """
     problems = []
     seeds = Counter(run.config.get("seed") for run in runs)
     for run in runs:
@@ -68,7 +72,7 @@ def check(runs: list[Run]) -> None:
         if not len(run.eval["iter"]) or not math.isfinite(last_value(run, "val_loss")):
             problems.append(f"{run.name}: its last evaluation has no val loss; leave it out")
         elif run.start.get("program") == "nanoGPT":
-            continue  # its log does not tell why it ended
+            continue  # nanoGPT's log does not say why the run ended
         elif (
             run.end.get("reason", "SIGKILL").startswith("SIG")
             or run.end["iters"] != run.eval["iter"][-1]
@@ -78,7 +82,10 @@ def check(runs: list[Run]) -> None:
 
 
 def why_uneven(runs: list[Run]) -> str:
-    """Why equal hours were not equal work for these seeds; empty if they were."""
+    """
+    Return why these seeds did not do equal work in equal hours, "" if they did: runs with --hours
+    or --until differ in their number of iterations if they differ in speed.
+    """
     if not any(run.config.get("hours") or run.config.get("until") for run in runs):
         return ""
     speeds = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
