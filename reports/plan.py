@@ -1,9 +1,9 @@
 """
-bench.py's mode plan: tokens, FLOPs, hours, memory, disk, energy and price of a run before it
+bench.py plan: estimate a run's tokens, FLOPs, hours, memory, disk, energy and price before it
 starts.
 
-Everything follows from one pace, the time per iteration. It is given (--iter_seconds), taken from a
-run (--from_run), published or assumed for the GPU that is named (--gpu), or else measured on this
+Everything follows from the pace, the seconds per iteration. It comes from --iter_seconds, from a
+run (--from_run), from a published or assumed MFU of a GPU (--gpu), or from a measurement on this
 machine. A plan is a flat dict of figures, None if unknown: memory in GiB, disk in GB.
 """
 
@@ -51,51 +51,52 @@ from training.hardware import count_flops
 from training.log import LARGE_CORPUS, MANY_EPOCHS
 from training.pretrained import read_sizes
 
-# MFU assumed of a GPU without a published one in gpus.csv, by the first of these words that its
-# name has. Published: four other GeForce cards 55% to 84%, 18 kinds of others 25% to 58%. A laptop
-# GPU's peak is for its highest boost clock; the lowest is 0.6 to 0.8 of it.
+# The MFU to assume if gpus.csv has no published one, by the first word here that the GPU's name
+# contains. Four other GeForce cards are published with 55% to 84%, 18 kinds of other GPUs with 25%
+# to 58%. A laptop GPU's peak is for its highest boost clock; its lowest is 0.6 to 0.8 of that.
 ASSUMED_MFU = {"Laptop": 0.50, "GeForce": 0.65, "": 0.35}
-# Assumed GB/s between GPUs without --link_gbits: in a machine PCIe 4.0 without peer access, unless
-# gpus.csv has another link; between machines 100 Gbit/s. Ten bits on the link carry a byte.
+# The GB/s between GPUs to assume without --link_gbits: within a machine PCIe 4.0 without peer
+# access, unless gpus.csv has a faster link; between machines 100 Gbit/s. On a link, a byte takes
+# ten bits.
 PCIE_GBS = 12
 NETWORK_GBS = 10
 GPUS_OF_A_MACHINE = 8
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
-# The driver needs the rest of the memory, and a desktop uses some. Torch reports less than the data
-# sheet, especially with ECC (a T4 14.6 of 16 GiB).
+# The fraction of a GPU's memory that a run can use. The driver and a desktop need some, and torch
+# reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).
 USABLE_MEMORY = 0.9
-# An iteration with more FLOPs takes a CPU ten seconds and more, and several are measured.
+# Beyond this many FLOPs an iteration takes a CPU ten seconds or more, too long to measure several.
 MOST_FLOPS_ON_A_CPU = 1e12
-# Logs of nanoGPT show the parameters with two decimals in millions.
-SAME_PARAMETERS = 1e-3  # relative
+# relative, because nanoGPT's log prints the parameters in millions with two decimals
+SAME_PARAMETERS = 1e-3
 # Repeating data up to four times is nearly as good as new data (arXiv:2305.16264).
 MOST_EPOCHS = 6
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """plan's own flags."""
+    """Add plan's own flags to bench.py's parser."""
     pace = parser.add_mutually_exclusive_group()
     add = parser.add_argument
-    add("--gpu", metavar="NAME", help="such as 4070, or all; without it this machine is measured")
+    add("--gpu", metavar="NAME", help="such as 4070, or all (default: measure this machine)")
     add("--gpus", type=parse_count, default=1, metavar="N", help="number of GPUs (default: 1)")
-    add("--link_gbits", type=float, metavar="G", help="the link between GPUs, in Gbit/s")
+    add("--link_gbits", type=float, metavar="G", help="speed of the link between GPUs, in Gbit/s")
     pace.add_argument(
         "--iter_seconds",
         type=parse_paces,
         metavar="S",
-        help="seconds per iteration on one GPU; a table of several: 2.5,3,3.5",
+        help="seconds per iteration on one GPU; 2.5,3,3.5 prints a table of several",
     )
     pace.add_argument(
-        "--from_run", metavar="RUN", help="the same, from an out_dir or nanoGPT's console output"
+        "--from_run", metavar="RUN", help="take them from an out_dir or nanoGPT's console output"
     )
-    add("--dataset_tokens", type=parse_count, metavar="N", help="such as 10B, for the epochs")
-    add("--watts", type=float, metavar="W", help="power of one GPU, for the energy")
-    add("--price_kwh", type=float, metavar="P", help="price of a kWh, for the cost of the energy")
-    add("--price_hour", type=float, metavar="P", help="price of one GPU per hour, for the rent")
+    add("--dataset_tokens", type=parse_count, metavar="N", help="such as 10B, to compute epochs")
+    add("--watts", type=float, metavar="W", help="power of one GPU, to compute the energy")
+    add("--price_kwh", type=float, metavar="P", help="price per kWh, to compute the energy's cost")
+    add("--price_hour", type=float, metavar="P", help="price per GPU hour, to compute the rent")
 
 
 def parse_paces(text: str) -> list[float]:
-    """Return the seconds in 9.3 or 2.5,3,3.5. Raises what argparse turns into an error line."""
+    """Return the seconds in "9.3" or "2.5,3,3.5". Raises ArgumentTypeError for anything else."""
     with contextlib.suppress(ValueError):
         paces = [float(word) for word in text.split(",")]
         if all(0 < pace < math.inf for pace in paces):
@@ -115,7 +116,7 @@ class Card:
     peak_tflops: float | None
     memory_gib: float | None = None
     link_gbs: float = PCIE_GBS
-    published_mfu: tuple[float, ...] = ()  # one, or the lowest and the highest
+    published_mfu: tuple[float, ...] = ()  # one fraction, or the lowest and the highest
     published_by: str = ""
 
 
@@ -147,7 +148,7 @@ def card_here(config: Config) -> Card:
 
 
 def link_of(name: str) -> float:
-    """GB/s between GPUs of this name in one machine."""
+    """Return the GB/s between GPUs of this name within one machine."""
     links = {short_name(row): row["link_gbs"] for row in read_gpu_table()}
     return float(links.get(name.removeprefix("NVIDIA ")) or PCIE_GBS)
 
@@ -158,7 +159,7 @@ def link_of(name: str) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds per iteration on one GPU. Without a range in the source all three are equal."""
+    """Holds seconds per iteration on one GPU; all three are equal if the source has no range."""
 
     source: str
     likely: float
@@ -171,7 +172,10 @@ def one_pace(source: str, seconds: float) -> Pace:
 
 
 def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
-    """From the published MFU of a GPU, or else the one that is assumed of its kind."""
+    """
+    Return the pace at the GPU's published MFU, or else at the MFU assumed for its kind. Raises
+    UserError if the GPU's peak or the model's FLOPs are unknown.
+    """
     known = "give --iter_seconds=S or --from_run=RUN"
     flops = count_flops(model)
     if not card.peak_tflops:
@@ -180,7 +184,7 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
         raise UserError(f"model: FLOPs not counted; {known}")
     at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12)
     if config.recompute:
-        # the blocks' forward pass, a third of their work, runs a second time
+        # The blocks' forward pass runs twice; it is a third of their work.
         head = 6 * model.n_embd * model.vocab_size
         at_peak *= 1 + (flops - head) / flops / 3
     if card.published_mfu:
@@ -190,24 +194,25 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     kind = next(word for word in ASSUMED_MFU if word in card.name)
     mfu = ASSUMED_MFU[kind]
     others = f"a {kind}" if kind else "a GPU"
-    return one_pace(f"assumed: {mfu:.0%} of its peak, as of {others} not measured", at_peak / mfu)
+    return one_pace(f"assumed: {mfu:.0%} of its peak, as for {others} not measured", at_peak / mfu)
 
 
 def pace_of_run(config: Config, model: GPTConfig, run: Run, options: Namespace, card: Card) -> Pace:
     """
-    The median iteration of a run, as on one GPU: without the exchange of its gradients. The GPUs of
-    a log of nanoGPT count as one, because the log does not say how many there were.
+    Return the median iteration of a run, converted to one GPU that exchanges no gradients. The GPUs
+    of nanoGPT's log count as one, because it does not say how many there were. Raises UserError if
+    the run has no iteration time or trained another model.
     """
     name = options.from_run
     for warning in run.warnings:
         warn(warning)
     rate = percentile(run.step["tokens_per_sec"], 50)
     if not rate:
-        raise UserError(f"from_run: {name} has no time of an iteration; let the run go on a little")
+        raise UserError(f"from_run: {name} has no iteration time yet; let it train a little longer")
     theirs, ours = run.start.get("parameters"), count_parameters(model)
     if theirs and not math.isclose(theirs, ours, rel_tol=SAME_PARAMETERS):
         raise UserError(
-            f"from_run: {name} trained another model, of {count(theirs)} parameters and not "
+            f"from_run: {name} trained another model, with {count(theirs)} parameters instead of "
             f"{count(ours)}; give the run's own config file, code and data"
         )
     n = run.start.get("world_size") or 1
@@ -215,8 +220,8 @@ def pace_of_run(config: Config, model: GPTConfig, run: Run, options: Namespace, 
     seconds = run.start["tokens_per_iter"] / rate
     if exchange >= seconds:
         raise UserError(
-            f"from_run: an iteration took {seconds_text(seconds)}, and its gradients alone would "
-            f"take {seconds_text(exchange)} at the assumed speed of the link; give --link_gbits=G"
+            f"from_run: an iteration took {seconds_text(seconds)}, but averaging its gradients "
+            f"would take {seconds_text(exchange)} at the assumed link speed; give --link_gbits=G"
         )
     share = config.iter_tokens / run.start["tokens_per_iter"]
     return one_pace(f"the median iteration of {name}", (seconds - exchange) * n * share)
@@ -229,14 +234,17 @@ def measured_pace(config: Config, model: GPTConfig, card: Card, measure: Callabl
             "gpu: no GPU here, and timing this model on the CPU takes minutes; add --gpu=4070, "
             "--iter_seconds=S or --from_run=RUN"
         )
-    say("measuring some iterations on this machine")
+    say("measuring a few iterations on this machine")
     return one_pace("measured here", measure(config)["step_ms"] / 1000)
 
 
 def card_and_pace(
     config: Config, model: GPTConfig, options: Namespace, measure: Callable
 ) -> tuple[Card, Pace]:
-    """The GPU: named, else the run's, else this machine's."""
+    """
+    Choose the GPU and its pace. The GPU is the one named by --gpu, else that of --from_run, else
+    this machine's. Raises UserError if --gpu and --from_run disagree.
+    """
     card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
     if options.from_run:
         run = open_run(Path(options.from_run))
@@ -246,7 +254,7 @@ def card_and_pace(
                 f"gpu: {options.from_run} ran on {device}, not on {card.name}; leave out one of "
                 "the two flags"
             )
-        if not card and device and "peak_tflops" in run.start:  # a log of nanoGPT does not know it
+        if not card and device and "peak_tflops" in run.start:  # nanoGPT's log has no peak
             dtype, peak = run.start["dtype"], run.start["peak_tflops"]
             card = Card(device, dtype, peak, link_gbs=link_of(device))
         card = card or card_here(config)
@@ -261,8 +269,8 @@ def card_and_pace(
 
 def exchange_seconds(card: Card, n: int, params: int, options: Namespace) -> float:
     """
-    To average the float32 gradients after an iteration (docs/internals/multi_gpu.md): each of n
-    GPUs sends and receives 2 (n - 1) / n times all gradients.
+    Return the seconds to average the float32 gradients after an iteration. Each of n GPUs sends and
+    receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md).
     """
     return 2 * (n - 1) / n * 4 * params / (link_gbs(card, n, options) * 1e9)
 
@@ -279,7 +287,11 @@ def link_gbs(card: Card, n: int, options: Namespace) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Of a run of `max_iters` iterations: `hours` without evaluations and checkpoints."""
+    """
+    Holds the times of a run of `max_iters` iterations. `hours` counts iterations only,
+    `hours_total` also evaluations and checkpoints; `eval_seconds` is the time of one evaluation,
+    `checkpoint_seconds` that of one checkpoint.
+    """
 
     max_iters: int
     hours: float
@@ -293,10 +305,10 @@ class Times:
 def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> Times:
     n, evals = config.max_iters, config.eval_interval
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
-    # each evaluation except the first saves a checkpoint
+    # every evaluation except the first saves a checkpoint
     saved_at = {n, *range(evals, n, evals), *range(saves, n, saves)}
     evaluations = math.ceil(n / evals) + 1
-    # only the forward pass, a third of the work per token, on two splits
+    # An evaluation runs the forward pass only, a third of the work per token, on two splits.
     eval_seconds = 2 * config.eval_size * iter_seconds / config.iter_tokens / 3
     checkpoint_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
     pauses = evaluations * eval_seconds + len(saved_at) * checkpoint_seconds
@@ -313,21 +325,24 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> Times
 
 def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float) -> Config:
     """
-    The config with as many iterations as --hours or --until holds, and train.py's intervals.
-    Startup and compilation, some minutes, are not counted.
+    Return the config with as many iterations as fit into the hours, and with train.py's intervals.
+    Startup and compilation are not counted; they take a few minutes. Raises UserError if not even
+    one iteration fits.
     """
     most = min(config.max_iters, int(3600 * hours / iter_seconds))
     if most < 1:
-        raise UserError(f"hours: {hours:.3g} hold no iteration of {seconds_text(iter_seconds)}")
+        raise UserError(
+            f"hours: {hours:.3g} h is too short for one iteration of {seconds_text(iter_seconds)}"
+        )
     evals = config.eval_interval if config.eval_interval < UNREACHED else math.ceil(most / 20)
     config = replace(config, max_iters=most, eval_interval=evals)
-    # evaluations and checkpoints take part of the hours
+    # evaluations and checkpoints use up part of the hours
     share = min(1.0, hours / time_run(config, iter_seconds, gb).hours_total)
     return replace(config, max_iters=max(1, int(most * share)))
 
 
 def hours_by_clock(config: Config) -> float:
-    """The hours of a run with --hours or --until from now on; 0 for other runs."""
+    """Return how many hours --hours or --until give the run from now on; 0 without them."""
     if config.until:
         return (next_time(config.until, time.time()) - time.time()) / 3600
     return config.hours
@@ -339,9 +354,9 @@ def hours_by_clock(config: Config) -> float:
 
 def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options: Namespace) -> dict:
     """
-    All figures of a run. hours and kwh are of iterations only; hours_total, kwh_total, cost, rent
-    and ends include evaluations and checkpoints. Several GPUs share the work evenly, and average
-    their gradients afterwards. watts is the power of one GPU, without the rest of the machine.
+    Compute all figures of a run. hours and kwh count iterations only; hours_total, kwh_total, cost,
+    rent and ends include evaluations and checkpoints. Several GPUs share the work evenly and then
+    average their gradients. watts is the power of one GPU, without the rest of the machine.
     """
     n = options.gpus
     params = count_parameters(model)
@@ -376,7 +391,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         sequences = config.iter_sequences // n
         fitting = fitting_batch(config, model, card.dtype, sequences, usable * GIB)
 
-    # For a stream, and without a dataset, the shards hold all tokens that the run may read.
+    # With a stream or without a dataset, assume shards with as many tokens as the run can read.
     disk_tokens = options.dataset_tokens or min(most_tokens, MOST_TOKENS)
     shards_gb = 2 * disk_tokens / 1e9
     kept = checkpoint_files(config)
@@ -438,12 +453,12 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
 
 
 def hours_text(hours: float) -> str:
-    """21.7 h; below an hour 12m30s."""
+    """Format hours as 21.7 h; below an hour as 12m30s."""
     return f"{hours:.1f} h" if hours >= 1 else duration(3600 * hours)
 
 
 def seconds_text(seconds: float) -> str:
-    """9.34 s; below a second 41.5 ms."""
+    """Format seconds as 9.34 s; below a second as 41.5 ms."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
@@ -465,7 +480,7 @@ def plan_lines(p: dict) -> list[str]:
         seconds_text, (p["iter_seconds"], p["eval_seconds"], p["checkpoint_seconds"])
     )
     tokens_range = range_text(*map(count, p["tokens_range"]))
-    # with --hours a faster GPU reads more tokens in the same hours
+    # With --hours the hours are fixed, and a faster GPU reads more tokens instead.
     hours_range = "" if tokens_range else range_text(*map(hours_text, p["hours_range"]))
     ends = "started now, it ends at"
     if p["launches"] > 1:
@@ -531,7 +546,7 @@ def price_lines(p: dict) -> list[str]:
 
 
 def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
-    """One line per GPU, the fastest first."""
+    """Return a table with a row for each GPU, the fastest first."""
     rows = [["GPU", "GiB", "dtype", "TFLOP/s", "mfu", "", "tok/s", "time", "batch_size"]]
     for card, p in sorted(zip(cards, plans, strict=True), key=lambda pair: pair[1]["hours"]):
         rows.append(
@@ -554,7 +569,7 @@ def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
 
 
 def pace_lines(plans: list[dict]) -> list[str]:
-    """One line per pace."""
+    """Return a table with a row for each pace."""
     prices = {"kWh": "kwh_total", "cost": "cost", "rent": "rent"}
     rows = [
         {
@@ -578,8 +593,8 @@ def pace_lines(plans: list[dict]) -> list[str]:
 
 def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) -> dict:
     """
-    Print the plan and return it for --json. `options`: plan's flags, None where not given.
-    `measure` times some iterations of train.py on this machine.
+    Print the plan and return it for --json. `options` holds plan's flags, None if not given.
+    `measure` times a few iterations of train.py on this machine. Raises UserError.
     """
     config, uneven = resolve(config, options.gpus)
     raise_if_any(uneven)
@@ -618,8 +633,8 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
 
 def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
     """
-    Return the config with the sizes of the weights that init_from names, and these sizes as
-    model_config() takes them. Raises UserError.
+    Return the config with the model sizes of the weights in init_from, and these sizes in the form
+    that model_config() takes. Raises UserError if the weights cannot be read.
     """
     if config.init_from in ("scratch", "auto", "resume"):
         return config, None
@@ -630,7 +645,7 @@ def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
 
 
 def plan_paces(config: Config, model: GPTConfig, options: Namespace) -> dict:
-    """A plan for each pace of --iter_seconds."""
+    """Print a table of plans, one for each pace in --iter_seconds, and return the plans."""
     card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else card_here(config)
     paces = [one_pace("given", seconds) for seconds in options.iter_seconds]
     plans = [make_plan(config, model, card, pace, options) for pace in paces]
@@ -640,14 +655,15 @@ def plan_paces(config: Config, model: GPTConfig, options: Namespace) -> dict:
 
 def plan_all(config: Config, model: GPTConfig, options: Namespace) -> dict:
     """
-    A plan for each GPU of gpus.csv with a known peak, in float16 where the config's bfloat16 is
-    only emulated.
+    Print a table of plans, one for each GPU in gpus.csv with a known peak, and return the plans.
+    GPUs that only emulate bfloat16 are planned in float16. Raises UserError for flags that do not
+    apply to all GPUs.
     """
     of_one_gpu = [options.from_run, options.iter_seconds, options.watts, options.price_hour]
     if any(of_one_gpu) or config.by_clock:
         raise UserError(
-            "gpu: --from_run, --iter_seconds, --watts, --price_hour, --hours and --until are not "
-            "for all; name one GPU"
+            "gpu: --from_run, --iter_seconds, --watts, --price_hour, --hours and --until do not "
+            "work with --gpu=all; name one GPU"
         )
     if config.dtype == "bfloat16":
         config = replace(config, dtype="auto")
