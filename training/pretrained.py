@@ -1,7 +1,7 @@
 """
-Reads weights trained elsewhere: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's.
+Read weights trained elsewhere: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's.
 
-No code in these files is ever executed.
+Code in these files is never executed.
 """
 
 import os
@@ -23,11 +23,11 @@ HUB_SIZES: dict[str, dict] = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
 }
 HUB_NAMES = tuple(HUB_SIZES)
-# Hugging Face keeps these matrices as (in, out), the transpose of nn.Linear's
+# Hugging Face stores these matrices as (in, out), the transpose of nn.Linear's weights
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# The sizes in config.json, with GPT-2's values, which transformers uses for any left out
+# The sizes in config.json. transformers uses GPT-2's values for any that are missing.
 GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
-# The other settings, each with the values that model.py can compute, GPT-2's first
+# Other settings in config.json, each with the values that model.py supports, GPT-2's value first
 GPT2_SETTINGS = dict(
     activation_function=("gelu_new", "gelu_pytorch_tanh"),
     layer_norm_epsilon=(1e-5,),
@@ -35,24 +35,24 @@ GPT2_SETTINGS = dict(
     scale_attn_by_inverse_layer_idx=(False,),
 )
 NO_TOKENIZER = dict(kind="unknown")
-NANOGPTS = " of nanoGPT"  # in the source of weights trained by nanoGPT
+NANOGPTS = " of nanoGPT"  # marks weights trained by nanoGPT in the description of their source
 
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
-    The weights that init_from names: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a
+    Load the weights that init_from names: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a
     Hugging Face folder, a checkpoint of this program or of nanoGPT, or a run's out_dir.
 
-    Returns `model` (float32 weights by model.py's names), `model_config`, `vocab` (the size of the
-    vocabulary before padding), `tokenizer`, and in words the `source`. A context longer than
-    `block_size` is cropped to it. The vocabulary is not padded further, because new rows would take
-    part in every softmax. Raises UserError.
+    Returns a dict: `model` (float32 weights under model.py's names), `model_config`, `vocab` (the
+    vocabulary size before padding), `tokenizer`, and `source`, a description. A context longer than
+    `block_size` is cropped. The vocabulary is not padded further, because new rows would take part
+    in every softmax. Raises UserError if there are no such weights or they cannot be read.
     """
     state = read_weights(name_or_path)
     config = config_from_dict(state["model_config"])
     weights = state["model"]
     if block_size is not None and block_size < config.block_size:
-        if not isinstance(config, FastConfig):  # which has no position embeddings
+        if not isinstance(config, FastConfig):  # the fast model has no position embeddings
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
         config = replace(config, block_size=block_size)
@@ -70,7 +70,7 @@ def read_sizes(name_or_path: str, block_size: int | None = None) -> dict:
 
 
 def load_weights(model, state: dict) -> None:
-    """Fill the model. Raises UserError if the weights do not fit it, or are not finite."""
+    """Copy the weights into the model. Raises UserError if they do not fit or are not finite."""
     source = state.get("source", "the checkpoint")
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: list(tensor.shape) for name, tensor in state["model"].items()}
@@ -79,8 +79,8 @@ def load_weights(model, state: dict) -> None:
         asked = wanted.get(name, "none")
         if found != asked:
             raise UserError(
-                f"{source}: {name} is {found}, in the model of its config {asked}; "
-                "it needs the config and the model.py that it was trained with"
+                f"{source}: {name} is {found}, but {asked} in the model of its config; "
+                "use the config and the model.py that it was trained with"
             )
     model.load_state_dict(state["model"])
     for name, weight in model.named_parameters():
@@ -94,8 +94,8 @@ def load_weights(model, state: dict) -> None:
 
 def find_weights(name_or_path: str, best: bool = False) -> Path:
     """
-    The file that a name or path means: for a run its newest checkpoint, or with `best` its best.pt;
-    for a Hugging Face model its folder. Raises UserError.
+    Find the file that a name or path means: for a run its newest checkpoint, or with `best` its
+    best.pt; for a Hugging Face model its folder. Raises UserError if there is none.
     """
     path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
     if name_or_path in HUB_NAMES and not path.exists():
@@ -104,7 +104,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
         return path
     if best and (path / "best.pt").is_file():
         return path / "best.pt"
-    if files := checkpoint.list_checkpoints(path):  # first: a run may have an export inside
+    if files := checkpoint.list_checkpoints(path):  # before config.json, if a run holds an export
         return files[-1]
     if (path / "config.json").is_file():
         return path
@@ -117,13 +117,16 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
 
 
 def fetch(name: str) -> Path:
-    """The folder of one of OpenAI's models, downloaded from the hub unless it is here already."""
+    """
+    Return the folder of one of OpenAI's models, downloaded from the hub unless it is cached. Raises
+    UserError if the download fails.
+    """
     try:
         from huggingface_hub import hf_hub_download
 
         hf_hub_download(f"openai-community/{name}", "model.safetensors")
         return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
-    except Exception as error:  # whatever the network throws
+    except Exception as error:  # a failing network raises all kinds of errors
         raise UserError(
             f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); "
             "go online once, or give its folder"
@@ -136,8 +139,8 @@ def fetch(name: str) -> Path:
 
 def read_weights(name_or_path: str, best: bool = False) -> dict:
     """
-    The weights as a checkpoint's state: `model`, `model_config`, `vocab` and `tokenizer`. `source`
-    describes in words what was read. Raises UserError.
+    Read weights into the form of a checkpoint's state: `model`, `model_config`, `vocab` and
+    `tokenizer`; `source` describes what was read. Raises UserError if it is not a model.
     """
     path = find_weights(name_or_path, best)
     try:
@@ -147,12 +150,15 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
         return state | dict(source=describe_source(state, path))
     except UserError:
         raise
-    except Exception as error:  # another program's or version's file may raise anything
+    except Exception as error:  # files of other programs or versions raise all kinds of errors
         raise UserError(f"{path}: not a model ({type(error).__name__}: {error})") from None
 
 
 def describe_source(state: dict, path: Path) -> str:
-    """out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851 (as far as known)"""
+    """
+    Describe where weights come from, as far as is known: out/x/ckpt-00001500.pt, iteration 1,500,
+    val loss 1.4851.
+    """
     if "source" in state:  # written by convert.py
         return f"{path}, from {state['source']}"
     words = str(path)
@@ -168,9 +174,9 @@ def describe_source(state: dict, path: Path) -> str:
 
 def find_characters(state: dict, path: Path) -> dict:
     """
-    The tokenizer of a nanoGPT meta.pkl with as many characters as the model: next to the weights at
-    `path`, or in data/NAME of a folder above them or of the current one, NAME being the
-    checkpoint's dataset. Of kind unknown if there is none.
+    Find a nanoGPT meta.pkl with as many characters as the model, and return its tokenizer; one of
+    kind unknown if there is none. Looks next to the weights at `path`, and for the checkpoint's
+    dataset in data/NAME of every folder above them and of the current folder.
     """
     name = state.get("config", {}).get("dataset", "")
     above = [folder / "data" / name for folder in path.resolve().parents]
@@ -187,21 +193,24 @@ def find_characters(state: dict, path: Path) -> dict:
 
 
 def read_hf(folder: Path) -> dict:
-    """A Hugging Face GPT-2: config.json and model.safetensors. Raises UserError."""
+    """
+    Read a Hugging Face GPT-2 from config.json and model.safetensors. Raises UserError if a file is
+    missing or model.py cannot compute the model.
+    """
     from safetensors.torch import load_file
 
     hf = read_json(folder / "config.json", hint="get it again")
     config = read_hf_config(hf, folder)
-    if not (folder / "model.safetensors").is_file():  # pytorch_model.bin, or several files
+    if not (folder / "model.safetensors").is_file():  # weights in pytorch_model.bin or in parts
         raise UserError(
-            f"{folder}: no model.safetensors; transformers makes one: GPT2LMHeadModel."
+            f"{folder}: no model.safetensors; make one with transformers: GPT2LMHeadModel."
             f"from_pretrained({str(folder)!r}).save_pretrained('NEW', max_shard_size='50GB')"
         )
     weights = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         name = name.removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # causal masks, which older versions stored
+            continue  # a causal mask, which older versions of transformers stored
         if name != "lm_head.weight":
             name = f"transformer.{name}"
         tensor = tensor.float()
@@ -209,7 +218,7 @@ def read_hf(folder: Path) -> dict:
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
-    if "tokenizer_spec" in hf:  # an export of this program
+    if "tokenizer_spec" in hf:  # written by convert.py
         vocab, tokenizer = config.vocab_size, hf["tokenizer_spec"]
     return dict(
         model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
@@ -217,13 +226,13 @@ def read_hf(folder: Path) -> dict:
 
 
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
-    """The model of a config.json. Raises UserError if model.py cannot compute it."""
+    """Return the model config of a config.json. Raises UserError if model.py cannot compute it."""
     if hf.get("model_type") != "gpt2":
         raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
     for key, allowed in GPT2_SETTINGS.items():
         value = hf.get(key, allowed[0])
         if value not in allowed:
-            raise UserError(f"{folder}: {key} is {value!r}; only GPT-2's {allowed[0]!r} will do")
+            raise UserError(f"{folder}: {key} is {value!r}; only GPT-2's {allowed[0]!r} works here")
     sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
     block_size = sizes.pop("n_positions")
     tie_weights = hf.get("tie_word_embeddings", True)
@@ -235,17 +244,20 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """The state in a checkpoint of this program, or of nanoGPT, in this program's terms."""
+    """
+    Read a checkpoint of this program or of nanoGPT, and return its state under this program's
+    names. Raises UserError if it is neither.
+    """
     state = checkpoint.load(path)
     if "model_config" in state:
         return state
     if "model_args" not in state:
-        raise UserError(f"{path}: a checkpoint of neither this program nor nanoGPT")
+        raise UserError(f"{path}: not a checkpoint of this program or of nanoGPT")
     config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():
-        if not name.endswith(".attn.bias"):  # old checkpoints hold the causal masks
-            weights[name.removeprefix("_orig_mod.")] = tensor.float()  # a compiled model's prefix
+        if not name.endswith(".attn.bias"):  # a causal mask, which old checkpoints contain
+            weights[name.removeprefix("_orig_mod.")] = tensor.float()  # torch.compile's prefix
     vocab, tokenizer = guess_vocabulary(config.vocab_size)
     return dict(
         model=weights,
@@ -260,8 +272,8 @@ def read_checkpoint(path: Path) -> dict:
 
 def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:
     """
-    The vocabulary and tokenizer of an embedding of this size: GPT-2's for 50257 rows, or 50304 with
-    padding; else all rows, and an unknown tokenizer.
+    Guess the vocabulary size and the tokenizer from an embedding's rows: GPT-2's for 50257 rows or,
+    padded, 50304; otherwise all rows, with an unknown tokenizer.
     """
     if vocab_size in (GPT2_VOCAB, 50304):
         return GPT2_VOCAB, dict(kind="gpt2")
