@@ -1,8 +1,8 @@
 """
-The fast model for transformers. `convert.py ckpt-to-hf` copies this file, model_fast.py and
-model.py into the folder that it writes, so an export runs the code that trained it.
+Wrap the fast model for transformers. `convert.py ckpt-to-hf` copies this file, model_fast.py and
+model.py into the folder it writes, so an export runs the code that trained it.
 
-Training does not need transformers, so nothing imports this file at the top of another.
+Import this file lazily, because training does not need transformers.
 """
 
 import torch
@@ -17,12 +17,12 @@ NOT_RETURNED = ("output_attentions", "output_hidden_states")
 
 class FastConfig(PreTrainedConfig):
     """
-    config.json. Its key model_config is that of a checkpoint, with the padded vocabulary;
+    Represents config.json. Its key model_config is a checkpoint's, with the padded vocabulary;
     vocab_size is the size before padding.
     """
 
     model_type = "nightshift_fast"
-    # what transformers and others ask for -> what convert.py calls it, as in GPT-2's config.json
+    # the names that transformers and other programs ask for -> GPT-2's names, as in config.json
     attribute_map = dict(num_hidden_layers="n_layer", max_position_embeddings="n_positions")
 
 
@@ -35,12 +35,12 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """FastGPT has initialised the weights; transformers would draw N(0, 0.02)."""
+        """Keep FastGPT's initial weights, where transformers would draw from N(0, 0.02)."""
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # the rest is in kwargs
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs
     ) -> dict:
-        """Pass all tokens at every step: there is no cache."""
+        """Pass all tokens at every step, because there is no cache."""
         refused = {name: kwargs.get(name) for name in NOT_RETURNED}
         return dict(input_ids=input_ids, attention_mask=attention_mask, **refused)
 
@@ -54,10 +54,10 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutput:
         """
-        input_ids (B, T) -> logits (B, T, V), V without padding; only those of the last
-        `logits_to_keep` tokens if it is not 0. The loss is over labels (B, T), which are the
-        input_ids; -100 is ignored. Raises ValueError for padding before a token, and for options
-        of transformers' own models that this one would have to ignore.
+        Compute logits (B, T, V) from input_ids (B, T), with V before padding; only those of the
+        last `logits_to_keep` tokens unless it is 0. With labels (B, T), normally the input_ids
+        themselves, also compute the loss; labels of -100 are ignored. Raises ValueError for padding
+        before a token, and for options of transformers' own models that this one does not support.
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
@@ -65,9 +65,9 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None:
             raise ValueError("past_key_values: there is no cache; give all tokens at every step")
         if kwargs.get("position_ids") is not None:
-            raise ValueError("position_ids: always 0, 1, 2, ...; give one text in each row")
+            raise ValueError("position_ids: always 0, 1, 2, ...; give one text per row")
         if kwargs.get("return_dict", self.config.return_dict) is False:
-            raise ValueError("return_dict=False: take .loss and .logits of what is returned")
+            raise ValueError("return_dict=False: not supported; use the output's .loss and .logits")
         for name in NOT_RETURNED:
             if kwargs.get(name) or getattr(self.config, name):
                 raise ValueError(f"{name}: only the loss and the logits are returned")
@@ -94,8 +94,8 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         mean_resizing: bool = True,
     ) -> nn.Embedding:
         """
-        Change the number of tokens. A new token starts as the mean of all others, whatever
-        mean_resizing is. Raises ValueError if the bigram embedding fixes the number.
+        Change the vocabulary size. New tokens start as the mean of all others, whatever
+        mean_resizing is. Raises ValueError if the bigram embedding fixes the size.
         """
         wte = self.model.transformer.wte
         head = self.model.lm_head
@@ -105,11 +105,11 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
             new_V += -new_V % pad_to_multiple_of
         if new_V == V:
             return wte
-        # model_fast.py finds the row of a pair by the number of tokens, unless pairs are hashed
+        # Unless pairs are hashed, model_fast.py computes a pair's row from the vocabulary size.
         if min(new_V, len(wte.weight)) ** 2 <= self.model.config.bigram_rows:
             raise ValueError("resize_token_embeddings: each pair of tokens has its bigram row")
         for table in (wte, *self.model.transformer.value_tables, head):
-            known = table.weight[: min(V, new_V)]  # without padding
+            known = table.weight[: min(V, new_V)]  # leaves out the padding
             new = known.mean(dim=0, keepdim=True).expand(new_V - len(known), -1)
             table.weight.data = torch.cat((known, new))
         wte.num_embeddings = new_V
