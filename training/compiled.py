@@ -1,5 +1,5 @@
 """
-torch.compile, and the proof that it computes what eager code does.
+Compile the model, and check that compiled code computes the same as eager code.
 """
 
 import contextlib
@@ -21,36 +21,37 @@ from model import ChunkedLoss
 from training.hardware import Hardware, is_out_of_memory, preserving_state, set_seed
 from training.ranks import Ranks
 
-# Compiled code rounds in other places than eager code. Its gradients were at most 1.8 times as far
-# from the exact ones as eager code's are (measured).
+# A compiled gradient's error may be this many times eager code's, because the two round in other
+# places. The largest ratio we measured was 1.8.
 BOUND = 3
-# The gradient of one number is a sum that may cancel by chance, and rounding then weighs more: up
-# to 18 times as much in 240 trials (measured). For four numbers it was at most twice as much.
+# Weights with fewer than FEW numbers get a wider bound. Such a gradient may cancel to almost nothing
+# by chance, and rounding then weighs more. In 240 trials with one number the ratio was up to 18;
+# with four numbers it was at most 2.
 FEW, BOUND_OF_FEW = 4, 100
-# Relative, about eps * sqrt(8192): a gradient sums over thousands of tokens in float32. Compiled
-# code, which sums in another order, changed gradients by up to 2.4e-6 (measured). Where eager code
-# rounds less by luck, this is the yardstick.
+# The smallest relative error to compare with, in case eager code rounds less by luck. It is about
+# eps * sqrt(8192), because a gradient sums over thousands of tokens in float32. Summing in another
+# order, compiled code changed gradients by up to 2.4e-6 in our measurements.
 FLOAT32_ERROR = 1e-5
-# Eager code may be wrong as well, as it runs the same kernels. Its median error was at most 2.2 eps
-# of its dtype; with attention times 0.7, at least 29 eps of bfloat16 (measured).
+# Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of its
+# dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 eps in bfloat16.
 MOST_ROUNDING = 8
-LOSS_SCALE = 1024.0  # float16's gradients underflow without it; a power of two rounds nothing
+LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
 
 def compile_model(model, **options) -> None:
     """
-    From now on calls of the model run compiled, but not model.forward. `options` go to
-    torch.compile.
+    Compile the model in place: model(...) runs compiled code, model.forward(...) still eager code.
+    `options` go to torch.compile.
     """
-    torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot follow it, and need not
+    torch.compiler.allow_in_graph(ChunkedLoss)  # the compiler cannot trace into it, and need not
     model.compile(**options)
 
 
 def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> str:
     """
-    Compile the model for training and evaluation, as `try_compiling` does, on all ranks. Returns
-    why that does not work here, on any rank; the model is then uncompiled on all. "" if it works.
-    Raises UserError instead with compile=required.
+    Compile and check the model on all ranks, which must all call this. Returns "" if it works on
+    every rank. Otherwise returns the reason and leaves the model uncompiled on all ranks; with
+    compile=required, raises UserError instead.
     """
     problem = try_compiling(model, c.batch_size, vocab, hw)
     problem = next(filter(None, ranks.gather(problem)), "")
@@ -59,20 +60,20 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
         hint = "--compile=True trains without it"
         raise UserError(f"{failed}; {hint}") if ranks.is_main else UserError()
     if problem:
-        model._compiled_call_impl = None  # undoes model.compile(), for which torch has no call
+        model._compiled_call_impl = None  # undoes model.compile(); torch has no function for that
     return problem
 
 
 def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     """
-    Compile the model, and compare it with eager code on micro-batches of ids below `vocab`. Returns
-    why compiled code cannot be used here, "" if it can. Weights, gradients, buffers and random
-    states stay as they were.
+    Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
+    Returns why compiled code cannot be used here, "" if it can. Weights, gradients, buffers and
+    random states stay as they were. Raises torch's error if memory runs out.
     """
     compile_model(model)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
-    except Exception as error:  # no compiler: every backend fails in its own way
+    except Exception as error:  # without a compiler, every backend raises another kind of error
         if is_out_of_memory(error):
             raise
         return reason_of(error)
@@ -80,50 +81,51 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error of torch's compiler in one line, with what to install."""
+    """Return an error of torch's compiler as one line, with what to install."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     reason = lines[0]
-    if isinstance(error, ArithmeticError):  # the compiler works
+    if isinstance(error, ArithmeticError):  # compiling works, but its results are wrong
         return reason
     if sys.platform == "linux":
-        # Both backends compile C or C++ that includes Python.h. Where it fails, the error is only
-        # the compiler's command line.
+        # Both backends compile C or C++ that includes Python.h. If either is missing, torch's error
+        # shows only the compiler's command line.
         if not shutil.which(os.environ.get("CXX", "g++")):
             return "there is no g++; sudo apt install g++ python3-dev"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "there is no Python.h; sudo apt install g++ python3-dev"
-    if reason.endswith("raised:"):  # torch's wrapper of a backend's error, which follows
+    if reason.endswith("raised:"):  # torch wraps a backend's error, which is on the next line
         reason = " ".join(lines[:2])
-    if sys.platform == "win32" and "riton" in reason:  # not part of torch there
+    if sys.platform == "win32" and "riton" in reason:  # torch for Windows does not include Triton
         reason += '; pip install "triton-windows<3.8"'
     return reason
 
 
 def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: int = 0) -> None:
     """
-    Compare a compiled forward and backward pass, and a compiled evaluation, with model.forward, on
-    seeded random weights and ids. Raises ArithmeticError if the loss or the gradient of a weight is
-    further from that of float32 than eager code's own rounding explains, or if eager code in the
-    dtype of the run is further from it than rounding explains. With dropout, compiled training
-    draws other random numbers, and only the evaluation is compared.
+    Compare compiled training and evaluation with eager code, on seeded random weights and ids.
 
-    The micro-batch is two sequences in turn. Eager code runs each of them once, alone, and the
-    reference lies on the host, so that all of this takes a small part of the time of compiling, and
-    less memory of the device than an iteration.
+    The reference is eager code in float32. Raises ArithmeticError if a compiled loss or gradient is
+    further from it than eager code's rounding explains, or if eager code in the run's dtype is
+    further from it than rounding explains. With dropout only the evaluation is compared, because
+    compiled code draws different random numbers.
+
+    The micro-batch repeats two sequences. Eager code runs each of them once, on its own, and the
+    reference gradients are kept on the host. So the check takes a small part of the compile time,
+    and less device memory than an iteration.
     """
     has_dropout = model.config.dropout > 0
     with preserving_state(model, hw.device), moved_weights(model, seed):
-        # As in text, a few ids are frequent: their gradients add up and rounding averages out.
+        # Make a few ids frequent, as in text, so that their gradients add up and rounding averages.
         two = (torch.rand(2, model.config.block_size + 1) ** 4 * vocab).long()
         tokens = two[torch.arange(batch_size) % 2]
-        x, y = to_batch(tokens, hw.device)  # with the strides of real batches, or it compiles again
-        # each with its share of the loss
+        x, y = to_batch(tokens, hw.device)  # other strides than real batches' would compile again
+        # weight each sequence by its share of the micro-batch's loss
         shares = [(batch_size + 1) // 2 / batch_size, batch_size // 2 / batch_size]
         sequences = [(x[n : n + 1], y[n : n + 1], share) for n, share in enumerate(shares) if share]
 
         # 1) exact: eager, in float32
         with float32_matmuls():
-            model.eval()  # a term of the loss may be in training only
+            model.eval()  # a user's loss may have a term for training only
             with torch.no_grad():
                 losses = [share * model.forward(x, y).item() for x, y, share in sequences]
             wanted = {"evaluation": sum(losses)}
@@ -137,7 +139,7 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         eager_pass(model, sequences, hw.autocast())
         rounding = errors(model, exact)
         typical = statistics.median(rounding)
-        # in float32, matmuls may be in TF32, which has float16's bits
+        # With float32, matmuls may run in TF32, which has as many bits as float16.
         dtype = torch.float16 if hw.dtype == torch.float32 else hw.dtype
         if not typical <= MOST_ROUNDING * torch.finfo(dtype).eps:
             off = f"half of the gradients are off by {typical:.2g} of their norm or more"
@@ -159,11 +161,11 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
             got["training"] = loss.item()
             for (name, p), error, eager in zip(trained(model), found, rounding, strict=True):
                 bound = BOUND_OF_FEW if p.numel() < FEW else BOUND
-                # eager code may round a weight's gradient well by chance
+                # use the typical error if eager code rounded this gradient better by chance
                 if not error <= bound * max(eager, typical):
                     off = f"{error:.2g}, uncompiled by {eager:.2g}"
                     raise ArithmeticError(f"the gradient of {name} is off by {off} of its norm")
-        # the mean over all tokens is rounded far better than a gradient
+        # a loss is a mean over all tokens, so its error is far smaller than a gradient's
         tolerance = typical / 2
         for name, value in got.items():
             if not abs(value - wanted[name]) <= tolerance * abs(wanted[name]):
@@ -173,7 +175,7 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
 
 @contextlib.contextmanager
 def float32_matmuls() -> Iterator[None]:
-    """Without TF32."""
+    """Run float32 matmuls without TF32 inside the context."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -183,17 +185,17 @@ def float32_matmuls() -> Iterator[None]:
 
 
 def moving(model) -> list[Tensor]:
-    """A weight of whole numbers is a table of something."""
+    """Return the floating-point weights; an integer one is a lookup table that must not change."""
     return [p for p in model.parameters() if p.is_floating_point()]
 
 
 @contextlib.contextmanager
 def moved_weights(model, seed: int) -> Iterator[None]:
     """
-    Inside, every weight is off its value by a seeded random number, because a fresh model's zeros
-    hide what they are multiplied by. Afterwards all are as before, to the bit.
+    Add seeded random numbers to the weights inside the context, and restore the weights bit for bit
+    afterwards. A new model has zeros, which would hide errors in what they are multiplied by.
     """
-    # on the host: the optimizer's state may be on the device already
+    # keep the copy on the host, because the optimizer's state may already fill the device
     before = [p.detach().to("cpu", copy=True) for p in model.parameters()]
     try:
         set_seed(seed)
@@ -209,8 +211,8 @@ def moved_weights(model, seed: int) -> Iterator[None]:
 
 def eager_pass(model, sequences: list[tuple[Tensor, Tensor, float]], autocast) -> float:
     """
-    Forward and backward of sequences: x and y, (1, T) each, and the share of the loss that they
-    have. Returns the loss.
+    Run the forward and backward pass of each sequence in eager code. A sequence is x and y, (1, T)
+    each, and its share of the loss. Returns the loss.
     """
     losses = []
     for x, y, share in sequences:
@@ -226,7 +228,7 @@ def trained(model) -> list[tuple[str, Tensor]]:
 
 
 def take_gradients(model) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each weight with its gradient, which it loses."""
+    """Yield each weight with its gradient, and clear the gradient in the model."""
     for _, p in trained(model):
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
         p.grad = None
@@ -234,10 +236,13 @@ def take_gradients(model) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def errors(model, exact: list[Tensor]) -> list[float]:
-    """How far each gradient is from the exact one, relative to its norm; takes the gradients."""
+    """
+    Return each gradient's distance from the exact one, relative to the exact one's norm. Clears the
+    gradients.
+    """
     found = []
     for (p, gradient), reference in zip(take_gradients(model), exact, strict=True):
-        reference = reference.to(p.device)  # one at a time
+        reference = reference.to(p.device)  # one at a time, to save device memory
         distance = (gradient - reference).norm()
         found.append((distance / reference.norm()).item() if distance else 0.0)
     return found
