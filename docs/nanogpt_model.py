@@ -1,4 +1,4 @@
-"""nanoGPT's calls on this program's GPT-2, for scripts that have them: docs/from_nanogpt.md."""
+"""Give this program's GPT-2 nanoGPT's interface, for existing scripts (docs/from_nanogpt.md)."""
 
 import torch.nn as nn
 
@@ -30,7 +30,7 @@ class GPT(model.GPT):
         config = config_from_dict(state["model_config"] | (override_args or {}))
         gpt = cls(config)
         gpt.load_state_dict(state["model"])
-        gpt.vocab = state["vocab"]  # before padding: no other id is drawn
+        gpt.vocab = state["vocab"]  # before padding, so that generate() draws no padding id
         return gpt
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
@@ -42,7 +42,7 @@ class GPT(model.GPT):
         config = Config(**given, beta1=betas[0], beta2=betas[1])
         optimizer = build_optimizer(self, config, self.lm_head.weight.dtype)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"]  # as train.py's loop does
+            group["lr"] = group["initial_lr"]  # train.py's loop does this before each update
         return optimizer
 
     def crop_block_size(self, block_size):
@@ -56,5 +56,5 @@ class GPT(model.GPT):
         return sum(p.numel() for name, p in self.named_parameters() if left_out not in name)
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
-        flops = count_flops(self.config) or 0.0  # of a token
-        return flops * self.config.block_size * fwdbwd_per_iter / dt / 312e12  # an A100's, as there
+        flops = count_flops(self.config) or 0.0  # per token
+        return flops * self.config.block_size * fwdbwd_per_iter / dt / 312e12  # A100, as in nanoGPT

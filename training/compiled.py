@@ -24,16 +24,16 @@ from training.ranks import Ranks
 # A compiled gradient's error may be this many times eager code's, because the two round in other
 # places. The largest ratio we measured was 1.8.
 BOUND = 3
-# Weights with fewer than FEW numbers get a wider bound. Such a gradient may cancel to almost nothing
-# by chance, and rounding then weighs more. In 240 trials with one number the ratio was up to 18;
-# with four numbers it was at most 2.
+# Weights with fewer than FEW numbers get a wider bound, because such a gradient may cancel to almost
+# nothing by chance, and rounding then weighs more: up to 18 times as much in 240 trials with one
+# number, at most twice as much with four (measured).
 FEW, BOUND_OF_FEW = 4, 100
 # The smallest relative error to compare with, in case eager code rounds less by luck. It is about
 # eps * sqrt(8192), because a gradient sums over thousands of tokens in float32. Summing in another
 # order, compiled code changed gradients by up to 2.4e-6 in our measurements.
 FLOAT32_ERROR = 1e-5
-# Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of its
-# dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 eps in bfloat16.
+# Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of
+# its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
