@@ -24,9 +24,9 @@ from training.ranks import Ranks
 # A compiled gradient's error may be this many times eager code's, because the two round in other
 # places. The largest ratio we measured was 1.8.
 BOUND = 3
-# Weights with fewer than FEW numbers get a wider bound, because such a gradient may cancel to almost
-# nothing by chance, and rounding then weighs more: up to 18 times as much in 240 trials with one
-# number, at most twice as much with four (measured).
+# Weights with fewer than FEW numbers get a wider bound. Their gradients may cancel almost entirely
+# by chance, and rounding then weighs more: up to 18 times as much in 240 trials with one number, at
+# most twice as much with four (measured).
 FEW, BOUND_OF_FEW = 4, 100
 # The smallest relative error to compare with, in case eager code rounds less by luck. It is about
 # eps * sqrt(8192), because a gradient sums over thousands of tokens in float32. Summing in another
