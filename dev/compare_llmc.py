@@ -1,10 +1,10 @@
 """
-Compare --order=records with the shards of llm.c's own script, on a local sample of the same form:
+Compare the shards of --order=records with those of llm.c's own script, on local parquet files:
 
     python dev/compare_llmc.py --script=../llm.c/dev/data/fineweb.py sample.parquet
 
-Its script, whose path you give, runs as it is; load_dataset gives it the local files instead of the
-hub's. Prints JSON: for each shard its tokens and whether the bytes are equal.
+llm.c's script runs unchanged, but its load_dataset reads the local files instead of the hub's.
+Prints JSON: each shard's tokens, and whether the bytes are equal.
 """
 
 import argparse

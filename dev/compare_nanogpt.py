@@ -1,13 +1,13 @@
 """
-This model and nanoGPT's in the same training step, in turn: tokens/s and memory. On a CPU twice:
-with our allocator settings for both, and with the system's for nanoGPT, which sets none.
+Compare this model with nanoGPT's in the same training step, in turn: tokens/s and memory. On a CPU,
+nanoGPT is measured twice: with our allocator settings and with the system's, because nanoGPT itself
+sets none.
 
     python dev/compare_nanogpt.py CONFIG --nanogpt=../nanoGPT [--trials=5] [--json=PATH]
 
-CONFIG stands for config files and --key=value flags, as for train.py. All sides are train.py, each
-time in a new process, with the same weights, batches, dtype, compile setting and optimizer;
-nanoGPT's sides have nanoGPT's model.py in place of ours. The speed is compared as bench.py compares
-rows: on a CPU by CPU time.
+CONFIG stands for config files and --key=value flags, as for train.py. Every side runs train.py in a
+new process, with the same weights, batches, dtype, compile setting and optimizer; nanoGPT's sides
+use nanoGPT's model.py. Speeds are compared as in bench.py: on a CPU by CPU time.
 """
 
 import json
@@ -35,7 +35,7 @@ from training import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS, THEIRS, AS_SHIPPED = "ours", "nanoGPT", "nanoGPT as shipped"
-# nats: bfloat16 rounding, and nanoGPT's exact GELU in place of GPT-2's tanh formula
+# in nats; allows for bfloat16 rounding, and for nanoGPT's exact GELU where GPT-2 has the tanh one
 SAME_LOSS = 0.02
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
 
@@ -49,7 +49,7 @@ class NanoGPT(torch.nn.Module):
     def __init__(self, theirs: torch.nn.Module, config):
         super().__init__()
         self.theirs = theirs
-        self.config = config  # ours: what train.py logs and counts
+        self.config = config  # our config, which train.py logs and counts FLOPs from
         self.loss_chunk = 0
 
     def forward(self, idx, targets):
@@ -59,13 +59,13 @@ class NanoGPT(torch.nn.Module):
 def load_nanogpt(folder: str) -> ModuleType:
     loader = SourceFileLoader("nanogpt_model", str(Path(folder, "model.py")))
     module = ModuleType(loader.name)
-    sys.modules[loader.name] = module  # the compiler looks its globals up there
+    sys.modules[loader.name] = module  # torch.compile looks up the module's globals here
     loader.exec_module(module)
     return module
 
 
 def nanogpts(folder: str, build_ours):
-    """build_model() of train.py, for nanoGPT's model with the weights that ours begins with."""
+    """Return a build_model() that builds nanoGPT's model with the initial weights of ours."""
     nano = load_nanogpt(folder)
 
     def build(config) -> NanoGPT:
@@ -77,7 +77,7 @@ def nanogpts(folder: str, build_ours):
 
 
 def run_side(side: str, nanogpt: str) -> None:
-    """What reports/bench_child.py does; with nanoGPT's model on nanoGPT's sides."""
+    """Run reports/bench_child.py, with nanoGPT's model on nanoGPT's sides."""
     if side == AS_SHIPPED:
         hardware.keep_freed_memory = lambda: None
     bench_child.main(build_model if side == OURS else nanogpts(nanogpt, build_model))
@@ -89,29 +89,29 @@ def run_side(side: str, nanogpt: str) -> None:
 
 def take_turns(config: Config, nanogpt: str, trials: int) -> dict[str, list[dict]]:
     """
-    What bench.measure() returns, for each side and trial. Raises UserError if the sides do not do
-    the same work.
+    Measure the sides in turn. Returns the results of bench.measure() for each side, one per trial.
+    Raises UserError if the sides do not do the same work.
     """
-    # a side that does not compile would go on in eager code
+    # with compile=True, a side that cannot compile would continue in eager code
     config = replace(config, compile="required" if config.compile else False)
     sides = [OURS, THEIRS] + ([] if torch.cuda.is_available() else [AS_SHIPPED])
     rows: dict[str, list[dict]] = {side: [] for side in sides}
     for trial in tqdm(range(trials), disable=None):
-        # the sides take turns in going first
+        # alternate which side goes first
         for side in reversed(sides) if trial % 2 else sides:
             command = (Path(__file__), f"--side={side}", nanogpt)
             rows[side].append(bench.measure(config, command=command))
         losses = [rows[side][-1]["first_loss"] for side in sides]
         if max(losses) - min(losses) > SAME_LOSS:
-            raise UserError(f"nanogpt: other work: first losses {losses} of {sides}")
+            raise UserError(f"nanogpt: the sides differ: first losses {losses} of {sides}")
     return rows
 
 
 def memory_of_imports() -> float:
-    """GiB in use before there is a model; 0 on a GPU, where only torch's own memory counts."""
+    """Return the GiB used before there is a model; 0 on a GPU, where only torch's memory counts."""
     if torch.cuda.is_available():
         return 0.0
-    # what resource.getrusage() tells of a process includes its parent's memory
+    # read /proc, because resource.getrusage() of a child process includes its parent's memory
     code = "import reports.bench_child; print(open('/proc/self/status').read())"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> None:
     config = load_config(keys)
     nanogpt = str(Path(options.nanogpt).absolute())
     if not Path(nanogpt, "model.py").is_file():
-        raise UserError(f"nanogpt: {options.nanogpt} is no clone of karpathy/nanoGPT")
+        raise UserError(f"nanogpt: {options.nanogpt} is not a clone of karpathy/nanoGPT")
     if not (config.tie_weights and config.model == "gpt2" and config.optimizer == "adamw"):
         raise UserError("tie_weights, model, optimizer: nanoGPT has tied weights, GPT-2 and AdamW")
     rows = take_turns(config, nanogpt, options.trials)
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
             f"{options.trials} pairs), {memory[OURS] / memory[side]:.3f} x the memory"
         )
     if machine["device_type"] == "cpu":
-        say("tokens per second of CPU time, because other programs change the wall time")
+        say("tokens per second of CPU time, because other programs change the wall-clock time")
     if options.json:
         result = dict(
             command=command_line("python", "dev/compare_nanogpt.py", *argv),

@@ -17,12 +17,12 @@ from configurator import load_config  # noqa: E402
 from train import get_lr  # noqa: E402
 
 HOURS = 8
-PACES = (6, 12, 24)  # seconds per iteration: examples
-WIDTHS = (6, 3, 1.2)  # the lines of the right panel lie on each other
+PACES = (6, 12, 24)  # seconds per iteration, as examples
+WIDTHS = (6, 3, 1.2)  # different line widths, because the right panel's lines coincide
 
 
 def rates(flags: list[str], pace: float) -> tuple[list[float], list[float]]:
-    """Hours since the start, and the learning rate of the iteration that begins then."""
+    """Return each iteration's start in hours, and its learning rate."""
     config = load_config([str(ROOT / "config" / "fast124m_4070.py"), *flags])
     iterations = int(3600 * config.hours / pace) + 1 if config.hours else config.max_iters
     hours = [it * pace / 3600 for it in range(iterations)]

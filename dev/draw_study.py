@@ -1,8 +1,10 @@
 """
-Draw the two pictures of the recipe study from results/transfer*.json: `python dev/draw_study.py`.
+Draw the two pictures of the recipe study from results/transfer*.json.
 
-results/loss_over_tokens.png is the final loss of each run over its tokens, at one size;
-results/transfer.png is the token ratio over the size of the model.
+    python dev/draw_study.py
+
+results/loss_over_tokens.png shows each run's final loss over its tokens, at one model size;
+results/transfer.png shows the token ratio over the model size.
 """
 
 import json
@@ -13,15 +15,15 @@ from matplotlib.figure import Figure
 RESULTS = Path(__file__).parent.parent / "results"
 SIZE = 4_718_592  # non-embedding parameters of the first picture
 
-# told apart by colour-blind readers too: Okabe and Ito's colours, and markers
+# Okabe and Ito's colours, and markers, for colour-blind readers
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
-# a recipe's name in the files -> its name in the pictures, its colour and marker
+# a recipe's name in the files -> its label, colour and marker in the pictures
 RECIPES = dict(
     classic=("GPT-2 recipe", BLUE, "o"),
     fast=("fast recipe", ORANGE, "s"),
     no_tables=("fast recipe without lookup tables", GREEN, "^"),
 )
-# a study's file -> what differs, and its line
+# a study's file -> its label and line style
 STUDIES = dict(
     transfer=("prose", "-"),
     transfer_again=("prose, second seed and split", "--"),

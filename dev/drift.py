@@ -1,11 +1,11 @@
 """
-What a prefix and a shuffle of the same size stand for, on a sample whose vocabulary drifts:
+Measure how well a prefix and a shuffle of the same size represent text whose vocabulary drifts.
 
     python dev/drift.py > results/order_drift.json
 
-It writes 16 parquet files, whose words move from one end of a vocabulary to the other, prepares a
-tenth of them in each order, trains a small model on it, and evaluates it on its own validation
-split and on documents of the whole sample that no folder holds.
+Writes 16 parquet files whose words move from one end of a vocabulary to the other, prepares a tenth
+of them in each order, trains a small model on each, and evaluates it on its own validation split
+and on unseen documents from the whole range.
 """
 
 import json
@@ -30,7 +30,7 @@ MODEL += " --dtype=float32"
 
 
 def document(rng: random.Random, at: float) -> str:
-    """Words around a place in the vocabulary, of which a tenth are of all of it."""
+    """Draw words near a place in the vocabulary (0 to 1), and every tenth from all of it."""
     centre = at * WORDS
     picked = []
     for _ in range(40):

@@ -1,10 +1,10 @@
 """
-Make the checkpoints in tests/golden, one per model, and the losses that followed them.
+Make the checkpoints in tests/golden, one per model, and the losses of the iterations after them.
 
     python dev/make_golden.py
 
-tests/integration/test_golden.py resumes them, so it notices the day on which checkpoints of the
-present format stop loading. On that day raise FORMAT in training/checkpoint.py and run this again.
+tests/integration/test_golden.py resumes the checkpoints, and so fails once the current format no
+longer loads. Then raise FORMAT in training/checkpoint.py and run this again.
 """
 
 import json

@@ -4,10 +4,9 @@ Measure what the check of compiled code finds and costs.
     python dev/measure_check.py --json=check.json
     python dev/measure_check.py config/gpt124m_cpu.py --batch_size=4 --json=check.json
 
-The first command plants faults, and counts false alarms on shipped configurations at small size.
-The second measures the check's time beside a cold compile, and its memory beside an iteration; each
-row is a process of its own, with an empty cache of compiled code. A file that exists keeps the
-results of the other command.
+Without a config, it plants faults, and counts false positives on small versions of shipped configs.
+With a config, it measures the check's time beside a cold compile and its memory beside an
+iteration; each row is a new process with an empty compile cache. Both can write to the same file.
 """
 
 import argparse
@@ -23,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TRIALS = 3
 SEEDS = 24
-SMALL = "--n_layer=2 --n_embd=128 --block_size=128 --batch_size=4"  # with the shipped size of heads
-SHAPES = {  # flags, and the size of the vocabulary
+SMALL = "--n_layer=2 --n_embd=128 --block_size=128 --batch_size=4"  # keeps the shipped head sizes
+SHAPES = {  # flags -> vocabulary size
     "config/quickstart.py": 256,
     "config/quickstart.py --n_layer=1": 256,
     "config/fast_quickstart.py": 256,
@@ -36,8 +35,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def child(argv: list[str], with_check: bool) -> None:
     """
-    Prints seconds of compiling and checking, of checking again, and of the compiled passes in it,
-    without which nothing would be compiled; and the peak of memory.
+    Print four figures as JSON: seconds to compile and check, seconds to check again, seconds of the
+    compiled passes within a check, and the memory peak in GiB.
     """
     import torch
 
@@ -58,7 +57,7 @@ def child(argv: list[str], with_check: bool) -> None:
         compare_with_eager(model, c.batch_size, vocab, hw)
     first = time.perf_counter() - began
     x, y = to_batch(torch.randint(vocab, (c.batch_size, c.block_size + 1)), hw.device)
-    for _ in range(2):  # of one iteration
+    for _ in range(2):  # the forward and backward passes of one iteration
         with hw.autocast():
             loss = model(x, y)
         loss.backward()
@@ -89,19 +88,20 @@ def measure(argv: list[str], with_check: bool) -> dict:
 def quiet_hardware(dtype: str):
     from test_compiled import hardware_in
 
-    with contextlib.redirect_stderr(None):  # a warning that float16 is slow on a CPU
+    with contextlib.redirect_stderr(None):  # hides the warning that float16 is slow on a CPU
         return hardware_in(dtype)
 
 
 def planted() -> list[dict]:
-    """Which of the faults are found, and by what."""
+    """Plant each fault, and return which error finds it."""
     from test_compiled import BATCH, DTYPES, FAULTS, KERNELS, compiled_by, right, wrong_kernel
 
     from training.compiled import compare_with_eager
 
     trials = []  # (fault, model, dtypes, compiler, a context in which it is planted)
     for fault, (names, compiler) in FAULTS.items():
-        dtypes = ["float32"] if "cast" in fault else DTYPES  # half precision casts there anyway
+        # in half precision, a planted cast changes nothing
+        dtypes = ["float32"] if "cast" in fault else DTYPES
         for name in names.split():
             trials.append((fault, name, dtypes, compiler, contextlib.nullcontext()))
     for kernel in KERNELS:
@@ -125,7 +125,7 @@ def planted() -> list[dict]:
 
 
 def false_alarms() -> list[dict]:
-    """What the check says of torch's compiler itself, with other weights and tokens each time."""
+    """Check correct compiled code with many seeds, and return the false positives."""
     import torch
     from test_compiled import DTYPES
 

@@ -1,15 +1,15 @@
 """
-Measure a GPU: ten minutes, and one file to send (docs/status.md says where). Among the rows are the
-first five commands of docs/first_hour.md.
+Measure a GPU in ten minutes, and write one file to send (docs/status.md says where). The rows
+include commands of docs/first_hour.md.
 
-    python dev/measure_gpu.py                an RTX 4070, or any card of 8 GB and more
-    python dev/measure_gpu.py 4090           the configs of another card: 3060, a100, h200, t4
-    python dev/measure_gpu.py --minutes=40   on a rented card: all rows
-    python dev/measure_gpu.py --dry_run      on a CPU with tiny models: whether the rows run
+    python dev/measure_gpu.py                for an RTX 4070, or any card with 8 GB or more
+    python dev/measure_gpu.py 4090           with another card's configs: 3060, a100, h200, t4
+    python dev/measure_gpu.py --minutes=40   all rows, for example on a rented card
+    python dev/measure_gpu.py --dry_run      check on a CPU, with tiny models, that the rows run
 
-It needs requirements-dev.txt, 4 GB of disk and no network. A row is a command in a process of its
-own. One that fails or takes too long does not stop the next. The file is written after each row:
-run the command again, and it goes on with the rows that are missing.
+Needs requirements-dev.txt, 4 GB of disk and no network. Each row is a command in its own process;
+if one fails or takes too long, the next still runs. The file is written after each row. Run the
+command again to measure the missing rows.
 """
 
 import argparse
@@ -26,24 +26,24 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "measured"
 PYTHON = sys.executable
 CARDS = ["4070", "3060", "4090", "a100", "h200", "t4"]
-# what torch calls the GPU; nothing where it sees none
+# prints torch's name for the GPU, or an empty line if torch sees none
 DEVICE = """
 import torch
 found = "mps" if torch.backends.mps.is_available() else ""
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else found)
 """
 SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.max"
-# the tests that compile GPT-124M take as long as all the others
+# Tests that compile GPT-124M take as long as all other tests together, so they are a separate row.
 REAL_SHAPES = "compiled_bfloat16 or data_parallel"
 TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=2", "--n_head=2"]
 TINY += ["--n_embd=32", "--block_size=16", "--batch_size=1"]
-LOG_LINES = 200  # of each row, the last ones
+LOG_LINES = 200  # how many of a row's last lines to keep
 
 
 def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tuple[int, list]]:
-    """name: the most seconds and the command of each row, the most valuable ones first."""
+    """Return each row's time limit in seconds and its command, the most valuable rows first."""
     tokens = eval_tokens = 65536
-    machine, sizes, tables, only = [], [], [], []  # more flags
+    machine, sizes, tables, only = [], [], [], []  # extra flags
     if options.dry_run:
         tokens = 32
         eval_tokens = 256
@@ -81,7 +81,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "plan": (120, bench("plan", *classic)),
         "gpu_tests": (420, [*pytest, "-m", "gpu", "-k", f"not ({REAL_SHAPES})"]),
         "sweep": (180, bench("sweep", *classic, "--compile=False", "--trials=1")),
-        # here ten minutes are over
+        # the rows below do not fit into ten minutes
         "fast_step": (180, bench(*fast)),
         "real_shapes": (420, [*pytest, "-m", "gpu", "-k", REAL_SHAPES]),
         "compiled_sweep": (600, bench("sweep", *classic, "--trials=2")),
@@ -95,7 +95,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
 
 
 def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
-    """What came of one row, for the file."""
+    """Run one row, and return its exit code, seconds, last lines and figures for the file."""
     figures, log, began = work / f"{name}.json", work / f"{name}.log", time.monotonic()
     figures.unlink(missing_ok=True)
     if command[1:] and command[1] in (
@@ -112,7 +112,7 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = f"ended after {seconds:.0f} s"
-        except OSError as error:  # no such program
+        except OSError as error:  # the program is not installed
             code = str(error)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     row = dict(command=" ".join(command).replace(PYTHON, "python"))
@@ -120,32 +120,32 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
     records = work / "run" / "metrics.jsonl"
     if figures.exists():
         row["figures"] = json.loads(figures.read_text(encoding="utf-8"))
-    elif name == "resume" and records.exists():  # they are those of the row before, too
+    elif name == "resume" and records.exists():  # includes the records of the row "train"
         row["figures"] = [json.loads(line) for line in records.read_text("utf-8").splitlines()]
     return row
 
 
 def without_names(value):
-    """The figures of a row without this machine's folders and the user's name."""
+    """Remove this machine's folders and the user's name from a row's figures."""
     if isinstance(value, dict):
         return {key: without_names(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [without_names(inner) for inner in value]
     if isinstance(value, str):
         for folder, short in ((ROOT, "."), (Path(sys.prefix), "VENV"), (Path.home(), "~")):
-            if len(folder.parts) > 1:  # a container's home may be /
+            if len(folder.parts) > 1:  # in a container, the home folder may be /
                 parts = [re.escape(part.strip("\\/")) for part in folder.parts]
-                path = r"[\\/]+".join(parts) + r"(?![\w.-])"  # a repr doubles backslashes
+                path = r"[\\/]+".join(parts) + r"(?![\w.-])"  # a repr has two backslashes for one
                 value = re.sub(path, lambda _, short=short: short, value, flags=re.IGNORECASE)
         user = getpass.getuser()
-        # in names of temporary folders; or as Windows shortens it
+        # temporary folders contain the user's name, which Windows may shorten to six letters and ~1
         name = rf"(?<=[\\/_-])({re.escape(user)}\b|{re.escape(user[:6])}~\d)"
         value = re.sub(name, "USER", value, flags=re.IGNORECASE)
     return value
 
 
 def output_of(*command: str) -> str:
-    """What a program prints, nothing where it fails."""
+    """Return a program's output, "" if it fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     except OSError:

@@ -1,8 +1,8 @@
 """
-Measure what waiting in torch's OpenMP threads costs, on idle cores and beside endless loops.
+Measure what waiting in torch's OpenMP threads costs, on idle cores and beside busy loops.
 
-One run of train.py for each setting starts, and all but one are stopped (SIGSTOP) at any time; each
-gets its seconds in turn, so that they meet the same machine. Linux only.
+Starts one run of train.py for each setting, and stops all but one at any time (SIGSTOP). The runs
+take turns of a few seconds, so that all of them meet the same conditions. Linux only.
 
     python dev/measure_waiting.py OUT.json unset GOMP_SPINCOUNT=10000 OMP_WAIT_POLICY=passive \\
         --run="config/quickstart.py" --run="config/quickstart.py --compile=True"
@@ -26,7 +26,7 @@ LOOPS = (0, 1, 2)
 
 
 class Trial:
-    """A run of train.py under one setting, stopped unless it is measured."""
+    """Holds a run of train.py under one setting, stopped except while it is measured."""
 
     def __init__(self, run: str, setting: str, folder: Path) -> None:
         pairs = [] if setting == "unset" else [pair.split("=", 1) for pair in setting.split()]
@@ -44,22 +44,22 @@ class Trial:
         self.process.send_signal(signal.SIGSTOP)
 
     def iterations(self) -> list[float]:
-        """Milliseconds of each iteration so far."""
+        """Return the milliseconds of each iteration so far."""
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_text().split("\n")[:-1]
         return [r["step_ms"] for r in map(json.loads, lines) if r["kind"] == "step"]
 
     def cpu_ms(self) -> float:
-        """CPU time of the process so far, user and system."""
+        """Return the process's CPU milliseconds so far, user and system."""
         stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return 1000 * (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def measure(self) -> tuple[float, float]:
-        """Mean milliseconds and CPU milliseconds of an iteration from now on."""
+        """Continue the run for a while. Returns the mean milliseconds and CPU ms per iteration."""
         seen = len(self.iterations())
         self.process.send_signal(signal.SIGCONT)
-        while len(self.iterations()) == seen:  # an iteration that began before the stop
+        while len(self.iterations()) == seen:  # skip the iteration that SIGSTOP interrupted
             time.sleep(0.02)
         first, cpu, begun = len(self.iterations()), self.cpu_ms(), time.perf_counter()
         while (seconds := time.perf_counter() - begun) < MOST_SECONDS:
@@ -69,7 +69,7 @@ class Trial:
             time.sleep(0.05)
         cpu = self.cpu_ms() - cpu
         self.process.send_signal(signal.SIGSTOP)
-        # no iteration ended: it took at least as long as we waited
+        # If no iteration ended, one takes at least as long as we waited.
         return (sum(done) / len(done), cpu / len(done)) if done else (1000 * seconds, cpu)
 
 

@@ -1,11 +1,11 @@
 """
-What the shuffle of a preparation costs beside the order of the files: time, memory and downloaded
-bytes, in turn in one run, from a hub on this machine.
+Measure what shuffling costs when data is prepared, compared with the files' own order: time, memory
+and downloaded bytes. The two orders take turns, and download from a simulated hub on this machine.
 
     python dev/order_cost.py --tokens=40e6 --rounds=4 --json=results/order_cost_40M.json
 
 The source is Python's standard library, cut into documents of 6 kB, in four parquet files. Tokens
-are GPT-2's if its vocabulary is here (TIKTOKEN_CACHE_DIR), else bytes.
+are GPT-2's if TIKTOKEN_CACHE_DIR is set, otherwise bytes.
 """
 
 import argparse
@@ -29,8 +29,8 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 from documents import Hub  # noqa: E402
 
-FILES, DOCUMENT, GROUP = 4, 6000, 40  # parquet files, bytes of a document, documents of a group
-# prints the figures of the process behind those of the preparation
+FILES, DOCUMENT, GROUP = 4, 6000, 40  # files, bytes per document, documents per row group
+# runs a preparation and then prints its process's seconds, CPU seconds and memory peak
 MEASURED = """
 import re, runpy, sys, time
 sys.argv = sys.argv[1:]
@@ -45,7 +45,7 @@ finally:
 
 
 def make_source(size: int) -> dict[str, bytes]:
-    """Parquet files with about `size` bytes of text, of which no part is there twice in a row."""
+    """Make parquet files with about `size` bytes of text; no document follows itself."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = "".join(f.read_text("utf-8", "ignore") for f in sorted(library.glob("**/*.py"))[:2000])
     documents = [text[i : i + DOCUMENT] for i in range(0, len(text), DOCUMENT)]
@@ -84,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens = int(options.tokens)
     tokenizer = "gpt2" if os.environ.get("TIKTOKEN_CACHE_DIR") else "byte"
-    # more than the preparation reads: code has some 3.2 bytes per token of GPT-2
+    # make more text than a preparation reads; code has about 3.2 bytes per GPT-2 token
     Hub.files = make_source(tokens * (5 if tokenizer == "gpt2" else 2) + 80_000_000)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,16 +1,16 @@
 """
-Does this checkout train exactly as another commit did? No test: run it after a change.
+Check whether this checkout trains exactly as another commit did.
 
-    python dev/same_run.py HEAD~1                       # equal to it, to the last bit?
-    python dev/same_run.py HEAD~3 --rows=gpt2,ranks     # to another commit, some rows only
-    python dev/same_run.py --loss_tolerance=2e-6        # or are the losses this close?
+    python dev/same_run.py HEAD~1                             # equal to the last bit?
+    python dev/same_run.py HEAD~3 --rows=gpt2,ranks           # some rows only
+    python dev/same_run.py HEAD~1 --loss_tolerance=2e-6       # are the losses this close?
 
-Both programs train the same small models on the same tokens, on one CPU thread, once straight and
-once stopped halfway and resumed. What they log and what their last checkpoints hold is compared,
-and the first difference of each kind is printed. All rows take some six minutes, half of them for
-`compiled`. Exit code 0: the same; 1: not the same, or a run has failed.
+Both programs train the same small models on the same tokens, on one CPU thread, once without a stop
+and once stopped halfway and resumed. Their logs and last checkpoints are compared, and the first
+difference of each kind is printed. All rows take about six minutes, half of that for `compiled`.
+Exits with 0 if all are the same, with 1 if they are not or a run fails.
 
-Only command lines, metrics.jsonl and checkpoints are used, so that programs may differ inside.
+The comparison uses only command lines, metrics.jsonl and checkpoints, so the code may differ.
 """
 
 import argparse
@@ -31,8 +31,8 @@ import torch  # noqa: E402
 from program import finish_ranks, flags, start, start_ranks  # noqa: E402
 
 ITERATIONS, HALFWAY = 60, 30
-VOCAB = 257  # no multiple of 128, so that the models pad it
-# The 720 sequences of a run are more than one epoch, which ends in its second half.
+VOCAB = 257  # not a multiple of 128, so that the models pad it
+# sized so that the first epoch ends in the second half of a run's 720 sequences
 TRAIN_SHARDS, VAL_SHARDS = (17_000, 9_001, 8_000), (6_000, 5_000)
 COMMON = dict(
     dtype="float32",
@@ -40,13 +40,13 @@ COMMON = dict(
     device="cpu",
     n_head=4,
     n_embd=64,
-    dropout=0.1,  # so that the random states matter
+    dropout=0.1,  # makes the random states matter
     block_size=64,
     batch_size=4,
     gradient_accumulation_steps=3,
-    lr_decay_iters=ITERATIONS,  # or the half run would have a shorter schedule
+    lr_decay_iters=ITERATIONS,  # otherwise the run to HALFWAY would have a shorter schedule
     eval_interval=20,
-    eval_tokens=66 * 64,  # the last batch of an evaluation is not full
+    eval_tokens=66 * 64,  # leaves the last batch of an evaluation partly filled
     log_interval=1,
 )
 GPT2 = dict(model="gpt2", n_layer=2, optimizer="adamw", learning_rate=3e-3, warmup_iters=5)
@@ -82,19 +82,20 @@ ROWS = dict(
 LOGGED = dict(step=("loss", "lr", "grad_norm"), eval=("train_loss", "val_loss"))
 PROGRESS = ("iter_num", "tokens", "sequences")
 GROUP = ("params", "lr", "initial_lr", "weight_decay", "betas", "momentum")
-# What --loss_tolerance is for, and what differs wherever they do: then shown, but not judged
+# --loss_tolerance applies to LOSSES. Where losses differ, FOLLOWS differ too, so that with
+# --loss_tolerance they are printed but not judged.
 LOSSES, FOLLOWS = ("loss", "train_loss", "val_loss"), ("grad_norm", "model", "optimizer.state")
 
 # -----------------------------------------------------------------------------
-# Two programs, one dataset, the runs
+# The two programs, their dataset and their runs
 
 
 def check_out(commit: str, folder: Path) -> Path:
-    """The files of a commit of this repository in `folder`."""
+    """Extract the files of a commit of this repository into `folder`."""
     command = ["git", "-C", str(ROOT), "archive", commit]
     archive = subprocess.run(command, stdout=subprocess.PIPE)
     if archive.returncode:
-        sys.exit(f"{commit}: git has no such commit here")
+        sys.exit(f"{commit}: there is no such commit here")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     return folder
@@ -102,11 +103,11 @@ def check_out(commit: str, folder: Path) -> Path:
 
 def write_dataset(folder: Path, vocab: int = VOCAB) -> Path:
     """
-    Shards and manifest.json as a preparation leaves them, written without the code that is
-    compared. The tokens repeat some phrases, so that there is something to learn.
+    Write shards and manifest.json as a preparation does, but without the code under comparison. The
+    tokens repeat some phrases, so that there is something to learn.
     """
     folder.mkdir()
-    # numpy promises the same numbers for ever only of this older class
+    # numpy guarantees the same numbers in all versions only for this legacy class
     rng = np.random.RandomState(1337)
     phrases = rng.randint(1, vocab, (50, 12), dtype=np.int64)
     shards = []
@@ -128,7 +129,7 @@ def write_dataset(folder: Path, vocab: int = VOCAB) -> Path:
 
 
 def train(program: Path, out_dir: Path, ranks: int = 1, **keys) -> None:
-    """One start of a program's train.py. Ends the comparison where the run fails."""
+    """Run a program's train.py once. Exits if the run fails."""
     command = flags(**keys, out_dir=out_dir)
     where = dict(cwd=program, only_torch=True)
     if ranks == 1:
@@ -138,12 +139,12 @@ def train(program: Path, out_dir: Path, ranks: int = 1, **keys) -> None:
     for result in finish_ranks(processes, timeout=600):
         if result.code:
             sys.exit(f"{program}: exit code {result.code}: {' '.join(command)}\n{result.err}")
-        if "torch.compile" in result.err:  # it would be a comparison of something else
+        if "torch.compile" in result.err:  # a warning: this run would have compared eager code
             sys.exit(f"{program}: {result.err}")
 
 
 def run(program: Path, out_dir: Path, resumed: bool, **keys) -> Path:
-    """A whole run, straight or stopped halfway and `resumed`."""
+    """Train for ITERATIONS; if `resumed`, with a stop halfway. Returns out_dir."""
     if resumed:
         train(program, out_dir, **keys, max_iters=HALFWAY)
         keys["init_from"] = "resume"
@@ -152,11 +153,11 @@ def run(program: Path, out_dir: Path, resumed: bool, **keys) -> Path:
 
 
 # -----------------------------------------------------------------------------
-# What a run has left, and how two of them differ
+# Read what a run has written, and compare two runs
 
 
 def flatten(tree, name: str) -> dict:
-    """The leaves of nested dicts and lists by their paths, such as optimizer.state.3.exp_avg."""
+    """Map paths such as optimizer.state.3.exp_avg to the leaves of nested dicts and lists."""
     if isinstance(tree, dict | list | tuple):
         branches = tree.items() if isinstance(tree, dict) else enumerate(tree)
         leaves = {}
@@ -171,20 +172,20 @@ def pick(values: dict, names: tuple[str, ...]) -> dict:
 
 
 def read_checkpoint(out_dir: Path) -> dict[str, dict]:
-    """The leaves of the last checkpoint by kind."""
+    """Return the leaves of the last checkpoint by kind, such as model or rng, and path."""
     path = out_dir / f"ckpt-{ITERATIONS:08}.pt"
     state = torch.load(path, map_location="cpu", weights_only=True)
     groups = state["optimizer"]["param_groups"]
     kinds = {kind: state[kind] for kind in ("model", "scaler", "rng")}
     kinds["optimizer.state"] = state["optimizer"]["state"]
-    # a format may add keys to a group, such as its parameters' names
+    # pick known keys, because another checkpoint format may add some, such as parameter names
     kinds["optimizer.param_groups"] = [pick(group, GROUP) for group in groups]
     kinds["progress"] = pick(state["progress"], PROGRESS)
     return {kind: flatten(tree, kind) for kind, tree in kinds.items()}
 
 
 def read_log(out_dir: Path) -> dict[str, dict]:
-    """What metrics.jsonl has of each iteration, by the name of the value."""
+    """Return the logged values in metrics.jsonl by name and iteration."""
     values = {name: {} for names in LOGGED.values() for name in names}
     for line in (out_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -195,7 +196,7 @@ def read_log(out_dir: Path) -> dict[str, dict]:
 
 
 def distance(a, b) -> float:
-    """The largest absolute difference between two leaves; 0 where they are equal."""
+    """Return the largest absolute difference between two leaves; 0 if they are equal."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return float("inf")
@@ -208,12 +209,13 @@ def distance(a, b) -> float:
 
 
 def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | None) -> bool:
-    """Print the first difference of each kind. Returns whether none of them counts."""
+    """Print the first difference of each kind. Returns True if no difference counts."""
     same, exact, apart = True, True, 0.0
     for kind, a in theirs.items():
         b = ours[kind]
         both = [path for path in a if path in b]
-        # a checkpoint's format may change: what one side alone has is told, and the rest compared
+        # The checkpoint format may have changed, so report what only one side has, and compare the
+        # rest.
         if alone := sorted(a.keys() ^ b.keys()):
             print(f"    {kind}: {len(alone)} on one side only, such as {alone[0]}")
         if not a and not b:
@@ -226,7 +228,7 @@ def compare(theirs: dict[str, dict], ours: dict[str, dict], tolerance: float | N
         most = max(distances.values())
         if kind in LOSSES:
             apart = max(apart, most)
-        differ = [path for path in both if distances[path] != 0]  # NaN is a difference too
+        differ = [path for path in both if distances[path] != 0]  # true for NaN as well
         if not differ:
             continue
         exact = False
@@ -248,7 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("commit")
     parser.add_argument("--loss_tolerance", type=float, help="accept losses this far apart")
-    parser.add_argument("--rows", default=",".join(ROWS), help="some of %(default)s")
+    parser.add_argument("--rows", default=",".join(ROWS), help="rows to compare: %(default)s")
     arguments = parser.parse_args()
     rows = arguments.rows.split(",")
     if unknown := set(rows) - set(ROWS):
