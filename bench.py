@@ -25,7 +25,6 @@ Examples:
 """
 
 import common  # before torch  # noqa: F401  isort: skip
-import functools
 import json
 import pickle
 import re
@@ -50,12 +49,13 @@ from common.console import (
     command_line,
     did_you_mean,
     parse_count,
+    percent,
     print_err,
     run_main,
     say,
     table_lines,
 )
-from common.files import replacing
+from common.files import replacing, warn_once
 from configurator import (
     FIELDS,
     UNREACHED,
@@ -231,17 +231,14 @@ def error_of(config: Config, lines: list[str], code: int) -> UserError:
     return UserError(*errors) if code == UserError.exit_code else RunError(*errors)
 
 
-warn_once = functools.cache(print_err)  # all rows of a table would repeat the same warnings
-
-
 def pass_warnings_on(lines: list[str]) -> None:
     """
-    Print the run's warnings, except for the one about disk space, because a measured run saves no
-    checkpoint.
+    Print the run's warnings once for all rows of a table. The one about disk space is left out,
+    because a measured run saves no checkpoint.
     """
     for line in lines:
         if line.startswith("warning: ") and "checkpoints of" not in line:
-            warn_once(line)
+            warn_once(line.removeprefix("warning: "))
 
 
 def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
@@ -295,10 +292,6 @@ def machine_text(machine: dict) -> str:
     name = machine["device"]
     threads = f", CPU threads: {machine['threads']}" if machine["device_type"] == "cpu" else ""
     return f"{name}, {machine['dtype']}, torch {machine['torch']}{threads}"
-
-
-def percent(fraction: float | None) -> str:
-    return "n/a" if fraction is None else f"{fraction:.1%}"
 
 
 def gib(number: float | None) -> str:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.console import Parser, UserError, duration, run_main, table_lines, warn
+from common.console import Parser, UserError, duration, percent, run_main, table_lines, warn
 from configurator import FIELDS, UNREACHED, Config
 from reports import seeds
 from reports.picture import count4, millions, save_picture
@@ -57,10 +57,6 @@ def whole(value: float) -> str:
 
 def tenths(value: float) -> str:
     return f"{value:,.1f}"
-
-
-def percent(value: float) -> str:
-    return f"{value:.1%}"
 
 
 def decimals(value: float) -> str:

@@ -100,6 +100,11 @@ def count(number: float, digits: int = 3) -> str:
     return f"{number:g}"
 
 
+def percent(fraction: float | None) -> str:
+    """Format 0.4217 as 42.2%; None as n/a."""
+    return "n/a" if fraction is None else f"{fraction:.1%}"
+
+
 def parse_count(text: str) -> int:
     """
     Parse a whole number above 0, such as 8, 10_000_000, 10M or 1e7. Raises ArgumentTypeError, which

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from common.console import UserError, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-warn_once = functools.cache(warn)  # for warnings about a disk, which holds for the whole run
+warn_once = functools.cache(warn)  # a repeated message says nothing new
 
 
 @contextlib.contextmanager

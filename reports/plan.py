@@ -24,6 +24,7 @@ from common.console import (
     count,
     duration,
     parse_count,
+    percent,
     print_err,
     raise_if_any,
     say,
@@ -133,7 +134,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
         peak_tflops=config.peak_tflops or row_peak(row, dtype, config.tf32),
         memory_gib=float(row["memory_gib"]),
         link_gbs=link_of(name),
-        published_mfu=tuple(float(percent) / 100 for percent in percents),
+        published_mfu=tuple(float(mfu) / 100 for mfu in percents),
         published_by=row["mfu_source"] or f"published: {row['mfu_percent']}% of its peak",
     )
 
@@ -475,7 +476,7 @@ def plan_lines(p: dict) -> list[str]:
     if p["epochs"]:
         epochs = f"{p['epochs']:.2f} of {count(p['dataset_tokens'])} tokens"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
-    mfu = f"{p['mfu']:.1%}" if p["mfu"] else "n/a"
+    mfu = percent(p["mfu"])
     iteration, eval_time, checkpoint_time = map(
         seconds_text, (p["iter_seconds"], p["eval_seconds"], p["checkpoint_seconds"])
     )
@@ -575,7 +576,7 @@ def pace_lines(plans: list[dict]) -> list[str]:
         {
             "iteration": seconds_text(p["iter_seconds"]),
             "tok/s": f"{p['tokens_per_sec']:,.0f}",
-            "mfu": f"{p['mfu']:.1%}" if p["mfu"] else "n/a",
+            "mfu": percent(p["mfu"]),
             "tokens": count(p["total_tokens"]),
             "of iterations": hours_text(p["hours"]),
             "with evaluations and checkpoints": hours_text(p["hours_total"]),
