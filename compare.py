@@ -493,7 +493,9 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(description="The figures and picture of a run, or of several side by side.")
+    parser = Parser(
+        description="Print and draw the figures of one run, or of several side by side."
+    )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="an out_dir, or nanoGPT's console output")
     seeds_help = "runs of the base: are the other runs better, over several seeds of each?"
