@@ -56,8 +56,8 @@ class SampleConfig:
     device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
     dtype: str = "auto"  # dtype of the weights: auto | float32 | bfloat16 | float16
     compile: bool = False  # torch.compile the model, which is slow to start
-    # Not keys themselves, but names of keys: those set by a file or a flag, and those set by a flag
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
+    set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     typed: frozenset[str] = field(default=frozenset(), compare=False)
 
 
