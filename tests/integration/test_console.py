@@ -89,7 +89,8 @@ def test_console_and_log_begin_with_what_can_be_pasted_again(config, tmp_path):
 def test_a_run_ends_with_its_figures_one_a_line(tokens, tmp_path):
     out_dir = tmp_path / "run"
     night = Night(turned=True)
-    result = night.launch(**TINY, dataset=tokens, out_dir=out_dir, batch_size=4, block_size=16)
+    keys = TINY | dict(batch_size=4, block_size=16, peak_tflops=1e-6)
+    result = night.launch(**keys, dataset=tokens, out_dir=out_dir)
     found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
     (end,) = records(out_dir, "end")
     last = records(out_dir, "eval")[-1]
