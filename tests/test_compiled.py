@@ -246,6 +246,32 @@ def test_a_sum_in_another_order_is_right_in_float32():
         compare_with_eager(gpt, 32, 500, hardware_in("float32"), seed)
 
 
+class TenPercentOff(torch.autograd.Function):
+    """A weight whose gradient is 10% off."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.1 * dy
+
+
+def test_a_weight_that_rounds_far_worse_than_most_is_not_the_compilers_fault():
+    """Compiled code is as far off as uncompiled code."""
+    layer_norm = torch.nn.functional.layer_norm
+    gpt = compiled_by(right, "gpt2")
+
+    def rough(x, shape, weight=None, *rest):
+        if weight is gpt.transformer.ln_f.weight and torch.is_autocast_enabled("cpu"):
+            weight = TenPercentOff.apply(weight)
+        return layer_norm(x, shape, weight, *rest)
+
+    with mock.patch("torch.nn.functional.layer_norm", rough):
+        compare_with_eager(gpt, BATCH, 500, hardware_in("bfloat16"))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_check_passes_right_compiled_code_and_changes_nothing(name):
     """Weights, gradients, buffers and random states are the same bits afterwards."""

@@ -326,6 +326,7 @@ BAD_FILES = {
     "an unknown None": "lr = None",
     "an unknown number of numpy": "import numpy\nsteps = numpy.int64(3)",
     "a relative import": "from .base import *",
+    "a seed of 64 bits": "seed = 2**63",
     "a seed of 65 bits": "seed = 2**64",
     "a rate that is no float": "learning_rate = 10**5000",
 }
@@ -358,6 +359,13 @@ def test_tokens_of_a_file_follow_the_processes_and_a_resume_keeps_its_own(tmp_pa
     assert count_micro_batches(read_config([path, "--batch_size=12"]), 1, saved) == (6, [])
     typed = read_config([path, "--gradient_accumulation_steps=5"])
     assert count_micro_batches(typed, 1, saved) == (5, [])
+
+
+def test_another_accumulation_in_a_file_counts_on_a_resume(tmp_path):
+    """Without tokens_per_iter in the file or in the run."""
+    asked = read_config([write(tmp_path, "batch_size = 8\ngradient_accumulation_steps = 5")])
+    saved = dict(batch_size=8, gradient_accumulation_steps=9, tokens_per_iter=0)
+    assert count_micro_batches(asked, 1, saved) == (5, [])
 
 
 def test_a_rate_below_min_lr_does_not_rise():

@@ -158,6 +158,20 @@ def test_the_best_measurement_is_the_peak_and_a_resumed_run_keeps_its_own(monkey
     assert next(speeds) == 0.6
 
 
+def test_a_run_resumed_in_another_dtype_or_on_another_machine_measures_its_peak(monkeypatch):
+    """MFU of the other one's peak would be off several times."""
+    monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 0.5)
+    saved = dict(device="test", dtype="bfloat16", tflops=4.0)
+    for here, peak in (
+        (saved, 4.0),
+        (saved | dict(dtype="float32"), 0.5),
+        (saved | dict(device="x"), 0.5),
+    ):
+        machine = hw(None)
+        machine.find_peak(here)
+        assert machine.peak_tflops == peak
+
+
 def test_training_faster_than_a_measured_peak_is_warned_of_once(capsys):
     """A peak that was measured beside other programs gave an MFU of 171%."""
     for source, warnings in (("gpus.csv", 0), ("peak_tflops", 0), ("measured", 1)):

@@ -88,6 +88,13 @@ def test_a_resume_in_the_middle_of_a_log_counts_no_compiling_as_a_pause(log, eva
     assert seen.eval["seconds"].sum() == pytest.approx(10 * PAUSE_MS / 1000)
 
 
+def test_a_resume_at_the_last_line_of_the_log_before_counts_no_compiling_as_a_pause(tmp_path):
+    """nanoGPT is killed right after an evaluation, and evaluates there again."""
+    before = launch(1, 1000).partition("saving checkpoint to out\niter 1000:")[0]
+    seen = read(tmp_path, f"{before}\n{launch(1, 1200, start=1000)}")
+    assert [*seen.eval["seconds"][1:]] == pytest.approx([PAUSE_MS / 1000] * 2)
+
+
 # 3,500 is the first iteration that 7 and 500 share; all of 1,000's have an evaluation in them
 @pytest.mark.parametrize("log, time", [(7, hours(3000, 0)), (1000, None)])
 def test_a_log_without_both_kinds_of_iterations_says_what_is_not_known(log, time, tmp_path):

@@ -452,7 +452,7 @@ def test_several_paces_are_one_table():
 
 def test_max_minutes_cuts_a_run_into_launches():
     flags = ["--gpu=4070", "--max_iters=1000", "--iter_seconds=10", "--eval_tokens=1024"]
-    for minutes, launches in ((0, 1), (480, 1), (100, 2), (60, 3)):
+    for minutes, launches in ((0, 1), (480, 1), (166.7, 2), (100, 2), (60, 3)):
         p = plan("gpt124m_4070", *flags, f"--max_minutes={minutes}")
         assert p["launches"] == launches  # 167 minutes, and checkpoints
         assert ("launches" in p["out"]) is (launches > 1)

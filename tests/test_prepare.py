@@ -511,6 +511,7 @@ def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
     assert code == 0 and err.startswith("warning: a.jsonl: has changed") and err.count("\n") == 1
     assert "delete out and begin again" in err
     assert digests(Path("out")) == digests(Path("straight"))
+    assert "complete, nothing to do" in prepare(*flags, "--out=out").out
     # of a finished folder nobody knows which text it holds then, or of other files or flags
     before = contents(Path("out"))
     for change in ("--shard_tokens=8k", "--tokenizer=bpe:300", "--text_field=id"):

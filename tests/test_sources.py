@@ -6,6 +6,7 @@ jsonl and parquet as they are in the world. Each is prepared by the command and 
 import codecs
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -102,6 +103,23 @@ def test_links_are_followed_and_each_file_is_read_once_by_whatever_names():
     texts = ["notes/book.txt " * 30, "elsewhere/deep/more.txt " * 30, "elsewhere/gone.txt " * 30]
     check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
     assert "of 3 files" in result.out
+
+
+def test_on_a_disk_that_numbers_no_files_each_is_read_once(monkeypatch):
+    """As on some network shares."""
+    stat = os.stat
+
+    def unnumbered(*arguments, **options):
+        found = stat(*arguments, **options)
+        return os.stat_result([found.st_mode, 0, *found[2:]])
+
+    Path("a").mkdir()
+    for name in ("a/1.txt", "a/2.txt"):
+        Path(name).write_text(f"{name} words " * 90)
+    Path("a/again.txt").symlink_to("1.txt")
+    monkeypatch.setattr(os, "stat", unnumbered)
+    assert prepare_text("a", "a/2.txt").code == 0
+    assert [*manifest_of(Path("out"))["files"]] == ["a/1.txt", "a/2.txt"]
 
 
 def test_names_that_begin_with_a_dot_are_skipped_and_counted_unless_they_are_given():

@@ -1,0 +1,37 @@
+"""The folder of a run, by itself. With whole runs on real disks: integration/test_disks.py."""
+
+import errno
+import json
+
+from training.checkpoint import Saver
+
+
+class CuttingFile:
+    """A file on a disk that takes the first half of each write while it is full."""
+
+    def __init__(self, file):
+        self.file = file
+        self.is_full = False
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, content: bytes) -> int:
+        if self.is_full:
+            self.file.write(content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(content)
+
+
+def test_records_that_a_full_disk_cut_again_and_again_are_whole_lines_in_the_end(tmp_path):
+    saver = Saver(tmp_path, keep=1)
+    saver.open(None)
+    saver.metrics = CuttingFile(saver.metrics)
+    records = [dict(kind="step", iter=it) for it in range(7)]
+    for it, record in enumerate(records):
+        saver.metrics.is_full = 2 <= it < 6
+        saver.write_record(record)
+        written = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+        assert len(written) == (2 if saver.metrics.is_full else it + 1)
+    saver.close()
+    assert [*map(json.loads, written)] == records
