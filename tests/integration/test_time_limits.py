@@ -90,7 +90,6 @@ def test_the_schedule_is_complete_when_the_time_is_up(keys, night, tiny, tmp_pat
     (used,) = re.findall(r" hours (\S+) of 0.25", result.out)
     assert float(used) == 0
     assert "23:15" in result.out.partition("iter 0:")[0]
-    hours = column(tmp_path, "step", "hours")
     # what is left would not hold another iteration
     assert SECONDS - 20 <= night.now <= SECONDS
     assert end_of(tmp_path)["reason"] == keys.partition(" ")[0]
