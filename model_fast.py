@@ -434,7 +434,7 @@ class Muon(torch.optim.AdamW):
         """
         rows, cols = matrices[0].shape
         skips = matrices[0].new_zeros(()) if self.found_inf is None else self.found_inf
-        applied = 1 - skips  # 0 makes all rates below 0, so the update changes nothing
+        applied = 1 - skips  # applied = 0 zeroes every rate below and so skips the update
         lr = group["lr"] * applied
         mu = group["momentum"]
         m = torch.stack(momenta)  # (n, rows, cols)

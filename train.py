@@ -475,7 +475,7 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 
 
 def check_finite(model, it: int, c: Config, ranks: Ranks) -> None:
-    """End the run if a weight is not finite: saved, it would soon replace good checkpoints."""
+    """End the run if a weight is not finite, before a save can replace the good checkpoints."""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"

@@ -147,7 +147,7 @@ class ShardTokens:
             shard = self.shards[number]
             piece = out[filled : filled + shard.tokens - offset]
             try:
-                # Read instead of memory-mapping, whose pages would count as the process's memory.
+                # Do not memory-map: mapped pages would count as this process's memory.
                 with open(shard.path, "rb") as file:
                     file.seek(shard.header_bytes + 2 * offset)
                     size = file.readinto(piece)

@@ -92,7 +92,7 @@ def checkpoint_path(out_dir: str | Path, iter_num: int) -> Path:
 
 
 def iteration(path: Path) -> int:
-    """Of ckpt-00000500.pt: 500; -1 for another name."""
+    """Return 500 for ckpt-00000500.pt, and -1 for any other name."""
     number = path.stem.removeprefix("ckpt-")
     return int(number) if number.isdecimal() else -1
 
@@ -139,7 +139,7 @@ def resume_hint(out_dir: str | Path) -> str:
     paths = list_checkpoints(Path(out_dir))
     if not paths:
         return "there is no checkpoint to resume from"
-    return f"--init_from=resume goes on from {paths[-1]}"
+    return f"--init_from=resume continues from {paths[-1]}"
 
 
 def set_aside(path: Path) -> None:

@@ -373,7 +373,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callab
 
 
 def set_seed(seed: int) -> None:
-    """Of all random numbers that a model, an optimizer or a change of yours may draw."""
+    """Seed torch, Python and numpy, so that a change of yours may draw from any of them."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # it takes no more
@@ -434,7 +434,7 @@ def count_flops(config: GPTConfig) -> float | None:
     paper, appendix B). torch counts the matmuls that run, attention as if without its mask. For
     GPT-2 this is the paper's 6 N + 12 L H Q T without the norms.
     """
-    # imported here: FakeTensorMode imports torch's compiler, for a second
+    # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode

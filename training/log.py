@@ -221,7 +221,7 @@ class Log:
             warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
     def tokens_at_end(self, tokens: int) -> int:
-        """Of a run by iterations that has trained on so many."""
+        """Return the total tokens at the end of a run with max_iters."""
         return tokens + self.config.iter_tokens * (self.config.max_iters - self.first_iter)
 
     def warn_of_epochs(self, tokens: int) -> None:
@@ -253,7 +253,7 @@ class Log:
         return f"hours {self.used_of_total()}{bound}; {stops}"
 
     def report_compile(self, it: int, seconds: float, problem: str) -> None:
-        """After compiling; with why the run goes on uncompiled, if it does."""
+        """Log the compile time and, if compiling failed, why the run continues uncompiled."""
         say(f"compile: {seconds:.1f}s")
         self.uncompiled = problem
         if problem:
@@ -437,8 +437,8 @@ class Log:
 
     def results(self, tokens: int, val_loss: float, mem_gib: float) -> list[str]:
         """
-        What a script reads at the end of a run, one `name: value` a line. mfu, tokens_per_sec and
-        the peak memory are of this launch, the others of the whole run.
+        Return the lines that a script reads at the end of a run, each `name: value`. mfu,
+        tokens_per_sec and the peak memory cover this launch, the others the whole run.
         """
         clock = self.clock
         steps = clock.seconds["steps"] - self.first_steps
