@@ -1671,7 +1671,7 @@ FAULTS = [
         "sample.py",
         'num_samples = 1 if is_typed and "num_samples" not in c.set_keys',
         "num_samples = 1 if is_typed",
-        "integration/test_own_model.py::test_a_typed_prompt_has_as_many_samples_as_are_asked_for",
+        "integration/test_samples.py::test_a_typed_prompt_has_as_many_samples_as_are_asked_for",
     ),
     Fault(
         "temporary_files_of_other_programs_are_deleted",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from letters import LETTERS, RULER, T, sample, write_letters
+from letters import LETTERS, RULER, T, write_letters
 from pages import block_with
 from program import (
     ROOT,
@@ -129,9 +129,3 @@ def test_a_script_written_for_nanogpts_model_runs_here(place, tokens, tmp_path):
     assert result.code == 0, result.err
     val_loss = column(tmp_path / "run", "eval", "val_loss")[-1]
     assert float(result.out) == pytest.approx(val_loss, abs=1e-5)
-
-
-def test_a_typed_prompt_has_as_many_samples_as_are_asked_for(gpt2):
-    assert (
-        len(sample(f"--out_dir={gpt2}", "--max_new_tokens=5", "--num_samples=3", typed="a\n")) == 3
-    )
