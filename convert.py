@@ -11,7 +11,7 @@ CKPT is a checkpoint or a run's out_dir. train.py and sample.py read a converted
 --init_from=OUT.pt. Code in the input files is never executed.
 """
 
-import common  # before torch  # noqa: F401  isort: skip
+import common  # must precede torch  # noqa: F401  isort: skip
 import json
 import re
 from pathlib import Path

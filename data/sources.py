@@ -178,7 +178,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
 
 
 # -----------------------------------------------------------------------------
-# Their rows
+# Rows of the source files
 
 
 class Place(NamedTuple):

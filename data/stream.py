@@ -112,7 +112,7 @@ class Stream:
                 if self.run_id in ("", read_manifest(self.folder).get("run_id")):
                     self.data = read_folder(self.folder, {shard.path.name: shard for shard in seen})
             except (FileNotFoundError, UserError):
-                if manifest.exists():  # else it was deleted, for want of text
+                if manifest.exists():  # without one, the preparation gave up for lack of text
                     raise
         if self.holds(wanted):
             return True
