@@ -1,16 +1,16 @@
 """
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
-The whole run is on this page, in the order in which it happens. main() at the end tells the story
-and makes every decision: when to evaluate, to save, to try a save again, to make best.pt, to end.
-One iteration is train_step(): gradient_accumulation_steps micro-batches forward and backward, then
-one update. model.py has GPT-2, model_fast.py the fast recipe, configurator.py every key, data/ the
-tokens, and training/ the machine around the run, one job a file.
+This file contains the whole run, in the order in which it happens. main(), at the end, makes every
+decision: when to evaluate, save, retry a failed save, update best.pt and stop. One iteration is
+train_step(), which runs gradient_accumulation_steps micro-batches forward and backward and then
+updates the weights. GPT-2 is in model.py, the fast recipe in model_fast.py, every key in
+configurator.py, the tokens in data/, and the machinery around a run in training/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done or max_minutes over, 1 failed, 2 bad configuration or data, 128 + signal: stopped
-by it, and saved unless it came twice or before the loop.
+Exit codes: 0 done or max_minutes over, 1 failed, 2 bad configuration or data, 128 + N stopped by
+signal N. A stopped run has saved, unless the signal came twice or before the training loop.
 """
 
 import copy
@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    STARTED = time.perf_counter()  # importing torch is a part of the run's time
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback if Ctrl-C comes during the imports
+    STARTED = time.perf_counter()  # importing torch counts towards the run's time
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit quietly on Ctrl-C during imports
 
 import torch
 from torch import Tensor
@@ -54,22 +54,22 @@ from training.log import Log
 from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process, lost_rank
 
-# Keys that decide the shapes and names of the weights. A new field of the models' configs is one of
-# them, unless FREE_ON_RESUME names it. The vocabulary's size is no key: it follows from the dataset
+# Keys that decide the shapes and names of the weights. Every field of the models' configs is
+# included unless FREE_ON_RESUME names it. vocab_size is not a key; the dataset determines it
 ARCHITECTURE = (
     "model",
     *(f.name for f in fields(FastConfig) if f.name not in (*FREE_ON_RESUME, "vocab_size")),
 )
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
-# changing it would make the saved state wrong
+# changing that key would invalidate the saved state
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
-SAVE_EVERY = 600  # seconds between saves, unless checkpoint_interval is set
-RETRY_SECONDS = 30  # from a save that failed to the next try
-FINAL_RETRY_SECONDS = 60  # the same for the last save of a run, which waits for room
-MAX_SKIPS = 20  # updates in a row; float16 may need 16 to find its loss scale
+SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
+RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
+FINAL_RETRY_SECONDS = 60  # the same for the final save, which waits for disk space
+MAX_SKIPS = 20  # skipped updates in a row; float16 may skip 16 to find its loss scale
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
@@ -77,16 +77,16 @@ COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 @dataclass
 class Progress:
-    """How far a run is. The loop changes it; checkpoints keep it."""
+    """Records how far a run has come. The loop updates this, and checkpoints store it."""
 
-    iter_num: int = 0  # iterations done, those with a skipped update included
-    tokens: int = 0  # trained on
-    sequences: int = 0  # read: the position in the order of the data
+    iter_num: int = 0  # iterations done, including those whose update was skipped
+    tokens: int = 0  # tokens trained on
+    sequences: int = 0  # sequences read, which is the position in the data order
     evaluated_at: int = -1  # iteration of the last evaluation
-    evaluated_share: float = -1.0  # with hours or until: the share of the time done at that point
-    val_loss: float = math.inf  # of the last evaluation
-    best_val_loss: float = math.inf  # the lowest of the start and of the checkpoints on the disk
-    best_iter: int = -1  # its iteration; 0 is the untrained model, which has no best.pt as a rule
+    evaluated_share: float = -1.0  # schedule share at that evaluation (hours or until)
+    val_loss: float = math.inf  # validation loss of the last evaluation
+    best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
+    best_iter: int = -1  # iteration of best_val_loss; 0 (untrained) usually has no best.pt
 
 
 # -----------------------------------------------------------------------------
@@ -95,8 +95,8 @@ class Progress:
 
 def newest_checkpoint(c: Config) -> Path | None:
     """
-    Return the newest checkpoint of the run that this command resumes, its checksums compared; None
-    for a new run. Raises UserError.
+    Return the newest valid checkpoint of the run that this command resumes, or None for a new run.
+    Raises UserError.
     """
     # --eval_only without --init_from evaluates out_dir's run
     evaluates_run = c.eval_only and "init_from" not in c.set_keys
@@ -112,8 +112,8 @@ def newest_checkpoint(c: Config) -> Path | None:
 
 def initial_weights(c: Config) -> dict | None:
     """
-    Load the weights that a new run starts from; None for random ones. Raises UserError, also if
-    another run is in out_dir.
+    Load the weights that a new run starts from, or return None to start from random ones. Raises
+    UserError, also if out_dir belongs to another run.
     """
     from_scratch = c.init_from in ("scratch", "auto")
     out_dir = Path(c.out_dir)
@@ -130,7 +130,7 @@ def initial_weights(c: Config) -> dict | None:
 
 
 def weights_hint(out_dir: Path) -> str:
-    """What to type if a folder has only weights: best.pt, or nanoGPT's ckpt.pt. Else empty."""
+    """Suggest a command if a folder has only weights (best.pt, or nanoGPT's ckpt.pt), else ""."""
     weights = sorted(out_dir.glob("*.pt"))
     if not weights:
         return ""
@@ -139,16 +139,16 @@ def weights_hint(out_dir: Path) -> str:
 
 def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     """
-    Return the configuration with what the checkpoint or the weights (both None from scratch) and
-    this machine decide. Nothing changes it afterwards. Raises UserError with a line for each
-    problem, before anything is written.
+    Return the final configuration, with the keys that the checkpoint or the weights (both None from
+    scratch) and this machine decide. Raises UserError, with a line for each problem, before
+    anything is written.
     """
     problems: list[str] = []
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
         kept = [name for name in ("dataset", "tokenizer") if name not in c.set_keys]
-        kept += ["dtype"] if c.dtype == "auto" else []  # the one that the run started with
+        kept += ["dtype"] if c.dtype == "auto" else []  # keep the dtype that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
     elif weights:
         saved = weights["model_config"]
@@ -171,8 +171,8 @@ def keep_values(
     c: Config, names: tuple[str, ...], saved: dict, source: str, other: str
 ) -> tuple[Config, list[str]]:
     """
-    Return the configuration with the saved values of these keys, and a problem for each that a file
-    or flag sets to something else. A key that is newer than the saved values had its default.
+    Return the configuration with the saved values of these keys, and a problem for each key that a
+    file or flag sets to something else. A key missing from the saved values gets its default.
     """
     values = {name: saved.get(name, FIELDS[name].default) for name in names}
     problems = [
@@ -185,7 +185,7 @@ def keep_values(
 
 
 def is_done(c: Config, resumed: dict) -> bool:
-    """Whether the resumed run was complete, and this launch adds no time or iterations."""
+    """Return whether the run has already finished and this launch adds no time or iterations."""
     it = resumed["progress"]["iter_num"]
     before = resumed["config"]
     same_end = (c.hours, c.until) == (before["hours"], before["until"])
@@ -208,7 +208,7 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
     if c.stream:
         data = open_stream(c, ranks, resumed["shards_read"] if resumed else [])
     else:
-        ranks.on_main(make_on_demand, c)  # the quickstart's, if it is missing
+        ranks.on_main(make_on_demand, c)  # prepares the quickstart's dataset if it is missing
         data = open_dataset(c.dataset)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     ranks.on_main(check_data, c, data, resumed, weights)
@@ -241,8 +241,8 @@ def model_config(
     c: Config, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
 ) -> GPTConfig:
     """
-    Return the model that a configuration describes. `vocab` is rounded up, unless loaded `weights`
-    have a size of their own. `flash` and `compiled`: whether this machine does what the keys ask.
+    Return the model config. `vocab` is rounded up, unless loaded `weights` determine the size.
+    `flash` and `compiled` say whether this machine really does what the keys of those names ask.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
@@ -254,7 +254,7 @@ def model_config(
 
 
 def loss_chunk(c: Config, compiled: bool) -> int:
-    """Tokens whose logits are in memory at one time; 0: those of the whole micro-batch."""
+    """Return how many tokens' logits to hold in memory at a time; 0 for a whole micro-batch."""
     if c.loss_chunk != "auto":
         return 0 if c.loss_chunk == "off" else int(c.loss_chunk)
     if compiled:
@@ -264,15 +264,15 @@ def loss_chunk(c: Config, compiled: bool) -> int:
 
 def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
-    Each group has its peak learning rate as initial_lr, which get_lr() scales; the log shows that
-    of the first group. `dtype`: of Muon's matmuls.
+    Return the optimizer. Each group's initial_lr is its peak learning rate, which get_lr() scales;
+    the log shows the first group's rate. `dtype` is the dtype of Muon's matmuls.
 
-    For another optimizer: a choice in configurator.py, and a return at the end of this function.
-    Each weight is in one group, as (name, weight); a resume compares the names. If its defaults say
-    fused=True, an update with found_inf = 1 must change nothing; otherwise each iteration waits for
-    the device.
+    To add an optimizer, add its name in configurator.py and return it at the end of this function.
+    Each weight must be in exactly one group, as (name, weight); a resume compares the names. If the
+    optimizer's defaults say fused=True, an update with found_inf = 1 must change nothing. For other
+    optimizers each iteration waits for the device.
     """
-    # a fused one can skip an update without waiting for the device
+    # a fused optimizer can skip an update without waiting for the device
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     betas = (c.beta1, c.beta2)
     weights = [*model.named_parameters()]
@@ -304,15 +304,15 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
 
 def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     """
-    Return the learning rate of iteration `it`: linear warmup to `peak`, then a decay to min_lr.
+    Return the learning rate of iteration `it`. The rate warms up to `peak`, then decays to min_lr.
 
-    A run with hours or until does not know its number of iterations. `share`, the part of its
-    schedule that is done (0 to 1), predicts it: at this pace, iteration it / share is the last.
-    Such a run warms up for at most a tenth of its iterations.
+    A run with hours or until does not know its number of iterations, so this is predicted from
+    `share`, how much of the schedule is done (0 to 1). At the pace so far, the last iteration is
+    it / share. Such a run warms up for at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
-    if c.by_clock:  # decay_end is then endless, unless flags set it
+    if c.by_clock:  # decay_end is infinite here unless flags set it
         if it > 0 and share > 0:
             decay_end = min(decay_end, it / share)
         warmup = min(warmup, decay_end / 10)
@@ -322,11 +322,11 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     # 2) constant: no decay
     if c.lr_schedule == "constant":
         return peak
-    # 3) decay, from the end of the warmup; with wsd only in the last decay_fraction of the run
+    # 3) decay from the end of the warmup or, with wsd, over the last decay_fraction of the run
     decay_start = warmup
     if c.lr_schedule == "wsd":
         decay_start = max(warmup, decay_end - round(c.decay_fraction * decay_end))
-    done = 1.0  # the part of the decay that is done, from 0 to 1
+    done = 1.0  # how much of the decay is done, from 0 to 1
     if it < decay_end:
         done = max(0, it - decay_start) / max(1, decay_end - decay_start)
     left = 1 - done
@@ -336,13 +336,13 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
 
 
 def warn_of_higher_rate(c: Config, schedule: Schedule, resumed: dict) -> None:
-    """Warn if a resume raises the learning rate, as more max_iters do after the decay."""
+    """Warn if a resume raises the learning rate, for example by extending a decayed run."""
     it = resumed["progress"]["iter_num"]
     before = Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
     share = resumed["clock"]["share"]
     old = get_lr(it, before, share, before.learning_rate)
     if (before.hours, before.until) != (c.hours, c.until):
-        share = copy.copy(schedule).look(it).share  # of a copy, because a look counts
+        share = copy.copy(schedule).look(it).share  # on a copy, because look() changes the schedule
     new = get_lr(it, c, share, c.learning_rate)
     if new > 1.01 * old:
         why = "its schedule is not the checkpoint's (see the resume: lines)"
@@ -358,11 +358,11 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
-    update the weights once. The gradient is that of the mean of the micro-batches' mean losses. If
-    it is not finite, the update is skipped.
+    update the weights once. The loss is the mean of the micro-batches' mean losses. If its gradient
+    is not finite, the update is skipped.
 
-    Returns the sum of these losses in nats, and the gradient norm before clipping. Both stay on the
-    device: with a fused optimizer, nothing in this function waits for the GPU.
+    Returns the sum of these mean losses in nats, and the gradient norm before clipping. Both stay
+    on the device, so with a fused optimizer nothing in this function waits for the GPU.
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
@@ -388,7 +388,7 @@ def train_step(
         scaler.step(optimizer)
     scaler.update()
 
-    # With None, DDP would allocate every gradient a second time: 4 bytes per parameter.
+    # With None, DDP would allocate every gradient a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
     return loss_sum, grad_norm
 
@@ -396,12 +396,12 @@ def train_step(
 def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
     """
     Wait until every rank has the micro-batches of the next iteration on the host. Returns False if
-    a signal comes, or if a rank cannot read on.
+    a signal arrives or a rank can read no more data.
     """
     while True:
         ready = batches.ready(accum)
         failed, waiting = signals.agree(batches.error is not None, not ready)
-        # what was read before a failure is still trained on
+        # batches that were read before a failure are still used
         if signals.name or (waiting and failed):
             return False
         if not waiting:
@@ -413,17 +413,17 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
 
 
 class CutShort(Exception):
-    """Ends an evaluation on all ranks: a signal has come, or a rank cannot read its data."""
+    """Ends an evaluation on all ranks, after a signal or because a rank cannot read its data."""
 
 
 @torch.no_grad()
 def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, float]:
     """
     Return the mean losses on fixed windows of the train and val splits, in nats per token, without
-    dropout. The tokens are the same at any micro-batch size and number of ranks. All ranks take
-    part. Raises CutShort.
+    dropout. The tokens do not depend on the micro-batch size or the number of ranks. Every rank
+    must call this. Raises CutShort.
     """
-    tokens = min(c.eval_size, len(data.val))  # as many of the train split
+    tokens = min(c.eval_size, len(data.val))  # the same number from each split
     losses = {}
     model.eval()
     try:
@@ -442,22 +442,22 @@ def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, floa
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
     """Return the summed loss over all targets in nats, and their number. Raises CutShort."""
     losses, counts = [], []
-    for x, y in micro_batches:  # as many on each rank, so that all ranks look for signals together
+    for x, y in micro_batches:  # equally many on every rank, as stop_asked() requires
         if signals.stop_asked():
             raise CutShort
         with hw.autocast():
             losses.append(model(x.to(hw.device), y.to(hw.device)))
         counts.append(int((y != -1).sum()))
     means = torch.stack(losses).tolist()
-    # a micro-batch without targets, at the end of some rank's share, has no mean
+    # a micro-batch without targets, at the end of a rank's share, has no mean loss
     return math.fsum(mean * n for mean, n in zip(means, counts, strict=True) if n), sum(counts)
 
 
 def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Log) -> None:
-    """Print sample_tokens tokens from the model, drawn with the same random numbers each time."""
+    """Print sample_tokens tokens from the model, always drawn with the same random numbers."""
     try:
         text = Tokenizer(data.tokenizer)
-    except UserError as error:  # offline, without its vocabulary
+    except UserError as error:  # offline, and the vocabulary is not cached
         log.warn(it, f"no sample: {error}")
         return
     prompt = text.start_ids()
@@ -475,7 +475,7 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 
 
 def check_finite(model, it: int, c: Config, ranks: Ranks) -> None:
-    """End the run if a weight is not finite, before a save can replace the good checkpoints."""
+    """End the run if a weight is not finite, before a save could replace a good checkpoint."""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"
@@ -484,7 +484,7 @@ def check_finite(model, it: int, c: Config, ranks: Ranks) -> None:
 
 
 def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ranks) -> dict:
-    """Return what a checkpoint holds: all that a resume needs. All ranks take part."""
+    """Collect everything that a resume needs into a checkpoint. Every rank must call this."""
     return dict(
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
@@ -506,8 +506,8 @@ def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ran
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
     """
-    Restore the optimizer, the scaler, the random states and the progress. Clock, Schedule, Saver,
-    the peak and a stream take their own parts of the checkpoint. Raises UserError.
+    Restore the optimizer, the scaler, the random states and the progress. Other parts of the
+    checkpoint are read by Clock, Schedule, Saver, find_peak() and open_stream(). Raises UserError.
     """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:
@@ -517,14 +517,14 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     progress = Progress(**resumed["progress"])
     before = Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
     if before.eval_size != c.eval_size:
-        progress.best_val_loss = math.inf  # losses on other tokens do not compare: a new best
+        progress.best_val_loss = math.inf  # losses on other tokens are not comparable
     if (before.hours, before.until) != (c.hours, c.until):
-        progress.evaluated_share = -1.0  # of another schedule: an evaluation is due soon
+        progress.evaluated_share = -1.0  # of another schedule, so evaluate soon
     return progress
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
-    """Restore the optimizer's state. Its hyperparameters stay the configuration's."""
+    """Restore the optimizer's state. The hyperparameters come from the configuration."""
     ours, theirs = optimizer.state_dict()["param_groups"], saved["param_groups"]
     if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
         problem = f"the optimizer in {c.out_dir} is not this one (its groups hold other weights)"
@@ -545,20 +545,20 @@ def main(
     argv: list[str],
     import_seconds: float = 0.0,
     *,
-    build_model=build_model,  # bench.py measures runs with a model, batches and a step of its own
+    build_model=build_model,  # bench.py passes its own model, batches and step
     make_batches=Batches,
     train_step=train_step,
 ) -> int:
     began = time.perf_counter() - import_seconds
 
-    # Which run is this? Rank 0 reads the command and finds the checkpoint; all ranks load it
+    # Which run is this? Rank 0 reads the command and finds the checkpoint; then all ranks load it
     ranks = Ranks()
     asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
     newest = ranks.on_main(newest_checkpoint, asked)
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
-    resumed = ranks.main_first(checkpoint.load, newest) if newest else None  # this run's own state
-    weights = resumed or ranks.main_first(initial_weights, asked)  # fills the model; None: random
+    resumed = ranks.main_first(checkpoint.load, newest) if newest else None  # the state of this run
+    weights = resumed or ranks.main_first(initial_weights, asked)  # for the model; None: random
     c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
 
     # Device and data
@@ -572,7 +572,7 @@ def main(
         return 0
     compiles = bool(c.compile) and hw.can_compile and not c.eval_only
 
-    # Model and optimizer. All ranks start from the same weights, and then drop out differently
+    # Model and optimizer. All ranks start from the same weights but draw different dropout masks
     hardware.set_seed(c.seed)
     gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights)
     model = build_model(gpt_config).to(hw.device)
@@ -597,7 +597,7 @@ def main(
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
     clock = Clock(began, hw.synchronize, resumed)
-    hw.find_peak(saved_peak)  # a second try, some seconds later: the better one counts
+    hw.find_peak(saved_peak)  # measured again some seconds later; the better result counts
     schedule = Schedule(c, clock, resumed)
     log = Log(c, schedule, hw, ranks, saver.write_record)
     ranks.on_main(log.open, progress.iter_num)
@@ -612,49 +612,49 @@ def main(
     # Compile, and prepare the loop
     if c.compile and not hw.can_compile:
         say("compile: off; torch's compiler for MPS is an early prototype")
-    problem = ""  # why the run is not compiled, if it should be; compile=required ends here
+    problem = ""  # why compiling failed, if it did; with compile=required the run ends here
     if compiles:
         say("compiling: about a minute, or several on few CPU cores")
         problem = compile_and_check(model, c, data.vocab, hw, ranks)
         if problem:
             model.loss_chunk = loss_chunk(c, compiled=False)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
-    gc.collect()  # what compiling left behind
-    gc.freeze()  # or every collection would scan a million objects of torch
+    gc.collect()  # free the garbage that compiling left
+    gc.freeze()  # otherwise each collection would scan a million torch objects
     seconds = clock.lap("compile")
     if compiles:
         log.report_compile(progress.iter_num, seconds, problem)
     accum = (
         c.gradient_accumulation_steps // ranks.world_size
-    )  # a rank's micro-batches per iteration
+    )  # micro-batches per rank and iteration
     autocast = hw.autocast()
-    skips_in_a_row = torch.zeros((), device=hw.device)  # updates skipped, up to the last one
+    skips_in_a_row = torch.zeros((), device=hw.device)  # skipped updates, up to the latest
     skips_since_line = torch.zeros((), device=hw.device)
-    save_failed = False  # the last try to save
-    signals = StopSignals(ranks)  # from here on, a signal makes the loop save and stop
+    save_failed = False  # whether the last attempt to save failed
+    signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
 
     while True:
         it = progress.iter_num
-        # Rank 0 looks at the clock for all ranks. If each rank looked at its own, they would decide
-        # differently and wait for each other forever. clock.Now explains the fields
+        # Rank 0 reads the clock for all ranks. With clocks of their own, ranks could decide
+        # differently and then deadlock. clock.Now explains the fields
         now = ranks.on_main(schedule.look, it)
 
-        # end? `stop` is the reason, or None. An evaluation that is cut short also sets it
+        # check whether to stop. `stop` is the reason or None; an interrupted evaluation sets it
         stop: str | None = None
         if c.eval_only:
             stop = "eval_only"
-        elif it >= c.max_iters:  # never, with hours or until alone
+        elif it >= c.max_iters:  # max_iters is never reached if only hours or until is set
             stop = "max_iters"
         elif now.time_is_up:
             stop = "until" if c.until else "hours"
-        elif c.max_minutes and now.launch_minutes >= c.max_minutes:  # the last save comes on top
+        elif c.max_minutes and now.launch_minutes >= c.max_minutes:  # not counting the final save
             stop = "max_minutes"
-        elif not wait_for_data(batches, accum, signals):  # here all ranks also look for signals
+        elif not wait_for_data(batches, accum, signals):  # also checks for signals
             stop = signals.name or "data"
 
-        # evaluate: every eval_interval iterations, with hours or until every twentieth of the time,
-        # and when the run is complete. Base no decision on this last evaluation: a longer run would
-        # not make it
+        # evaluate every eval_interval iterations (or every twentieth of the time with hours or
+        # until), and when the run is complete. Base no decision on this final evaluation, because a
+        # longer run would not make one here
         eval_due = it % c.eval_interval == 0
         if c.eval_interval == UNREACHED:
             eval_due |= int(20 * now.share) > int(20 * progress.evaluated_share)
@@ -664,14 +664,14 @@ def main(
             try:
                 losses = estimate_loss(eval_model, data, batches, c, hw, ranks, signals)
             except CutShort:
-                stop = signals.name or "data"  # a resumed run begins with this evaluation
+                stop = signals.name or "data"  # a resumed run starts with this evaluation
                 clock.lap("evaluation")
             else:
                 progress.val_loss = losses["val"]
                 progress.evaluated_at = it
                 progress.evaluated_share = now.share
                 is_finite = math.isfinite(losses["val"])
-                if it == 0 and is_finite:  # best.pt has to beat the untrained model
+                if it == 0 and is_finite:  # best.pt must beat the untrained model
                     progress.best_val_loss = losses["val"]
                     progress.best_iter = 0
                 log.report_eval(it, progress.tokens, losses, clock.since_lap())
@@ -679,13 +679,13 @@ def main(
                     print_sample(eval_model, data, it, c, hw, log)
                 schedule.expect("evaluation", clock.lap("evaluation"))
 
-        # save: every checkpoint_interval iterations or ten minutes, after an evaluation, half a
-        # minute after a save that failed, and at the end
+        # save every checkpoint_interval iterations or ten minutes, after an evaluation, half a
+        # minute after a failed save, and at the end
         is_evaluated = progress.evaluated_at == it
         is_improved = progress.val_loss < progress.best_val_loss
         is_best = is_evaluated and (
             is_improved or progress.best_iter == it
-        )  # the latter: at 0 alone
+        )  # the latter happens only at iteration 0
         if c.checkpoint_interval:
             save_due = it % c.checkpoint_interval == 0
         else:
@@ -697,15 +697,15 @@ def main(
         if is_unsaved and (save_due or retry_due or stop):
             clock.lap("steps")
             check_finite(eval_model, it, c, ranks)
-            to_save = replace(progress)  # becomes progress if it is saved
-            if is_best:  # a best that is not on the disk does not count
+            to_save = replace(progress)  # becomes `progress` once saved
+            if is_best:  # a best loss counts only once its checkpoint is on disk
                 to_save.best_val_loss = progress.val_loss
                 to_save.best_iter = it
             state = state_to_save(
                 c, data, eval_model, optimizer, scaler, to_save, schedule, hw, ranks
             )
-            problem = ranks.on_main(saver.save, state, is_best)  # "", or such as a full disk
-            while problem and stop:  # nothing follows, so wait for room until a signal comes
+            problem = ranks.on_main(saver.save, state, is_best)  # "", or why it failed
+            while problem and stop:  # training is over, so wait for space or a signal
                 if signals.stop_asked():
                     ranks.fail(f"{problem}; make room, then {checkpoint.resume_hint(c.out_dir)}")
                 hint = "trying again each minute; Ctrl-C gives up, and frees the device"
@@ -718,22 +718,22 @@ def main(
                 on_disk = (it, progress.evaluated_at)
                 log.report_save(it, checkpoint.checkpoint_path(c.out_dir, it), clock.since_lap())
                 schedule.expect("checkpoints", clock.since_lap())
-            elif not save_failed:  # warn once, until one is saved
+            elif not save_failed:  # warn only once until a save succeeds
                 log.warn(it, f"{problem}; trying again within a minute")
             save_failed = bool(problem)
-            clock.lap("checkpoints")  # seconds_since_save restarts here, also if the save failed
+            clock.lap("checkpoints")  # restarts seconds_since_save, even after a failed save
 
         if stop:
             break
 
-        # train: one iteration, on all ranks
+        # train for one iteration, on all ranks
         for group in optimizer.param_groups:
             group["lr"] = get_lr(it, c, now.share, group["initial_lr"])
         micro_batches = batches.take(accum)
         loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
         )
-        is_skipped = ~grad_norm.isfinite()  # equal on all ranks, because they average gradients
+        is_skipped = ~grad_norm.isfinite()  # the same on all ranks, because gradients are averaged
         skips_in_a_row = (skips_in_a_row + 1) * is_skipped
         skips_since_line = skips_since_line + is_skipped
         tokens_before = progress.tokens
@@ -741,16 +741,16 @@ def main(
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
 
-        # log: every log_interval iterations, and after the last one. The loop waits for the device
-        # only here, so this is also where it notices skipped updates
+        # log every log_interval iterations, and after the last one. Only here does the loop wait
+        # for the device, so skipped updates are also noticed here
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
             clock.lap("steps")
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
-            # per iteration since the last line: with waits for data, without evaluations and saves
+            # speed since the last line, including waits for data but not evaluations and saves
             speed = speedometer.read(progress.iter_num, progress.tokens, batches.waited, ranks)
-            schedule.expect("iteration", speed.iter_seconds)  # moves the rates of an --hours run
+            schedule.expect("iteration", speed.iter_seconds)  # affects get_lr() with --hours
             lr = optimizer.param_groups[0]["lr"]
             norm = grad_norm.item()
             log.report_step(it, tokens_before, progress.tokens, loss, lr, norm, speed)
@@ -765,24 +765,24 @@ def main(
                 ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
     batches.close()
-    clock.lap("steps")  # the last seconds, before the log says where all of them went
-    # the last evaluation and save may have needed more memory than the iterations
+    clock.lap("steps")  # book the last seconds before the log prints the ledger
+    # the final evaluation and save may have used more memory than the iterations did
     (mem_gib,) = ranks.max(hw.peak_memory_gib() or 0.0)
     log.finish(stop, stop in COMPLETE, progress, batches.waited, mem_gib)
     saver.close()
     signals.close()
-    if stop == "data":  # the rank that cannot read raises its error
+    if stop == "data":  # the rank that failed to read raises its own error
         raise batches.error or RunError()
     return 128 + signal.Signals[stop] if stop == signals.name else 0
 
 
 def explain(error: Exception, argv: list[str]) -> str:
-    """The error line for an exhausted memory or a lost rank; empty for other errors."""
+    """Return the error line for out-of-memory errors and lost ranks, or "" for other errors."""
     if not hardware.is_out_of_memory(error):
         return lost_rank(error)
     c = read_config(argv)
     newest = newest_checkpoint(c)
-    resumed = checkpoint.load(newest) if newest else None  # it decides some keys
+    resumed = checkpoint.load(newest) if newest else None  # the checkpoint decides some keys
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     c = config_of_run(c, resumed, resumed, world_size)
     return hardware.out_of_memory_line(c, world_size)

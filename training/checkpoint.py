@@ -1,10 +1,10 @@
 """
-Checkpoints that survive a kill, a full disk and a flipped bit, and the folder of a run.
+Saves and loads checkpoints that survive kills, full disks and flipped bits; manages out_dir.
 
-out_dir/ckpt-00000500.pt holds the state after 500 updates; train.py says what that is. It is
-written under a temporary name, flushed to the disk, and only then renamed, so a file with a
-checkpoint's name is complete. It is torch's own format, a zip with a CRC-32 of every record.
-torch.load ignores these, so they are checked here first.
+out_dir/ckpt-00000500.pt holds the state after 500 updates, as train.py's state_to_save() collects
+it. A checkpoint is written under a temporary name, flushed to disk and then renamed, so any file
+with a checkpoint's name is complete. The file is in torch's own format, a zip archive with a CRC-32
+for every record. torch.load does not verify these checksums, so load() does.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-import torch.utils.serialization  # torch.save imports it lazily; a job's venv may be gone by then
+import torch.utils.serialization  # torch.save would import it when the venv may be gone
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
@@ -36,15 +36,15 @@ from common.files import (
 # One file
 
 
-FORMAT = 1  # raise it when a checkpoint of the version before cannot be resumed any more
+FORMAT = 1  # raise this when the previous version's checkpoints can no longer be resumed
 
 
 class OtherFormat(UserError):
-    """A checkpoint of a format that this version does not read."""
+    """Raised for a checkpoint in a format that this version cannot read."""
 
 
 def save(state: dict, path: Path) -> None:
-    """Write `state` to `path`, all or nothing. Raises OSError, leaving `path` as it was."""
+    """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
@@ -54,15 +54,15 @@ def save(state: dict, path: Path) -> None:
         try:
             torch.save(dict(format=FORMAT) | state, file)
         except RuntimeError as error:
-            # torch's archive writer, closing after a failed write, hides the OSError behind its own
+            # after a failed write, torch's archive writer hides the OSError behind its own error
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def load(path: Path) -> dict:
     """
-    The state in a file, its checksums compared. Runs no code from it. Its tensors are mapped: the
-    processes of a machine share their pages, which are read when they are used. Raises UserError if
-    it is damaged.
+    Return the state in a file after verifying its checksums. No code from the file is executed.
+    Tensors are memory-mapped, so they are read on first use, and processes on one machine share
+    their pages. Raises UserError if the file is damaged.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -73,10 +73,10 @@ def load(path: Path) -> dict:
         raise UserError(f"{path}: bytes of its record {record} have changed")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # another program's, or one that holds code
+    except Exception as error:  # written by another program, or contains code
         problem = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
         raise UserError(f"{path}: {problem}") from None
-    if "progress" in state and state.get("format") != FORMAT:  # a run's, not only weights
+    if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
         theirs = state.get("format")
         hint = f"this version reads format {FORMAT}, so use the version that wrote it"
         raise OtherFormat(f"{path}: its format is {theirs}; {hint}")
@@ -98,7 +98,7 @@ def iteration(path: Path) -> int:
 
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
-    """ckpt-*.pt, oldest first."""
+    """Return the paths of all checkpoints (ckpt-*.pt), oldest first."""
     return sorted((p for p in out_dir.glob("ckpt-*.pt") if iteration(p) >= 0), key=iteration)
 
 
@@ -112,9 +112,9 @@ def is_whole(path: Path) -> bool:
 
 def find_newest(out_dir: Path) -> Path | None:
     """
-    The newest valid checkpoint, with a warning for each damaged one. None if out_dir holds no
-    checkpoint. Raises UserError if there are checkpoints and none is valid: a run never starts from
-    scratch silently.
+    Return the newest valid checkpoint, or None if out_dir has no checkpoints. Warns about each
+    damaged checkpoint. If all are damaged, raises UserError, so that a run never silently starts
+    from scratch.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
@@ -135,7 +135,7 @@ def find_newest(out_dir: Path) -> Path | None:
 
 
 def resume_hint(out_dir: str | Path) -> str:
-    """For messages: from where a run that ends now can be resumed."""
+    """Return a hint, for error messages, on how to resume a run that ends now."""
     paths = list_checkpoints(Path(out_dir))
     if not paths:
         return "there is no checkpoint to resume from"
@@ -143,7 +143,7 @@ def resume_hint(out_dir: str | Path) -> str:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a file, if there is one, to NAME.1, or to NAME.2, ... if that exists too."""
+    """Rename a file, if it exists, to the first free name among NAME.1, NAME.2, ..."""
     names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
     if path.exists():
         patiently(path.rename, next(name for name in names if not name.exists()))
@@ -152,15 +152,15 @@ def set_aside(path: Path) -> None:
 def prune(out_dir: Path, keep: int) -> None:
     for path in list_checkpoints(out_dir)[:-keep]:
         try:
-            patiently(path.unlink, True)  # True: it may be missing
-        except PermissionError as error:  # Windows, while it is read; the next save tries again
+            patiently(path.unlink, True)  # True: missing_ok
+        except PermissionError as error:  # on Windows, while open elsewhere; the next save retries
             warn(f"{path}: cannot be deleted now: {error.strerror}")
 
 
 def link(path: Path, name: Path) -> None:
     """
-    Give a file a second name, atomically; or make a copy, if the file system has no links or, on
-    Windows, another program has it open. Raises OSError.
+    Make `name` a hard link to `path`, atomically. Copies the file instead if the file system has
+    no hard links or if, on Windows, another program has the file open. Raises OSError.
     """
     temporary = name.with_name(f"{name.name}.{os.getpid()}.tmp")
     try:
@@ -174,28 +174,27 @@ def link(path: Path, name: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The folder of a run that trains
+# The folder during training
 
 
 class Saver:
     """
-    What a run needs on the disk, which rank 0 writes for all: the lock of out_dir, the checkpoints,
-    best.pt and the records of metrics.jsonl. Records that a full disk refuses are kept in memory
-    and in the checkpoints, until there is room.
+    Writes a run's files, on rank 0 only: the lock on out_dir, the checkpoints, best.pt and
+    metrics.jsonl. While the disk is full, new records are kept in memory and in the checkpoints.
     """
 
     def __init__(self, out_dir: Path, keep: int):
         self.out_dir = out_dir
-        self.keep = keep  # so many of the newest checkpoints
+        self.keep = keep  # how many of the newest checkpoints to keep
         self.lock: BinaryIO | None = None
         self.metrics: BinaryIO | None = None
-        self.unwritten = b""  # records that the disk has refused
-        self.has_saved = False  # in this launch
+        self.unwritten = b""  # records that did not fit on the disk
+        self.has_saved = False  # whether this launch has saved a checkpoint
 
     def open(self, resumed: dict | None) -> None:
         """
-        Take the folder, and open metrics.jsonl. On a resume, the records that the run will write
-        again are removed, so that the file reads as one run. Raises UserError and OSError.
+        Lock out_dir and open metrics.jsonl. On a resume, removes the records that the run will
+        write again, so that none appears twice. Raises UserError and OSError.
         """
         self.lock = claim_folder(self.out_dir, resumed["progress"] if resumed else None)
         path = self.out_dir / "metrics.jsonl"
@@ -206,9 +205,9 @@ class Saver:
 
     def save(self, state: dict, is_best: bool) -> str:
         """
-        Save `state` as the newest checkpoint, and as best.pt if it is the best. Returns "", or if
-        the disk is full or fails, why it is not saved. The first one is read back; raises RunError
-        if that fails.
+        Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns "" or,
+        if the disk is full or failing, the reason why nothing was saved. The first checkpoint of a
+        launch is read back; raises RunError if the file turns out damaged.
         """
         it = state["progress"]["iter_num"]
         if not self.out_dir.exists():
@@ -219,14 +218,14 @@ class Saver:
             save_newest(state, path, self.keep, is_best, check=not self.has_saved)
         except OSError as error:
             return f"checkpoint {it} is not saved: {error.strerror or error}"
-        except UserError as error:  # the first one, read back
+        except UserError as error:  # from reading back the first checkpoint
             raise RunError(f"{error}; this disk does not keep what is written to it") from None
         self.has_saved = True
         return ""
 
     def write_record(self, record: dict) -> None:
-        """Write a line of metrics.jsonl, after those that the disk has refused before."""
-        if not self.metrics:  # with eval_only, and on other ranks
+        """Append a line to metrics.jsonl, preceded by any lines that did not fit before."""
+        if not self.metrics:  # not open with eval_only, or on other ranks
             return
         lines = self.unwritten + json.dumps(record).encode() + b"\n"
         end = self.metrics.seek(0, os.SEEK_END)
@@ -235,16 +234,16 @@ class Saver:
             while left:
                 left = left[self.metrics.write(left) :]
             self.unwritten = b""
-        except OSError as error:  # a full disk: the run matters more than its records
+        except OSError as error:  # a full disk must not end the run
             with contextlib.suppress(OSError):
-                self.metrics.truncate(end)  # or half a line would stay
+                self.metrics.truncate(end)  # otherwise half a line would remain
             if not self.unwritten:
                 rest = "keeping its records in memory until there is room"
                 warn(f"metrics.jsonl: {error.strerror}; {rest}")
             self.unwritten = lines
 
     def close(self) -> None:
-        """Let other runs use the folder."""
+        """Close metrics.jsonl and unlock out_dir for other runs."""
         for file in (self.metrics, self.lock):
             if file:
                 file.close()
@@ -252,9 +251,10 @@ class Saver:
 
 def save_newest(state: dict, path: Path, keep: int, is_best: bool, check: bool) -> None:
     """
-    Save `state` as the newest checkpoint, and keep that many; the best one so far becomes best.pt
-    too. Older ones are deleted before the write, to make room; the newest only after it. `check`:
-    read the file back. Raises OSError if the disk is full or fails.
+    Save `state` as the newest checkpoint and delete all but the newest `keep`. If `is_best`, also
+    make the file best.pt. Older checkpoints are deleted before the write to make room, but at least
+    one stays until the write has succeeded. With `check`, the file is read back. Raises OSError if
+    the disk is full or failing.
     """
     prune(path.parent, max(1, keep - 1))
     save(state, path)
@@ -267,10 +267,10 @@ def save_newest(state: dict, path: Path, keep: int, is_best: bool, check: bool) 
 
 def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     """
-    Make out_dir if it does not exist, keep other runs out while the returned file is open (the
-    system closes it when this process ends), and mend what a kill has left. `progress`: that of the
-    resumed checkpoint, None for a new run. Raises OSError if the folder cannot be written,
-    UserError if another run uses it, or has written to it since this one looked.
+    Create out_dir if necessary, lock it, and clean up after a killed run. The lock holds while the
+    returned file is open; the system closes the file when this process ends. `progress` comes from
+    the resumed checkpoint (None for a new run). Raises OSError if the folder cannot be written, and
+    UserError if another run is using it, or has saved there since this run chose its checkpoint.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / "lock", "ab")
@@ -284,16 +284,16 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         raise UserError(f"out_dir: another run has just written to {out_dir}; {hint}")
     for path in newer:
         set_aside(path)  # damaged; prune() would keep it
-    # temporary files could leave no room for the next checkpoint
+    # leftover temporary files could take the room that the next checkpoint needs
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     if progress is None:
         for name in ("metrics.jsonl", "log.txt", "loss.png"):
-            set_aside(out_dir / name)  # of a run that never saved, or yours
+            set_aside(out_dir / name)  # left by a run that never saved, or put there by the user
         return lock
     path = checkpoint_path(out_dir, it)
     best = path.with_name("best.pt")
     if progress["best_iter"] == it:
-        # a kill may have come between the two steps of save_newest()
+        # the run may have been killed after writing this checkpoint and before linking best.pt
         if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
             link(path, best)
     return lock
@@ -301,13 +301,13 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
 
 def drop_records(path: Path, progress: dict) -> None:
     """
-    Rewrite metrics.jsonl without the records that a resumed run will write again, and without lines
-    that are not records, such as half a line left by a kill.
+    Drop the records from metrics.jsonl that a resumed run will write again, and any lines that are
+    not records, such as half a line left by a kill.
     """
     # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
     it, evaluated_at = progress["iter_num"], progress["evaluated_at"]
     last = {"step": it - 1, "event": it - 1, "checkpoint": it, "start": it}
-    last |= {"eval": evaluated_at, "sample": evaluated_at}  # and no end
+    last |= {"eval": evaluated_at, "sample": evaluated_at}  # "end" records always go
     if not path.exists():
         return
     try:
@@ -322,7 +322,7 @@ def drop_records(path: Path, progress: dict) -> None:
 
 
 def missing_lines(path: Path, lines: str) -> bytes:
-    """The lines that are not in the file, which need not exist."""
+    """Return those of `lines` that are not in the file yet. The file need not exist."""
     there = set(path.read_bytes().splitlines()) if path.exists() else set()
     missing = [line for line in lines.encode().splitlines() if line not in there]
     return b"".join(line + b"\n" for line in missing)

@@ -1,8 +1,9 @@
 """
-Where the seconds of a run went, and how far a run with --hours or --until is. Needs no torch.
+Accounts for wall-clock time, and schedules runs with --hours or --until. Does not import torch.
 
-The clock only counts: it books each second to one category. The schedule computes the position of a
-run in its time from the clock and from what train.py tells it. Neither decides anything.
+The clock books each second to one category. The schedule combines the clock with the durations that
+train.py reports, and computes how much of a run's time is over. Both only report; train.py decides
+what to do.
 """
 
 import math
@@ -14,31 +15,31 @@ from datetime import datetime, timedelta
 from configurator import Config
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
-RESERVE = 0.01  # share of the time kept for an evaluation or a save that has not been timed yet
+RESERVE = 0.01  # share of the time to reserve for an evaluation or save not yet timed
 
 
 class Clock:
     """
-    A ledger: each second since the run began, in all of its launches, belongs to exactly one
-    category, so evaluations, checkpoints and compilation never count as iteration time. The time
-    between two launches does not count.
+    Keeps a ledger in which each second of the run, across all launches, belongs to exactly one
+    category. Evaluations, checkpoints and compilation therefore never count as iteration time. Time
+    between launches is not counted.
     """
 
     def __init__(self, began: float, synchronize: Callable, resumed: dict | None):
         """
-        `began`: time.perf_counter() at the beginning of this launch. `synchronize`: waits for the
-        device. `resumed`: this run's checkpoint, if it is a resume.
+        Start the ledger, or continue the one in `resumed`, the checkpoint that a resumed run
+        loads. `began` is time.perf_counter() at launch; `synchronize` waits for the device.
         """
         self.began = began
         self.synchronize = synchronize
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if resumed:
             self.seconds |= resumed["ledger"]
-        self.lapped_at = began  # the moment up to which the ledger counts
+        self.lapped_at = began  # every second before this moment is in the ledger
         self.booked_at = dict.fromkeys(CATEGORIES, began)  # when each category was booked last
 
     def lap(self, category: str) -> float:
-        """Wait for the device, then book the time since the last lap. Returns these seconds."""
+        """Wait for the device, book the time since the last lap, and return it in seconds."""
         self.synchronize()
         now = time.perf_counter()
         seconds = now - self.lapped_at
@@ -47,40 +48,40 @@ class Clock:
         return seconds
 
     def since_lap(self) -> float:
-        """Seconds that no category has yet."""
+        """Return the seconds since the last lap, which no category has yet."""
         return time.perf_counter() - self.lapped_at
 
     def since(self, category: str) -> float:
-        """Seconds since the last lap of this category, or since the launch."""
+        """Return the seconds since this category's last lap, or since the launch."""
         return time.perf_counter() - self.booked_at[category]
 
     def of_launch(self) -> float:
-        """Seconds since this launch began."""
+        """Return the seconds since this launch began."""
         return time.perf_counter() - self.began
 
     def used(self) -> float:
-        """Seconds since the run began, in all launches."""
+        """Return the seconds that the run has used, across all launches."""
         return sum(self.seconds.values()) + self.since_lap()
 
     def training_hours(self) -> float:
-        """Hours of iterations, evaluations and checkpoints, in all launches."""
+        """Return the hours of iterations, evaluations and saves, across all launches."""
         return (self.used() - self.seconds["start-up"] - self.seconds["compile"]) / 3600
 
 
 @dataclass
 class Speed:
-    """Means over the iterations between two log lines."""
+    """Holds means over the iterations between two log lines."""
 
-    iter_seconds: float  # waits for data included
-    wait_seconds: float  # of these, waiting for data
-    tokens_per_sec: float  # of all ranks together
-    mem_gib: float  # the most in use so far, on any rank; 0: unknown
+    iter_seconds: float  # includes waiting for data
+    wait_seconds: float  # the part of iter_seconds spent waiting for data
+    tokens_per_sec: float  # across all ranks
+    mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
 
 
 class Speedometer:
     """
-    Measures the iterations between two log lines. Evaluations and checkpoints do not slow it down,
-    however long they take, because the clock books them elsewhere.
+    Measures training speed between two log lines. Evaluations and checkpoints do not lower the
+    speed, because the clock books them to other categories.
     """
 
     def __init__(self, clock: Clock, hw, iter_num: int, tokens: int):
@@ -90,8 +91,9 @@ class Speedometer:
 
     def read(self, iter_num: int, tokens: int, waited: float, ranks) -> Speed:
         """
-        After a lap of "steps". `iter_num`, `tokens` and `waited` (seconds for data) are totals. The
-        slowest rank counts. All ranks take part.
+        Return the speed since the last call, as seen by the slowest rank. Call this right after
+        lap("steps"), on every rank. `iter_num`, `tokens` and `waited` (the seconds spent waiting
+        for data) are running totals.
         """
         now = (iter_num, tokens, self.clock.seconds["steps"], waited)
         iterations, trained, elapsed, waited = (
@@ -103,45 +105,45 @@ class Speedometer:
 
 
 # -----------------------------------------------------------------------------
-# Runs with a time to end
+# Runs with a time limit
 
 
 @dataclass
 class Now:
-    """What the time is between two iterations, in a run's own terms."""
+    """Describes where a run stands between two iterations, relative to its time limits."""
 
     launch_minutes: float  # since this launch began
-    seconds_since_save: float  # since the last try to save, or since the launch
-    # of a run with hours or until; another one has time to spare, and its time is never up
-    share: float  # of its schedule that is done: 0 at the first update, 1 at the last
+    seconds_since_save: float  # since the last attempt to save, or since the launch
+    # The rest is for runs with hours or until. Other runs always have time to spare.
+    share: float  # how much of the schedule is done: 0 at the first update, 1 at the last
     time_is_up: bool
-    has_spare_time: bool  # for an evaluation or a save besides those at the end
+    has_spare_time: bool  # for another evaluation or save besides the final ones
 
 
 class Schedule:
     """
-    How far a run with hours or until is, and when it has to end, so that there is time for a last
-    evaluation and save. A deadline (until) stays when the run is resumed.
+    Tracks how far a run with hours or until has come, and when it has to stop so that a final
+    evaluation and save still fit. Resuming a run does not move its deadline (until).
     """
 
     def __init__(self, c: Config, clock: Clock, resumed: dict | None):
         self.c = c
         self.clock = clock
         saved = resumed["clock"] if resumed else {}
-        # used before the first iteration
+        # seconds used before the first iteration
         self.setup_seconds: float | None = saved.get("setup_seconds")
         self.deadline: float | None = None
         if c.until:
             self.deadline = next_time(c.until, since=time.time() - clock.of_launch())
-            if saved.get("until") == c.until:  # a resume that comes too late has no time left
+            if saved.get("until") == c.until:  # if past, no time is left
                 self.deadline = min(self.deadline, saved["deadline"])
-        # now, and at the look before that
+        # the shares at the last look and at the one before
         self.share = self.last_share = saved.get("share", 0.0) if c.by_clock else 0.0
-        # what the last iteration, evaluation and save took
+        # expected seconds of the next iteration, evaluation and save
         self.estimates: dict[str, float] = dict(saved.get("estimates", {}))
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return dict(
             share=self.last_share,
             setup_seconds=self.setup_seconds,
@@ -152,20 +154,21 @@ class Schedule:
 
     def expect(self, what: str, seconds: float) -> None:
         """
-        Expect the next iteration, evaluation or save (checkpoints) to take as long as the last one.
-        The estimate at most doubles, or one hang would end a run that much too early.
+        Expect the next iteration, evaluation or save to take as long as the last one. `what` is
+        "iteration", "evaluation" or "checkpoints". An estimate at most doubles per call, so that a
+        single hang does not end the run far too early.
         """
         before = self.estimates.get(what) or seconds
         self.estimates[what] = min(seconds, 2 * before)
 
     def left(self) -> float:
-        """Seconds until `hours` or `until` is reached; infinite without them."""
+        """Return the seconds until `hours` or `until` is reached; inf if neither is set."""
         if self.deadline is not None:
             return self.deadline - time.time()
         return 3600 * self.c.hours - self.clock.used() if self.c.hours else math.inf
 
     def look(self, it: int) -> Now:
-        """Look at the time before iteration `it`. Call it once before each iteration."""
+        """Read the clock. Call this exactly once before each iteration `it`."""
         used = self.clock.used()
         if self.setup_seconds is None:
             self.setup_seconds = used
@@ -182,9 +185,10 @@ class Schedule:
             past = used - self.setup_seconds
             room = left - closing - iteration  # seconds until the last update must begin
             self.share = past / (past + room) if room > iteration else 1.0
-            self.share = max(self.share, it / max(1, self.c.max_iters - 1))  # max_iters ends it too
+            # max_iters may end the run before the time is up
+            self.share = max(self.share, it / max(1, self.c.max_iters - 1))
             time_is_up = self.last_share >= 1 and room < 0
-            # room for this evaluation or save, and for those at the end
+            # twice: the final evaluation and save must still fit afterwards
             has_spare_time = left > 2 * (closing + iteration)
         return Now(
             launch_minutes=self.clock.of_launch() / 60,
@@ -196,14 +200,14 @@ class Schedule:
 
 
 def clock_time(seconds: float) -> str:
-    """The clock time `seconds` from now: 07:00, with the date if that is not today."""
+    """Return the time of day `seconds` from now, as in 07:00, with the date if not today."""
     today = datetime.now().date()
-    end = datetime.fromtimestamp(time.time() + max(0.0, seconds) + 30)  # to the nearest minute
+    end = datetime.fromtimestamp(time.time() + max(0.0, seconds) + 30)  # rounded to a minute
     return f"{end:%H:%M}" if end.date() == today else f"{end:%H:%M on %Y-%m-%d}"
 
 
 def next_time(clock_time: str, since: float) -> float:
-    """The next 07:00 after `since`, in seconds since 1970."""
+    """Return when `clock_time` (such as 07:00) next comes after `since`, as a Unix time."""
     begin = datetime.fromtimestamp(since)
     hour, minute = map(int, clock_time.split(":"))
     end = begin.replace(hour=hour, minute=minute, second=0, microsecond=0)

@@ -1,8 +1,8 @@
 """
-The machine: device, dtype, peak speed, memory, random states; and the arithmetic of MFU.
+Handles everything about the machine: device, dtype, peak speed, memory, random states and MFU.
 
-MFU (model FLOPs utilisation) = model FLOPs per second / the device's dense peak for the dtype in
-use (PaLM paper, appendix B). The peaks are in gpus.csv, which gpus.py reads.
+MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
+the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv.
 """
 
 import contextlib
@@ -28,42 +28,42 @@ from model import GPTConfig
 from model_fast import build_model
 from training.gpus import GIB, find_row, row_peak
 
-# The GPU's driver is that of Windows, in WSL too. It has no expandable segments, and it moves what
-# does not fit into system memory.
+# Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
+# segments, and it moves data that does not fit on the GPU to system memory.
 WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lower()
-CPU_TOKENS = 100_000  # per iteration; with more, device=auto does not train on a CPU
+CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-# with `+cu130` pip also replaces a CPU build of the same version
+# `+cu130` makes pip replace a CPU build of the same version too
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
-# On an H100 or B200 torch prefers cuDNN's attention, of which wrong values and NaN are reported
-# (pytorch #193893, #196678). Without the second variable, compiled code from the cache would still
-# call cuDNN, because the first is not part of the cache's key.
+# On an H100 or B200 torch prefers cuDNN's attention, for which wrong values and NaN have been
+# reported (pytorch #193893, #196678). The second variable disables the compiler's cache, whose code
+# would still call cuDNN, because the first variable is not part of the cache key.
 NO_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
 SHARED_MEMORY = 0.9  # the share of the free system memory that an integrated GPU may take
-# What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows and MPS
+# Errors of torch, cuBLAS, Triton and the system when memory runs out. The last two: Windows, MPS.
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
-# Which NVIDIA driver each CUDA needs (docs.nvidia.com/deploy/cuda-compatibility)
+# The NVIDIA driver that each CUDA version needs (docs.nvidia.com/deploy/cuda-compatibility)
 LEAST_DRIVER = {12: "525 or newer", 13: "580 or newer"}
 
-MEASURED = "measured"  # the peak_source of a peak that no data sheet gives
+MEASURED = "measured"  # peak_source if the peak was measured instead of looked up
 MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 # Defaults that torch reads when it first compiles or allocates. The user's own values win.
-if os.access(os.path.expanduser("~"), os.W_OK):  # a container's user may have no home
-    # torch's own default is in /tmp, which a restart empties
+if os.access(os.path.expanduser("~"), os.W_OK):  # a container may give its user no home
+    # torch's default is in /tmp, which is emptied at reboot
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
 if sys.platform == "win32":
-    os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths end at 260 letters
-    # or Intel's runtime, in some builds of numpy, ends the process at Ctrl-C
+    os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # 260-character limit
+    # otherwise Intel's runtime, part of some numpy builds, kills the process on Ctrl-C
     os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
-# From torch 2.10 until 2.15 the compiler may lose gradients of norms on a GPU (pytorch #193061)
+# In torch 2.10 to 2.14, compiled code may lose norm gradients on a GPU (pytorch #193061)
 if "2.10" <= torch.__version__ < "2.15":
     os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
-# Less fragmentation, so that larger batches fit. Not under WSL, where NVIDIA's driver may crash on
-# it (pytorch #192330). The user may have set it by its earlier name.
+# Expandable segments reduce fragmentation, so larger batches fit. They stay off under WSL, where
+# NVIDIA's driver may crash on them (pytorch #192330), and if the variable's old name is set.
 if sys.platform == "linux" and not WINDOWS_DRIVER:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -74,20 +74,20 @@ class Hardware:
     device: torch.device
     dtype: torch.dtype
     name: str  # what the device calls itself
-    peak_tflops: float | None  # dense, for `dtype`; None: not known for sure
-    peak_source: str | None  # where the peak comes from
+    peak_tflops: float | None  # dense, for `dtype`; None if unknown
+    peak_source: str | None  # where peak_tflops comes from
     warned_of_peak: bool = False
 
     @property
     def dtype_name(self) -> str:
-        """Such as bfloat16, without the "torch." before it."""
+        """Return the dtype's name without "torch.", such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     def find_peak(self, saved: dict | None) -> None:
         """
-        Where no data sheet gives the peak: what a matmul reaches here in `dtype`, as a checkpoint
-        has it (`saved`), so that a run has one peak, else measured: the best of all calls, because
-        other programs slow some of them down.
+        Measure the peak with a matmul in `dtype` if no data sheet gives one. A resumed run takes
+        the `saved` peak from its checkpoint, so that the whole run uses one peak. Repeated calls
+        keep the best measurement, because other programs can slow some of them down.
         """
         if self.peak_source not in (None, MEASURED):
             return
@@ -96,19 +96,19 @@ class Hardware:
         else:
             dtype = self.dtype
             if self.device.type == "cpu" and dtype == torch.float16:
-                dtype = torch.float32  # torch.mm in float16 is slower there than autocast's layers
+                dtype = torch.float32  # torch.mm in float16 is slower than autocast's layers
             now = measure_matmul(self.device, dtype, self.synchronize)
             self.peak_tflops = max(now, self.peak_tflops or 0.0)
         self.peak_source = MEASURED
 
     def peak_to_save(self) -> dict | None:
-        """The measured peak for find_peak() of a resume; None where it was not measured."""
+        """Return the measured peak for a resume's find_peak(); None if it was not measured."""
         if self.peak_source != MEASURED:
             return None
         return dict(device=self.name, dtype=self.dtype_name, tflops=self.peak_tflops)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The forward pass runs its matmuls in `dtype` inside this."""
+        """Return a context in which the forward pass runs its matmuls in `dtype`."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
@@ -119,20 +119,20 @@ class Hardware:
 
     def flash(self, config: Config | GPTConfig) -> bool:
         """
-        Whether attention uses the fused kernel. On a CPU in bfloat16 with a short context plain
-        attention is faster, so there the configuration's `flash` is not followed. Nor on MPS: in
-        half precision and without gradients its kernel may look at later tokens (pytorch #195910).
+        Return whether attention uses the fused kernel. The `flash` key is overruled on a CPU in
+        bfloat16 with a short context, where plain attention is faster, and on MPS, whose fused
+        kernel may attend to later tokens in half precision without gradients (pytorch #195910).
         """
         short = config.block_size <= PLAIN_ATTENTION_TOKENS
         plain_is_faster = self.device.type == "cpu" and self.dtype == torch.bfloat16 and short
         return config.flash and not plain_is_faster and self.device.type != "mps"
 
     def synchronize(self) -> None:
-        """Wait until the device has finished everything it was given."""
+        """Wait until the device has finished all queued work."""
         getattr(torch, self.device.type).synchronize()
 
     def peak_memory_gib(self) -> float | None:
-        """The most memory in use so far: a GPU's, or on Linux the process's. None: unknown."""
+        """Return the peak GPU memory or, on Linux, the peak process memory; None if unknown."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if self.device.type == "mps":
@@ -143,7 +143,7 @@ class Hardware:
         return None
 
     def memory_gib(self) -> float | None:
-        """All of a GPU's memory; None on other devices, which share the system's."""
+        """Return a CUDA GPU's total memory; None on other devices, which share the system's."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.get_device_properties(self.device).total_memory / GIB
@@ -152,8 +152,8 @@ class Hardware:
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
     ) -> float | None:
         """
-        Model FLOPs utilisation as a fraction. None where the FLOPs or the peak are unknown. Warns
-        once of a measured peak that training exceeds.
+        Return model FLOPs utilisation as a fraction, or None if the FLOPs or the peak are unknown.
+        Warns once if training is faster than a measured peak.
         """
         if not (flops_per_token and self.peak_tflops):
             return None
@@ -169,7 +169,7 @@ class Hardware:
 
 
 def check_device(config: Config) -> list[str]:
-    """What is wrong with config.device on this machine, one line per problem."""
+    """Return what is wrong with config.device on this machine, one line per problem."""
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
         return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
@@ -197,9 +197,10 @@ def check_device(config: Config) -> list[str]:
 def has_kernels(device: torch.device) -> bool:
     """
     Return whether this build of torch runs on the GPU. If not, the first kernel raises "no kernel
-    image". Binary code (sm_86) runs on GPUs of its major version with no lower minor; PTX
-    (compute_90) on every later GPU. Code that ends in a letter (sm_90a) is not looked at, because
-    it comes with plain code. True where torch tells nothing of that kind, as for AMD's GPUs.
+    image". Binary code (sm_86) runs on GPUs with the same major version and at least its minor
+    version; PTX (compute_90) runs on every later GPU. Architectures with a letter (sm_90a) are
+    ignored, because builds that have them include the plain one too. Returns True if torch lists no
+    such architectures, as for AMD GPUs.
     """
     card = torch.cuda.get_device_capability(device)
     arches = re.findall(r"\b(sm|compute)_(\d+)(\d)\b", " ".join(torch.cuda.get_arch_list()))
@@ -220,37 +221,37 @@ def no_gpu_problem(config: Config) -> list[str]:
 
 
 def cuda_hint() -> str:
-    """The hint if torch sees no GPU. On Windows PyPI's torch cannot see one."""
+    """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
     if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
         return f"it has no CUDA: {CUDA_BUILD}"
     return old_driver() or "check the driver with nvidia-smi"
 
 
 def old_driver() -> str:
-    """What to do about NVIDIA's driver, if it is too old for this torch, which then sees no GPU."""
+    """Suggest a fix if NVIDIA's driver is too old for this torch to see the GPU, else return ""."""
     if not torch.version.cuda:
         return ""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:  # there is none
+    except OSError:  # no NVIDIA driver installed
         return ""
-    version = ctypes.c_int()  # of CUDA: 12080 is 12.8
+    version = ctypes.c_int()  # the CUDA version: 12080 means 12.8
     driver.cuDriverGetVersion(ctypes.byref(version))
     found = f"{version.value // 1000}.{version.value % 1000 // 10}"
     needed = int(torch.version.cuda.partition(".")[0])
-    if version.value == 0 or version.value // 1000 >= needed:  # 0: no driver, but a stand-in for it
+    if version.value == 0 or version.value // 1000 >= needed:  # 0: a stub without a driver
         return ""
     least = LEAST_DRIVER.get(needed, "the newest")
     problem = f"the NVIDIA driver here is for CUDA {found}, this torch for CUDA {needed}"
     line = f"{problem}; update the driver to {least}"
-    if version.value >= 12000:  # a rented container's driver cannot be updated
+    if version.value >= 12000:  # in a rented container the user cannot update the driver
         release = torch.__version__.partition("+")[0]
         line += f", or install torch {release} for CUDA 12 (listed at download.pytorch.org/whl)"
     return line
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
-    """Without a number in the key, each local rank takes the GPU of its number."""
+    """Choose this rank's device. Unless the key names a GPU, local rank N takes GPU N."""
     if config.device not in ("auto", "cuda"):
         return torch.device(config.device)
     if torch.cuda.is_available():
@@ -259,7 +260,7 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
 
 
 def cpu_name() -> str:
-    """The CPU's name; its maker and family, or its instruction set, if it has none."""
+    """Return the CPU's model name or, failing that, its vendor and family or architecture."""
     cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     name = re.search(r"model name\s*: *(.+)", cpu)
     return name[1] if name else platform.processor() or platform.machine()
@@ -267,11 +268,11 @@ def cpu_name() -> str:
 
 def best_dtype(device: torch.device) -> torch.dtype:
     """
-    What --dtype=auto means here: half precision if matmuls are faster in it, else float32. On a CPU
-    this follows from its features, by measurements (results/README.md).
+    Return the dtype for --dtype=auto: half precision if that makes matmuls faster, else float32.
+    For a CPU this depends on its instruction set, as measured in results/README.md.
     """
     if device.type == "cuda":
-        # is_bf16_supported() counts a T4's emulation (nanoGPT #525)
+        # is_bf16_supported() is True even for a T4's emulation (nanoGPT #525)
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if fast else torch.float16
     amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
@@ -281,8 +282,8 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
 def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
     """
-    Choose device and dtype, set torch's options for them, and look up the peak. On a CPU freed
-    memory is kept, unless `keep_memory` is off.
+    Choose the device and dtype, set torch's options for them, and look up the peak. On a CPU,
+    malloc keeps freed memory unless `keep_memory` is off.
     """
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -303,13 +304,13 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         warn("float16 is some 20 times slower than float32 on a CPU; --dtype=float32")
     if device.type == "cpu" and keep_memory:
         keep_freed_memory()
-    # TF32 keeps float32's range with 10 bits of mantissa. Without it, float32 matmuls do not
+    # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
     # use the tensor cores.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
-        # Without it, torch.compile pads a matmul if that was faster in a trial, which may end
-        # differently at the next start. torch reads it when it imports the compiler.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this
+        # Without this variable, torch.compile times matmuls to decide whether to pad them, and the
+        # outcome may differ at the next start. torch reads the variable on importing its compiler.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
     return hw
@@ -317,10 +318,9 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
 
 def limit_memory(device: torch.device) -> None:
     """
-    Limit torch to the free memory of the GPU, so that too large a batch is an error. Without a
-    limit, the driver of Windows and WSL2 moves what does not fit into system memory, and training
-    gets several times slower without a message; and a machine whose GPU shares the system's memory
-    (a GB10) hangs.
+    Limit torch to the GPU's free memory, so that too large a batch raises an error. Without a
+    limit, the driver for Windows and WSL2 would silently spill to system memory, which makes
+    training several times slower, and a machine whose GPU shares system memory (a GB10) would hang.
     """
     is_integrated = torch.cuda.get_device_properties(device).is_integrated
     if not (WINDOWS_DRIVER or is_integrated):
@@ -328,7 +328,7 @@ def limit_memory(device: torch.device) -> None:
     free: float
     free, total = torch.cuda.mem_get_info(device)
     if is_integrated and sys.platform == "linux":
-        # CUDA does not count the page cache as free. Linux does, and needs some memory itself.
+        # Unlike CUDA, Linux counts the page cache as available. Leave some memory for the system.
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         free = SHARED_MEMORY * int(available[1]) * 1024 if available else free
     torch.cuda.set_per_process_memory_fraction(min(free / total, 1), device)
@@ -336,9 +336,9 @@ def limit_memory(device: torch.device) -> None:
 
 def keep_freed_memory() -> None:
     """
-    Make glibc's malloc keep freed memory. By default it returns blocks above 32 MB to the system,
-    and asking for them again takes up to half of a step on a CPU. See mallopt(3); the numbers are
-    malloc.h's.
+    Make glibc's malloc keep freed memory. By default malloc returns blocks above 32 MB to the
+    system, and allocating them again takes up to half of a CPU step. See mallopt(3); the numbers
+    are from malloc.h.
     """
     if platform.libc_ver()[0] == "glibc":
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
@@ -348,14 +348,14 @@ def keep_freed_memory() -> None:
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
     """
-    TFLOP/s of a matmul of two square matrices in `dtype`: the best of a few. They grow until one
-    matmul takes MATMUL_SECONDS, because small ones cannot use all of a fast device.
+    Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow
+    until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device.
     """
     size = 512
     while True:
         a = torch.ones(size, size, dtype=dtype, device=device)
         seconds: list[float] = []
-        # the first one loads the kernel; a CPU's float16 is some hundred times slower
+        # the first run loads the kernel; float16 on a CPU may be a hundred times slower
         while len(seconds) < 5 and sum(seconds) < 0.1:
             synchronize()
             began = default_timer()
@@ -373,18 +373,18 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callab
 
 
 def set_seed(seed: int) -> None:
-    """Seed torch, Python and numpy, so that a change of yours may draw from any of them."""
+    """Seed torch, Python and numpy, so that code you add may use any of them."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # it takes no more
+    np.random.seed(seed % 2**32)  # numpy takes 32-bit seeds only
 
 
 def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     """
-    Random states of torch (dropout), and of Python and numpy (for code that you add). Does not wait
-    for the device.
+    Return the random states of torch (used for dropout), Python and numpy (for code that you add)
+    without waiting for the device.
     """
-    # Both draw normal numbers in pairs and keep the second one; inf stands for Python's None
+    # Python and numpy draw normals in pairs and keep the second one. inf encodes Python's None.
     _, numbers, half = random.getstate()
     python = [*numbers, math.inf if half is None else half]
     _, keys, *rest = np.random.get_state()
@@ -410,7 +410,7 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
 
 @contextlib.contextmanager
 def preserving_state(model, device: torch.device) -> Iterator[None]:
-    """What is computed inside leaves random states, gradients and buffers as they were."""
+    """Restore random states and buffers afterwards, and clear gradients."""
     random_states = get_rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -429,10 +429,10 @@ def preserving_state(model, device: torch.device) -> Iterator[None]:
 @functools.cache
 def count_flops(config: GPTConfig) -> float | None:
     """
-    Floating-point operations per trained token; None if the model does not run on tensors without
-    memory. Three times those of a forward pass, because a backward pass takes twice as many (PaLM
-    paper, appendix B). torch counts the matmuls that run, attention as if without its mask. For
-    GPT-2 this is the paper's 6 N + 12 L H Q T without the norms.
+    Return the training FLOPs per token, or None if the model does not run on fake tensors. This is
+    three times the forward FLOPs, because a backward pass takes twice as many as a forward pass
+    (PaLM paper, appendix B). torch counts all matmuls, and attention as if it had no mask. For
+    GPT-2 the result is the paper's 6 N + 12 L H Q T without the norms.
     """
     # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -440,15 +440,15 @@ def count_flops(config: GPTConfig) -> float | None:
     from torch.utils.flop_counter import FlopCounterMode
 
     cpu = torch.device("cpu")
-    random_states = get_rng_state(cpu)  # building the model draws numbers
+    random_states = get_rng_state(cpu)  # building the model draws random numbers
     try:
-        # tensors without memory; torch has no count for the fused attention of a CPU
+        # fake tensors need no memory; torch cannot count FLOPs of the CPU's fused attention
         with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             model = build_model(config)
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
             with FlopCounterMode(display=False) as counter:
                 model(idx, idx)
-    except Exception:  # changed models can raise anything
+    except Exception:  # a modified model can raise anything
         return None
     finally:
         set_rng_state(random_states, cpu)
@@ -460,7 +460,7 @@ def count_flops(config: GPTConfig) -> float | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """torch, cuBLAS, Triton and the system each have another error; torch.compile wraps them."""
+    """Return whether `error`, or an error that it wraps, says that memory ran out."""
     while error is not None:
         kinds = (torch.OutOfMemoryError, MemoryError)
         if isinstance(error, kinds) or re.search(OUT_OF_MEMORY, str(error)):
@@ -470,7 +470,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory_line(config: Config, world_size: int = 1) -> str:
-    """The error line for a micro-batch that did not fit, with the next smaller one."""
+    """Return the error line for a micro-batch that does not fit, suggesting a smaller one."""
     smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:

@@ -1,7 +1,8 @@
 """
-A run's log: lines on the console and in log.txt, records in metrics.jsonl, loss.png, and a tracker.
+Writes a run's log: the console and log.txt, metrics.jsonl, loss.png, and an optional tracker.
 
-Console lines begin as nanoGPT's do, so its parsers still work. Warnings go to stderr.
+Console lines begin like nanoGPT's, so parsers written for nanoGPT still work. Warnings go to
+stderr.
 """
 
 import contextlib
@@ -29,18 +30,18 @@ from training.hardware import MEASURED, Hardware, count_flops, old_driver
 from training.ranks import Ranks
 
 PROJECT = Path(__file__).resolve().parent.parent
-LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; of a smaller corpus many epochs are meant
-FAR_AWAY = 16 * 3600  # seconds to --until that are probably a day too many
-SHORTEST_RUN = 20.0  # seconds; of a shorter one no picture is drawn
-WIDTH = 100  # columns of the settings
-UNCOMPILED_LINES = 10  # every so many lines say that the run is not compiled
-PATIENCE = 20.0  # seconds to wait for a picture at the end of a run
-LEDGER_NAMES = {  # of the clock's categories, where a reader would say otherwise
+LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant to be repeated
+FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
+SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
+WIDTH = 100  # columns at which the settings line is wrapped
+UNCOMPILED_LINES = 10  # one log line in so many repeats that the run is uncompiled
+PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
+LEDGER_NAMES = {  # friendlier names for the clock's categories
     "start-up": "startup",
     "steps": "training",
     "evaluation": "evaluation and samples",
 }
-# nanoGPT's names in wandb, so that its dashboards work; all others are KIND/NAME, as step/loss
+# Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
 NANOGPT_NAMES = {
     "step/lr": "lr",
     "step/mfu": "mfu",
@@ -51,12 +52,12 @@ NANOGPT_NAMES = {
 
 class Log:
     """
-    The log of one run, which rank 0 writes for all. With eval_only it has no files. Nothing here
-    decides or changes anything: a run that logs nothing trains the same weights.
+    Logs one run; only rank 0 writes. With eval_only there are no files. Logging never affects
+    training, so a run without any of this would end with the same weights.
     """
 
     def __init__(self, c: Config, schedule: Schedule, hw: Hardware, ranks: Ranks, write_record):
-        """`write_record`, called with a dict, writes a line of metrics.jsonl."""
+        """Take the parts of the run; `write_record` appends a dict to metrics.jsonl as one line."""
         self.config = c
         self.schedule = schedule
         self.clock = schedule.clock
@@ -71,23 +72,23 @@ class Log:
         self.uncompiled = ""  # why the run is not compiled, if it should be
 
     def open(self, it: int) -> None:
-        """Open log.txt, and the tracker of a run that is at iteration `it`. Raises OSError."""
+        """Open log.txt and start the tracker at iteration `it`. Raises OSError."""
         if not self.has_files:
             return
         path = Path(self.config.out_dir, "log.txt")
         keep_transcript(open(path, "a", encoding="utf-8", errors="replace"))
-        # the evaluation at the resumed iteration stands; later records are written again
+        # keep the evaluation at the resumed iteration; the run repeats everything after it
         self.tracker = Tracker(self.config, purge_from=it + 1 if it else 0)
 
     # -------------------------------------------------------------------------
     # The beginning
 
     def begin(self, model, data: Dataset, it, tokens, compiles, resumed, weights) -> None:
-        """The first lines of a run that is at iteration `it` and has trained on so many tokens."""
+        """Print the opening lines of a run at iteration `it`, after `tokens` training tokens."""
         self.first_iter = it
         self.first_tokens = tokens
         self.first_steps = self.clock.seconds["steps"]
-        self.train_tokens = None if data.stream else len(data.train)  # a stream's are unknown
+        self.train_tokens = None if data.stream else len(data.train)  # unknown for a stream
         self.bytes_per_token = data.bytes_per_token
         self.flops_per_token = count_flops(model.config) if self.is_main else None
         self.can_sample = data.tokenizer["kind"] != "unknown"
@@ -98,8 +99,8 @@ class Log:
 
     def say_settings(self) -> None:
         """
-        Print the command, and the keys that are neither defaults nor a config file's values: those
-        that flags set, and those that follow from other keys or the checkpoint.
+        Print the command, and the keys that differ from their defaults. Values from a config file
+        are left out; flags, and values derived from other keys or the checkpoint, are shown.
         """
         c = self.config
         say(f"command: {self.command()}")
@@ -108,10 +109,10 @@ class Log:
             for name, value in config_values(c).items()
             if value not in (FIELDS[name].default, UNREACHED)
             and (name in c.typed or name not in c.set_keys)
-            and (name in c.typed or name != "dtype")  # the device line has it
+            and (name in c.typed or name != "dtype")  # the device line shows dtype
         ]
         if shown:
-            # no word is broken, so the lines can be pasted
+            # break only at spaces, so that flags can be copied from the log
             wrapped = textwrap.wrap(
                 "settings: " + command_line(*shown),
                 WIDTH,
@@ -126,7 +127,7 @@ class Log:
         return f"{script} {command_line(*sys.argv)}"
 
     def say_start(self, resumed: dict | None, weights: dict | None) -> None:
-        """Print where the run begins, and on a resume what has changed since the checkpoint."""
+        """Print where the run starts and, on a resume, which keys differ from the checkpoint's."""
         c = self.config
         if not resumed:
             if weights:
@@ -145,8 +146,8 @@ class Log:
 
     def say_device(self, compiles: bool, flash: bool, is_new: bool) -> None:
         """
-        Print the versions and the device. `compiles` and `flash`: what this machine makes of the
-        keys.
+        Print the versions and the device. `compiles` and `flash` say whether this machine uses
+        torch.compile and fused attention, which the keys of those names only request.
         """
         c, hw = self.config, self.hw
         say(f"start: {date()}, nightshift {version()}, torch {torch.__version__}")
@@ -160,7 +161,7 @@ class Log:
         say(f"device: {', '.join(parts)}; {peak_text(hw)}")
 
     def say_model(self, model, data: Dataset, it: int, tokens: int) -> None:
-        """Print the model, the data, and the length of the run; warn of what may be wrong."""
+        """Print the model, the data and the length of the run, and warn about likely mistakes."""
         c, hw = self.config, self.hw
         parameters = sum(p.numel() for p in model.parameters())
         flops = "FLOPs not counted, so mfu n/a"
@@ -209,13 +210,13 @@ class Log:
         )
 
     def warn_of_space(self, parameters: int) -> None:
-        """Warn if the disk cannot hold all checkpoints of the run."""
+        """Warn if the disk cannot hold all of the run's checkpoints."""
         if not self.has_files:
             return
-        files = max(2, self.config.keep_checkpoints) + 1  # the newest stays during a write; best.pt
-        size = 12 * parameters  # weights and two moments in float32
+        files = max(2, self.config.keep_checkpoints) + 1  # two exist during a save; +1 for best.pt
+        size = 12 * parameters  # weights and two optimizer moments in float32
         out_dir = Path(self.config.out_dir)
-        # best.pt is usually a link to one of them
+        # best.pt is usually a hard link to a checkpoint, so count each inode once
         there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
         if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
             warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
@@ -225,7 +226,7 @@ class Log:
         return tokens + self.config.iter_tokens * (self.config.max_iters - self.first_iter)
 
     def warn_of_epochs(self, tokens: int) -> None:
-        """A large corpus is rarely meant to be read more than twice."""
+        """Warn if the run repeats a large dataset more than twice."""
         c, corpus = self.config, self.train_tokens
         if c.by_clock or not corpus or corpus < LARGE_CORPUS:
             return
@@ -241,7 +242,7 @@ class Log:
             warn(f"warmup_iters: {run}; give --warmup_iters={c.max_iters // 10} or so")
 
     def length(self, tokens: int) -> str:
-        """How long the run is that has trained on so many tokens, in words."""
+        """Return the run's length as text; `tokens` is how many it has trained on so far."""
         c = self.config
         iterations = f"{c.max_iters:,} iterations"
         if not c.by_clock:
@@ -260,14 +261,14 @@ class Log:
             self.warn(it, f"torch.compile does not work here ({problem}); continuing without it")
 
     # -------------------------------------------------------------------------
-    # While it runs
+    # During the run
 
     def report_step(self, it, tokens, tokens_after, loss, lr, grad_norm, speed: Speed) -> None:
         """
-        One line and record. loss, lr and grad_norm are those of iteration `it`, `tokens` those of
-        training before it and `tokens_after` after it; time, tok/s and mfu are means of the
-        iterations since the previous line. The line fits 120 columns, so
-        the norm, the epoch and the hours are in the record only.
+        Print the log line of iteration `it` and write its record. `tokens` and `tokens_after` count
+        the training tokens before and after this iteration. time, tok/s and mfu are means over the
+        iterations since the previous line. To fit 120 columns, the line leaves out the gradient
+        norm, the epoch and the hours; the record has them.
         """
         c = self.config
         mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
@@ -298,13 +299,13 @@ class Log:
         )
 
     def left(self) -> float:
-        """Seconds until `hours`, `until` or `max_minutes` is reached; infinite without them."""
+        """Return the seconds left under `hours`, `until` and `max_minutes`; inf if none is set."""
         minutes = self.config.max_minutes
         of_launch = 60 * minutes - self.clock.of_launch() if minutes else math.inf
         return max(0.0, min(self.schedule.left(), of_launch))
 
     def used_of_total(self) -> str:
-        """Return the hours used of those that the run has: 1.25 of 8.00; 0.0012 of 0.0200."""
+        """Return the hours used and the total, as in "1.25 of 8.00" or "0.0012 of 0.0200"."""
         used = self.clock.used() / 3600
         total = used + max(0.0, self.schedule.left()) / 3600
         digits = 2 if total >= 1 else 4
@@ -312,8 +313,9 @@ class Log:
 
     def eta(self, it: int) -> float:
         """
-        Seconds to the end: the iterations left at the mean pace of this launch, and an evaluation
-        and a save per interval left; at most what the clock allows.
+        Return the estimated seconds to the end of the run. The remaining iterations are assumed to
+        run at this launch's mean pace, with one evaluation and one save per remaining interval.
+        The estimate never exceeds a time limit.
         """
         c = self.config
         pace = (self.clock.seconds["steps"] - self.first_steps) / (it + 1 - self.first_iter)
@@ -324,9 +326,9 @@ class Log:
         return max(0.0, min(left, self.left()))
 
     def report_eval(self, it: int, tokens: int, losses: dict[str, float], seconds: float) -> None:
-        """After an evaluation that took so long. The losses are in nats per token."""
+        """Log an evaluation that took `seconds`. The losses are in nats per token."""
         train_loss, val_loss = losses["train"], losses["val"]
-        # a float holds no more than exp(709)
+        # exp(709) is about the largest float
         perplexity = math.inf if val_loss > 709 else math.exp(val_loss)
         bits = self.bits_per_byte(val_loss)
         end = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -346,13 +348,13 @@ class Log:
         self.draw()
 
     def bits_per_byte(self, val_loss: float) -> float | None:
-        """None if the bytes of the validation text were not counted."""
+        """Convert a loss to bits per byte; None if the validation text's bytes were not counted."""
         if not (self.bytes_per_token and math.isfinite(val_loss)):
             return None
         return val_loss / math.log(2) / self.bytes_per_token
 
     def report_save(self, it: int, path: Path, seconds: float) -> None:
-        """After a save that took so long."""
+        """Log a save that took `seconds`."""
         if not self.has_files:
             return
         size = path.stat().st_size
@@ -365,13 +367,13 @@ class Log:
         self.record("sample", iter=it, text=text)
 
     def warn(self, it: int, message: str) -> None:
-        """A warning that belongs to an iteration."""
+        """Warn about iteration `it`, on the console and in metrics.jsonl."""
         if self.is_main:
             warn(f"iter {it}: {message}")
         self.record("event", iter=it, message=message)
 
     def record(self, kind: str, **values) -> None:
-        """A line of metrics.jsonl, flushed, and the tracker's share of it."""
+        """Write one line of metrics.jsonl, and pass the record to the tracker."""
         if not self.has_files:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
@@ -381,7 +383,7 @@ class Log:
             self.tracker.log(record)
 
     def draw(self) -> None:
-        """Start a process that draws loss.png, one at a time; its failure cannot hurt the run."""
+        """Start drawing loss.png in a child process, unless the last one is still running."""
         if not self.has_files or self.clock.used() < SHORTEST_RUN:
             return
         if self.picture and self.picture.poll() is None:  # still drawing
@@ -389,7 +391,7 @@ class Log:
         command = ("-m", "reports.picture", Path(self.config.out_dir).resolve())
         try:
             self.picture = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
-        except OSError:  # no memory for a process, say
+        except OSError:  # for example, not enough memory to start a process
             self.picture = None
             self.picture_failed = True
 
@@ -398,8 +400,8 @@ class Log:
 
     def finish(self, reason: str, complete: bool, progress, waited, mem_gib) -> None:
         """
-        Print where the time went, what came out, why the run ended, and what to type next.
-        `progress` is the run's (see train.Progress), `waited` the seconds for data in this launch.
+        Print where the time went, the results, why the run ended, and which command comes next.
+        `progress` is a train.Progress; `waited` is how many seconds this launch waited for data.
         """
         it, tokens = progress.iter_num, progress.tokens
         seconds = self.clock.seconds
@@ -431,14 +433,14 @@ class Log:
             say(f"to continue: {self.command()}{more}")
         if self.tracker:
             self.tracker.close()
-        if not reason.startswith("SIG"):  # a signal must not wait for a picture
+        if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
             self.draw_end()
         keep_transcript(None)
 
     def results(self, tokens: int, val_loss: float, mem_gib: float) -> list[str]:
         """
-        Return the lines that a script reads at the end of a run, each `name: value`. mfu,
-        tokens_per_sec and the peak memory cover this launch, the others the whole run.
+        Return the `name: value` lines that scripts read at the end of a run. mfu, tokens_per_sec
+        and mem_gib describe this launch; the other values describe the whole run.
         """
         clock = self.clock
         steps = clock.seconds["steps"] - self.first_steps
@@ -465,7 +467,7 @@ class Log:
         ]
 
     def draw_end(self) -> None:
-        """Draw the whole run, and wait for it, but not for long."""
+        """Draw loss.png for the whole run, giving each drawing process PATIENCE seconds."""
         self.wait_for_picture()
         self.draw()
         self.wait_for_picture()
@@ -486,9 +488,9 @@ class Log:
 class Tracker:
     """
     Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker is
-    missing or fails, this warns once and sends nothing more. On resume, tensorboard's curves in
-    out_dir are replaced from iteration `purge_from` on (0: a new run). wandb continues the run
-    whose id is in out_dir/wandb_id.txt, and drops steps at or below its last one.
+    missing or fails, this warns once and sends nothing more. On a resume, tensorboard discards the
+    curves in out_dir from iteration `purge_from` (0 for a new run), and wandb continues the run
+    whose id is in out_dir/wandb_id.txt, dropping steps at or below its last one.
     """
 
     def __init__(self, config: Config, purge_from: int):
@@ -503,7 +505,7 @@ class Tracker:
                 self.writer = wandb.init(
                     id=run_id or None,
                     resume="allow",
-                    allow_val_change=True,  # a resume may come with other keys
+                    allow_val_change=True,  # keys may change on a resume
                     project=config.wandb_project,
                     name=config.wandb_run_name,
                     dir=config.out_dir,
@@ -521,7 +523,7 @@ class Tracker:
     def warn_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a tracker does, the run is worth more
+        except Exception as error:  # a broken tracker must never end the run
             reason = " ".join(str(error).splitlines()).rstrip(".")
             if isinstance(error, ImportError):
                 reason += f" (pip install {self.kind})"
@@ -559,19 +561,19 @@ def peak_text(hw: Hardware) -> str:
 
 
 def tokenizer_name(spec: dict) -> str:
-    """The kind of a tokenizer and, if it has its own table, the sha256 of the table."""
+    """Return the tokenizer's kind and, if it has its own table, the table's sha256."""
     table = spec.get("json") or "".join(spec.get("itos", []))
     sha256 = hashlib.sha256(table.encode(errors="replace")).hexdigest()
     return f"{spec['kind']} {sha256}" if table else spec["kind"]
 
 
 def date() -> str:
-    """Date and time for people; records use ISO 8601."""
+    """Return the date and time in a readable form. Records use ISO 8601 instead."""
     return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def version() -> str:
-    """Return this program's version, which pyproject.toml holds."""
+    """Return this program's version, read from pyproject.toml."""
     with contextlib.suppress(OSError):
         text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
         return tomllib.loads(text)["project"]["version"]

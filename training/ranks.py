@@ -1,11 +1,10 @@
 """
-Several processes, one run: torchrun starts them, each with a device of its own, and each runs the
-same loop. And signals, which stop all of them together.
+Coordinates the processes of a multi-GPU run, and handles the signals that stop them together.
 
-Rank 0 decides for all: it reads the command line, looks at the clock and writes the files. The
-ranks exchange a few bytes through their hosts (gloo). Gradients are averaged by torch's
-DistributedDataParallel on the devices. With one process nothing is sent, and the same calls return
-its own values.
+torchrun starts one process per device, and all of them run the same loop. Rank 0 decides for the
+others: it reads the command line, looks at the clock and writes the files. The ranks exchange small
+messages on the host (gloo), and torch's DistributedDataParallel averages gradients on the devices.
+With a single process nothing is sent, and the same calls return the process's own values.
 """
 
 import faulthandler
@@ -26,21 +25,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.console import RunError, UserError, print_err, warn
 
-TIMEOUT = timedelta(minutes=10)  # for finding the others, and for averaging gradients on GPUs
-# For everything else, because ranks wait so for what only rank 0 does, such as downloading weights
+TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
+# For all other collectives. The ranks wait in one while rank 0 downloads weights, for example.
 HOST_TIMEOUT = timedelta(hours=1)
-LEAVE_SECONDS = 10.0  # for leaving the others after an error; then this process ends with code 1
-SLOW_EXCHANGE = 60.0  # seconds for the first gradients to be averaged; then a warning
-# What NCCL often fails or hangs over: cards that cannot read each other's memory (GeForce, some
-# boards), and Docker's shared memory of 64 MB
+LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
+SLOW_EXCHANGE = 60.0  # seconds before a warning that averaging the first gradients is slow
+# NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
+# in Docker, whose shared memory is only 64 MB by default.
 NCCL_HINT = "try NCCL_P2P_DISABLE=1, in Docker --shm-size=1g, and NCCL_DEBUG=INFO"
 SHARE_PATIENCE = 30.0  # seconds to wait for a network share to show a new file
 
 
 class Ranks:
     """
-    This process as one of the run's, according to torchrun's environment. Joins the others at once.
-    Only rank 0 prints to stdout; all ranks print errors and warnings.
+    Represents this process among the run's ranks, according to torchrun's environment variables.
+    The constructor joins the process group. Only rank 0 prints to stdout; all ranks print errors
+    and warnings.
     """
 
     def __init__(self) -> None:
@@ -52,12 +52,12 @@ class Ranks:
         self.is_main = self.rank == 0  # the process that decides, logs and saves
 
     def join(self) -> None:
-        self.rank = int(os.environ.get("RANK", 0))  # torch says what is missing
+        self.rank = int(os.environ.get("RANK", 0))  # torch reports missing variables
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.rank > 0:
             sys.stdout = open(os.devnull, "w")
-        # torchrun keeps one store across restarts, with the addresses of dead processes in it. A
-        # prefix per restart hides them; without it, the second start fails now and then.
+        # torchrun keeps one store across restarts, and that store still holds the addresses of dead
+        # processes. A prefix per restart hides them; without it, restarts occasionally fail.
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(
@@ -70,15 +70,15 @@ class Ranks:
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """
-        Return the model; with several ranks, wrapped so that its gradients are averaged over all of
-        them. Gradients are then views of the buckets that are averaged, and take no memory of
-        their own.
+        Wrap the model in DDP, which averages gradients across ranks. With one rank, return the
+        model unchanged. DDP's gradients are views of its communication buckets, so they need no
+        extra memory.
         """
         if self.world_size == 1:
             return model
         on_gpus = next(model.parameters()).is_cuda
-        group = None  # gloo
-        if on_gpus and dist.is_nccl_available():  # not built for Windows
+        group = None  # the default group, gloo
+        if on_gpus and dist.is_nccl_available():  # torch for Windows is built without NCCL
             group = dist.new_group(backend="nccl", timeout=TIMEOUT)
         line = f"the ranks have not averaged gradients for {SLOW_EXCHANGE:.0f} s"
         hint = NCCL_HINT if group else "look at the network"
@@ -98,7 +98,7 @@ class Ranks:
     # Collectives. Every rank must call them, in the same order.
 
     def sum(self, *values: float, op=dist.ReduceOp.SUM) -> list[float]:
-        """Return each value's sum (or op) over all ranks, in float64."""
+        """Sum each value over all ranks, or reduce by `op`, in float64."""
         if self.world_size == 1:
             return [*values]
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -118,8 +118,8 @@ class Ranks:
 
     def on_main(self, function: Callable[..., Any], *args) -> Any:
         """
-        Call function(*args) on rank 0; every rank gets its result. If it raises UserError, OSError
-        or SystemExit (--help), every rank ends, and only rank 0 prints why.
+        Call function(*args) on rank 0 and return the result on every rank. If the call raises
+        UserError, OSError or SystemExit (--help), every rank exits, and only rank 0 prints why.
         """
         box: list[Any] = [None]
         if self.is_main:
@@ -137,15 +137,16 @@ class Ranks:
 
     def main_first(self, function: Callable[..., Any], *args) -> Any:
         """
-        Call function(*args) on rank 0, and then on the others, which find what it has downloaded or
-        prepared. Each rank gets its own result. Errors of rank 0 end all ranks, as in on_main.
+        Call function(*args) on rank 0 first and then on the other ranks, which find the files that
+        rank 0 has downloaded or prepared. Each rank returns its own result. An error on rank 0 ends
+        all ranks, as in on_main.
         """
         mine = []
         self.on_main(lambda: mine.append(function(*args)))
         return mine[0] if self.is_main else function(*args)
 
     def fail(self, line: str) -> NoReturn:
-        """End the run on all ranks with RunError; only rank 0 prints why."""
+        """Raise RunError to end the run. All ranks must call this; only rank 0 prints the line."""
         raise RunError(line) if self.is_main else RunError()
 
     def check_same(self, name: str, value: Any, hint: str) -> None:
@@ -157,13 +158,13 @@ class Ranks:
                 raise UserError(line) if self.is_main else UserError()
 
     def check_shared(self, file: Path, hint: str) -> None:
-        """Raise UserError on every rank if some rank's machine sees another file than rank 0's."""
+        """Raise UserError on every rank unless all machines see the same copy of the file."""
         if self.world_size == 1:
             return
         self.on_main(file.touch)
         began = time.monotonic()
         changed: list[int | None] = []
-        # a network share shows a change a little later
+        # a network share takes a moment to show a change to other machines
         while len(set(changed)) != 1 and self.max(time.monotonic() - began)[0] < SHARE_PATIENCE:
             changed = self.gather(file.stat().st_mtime_ns if file.exists() else None)
             time.sleep(0.1)
@@ -172,32 +173,32 @@ class Ranks:
 
 def arrange_buckets(ddp_model: DistributedDataParallel) -> None:
     """
-    DDP rearranges its buckets after the first backward pass, and three or more ranks then sum in
-    another order. So do that pass here, with zeros; a resumed run does it too. Only here the
-    program uses what torch does not document: DDP's reducer.
+    Run a backward pass with zeros, after which DDP rearranges its buckets. With three or more ranks
+    this changes the summation order, so new and resumed runs both do it before they train. This is
+    the program's only use of DDP's reducer, an undocumented part of torch.
     """
-    ddp_model.reducer.prepare_for_backward([])  # else DDP would not look at this backward pass
+    ddp_model.reducer.prepare_for_backward([])  # otherwise DDP would ignore this backward pass
     torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])
 
 
 def end_process(code: int) -> NoReturn:
     """
-    Exit; one of several ranks leaves the others first. It then exits at once, with its group still
-    referenced: the destructor of torch's gloo group can wait forever for Python's lock.
+    Exit with `code`. With several ranks, first leave the process group, then exit without running
+    destructors, because the gloo group's destructor can wait forever for the GIL.
     """
     if not dist.is_initialized():
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:  # the others may be in a collective for which NCCL would wait
+    if code:  # the others may be in a collective, and NCCL would wait for them
         faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=open(os.devnull, "w"))
-    group = dist.group.WORLD  # noqa: F841  kept
+    group = dist.group.WORLD  # noqa: F841  keeps a reference
     dist.destroy_process_group()
     os._exit(code)
 
 
 def lost_rank(error: BaseException) -> str:
-    """The error line for a process whose peer is gone; empty for other errors."""
+    """Return the error line if `error` says that another rank is gone, else ""."""
     lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
     if not (lost and isinstance(error, RuntimeError)):
         return ""
@@ -209,35 +210,36 @@ def lost_rank(error: BaseException) -> str:
 # -----------------------------------------------------------------------------
 # Signals
 
-# Each asks the run to save and stop. The last three are warnings: of Slurm, a CPU limit, a closing
-# terminal. Windows has SIGINT and SIGBREAK, Ctrl-C and Ctrl-Break.
+# Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGXCPU announces
+# a CPU time limit, and SIGHUP a closing terminal. Windows has only SIGINT (Ctrl-C), SIGTERM and
+# SIGBREAK (Ctrl-Break).
 ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP")
-# A second one of these ends the process at once
+# If one of these comes a second time, the process exits at once.
 STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
-SAME_STOP = 0.5  # seconds in which torchrun, systemd and Slurm may each pass on one stop
+SAME_STOP = 0.5  # seconds; torchrun, systemd and Slurm may all forward the same stop
 
 
 class StopSignals:
     """
-    The signals that this process has received. All ranks look at them together, between two
-    iterations and at each batch of an evaluation, so that all of them stop at the same place.
+    Receives the signals that ask a run to stop. The ranks compare what they have received between
+    iterations and before each evaluation batch, so that all of them stop at the same point.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.received = 0  # the number of the first one
-        self.answered = threading.Event()  # the first one is confirmed on the console
-        self.name: str | None = None  # of the signal that all ranks have agreed on
-        # Python calls a handler when the main thread is back from its kernel or collective, which
-        # may take minutes. So each number is also written into a socket, and a thread answers.
+        self.received = 0  # number of the first signal, or 0
+        self.answered = threading.Event()  # set once the first signal is confirmed on the console
+        self.name: str | None = None  # the signal that all ranks have agreed on
+        # Python runs a signal handler only once the main thread returns from its kernel or
+        # collective, which may take minutes. A second thread, woken through a socket, answers now.
         reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
         signal.set_wakeup_fd(self.writer.fileno())
         for name in ASK_TO_STOP:
             number = getattr(signal, name, None)
-            if not number:  # on Windows
+            if not number:  # Windows lacks some of them
                 continue
-            # nohup ignores SIGHUP, which a terminal sends when it closes
+            # a closing terminal sends SIGHUP; under nohup it is ignored and must stay so
             if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
         threading.Thread(target=self.answer, args=(reader,), daemon=True).start()
@@ -246,9 +248,9 @@ class StopSignals:
         self.received = self.received or number
 
     def answer(self, reader: socket.socket) -> None:
-        """Confirm the first signal at once, and end the process at the second stop."""
+        """Confirm the first signal at once, and exit on a second request to stop."""
         stopped_at = None
-        while received := reader.recv(1):  # nothing: the other end is closed
+        while received := reader.recv(1):  # empty once the other end is closed
             number = received[0]
             self.receive(number)
             if self.ranks.is_main and not self.answered.is_set():
@@ -264,29 +266,29 @@ class StopSignals:
         reader.close()
 
     def close(self) -> None:
-        """Stop answering signals, after the run."""
+        """Stop answering signals. Called after the run."""
         signal.set_wakeup_fd(-1)
         self.writer.close()
 
     def agree(self, *values: float) -> list[float]:
         """
-        All ranks look together, and wait for each other: `name` is set if any of them has received
-        a signal. Returns each value's maximum over all ranks.
+        Set `name` if any rank has received a signal, and return each value's maximum over all
+        ranks. This is a collective, so every rank must call it.
         """
         number, *most = self.ranks.max(self.received, *values)
         if number and not self.name:
             self.name = signal.Signals(int(number)).name
             if self.received:
-                self.answered.wait(1)  # its line comes before those of the end
+                self.answered.wait(1)  # print the confirmation before the closing lines of the log
         return most
 
     def stop_asked(self) -> bool:
-        """Return whether any rank has received a signal. All ranks look together."""
+        """Return whether any rank has received a signal. Every rank must call this."""
         self.agree()
         return self.name is not None
 
     def wait(self, seconds: int) -> None:
-        """Wait so long, or until a signal comes. All ranks wait together."""
+        """Wait for `seconds`, or until any rank receives a signal. Every rank must call this."""
         for _ in range(seconds):
             if self.stop_asked():
                 return
