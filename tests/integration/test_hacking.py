@@ -600,4 +600,8 @@ def test_the_loop_of_the_page_trains_both_sides_and_ends_with_a_verdict(tokens, 
     out = bash(loop)
     assert out.count("verdict: ") == 1
     losses = re.findall(r"^val_loss: (\S+)$", out, re.M)  # the run prints each line, and grep does
-    assert len(losses) == 2 * 2 * 2 and losses[0] != losses[2]
+    assert len(losses) == 2 * 2 * 2
+    base, changed_loss = (
+        column(here / "out" / name, "step", "loss")[0] for name in ("base-1", "zloss-1")
+    )
+    assert changed_loss - base == pytest.approx(Z * math.log(128) ** 2, rel=0.02)
