@@ -2,7 +2,8 @@
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
 This file contains the whole run, in the order in which it happens. main(), at the end, makes every
-decision: when to evaluate, save, retry a failed save, update best.pt and stop. One iteration is
+decision: when to evaluate, save, retry a failed save, update best.pt and stop. (Whether the time of
+an --hours run is up is computed in training/clock.py.) One iteration is
 train_step(), which runs gradient_accumulation_steps micro-batches forward and backward and then
 updates the weights. GPT-2 is in model.py, the fast recipe in model_fast.py, every key in
 configurator.py, the tokens in data/, and the machinery around a run in training/.
@@ -61,7 +62,8 @@ ARCHITECTURE = (
     *(f.name for f in fields(FastConfig) if f.name not in (*FREE_ON_RESUME, "vocab_size")),
 )
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
-# changing that key would invalidate the saved state
+# changing that key would invalidate the saved state. config_of_run() also keeps the dataset, the
+# dtype and the tokens per iteration, unless the command sets them
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
@@ -307,8 +309,8 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     Return the learning rate of iteration `it`. The rate warms up to `peak`, then decays to min_lr.
 
     A run with hours or until does not know its number of iterations, so this is predicted from
-    `share`, how much of the schedule is done (0 to 1). At the pace so far, the last iteration is
-    it / share. Such a run warms up for at most a tenth of its iterations.
+    `share`, the part of its time that is over (0 to 1; evaluations and saves count too). At the
+    pace so far, the last iteration is it / share. Such a run warms up for at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
@@ -653,8 +655,8 @@ def main(
             stop = signals.name or "data"
 
         # evaluate every eval_interval iterations (or every twentieth of the time with hours or
-        # until), and when the run is complete. Base no decision on this final evaluation, because a
-        # longer run would not make one here
+        # until), and when the run is complete. Nothing but best.pt may depend on this final evaluation,
+        # because a longer run would not make one here
         eval_due = it % c.eval_interval == 0
         if c.eval_interval == UNREACHED:
             eval_due |= int(20 * now.share) > int(20 * progress.evaluated_share)

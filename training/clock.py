@@ -2,8 +2,8 @@
 Accounts for wall-clock time, and schedules runs with --hours or --until. Does not import torch.
 
 The clock books each second to one category. The schedule combines the clock with the durations that
-train.py reports, and computes how much of a run's time is over. Both only report; train.py decides
-what to do.
+train.py reports. It computes how much of a run's time is over, whether its time is up, and whether
+there is time for another evaluation or save. train.py acts on that.
 """
 
 import math
