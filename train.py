@@ -310,7 +310,8 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
 
     A run with hours or until does not know its number of iterations, so this is predicted from
     `share`, the part of its time that is over (0 to 1; evaluations and saves count too). At the
-    pace so far, the last iteration is it / share. Such a run warms up for at most a tenth of its iterations.
+    pace so far, the last iteration is it / share. Such a run warms up for at most a tenth of its
+    iterations.
     """
     decay_end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
@@ -655,8 +656,8 @@ def main(
             stop = signals.name or "data"
 
         # evaluate every eval_interval iterations (or every twentieth of the time with hours or
-        # until), and when the run is complete. Nothing but best.pt may depend on this final evaluation,
-        # because a longer run would not make one here
+        # until), and when the run is complete. Nothing but best.pt may depend on this final
+        # evaluation, because a longer run would not make one here
         eval_due = it % c.eval_interval == 0
         if c.eval_interval == UNREACHED:
             eval_due |= int(20 * now.share) > int(20 * progress.evaluated_share)
@@ -685,9 +686,8 @@ def main(
         # minute after a failed save, and at the end
         is_evaluated = progress.evaluated_at == it
         is_improved = progress.val_loss < progress.best_val_loss
-        is_best = is_evaluated and (
-            is_improved or progress.best_iter == it
-        )  # the latter happens only at iteration 0
+        # best_iter == it happens only at iteration 0
+        is_best = is_evaluated and (is_improved or progress.best_iter == it)
         if c.checkpoint_interval:
             save_due = it % c.checkpoint_interval == 0
         else:
