@@ -95,7 +95,7 @@ class Row:
     key: str  # name in the JSON
     values: list  # one per run, None if unknown
     format: Callable[..., str] = str
-    word: str = ""  # what the best run is, such as faster; "lower" compares losses by difference
+    word: str = ""  # describes the best run, such as "faster"; "lower" compares by difference
     same: float = SAME  # the difference that still counts as equal: relative; absolute for losses
 
     def verdict(self, names: list[str]) -> str:

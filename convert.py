@@ -133,7 +133,7 @@ def fast_weights(state: dict) -> dict[str, torch.Tensor]:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor: blocks may share one, and safetensors refuses one tensor under two names."""
+    """Copy a tensor, because safetensors refuses to store one that two blocks share."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

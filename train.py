@@ -561,7 +561,7 @@ def main(
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
     resumed = ranks.main_first(checkpoint.load, newest) if newest else None  # the state of this run
-    weights = resumed or ranks.main_first(initial_weights, asked)  # for the model; None: random
+    weights = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
     c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
 
     # Device and data
@@ -600,7 +600,7 @@ def main(
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
     clock = Clock(began, hw.synchronize, resumed)
-    hw.find_peak(saved_peak)  # measured again some seconds later; the better result counts
+    hw.find_peak(saved_peak)  # measure it again, and keep the better result
     schedule = Schedule(c, clock, resumed)
     log = Log(c, schedule, hw, ranks, saver.write_record)
     ranks.on_main(log.open, progress.iter_num)

@@ -1,5 +1,5 @@
 """
-Console output, numbers as people read and type them, errors and exit codes.
+Print to the console, format and parse numbers, and define errors and exit codes.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """
-The order in which rows are read, and which of them are held out for validation.
+Decide the order in which rows are read, and which are held out for validation.
 
     prefix      file order; validation is the first documents
     shuffled    all row groups in a seeded shuffle, then the documents within each window of row

@@ -35,7 +35,7 @@ from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, t
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
-BYTES_PER_TOKEN = 5  # of text, assumed; measured on web pages with GPT-2's tokenizer: 4.7
+BYTES_PER_TOKEN = 5  # an assumption; GPT-2's tokenizer averages 4.7 on web pages
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -105,10 +105,10 @@ def main(argv: list[str]) -> None:
         name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
         title = dataset if name is None else f"{dataset} {name}"
         if started.get("source") == title:
-            revision = started["revision"]  # the dataset on the hub may have changed since
+            revision = started["revision"]  # the hub may have a newer one by now
         files, revision = hub_files(dataset, name, revision)
     if started.get("source") != title:
-        started = {}  # it is about another source; prepare() will refuse the folder
+        started = {}  # the manifest describes another source; prepare() will refuse the folder
     source = Source(files, arguments.text_field, keeps_blank=is_records)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
         pass

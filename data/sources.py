@@ -193,7 +193,7 @@ class Place(NamedTuple):
 
 
 Group = tuple[int, int]  # file number and row group number
-Row = tuple[Place, str | None]  # the place behind a row, and its text if it is a document
+Row = tuple[Place, str | None]  # the place after a row, and its text if it is a document
 
 
 @dataclass

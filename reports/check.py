@@ -71,7 +71,7 @@ def check(config: Config, options: Namespace) -> dict:
     keys, only those about the machine matter, such as device and dtype. Raises UserError if too
     little memory is free.
     """
-    # other programs' load, which must be read before this one starts
+    # read other programs' load before this one adds its own
     load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")
     hw = hardware.set_up(config)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
@@ -296,7 +296,7 @@ def what_is_wrong(row: dict, way: Way) -> list[str]:
 
 
 def what_slows(config: Config, hw: Hardware) -> list[str]:
-    """Return the reasons to be slow that are known without a measurement."""
+    """Return the reasons why this machine may be slow that need no measurement."""
     reasons = []
     if hw.device.type == "cpu" and config.device == "auto":
         reasons.append(f"torch sees no GPU; {hardware.cuda_hint()}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-import torch.utils.serialization  # torch.save would import it when the venv may be gone
+import torch.utils.serialization  # import now: when torch.save does, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
