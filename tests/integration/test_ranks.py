@@ -566,7 +566,7 @@ def endless(tmp_path) -> Path:
     """A source that is never all prepared."""
     write_parquet(tmp_path / "source" / "0.parquet", documents(1000))
     for number in range(1, 60):
-        os.link(tmp_path / "source" / "0.parquet", tmp_path / "source" / f"{number}.parquet")
+        shutil.copy(tmp_path / "source" / "0.parquet", tmp_path / "source" / f"{number}.parquet")
     return tmp_path / "source"
 
 

@@ -76,7 +76,7 @@ def source(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     write_parquet(folder / "0.parquet", documents(3000))
     for n in range(1, 8):
-        os.link(folder / "0.parquet", folder / f"{n}.parquet")
+        shutil.copy(folder / "0.parquet", folder / f"{n}.parquet")
     return folder
 
 
