@@ -5,10 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from program import checkpoint, run
+from program import TINY_RUN, checkpoint, run
 
 T = 16  # context
 LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
+SHORT_RUN = TINY_RUN | dict(
+    learning_rate=0.01,
+    warmup_iters=2,
+    max_iters=8,
+    eval_interval=4,
+    eval_tokens=10 * T,
+)
 RULER = "\n---------------\n"
 
 

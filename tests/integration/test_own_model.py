@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from letters import LETTERS, RULER, T, write_letters
+from letters import LETTERS, RULER, SHORT_RUN, T
 from pages import block_with
 from program import (
     ROOT,
-    TINY_RUN,
     changed,
     checkpoint,
     column,
@@ -18,36 +16,7 @@ from program import (
     flags,
     start,
     train,
-    write_tokens,
 )
-
-TINY = TINY_RUN | dict(
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=10 * T,
-)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("data") / "letters")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "tokens"
-    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
-
-
-@pytest.fixture(scope="module")
-def gpt2(letters, tmp_path_factory) -> Path:
-    """A run of GPT-2 on letters, with biases and a head of its own."""
-    out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
-    train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
-    return out_dir
-
 
 # step 1 of docs/from_nanogpt.md
 OWN_MODEL = {"model_fast.py": "from mine import GPT"}
@@ -77,7 +46,7 @@ def test_the_own_model_of_the_page_trains_resumes_and_samples(optimizer, letters
         assert result.code == 0, result.err
         return result.out
 
-    given = TINY | dict(dataset=letters, optimizer=optimizer, dropout=0.1, lr_decay_iters=8)
+    given = SHORT_RUN | dict(dataset=letters, optimizer=optimizer, dropout=0.1, lr_decay_iters=8)
     ran("train.py", *flags(**given, out_dir="straight"))
     ran("train.py", *flags(**given | dict(max_iters=4), out_dir="halves"))
     ran("train.py", *flags(**given, out_dir="halves", init_from="resume"))
@@ -117,7 +86,7 @@ print(loss.item())
 
 @pytest.mark.parametrize("place", ["beside", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def test_a_script_written_for_nanogpts_model_runs_here(place, tokens, tmp_path):
-    train(**TINY | dict(eval_tokens=20 * T), dataset=tokens, out_dir=tmp_path / "run")
+    train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=tokens, out_dir=tmp_path / "run")
     home = changed(tmp_path / "copy", {})
     shutil.copy(ROOT / "docs" / "nanogpt_model.py", home)
     page = block_with("from nanogpt_model import")

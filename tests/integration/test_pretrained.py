@@ -6,45 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from letters import LETTERS, T, files, sample, write_letters
+from letters import LETTERS, SHORT_RUN, T, files, sample, write_letters
 from program import (
-    TINY_RUN,
     checkpoint,
     checkpoints,
     column,
     records,
     run,
     train,
-    write_tokens,
 )
-
-TINY = TINY_RUN | dict(
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=10 * T,
-)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("data") / "letters")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "tokens"
-    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
-
-
-@pytest.fixture(scope="module")
-def gpt2(letters, tmp_path_factory) -> Path:
-    """A run of GPT-2 on letters, with biases and a head of its own."""
-    out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
-    train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
-    return out_dir
-
 
 # the form of nanoGPT's own config files: products, imports, strings made at run time
 NANOGPTS_CONFIG = """
@@ -183,7 +153,7 @@ def test_a_hugging_face_model_is_evaluated_trained_and_exported(tokens, tmp_path
 
     # the sizes come from the weights, but for a shorter context
     names = ("n_layer", "n_head", "n_embd")
-    given = {name: value for name, value in TINY.items() if name not in names}
+    given = {name: value for name, value in SHORT_RUN.items() if name not in names}
     given |= dict(dataset=tokens, init_from=tmp_path / "hf", eval_tokens=20 * T)
     result = train(**given, out_dir=tmp_path / "none", eval_only=True)
     assert evaluation_in(result.out) == pytest.approx(before, abs=1e-4)
@@ -202,7 +172,7 @@ def test_a_hugging_face_model_is_evaluated_trained_and_exported(tokens, tmp_path
 
 def test_a_new_run_begins_with_the_weights_of_another_run(gpt2, letters, tmp_path):
     other = write_letters(tmp_path / "other")
-    given = TINY | dict(learning_rate=1e-3, dropout=0.1, max_iters=4)
+    given = SHORT_RUN | dict(learning_rate=1e-3, dropout=0.1, max_iters=4)
     before = files(gpt2)
     train(**given, dataset=other, init_from=gpt2, out_dir=tmp_path / "tuned")
     assert column(tmp_path / "tuned", "eval", "iter") == [0, 4]

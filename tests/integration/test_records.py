@@ -10,43 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from letters import T, write_letters
+from letters import SHORT_RUN, T
 from program import (
-    TINY_RUN,
     column,
     records,
     run,
     train,
-    write_tokens,
 )
-
-TINY = TINY_RUN | dict(
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=10 * T,
-)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("data") / "letters")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "tokens"
-    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
-
-
-@pytest.fixture(scope="module")
-def gpt2(letters, tmp_path_factory) -> Path:
-    """A run of GPT-2 on letters, with biases and a head of its own."""
-    out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
-    train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
-    return out_dir
-
 
 N = r"-?[\d.]+"
 ITER = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms, mfu ({N})%", re.MULTILINE)
@@ -78,7 +48,7 @@ def logged(tokens, tmp_path_factory) -> tuple[Path, str]:
 
     changes = dict(sample_tokens=5, peak_tflops=0.01, log_interval=2)
     with mock.patch.object(torch.Tensor, "backward", spoilt):
-        result = train(**TINY | changes, dataset=tokens, out_dir=out_dir)
+        result = train(**SHORT_RUN | changes, dataset=tokens, out_dir=out_dir)
     return out_dir, result.out
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from letters import T, files, sample, write_letters
+from letters import SHORT_RUN, T, files, sample
 from program import (
     ROOT,
-    TINY_RUN,
     assert_same_run,
     checkpoint,
     checkpoints,
@@ -21,33 +20,13 @@ from program import (
     start,
     train,
     wait_for_line,
-    write_tokens,
 )
-
-TINY = TINY_RUN | dict(
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=10 * T,
-)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("data") / "letters")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "tokens"
-    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
 
 
 def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_continues_it(
     tokens, tmp_path
 ):
-    arguments = flags(**TINY | dict(max_iters=10**6), dataset=tokens, out_dir=tmp_path / "run")
+    arguments = flags(**SHORT_RUN | dict(max_iters=10**6), dataset=tokens, out_dir=tmp_path / "run")
     process = start(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     wait_for_line(process, "iter 3:")
     process.send_signal(signal.SIGINT)
@@ -65,7 +44,7 @@ def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_contin
 
 
 def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(tokens, tmp_path):
-    arguments = dict(TINY, dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
+    arguments = dict(SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
     train(**arguments)
     before = files(tmp_path)
     result = train(**arguments)
@@ -78,7 +57,7 @@ def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weig
 ):
     changes = dict(learning_rate=1e38, grad_clip=0, warmup_iters=0, max_iters=60, eval_interval=60)
     changes |= dict(checkpoint_interval=1)
-    arguments = flags(**TINY | changes, dataset=tokens, out_dir=tmp_path / "run")
+    arguments = flags(**SHORT_RUN | changes, dataset=tokens, out_dir=tmp_path / "run")
     result = run("train.py", *arguments)
     assert result.code == 1
     lines = result.err.splitlines()
@@ -94,7 +73,7 @@ def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weig
 def eight(tokens, tmp_path_factory) -> Path:
     """A run of eight iterations, with checkpoints after 4 and 8."""
     out_dir = tmp_path_factory.mktemp("runs") / "eight"
-    train(**TINY, dataset=tokens, out_dir=out_dir)
+    train(**SHORT_RUN, dataset=tokens, out_dir=out_dir)
     assert checkpoints(out_dir) == [4, 8]
     return out_dir
 
@@ -103,14 +82,14 @@ def test_a_run_that_was_moved_with_its_dataset_goes_on(eight, tokens, tmp_path):
     shutil.copytree(eight, tmp_path / "moved")
     shutil.copytree(tokens, tmp_path / "tokens_moved")
     where = dict(out_dir=tmp_path / "moved", dataset=tmp_path / "tokens_moved")
-    train(**TINY | dict(max_iters=10), **where, init_from="resume")
+    train(**SHORT_RUN | dict(max_iters=10), **where, init_from="resume")
     assert column(tmp_path / "moved", "step", "iter") == [*range(10)]
 
 
 def test_without_its_newer_checkpoints_a_run_goes_back(eight, tokens, tmp_path):
     shutil.copytree(eight, tmp_path / "run")
     (tmp_path / "run" / "ckpt-00000008.pt").unlink()
-    result = train(**TINY, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
+    result = train(**SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
     assert "iter 4:" in result.out
     assert "iter 3:" not in result.out
     assert_same_run(tmp_path / "run", eight, 8)
@@ -120,13 +99,13 @@ def test_best_pt_goes_on_under_the_name_of_a_checkpoint(eight, tokens, tmp_path)
     """Where it alone is left."""
     (tmp_path / "run").mkdir()
     shutil.copy(eight / "best.pt", tmp_path / "run" / "ckpt-00000008.pt")
-    given = TINY | dict(max_iters=10)
+    given = SHORT_RUN | dict(max_iters=10)
     train(**given, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
     assert column(tmp_path / "run", "step", "iter") == [8, 9]
 
 
 def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
-    arguments = flags(**TINY | dict(max_iters=10**6), dataset=letters, out_dir=tmp_path)
+    arguments = flags(**SHORT_RUN | dict(max_iters=10**6), dataset=letters, out_dir=tmp_path)
     process = start("train.py", *arguments)
     try:
         wait_for_line(process, "checkpoint 4:")
@@ -141,7 +120,7 @@ def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
 
 def test_eval_iters_are_the_micro_batches_of_an_evaluation(tokens, tmp_path):
     for name, size in (("iters", dict(eval_iters=3)), ("tokens", dict(eval_tokens=3 * 4 * T))):
-        given = TINY | dict(eval_tokens=0, max_iters=0) | size
+        given = SHORT_RUN | dict(eval_tokens=0, max_iters=0) | size
         train(**given, dataset=tokens, out_dir=tmp_path / name)
     losses = [
         column(tmp_path / name, "eval", "train_loss", "val_loss") for name in ("iters", "tokens")
@@ -163,7 +142,7 @@ def test_a_resume_on_a_folder_of_which_one_file_has_changed_is_refused(split, le
     """nanoGPT's own folder, without a manifest; the file has its name and its size."""
     data, out_dir = tmp_path / "letters", tmp_path / "run"
     shutil.copytree(letters, data)
-    keys = TINY | dict(dataset=data, out_dir=out_dir, max_iters=2)
+    keys = SHORT_RUN | dict(dataset=data, out_dir=out_dir, max_iters=2)
     train(**keys)
     before = files(out_dir)
     ids = np.fromfile(data / f"{split}.bin", "<u2")

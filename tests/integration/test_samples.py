@@ -6,50 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from letters import LETTERS, T, sample, write_letters, write_parrot
+from letters import LETTERS, SHORT_RUN, T, sample, write_parrot
 from program import (
-    TINY_RUN,
     checkpoint,
     run,
     train,
-    write_tokens,
 )
 
 from model_fast import build_model, config_from_dict
 
-TINY = TINY_RUN | dict(
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=10 * T,
-)
 FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=99)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("data") / "letters")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "tokens"
-    return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
-
-
-@pytest.fixture(scope="module")
-def gpt2(letters, tmp_path_factory) -> Path:
-    """A run of GPT-2 on letters, with biases and a head of its own."""
-    out_dir = tmp_path_factory.mktemp("runs") / "gpt2"
-    train(**TINY, dataset=letters, out_dir=out_dir, bias=True, tie_weights=False)
-    return out_dir
 
 
 @pytest.fixture(scope="module")
 def fast(letters, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("runs") / "fast"
-    train(**TINY | FAST | dict(learning_rate=0.025), dataset=letters, out_dir=out_dir)
+    train(**SHORT_RUN | FAST | dict(learning_rate=0.025), dataset=letters, out_dir=out_dir)
     return out_dir
 
 
@@ -178,7 +150,7 @@ def test_unknown_characters_of_a_prompt_are_left_out_and_named(gpt2):
 
 
 def test_a_sample_ends_at_the_end_of_text(tokens, tmp_path):
-    train(**TINY, dataset=tokens, out_dir=tmp_path / "run", bias=True, tie_weights=False)
+    train(**SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run", bias=True, tie_weights=False)
     for token, text in ((0, "The end"), (ord("."), "The end.....")):
         parrot = write_parrot(tmp_path / "run", tmp_path / f"{token}.pt", token)
         flags = ("--start=The end", "--max_new_tokens=5", "--num_samples=2", "--temperature=0")
