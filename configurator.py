@@ -43,71 +43,71 @@ class Config:
     """
 
     # I/O
-    out_dir: str = "out"  # folder for checkpoints, metrics.jsonl and loss.png
+    out_dir: str = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     init_from: str = "scratch"  # scratch, resume, auto (resume if possible), gpt2, or a path
     eval_interval: int = 2000  # iterations between evaluations
     eval_iters: int = 200  # micro-batches per evaluation, if eval_tokens is 0
     eval_tokens: int = 0  # tokens per evaluation; 0: use eval_iters micro-batches
-    eval_only: bool = False  # evaluate once and exit
-    sample_tokens: int = 0  # tokens of text to print after each evaluation; 0: none
-    always_save_checkpoint: bool = True  # save after every evaluation; False: only the best
+    eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
+    sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
+    always_save_checkpoint: bool = True  # save after every evaluation; False: after the best so far
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
     keep_checkpoints: int = 2  # how many of the newest checkpoints to keep, besides best.pt
-    # logging
+    # Logging
     log_interval: int = 1  # iterations between log lines
-    tracker: str = "none"  # also log to wandb or tensorboard
+    tracker: str = "none"  # none, wandb or tensorboard, in addition to metrics.jsonl
     wandb_project: str = "owt"  # project name in wandb
     wandb_run_name: str = "gpt2"  # run name in wandb
-    # data
+    # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
-    stream: bool = False  # tokenize during training; see docs/data.md
-    tokenizer: str = "gpt2"  # for stream=True: gpt2, byte, or the path of a tokenizer.json
-    data_workers: int = 1  # for stream=True: threads that tokenize
+    stream: bool = False  # tokenize while training instead of before it
+    tokenizer: str = "gpt2"  # with stream=True: gpt2, byte, or the path of a tokenizer.json
+    data_workers: int = 1  # with stream=True: threads that tokenize
     batch_size: int = 12  # sequences in a micro-batch
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
-    tokens_per_iter: int = 0  # if set, gradient_accumulation_steps follows from it
-    # model
+    tokens_per_iter: int = 0  # sets gradient_accumulation_steps for any batch_size; 0: off
+    # Model
     model: str = "gpt2"  # gpt2, or fast, which reaches the same loss with fewer tokens
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads; must divide n_embd
     n_embd: int = 768  # channels of the residual stream (width)
-    dropout: float = 0.0  # 0.1 or more helps with fine-tuning and small texts
+    dropout: float = 0.0  # use 0.1 or more for fine-tuning and small texts
     bias: bool = False  # use biases in linear layers and norms, as OpenAI's GPT-2 does
-    tie_weights: bool = True  # share token embedding and output head; fast: False
-    flash: bool = True  # fused attention (scaled_dot_product_attention)
-    loss_chunk: str = "auto"  # compute the loss this many tokens at a time: auto | off | N
-    recompute: bool = False  # recompute activations in the backward pass: less memory, slower
-    value_tables: int = 0  # model=fast: number of value embeddings, which cost memory but no FLOPs
-    bigram_rows: int = 0  # model=fast: rows of the bigram embedding; 0: none
+    tie_weights: bool = True  # share token embedding and output head; model=fast sets False
+    flash: bool = True  # use PyTorch's fused attention; False needs much more memory
+    loss_chunk: str = "auto"  # compute the loss for this many tokens at a time; auto, or off: all
+    recompute: bool = False  # recompute activations in the backward pass: slower, less memory
+    value_tables: int = 0  # with model=fast: number of value embeddings
+    bigram_rows: int = 0  # with model=fast: rows of the bigram embedding; 0: none
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
-    # optimizer
+    # Optimizer
     optimizer: str = "adamw"  # adamw, or muon for the hidden matrices
-    learning_rate: float = 6e-4  # peak; optimizer=muon: for hidden matrices, default 0.025
-    head_lr: float = 0.004  # optimizer=muon: peak learning rate of the output head
-    muon_momentum: float = 0.95  # optimizer=muon: momentum
-    weight_decay: float = 0.1  # on matrices and embeddings; optimizer=muon: on embeddings and head
-    beta1: float = 0.9  # Adam: decay of the gradient's running mean
-    beta2: float = 0.95  # Adam: decay of the squared gradient's running mean
+    learning_rate: float = 6e-4  # peak rate; with optimizer=muon: of hidden matrices, default 0.025
+    head_lr: float = 0.004  # with optimizer=muon: peak rate of the output head
+    muon_momentum: float = 0.95  # with optimizer=muon: Muon's momentum
+    weight_decay: float = 0.1  # on matrices and embeddings; with muon: embeddings and head
+    beta1: float = 0.9  # AdamW's decay of the gradient's running mean
+    beta2: float = 0.95  # AdamW's decay of the squared gradient's running mean
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
-    # schedule
+    # Schedule
     max_iters: int = 600000  # iterations to train
     hours: float = 0.0  # train for this many hours instead of max_iters
     until: str = ""  # train until this time, such as 07:00, instead of max_iters
     max_minutes: float = 0.0  # save and stop this launch after this many minutes; 0: off
-    lr_schedule: str = "cosine"  # cosine, linear, constant, or wsd: constant, then linear
-    decay_fraction: float = 0.2  # lr_schedule=wsd: fraction of the run spent decaying
+    lr_schedule: str = "cosine"  # cosine, linear, constant, or wsd (constant, then linear)
+    decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
-    # system
+    # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # float32, bfloat16, float16, or auto: the fastest here
-    compile: bool | str = True  # use torch.compile; required: stop with an error if it fails
+    compile: bool | str = True  # use torch.compile; required: end the run if compiling fails
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # for initial weights, dropout and data order
-    peak_tflops: float = 0.0  # the device's peak, for MFU; 0: look it up in gpus.csv, else measure
+    peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up, or measure it
     # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     typed: frozenset[str] = field(default=frozenset(), compare=False)
@@ -546,19 +546,29 @@ def print_config(config: Config) -> str:
     return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
+def describe_keys(keys: type) -> dict[str, dict[str, str]]:
+    """Return what each key means, by heading and name, as the dataclass's comments say it."""
+    known = find_keys(keys)
+    found: dict[str, dict[str, str]] = {"": {}}
+    for line in inspect.getsource(keys).splitlines():
+        if heading := re.fullmatch(r"    # (\w[\w/ ]*)", line):
+            found[heading[1]] = {}
+        elif (key := re.match(r"    (\w+): .* = .*  # (.+)", line)) and key[1] in known:
+            last_heading = [*found][-1]
+            found[last_heading][key[1]] = key[2]
+    return found
+
+
 def print_help(keys: type = Config) -> None:
     """Print the keys as flags, with the dataclass's own headings and comments."""
     script = os.path.basename(sys.argv[0])
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (the last one wins)\n")
     print(inspect.cleandoc(keys.__doc__ or ""))
     known = find_keys(keys)
-    for line in inspect.getsource(keys).splitlines():
-        if heading := re.fullmatch(r"    # (\w[\w/ ]*)", line):
-            print(f"\n{heading[1]}:")
-        elif key := re.match(r"    (\w+): .* = .*  # (.+)", line):
-            name, meaning = key.groups()
-            if name not in known:
-                continue
+    for heading, meanings in describe_keys(keys).items():
+        if heading:
+            print(f"\n{heading}:")
+        for name, meaning in meanings.items():
             default = known[name].default
             shown = repr(default) if default in ("", "\n") else default
             flag = f"  --{name}={'PATH' if name in PATHS else METAVARS[known[name].type]}"

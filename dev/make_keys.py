@@ -1,0 +1,33 @@
+"""
+Write the list of keys in docs/keys.md from the comments and defaults in configurator.Config.
+
+    python dev/make_keys.py
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from configurator import FIELDS, Config, describe_keys  # noqa: E402
+
+PAGE = ROOT / "docs" / "keys.md"
+HEADING = "## All keys\n"
+
+
+def list_keys() -> str:
+    """Return the keys by heading, one line each, in Markdown."""
+    text = ""
+    for heading, meanings in describe_keys(Config).items():
+        if heading:
+            text += f"\n### {heading}\n\n"
+        for name, meaning in meanings.items():
+            default = str(FIELDS[name].default) or '""'
+            text += f"- **`{name}`** (`{default}`): {meaning}\n"
+    return text
+
+
+if __name__ == "__main__":
+    written_by_hand = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
+    PAGE.write_text(written_by_hand + HEADING + list_keys(), encoding="utf-8")
