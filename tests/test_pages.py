@@ -73,7 +73,7 @@ def test_every_command_names_a_script_its_configs_and_its_flags(page):
 def test_commands_are_found():
     """Guards the test above against a pattern that finds nothing."""
     scripts = {command[0] for command in pages.command_lines(README)}
-    assert {"train.py", "bench.py", "sample.py", "compare.py", "convert.py"} <= scripts
+    assert {"train.py", "bench.py", "sample.py", "compare.py"} <= scripts
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)

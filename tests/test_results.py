@@ -262,10 +262,10 @@ def test_an_estimated_figure_is_what_plan_computes(page, values):
     assert shows(f"docs/{page}.md", values())
 
 
-def test_the_front_pages_night_is_what_plan_computes():
+def test_the_fast_recipes_night_is_what_plan_computes():
     p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
     billions = [tokens / 1e9 for tokens in (p["total_tokens"], *p["tokens_range"])]
-    assert shows("README.md", billions) and shows("README.md", [p["vram_gib"]])
+    assert shows("docs/fast_recipe.md", billions) and shows("README.md", [p["vram_gib"]])
 
 
 GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
