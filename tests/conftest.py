@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import program
 import pytest
 import torch
 import warm
@@ -52,6 +53,14 @@ def restored_process_state(request):
     if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
         torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test():
+    """Ranks that a failed test leaves behind would slow every test after it."""
+    yield
+    while program.started:
+        program.started.pop().kill()
 
 
 @pytest.fixture

@@ -108,6 +108,9 @@ def train(**keys) -> Result:
     return result
 
 
+started: list[subprocess.Popen | warm.WarmProcess] = []  # by the running test
+
+
 def start(
     *arguments: str,
     cwd: Path = ROOT,
@@ -122,8 +125,9 @@ def start(
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
     python_option = arguments[0].startswith("-") and arguments[0] != "-c"
+    process: subprocess.Popen | warm.WarmProcess
     if cold or python_option or sys.platform != "linux":
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=cwd,
             stdout=subprocess.PIPE,
@@ -131,7 +135,10 @@ def start(
             text=True,
             env=environment,
         )
-    return warm.WarmProcess(list(arguments), cwd, environment, only_torch)
+    else:
+        process = warm.WarmProcess(list(arguments), cwd, environment, only_torch)
+    started.append(process)
+    return process
 
 
 def finish(process, timeout: float = 120) -> Result:
