@@ -3,10 +3,10 @@ Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
 This file contains the whole run, in the order in which it happens. main(), at the end, makes every
 decision: when to evaluate, save, retry a failed save, update best.pt and stop. (Whether the time of
-an --hours run is up is computed in training/clock.py.) One iteration is
-train_step(), which runs gradient_accumulation_steps micro-batches forward and backward and then
-updates the weights. GPT-2 is in model.py, the fast recipe in model_fast.py, every key in
-configurator.py, the tokens in data/, and the machinery around a run in training/.
+an --hours run is up is computed in training/clock.py.) One iteration is train_step(), which runs
+gradient_accumulation_steps micro-batches forward and backward and then updates the weights. GPT-2
+is in model.py, the fast recipe in model_fast.py, every key in configurator.py, the tokens in data/,
+and the machinery around a run in training/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -63,7 +63,8 @@ ARCHITECTURE = (
 )
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset, the
-# dtype and the tokens per iteration, unless the command sets them
+# tokenizer and the dtype unless the command sets them, and the tokens per iteration if only
+# batch_size is typed. Other keys have the values of the command, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
@@ -309,9 +310,9 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     Return the learning rate of iteration `it`. The rate warms up to `peak`, then decays to min_lr.
 
     A run with hours or until does not know its number of iterations, so this is predicted from
-    `share`, the part of its time that is over (0 to 1; evaluations and saves count too). At the
-    pace so far, the last iteration is it / share. Such a run warms up for at most a tenth of its
-    iterations.
+    `share`, how much of the schedule is done: 0 at the first update, 1 at the last. Evaluations and
+    saves count too. At the pace so far, the last iteration is it / share. Such a run warms up for
+    at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
@@ -510,7 +511,8 @@ def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ran
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
     """
     Restore the optimizer, the scaler, the random states and the progress. Other parts of the
-    checkpoint are read by Clock, Schedule, Saver, find_peak() and open_stream(). Raises UserError.
+    checkpoint are read by Clock, Schedule, Saver, find_peak_flops() and open_stream(). Raises
+    UserError.
     """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:
@@ -567,8 +569,8 @@ def main(
     # Device and data
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank)
-    saved_peak = resumed["peak"] if resumed else None
-    hw.find_peak(saved_peak)
+    saved_peak_flops = resumed["peak"] if resumed else None
+    hw.find_peak_flops(saved_peak_flops)
     data = open_data(c, resumed, weights, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         say_done(c, resumed)
@@ -600,7 +602,7 @@ def main(
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
     clock = Clock(began, hw.synchronize, resumed)
-    hw.find_peak(saved_peak)  # measure it again, and keep the better result
+    hw.find_peak_flops(saved_peak_flops)  # measure it again, and keep the better result
     schedule = Schedule(c, clock, resumed)
     log = Log(c, schedule, hw, ranks, saver.write_record)
     ranks.on_main(log.open, progress.iter_num)
@@ -615,21 +617,19 @@ def main(
     # Compile, and prepare the loop
     if c.compile and not hw.can_compile:
         say("compile: off; torch's compiler for MPS is an early prototype")
-    problem = ""  # why compiling failed, if it did; with compile=required the run ends here
+    compile_problem = ""  # why compiling failed, if it did; with compile=required the run ends here
     if compiles:
         say("compiling: about a minute, or several on few CPU cores")
-        problem = compile_and_check(model, c, data.vocab, hw, ranks)
-        if problem:
+        compile_problem = compile_and_check(model, c, data.vocab, hw, ranks)
+        if compile_problem:
             model.loss_chunk = loss_chunk(c, compiled=False)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free the garbage that compiling left
     gc.freeze()  # otherwise each collection would scan a million torch objects
     seconds = clock.lap("compile")
     if compiles:
-        log.report_compile(progress.iter_num, seconds, problem)
-    accum = (
-        c.gradient_accumulation_steps // ranks.world_size
-    )  # micro-batches per rank and iteration
+        log.report_compile(progress.iter_num, seconds, compile_problem)
+    accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     autocast = hw.autocast()
     skips_in_a_row = torch.zeros((), device=hw.device)  # skipped updates, up to the latest
     skips_since_line = torch.zeros((), device=hw.device)
@@ -639,16 +639,17 @@ def main(
     while True:
         it = progress.iter_num
         # Rank 0 reads the clock for all ranks. With clocks of their own, ranks could decide
-        # differently and then deadlock. clock.Now explains the fields
+        # differently and then deadlock. With hours or until, now.share is 0 at the first update and
+        # 1 at the last, after which the final evaluation and save still fit
         now = ranks.on_main(schedule.look, it)
 
         # check whether to stop. `stop` is the reason or None; an interrupted evaluation sets it
         stop: str | None = None
         if c.eval_only:
             stop = "eval_only"
-        elif it >= c.max_iters:  # max_iters is never reached if only hours or until is set
+        elif it >= c.max_iters:  # with hours or until, only a max_iters flag counts
             stop = "max_iters"
-        elif now.time_is_up:
+        elif now.time_is_up:  # early enough for the final evaluation and save
             stop = "until" if c.until else "hours"
         elif c.max_minutes and now.launch_minutes >= c.max_minutes:  # not counting the final save
             stop = "max_minutes"
@@ -658,10 +659,11 @@ def main(
         # evaluate every eval_interval iterations (or every twentieth of the time with hours or
         # until), and when the run is complete. Nothing but best.pt may depend on this final
         # evaluation, because a longer run would not make one here
-        eval_due = it % c.eval_interval == 0
-        if c.eval_interval == UNREACHED:
-            eval_due |= int(20 * now.share) > int(20 * progress.evaluated_share)
-        eval_due = eval_due and now.has_spare_time and not stop
+        if c.eval_interval == UNREACHED:  # hours or until is set, and eval_interval is not
+            eval_due = int(20 * now.share) > int(20 * progress.evaluated_share)
+        else:
+            eval_due = it % c.eval_interval == 0
+        eval_due &= now.has_spare_time and not stop  # the final evaluation must fit afterwards
         if (eval_due or stop in COMPLETE) and (progress.evaluated_at != it or c.eval_only):
             clock.lap("steps")
             try:
@@ -683,10 +685,10 @@ def main(
                 schedule.expect("evaluation", clock.lap("evaluation"))
 
         # save every checkpoint_interval iterations or ten minutes, after an evaluation, half a
-        # minute after a failed save, and at the end
+        # minute after a failed save, and at the end. If is_best, best.pt becomes the same file
         is_evaluated = progress.evaluated_at == it
         is_improved = progress.val_loss < progress.best_val_loss
-        # best_iter == it happens only at iteration 0
+        # best_iter == it at iteration 0, and after a resume from the best, which is on disk already
         is_best = is_evaluated and (is_improved or progress.best_iter == it)
         if c.checkpoint_interval:
             save_due = it % c.checkpoint_interval == 0
@@ -707,7 +709,7 @@ def main(
                 c, data, eval_model, optimizer, scaler, to_save, schedule, hw, ranks
             )
             problem = ranks.on_main(saver.save, state, is_best)  # "", or why it failed
-            while problem and stop:  # training is over, so wait for space or a signal
+            while problem and stop:  # wait for space; any signal, even `stop` itself, ends this
                 if signals.stop_asked():
                     ranks.fail(f"{problem}; make room, then {checkpoint.resume_hint(c.out_dir)}")
                 hint = "trying again each minute; Ctrl-C gives up, and frees the device"
@@ -743,8 +745,8 @@ def main(
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
 
-        # log every log_interval iterations, and after the last one. Only here does the loop wait
-        # for the device, so skipped updates are also noticed here
+        # log every log_interval iterations, and after the last one (by the clock, perhaps the last
+        # few). Only here does training wait for the device, so skipped updates are noticed here too
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
             clock.lap("steps")

@@ -321,7 +321,7 @@ def check_speed(hw: Hardware) -> list[str]:
         properties = torch.cuda.get_device_properties(hw.device)
         row = find_row(hw.name, properties.multi_processor_count)
     if not peak:
-        hw.find_peak(None)
+        hw.find_peak_flops(None)
         say(f"  matmul: {hw.peak_tflops:.3g} TFLOP/s; no data sheet to compare it with")
         return []
     began = time.perf_counter()

@@ -150,10 +150,10 @@ def test_the_best_measurement_is_the_peak_and_a_resumed_run_keeps_its_own(monkey
     monkeypatch.setattr(hardware, "measure_matmul", lambda *_: next(speeds))
     first, resumed = hw(None), hw(None)
     for _ in range(3):
-        first.find_peak(None)
+        first.find_peak_flops(None)
     assert (first.peak_tflops, first.peak_source) == (0.5, "measured")
     for _ in range(2):
-        resumed.find_peak(first.peak_to_save())
+        resumed.find_peak_flops(first.peak_to_save())
     assert resumed.peak_tflops == 0.5
     assert next(speeds) == 0.6
 
@@ -168,7 +168,7 @@ def test_a_run_resumed_in_another_dtype_or_on_another_machine_measures_its_peak(
         (saved | dict(device="x"), 0.5),
     ):
         machine = hw(None)
-        machine.find_peak(here)
+        machine.find_peak_flops(here)
         assert machine.peak_tflops == peak
 
 

@@ -83,7 +83,7 @@ class Hardware:
         """Return the dtype's name without "torch.", such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
-    def find_peak(self, saved: dict | None) -> None:
+    def find_peak_flops(self, saved: dict | None) -> None:
         """
         Measure the peak with a matmul in `dtype` if no data sheet gives one. A resumed run takes
         the `saved` peak from its checkpoint, so that the whole run uses one peak. Repeated calls
@@ -102,7 +102,7 @@ class Hardware:
         self.peak_source = MEASURED
 
     def peak_to_save(self) -> dict | None:
-        """Return the measured peak for a resume's find_peak(); None if it was not measured."""
+        """Return the measured peak, for find_peak_flops() of a resume, or None if looked up."""
         if self.peak_source != MEASURED:
             return None
         return dict(device=self.name, dtype=self.dtype_name, tflops=self.peak_tflops)
