@@ -358,13 +358,8 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
     if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
         return "different tokenizers"
     ours = [run for run in runs if not is_nanogpt(run)]
-    if len(ours) > 1:
-        same = same_of_start(ours, "val_fingerprint")
-        if same is False:
-            return "different validation tokens"
-        # An older version recorded one fingerprint for training and validation tokens together.
-        if same is None and not same_of_start(ours, "data_fingerprint"):
-            return "unknown validation tokens: a run of an older version on other data"
+    if len(ours) > 1 and not same_of_start(ours, "val_fingerprint"):
+        return "different validation tokens"
     # nanoGPT's log names its dataset but has no fingerprint
     if len(ours) < len(runs):
         names = [dataset_name(run) for run in runs]

@@ -81,7 +81,7 @@ def order_of(asked: str | None, out: Path, started: dict) -> str:
     """Return the order asked for, or else the one that the folder was begun in."""
     if asked or not started:
         return asked or "shuffled"
-    begun = started.get("order", "prefix")
+    begun = started.get("order", "shuffled")
     if begun != "shuffled":
         say(f"{out}: was begun in the order {begun}, which it keeps")
     return begun

@@ -199,9 +199,9 @@ class Dataset:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return UTF-8 bytes per validation token, or None if the manifest does not count bytes."""
-        val = [self.listed[shard.path.name] for shard in self.val.shards if self.listed]
-        if not val or not all("bytes" in shard for shard in val):
+        """Return UTF-8 bytes per validation token, or None without a manifest."""
+        val = self.listed_val().values()
+        if not val:
             return None
         return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
 
@@ -269,8 +269,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
         complete = manifest.get("complete", True)
         val_text_sha256 = manifest.get("val_text_sha256")
-        # prepare_text.py writes neither key; earlier versions of prepare_fineweb.py wrote no order
-        order = manifest.get("order", "prefix" if "val_tokens" in manifest else "")
+        order = manifest.get("order", "")  # prepare_text.py writes none
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         if tokenizer["kind"] == "bpe" and listed:  # it is written before the first shard
@@ -313,7 +312,7 @@ def check_and_fingerprint(listed: dict[str, dict], splits: list[ShardTokens]) ->
     the dataset's fingerprint, a SHA-256 over those tokens and manifest.json's entries. Raises
     RunError.
     """
-    # Leave out `bytes`, which earlier versions did not count, so that old fingerprints still match.
+    # Leave out `bytes`, which says nothing about the tokens.
     entries = {n: {k: v for k, v in listed[n].items() if k != "bytes"} for n in listed}
     fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
     for split in splits:

@@ -171,7 +171,6 @@ def check_folder(plan: Plan) -> None:
 def check_manifest(plan: Plan, manifest: dict) -> None:
     """Raise UserError if the folder was made from other text or with other flags."""
     asked = dict(plan.made_from)
-    manifest = dict(order="prefix") | manifest  # the only order of earlier versions
     noted = manifest.get("files", {})
     # While it is unfinished, the user may have fixed a broken line in a source file.
     is_begun = not manifest.get("complete", True)
@@ -187,11 +186,6 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
         ]
         named = "; ".join(flags or differs)
         problem = f"exists, made from other text or with other flags ({named})"
-        raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
-    # Earlier versions recorded train_tokens, but not where to continue.
-    before = manifest.get("train_tokens")
-    if "next" not in manifest and before and (plan.train_tokens or 0) > before:
-        problem = "an earlier version made it, so no tokens can be added"
         raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
 
 
@@ -213,7 +207,7 @@ def begin_or_continue(plan: Plan) -> dict:
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
     has_room = plan.train_tokens is None or tokens_of(manifest)["train"] < plan.train_tokens
-    if manifest["complete"] and not (manifest.get("next") and has_room):
+    if manifest["complete"] and not (manifest["next"] and has_room):
         say(f"{folder}: complete, nothing to do")
     elif manifest["complete"]:
         say(f"{folder}: adding tokens; runs that began with fewer cannot be resumed on it")
@@ -405,10 +399,8 @@ def add_to_val_text(manifest: dict, text: bytes) -> None:
     Add a document to the validation text's hash, which becomes the hash of the old hash and the
     document's. It does not depend on the tokenizer, the shards, or where a preparation was stopped.
     """
-    so_far = manifest.get("val_text_sha256")
-    if so_far is not None:  # None in folders begun by an earlier version
-        both = bytes.fromhex(so_far) + hashlib.sha256(text).digest()
-        manifest["val_text_sha256"] = hashlib.sha256(both).hexdigest()
+    both = bytes.fromhex(manifest["val_text_sha256"]) + hashlib.sha256(text).digest()
+    manifest["val_text_sha256"] = hashlib.sha256(both).hexdigest()
 
 
 def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:

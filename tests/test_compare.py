@@ -249,11 +249,6 @@ NO = "not comparable"
         # whatever was trained on
         (dict(), dict(data_fingerprint="more"), LOSS, None, ""),
         (dict(), dict(val_fingerprint="others"), NO, NO, "different validation tokens"),
-        # records of an earlier version, which knew whether all tokens are equal
-        (dict(), dict(val_fingerprint=None), LOSS, None, ""),
-        (dict(val_fingerprint=None), dict(val_fingerprint=None), LOSS, None, ""),
-        (dict(), dict(val_fingerprint=None, data_fingerprint="more"), NO, NO, "validation tokens"),
-        (dict(), dict(val_fingerprint=None, data_fingerprint=None), NO, NO, "unknown validation"),
         # another tokenizer
         (BYTES | TEXT, BPE | TEXT, NO, BITS, "different tokenizers; bits per byte are"),
         (

@@ -261,9 +261,6 @@ def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypat
     write_sources(tmp_path)
     flags = ["--source=many.parquet", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
     prepare(*flags, "--order=prefix", "--tokens=8k", "--out=out")
-    manifest = manifest_of(Path("out"))
-    del manifest["order"]  # as an earlier version left it
-    Path("out/manifest.json").write_text(json.dumps(manifest))
     before = contents(Path("out"))
     result = run(FINEWEB, *flags, "--order=shuffled", "--tokens=14k", "--out=out")
     assert result.code == 2 and result.err.count("\n") == 1 and "order" in result.err
@@ -458,34 +455,6 @@ def test_a_larger_number_of_tokens_continues_a_finished_folder(tmp_path, monkeyp
     prepare(*flags, "--tokens=10M", "--out=out")
     assert stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train") == TEXTS[:250]
     assert "complete, nothing to do" in prepare(*flags, "--tokens=20M", "--out=out").out
-
-
-def as_an_earlier_version_left_it(folder: Path, **changes) -> None:
-    """Its manifest counted rows in files, not in row groups, and a finished one had no place."""
-    manifest = manifest_of(folder) | changes
-    for key in ("val_text_sha256", "run_id"):
-        manifest.pop(key, None)
-    if place := manifest.pop("next"):
-        if not manifest["complete"]:
-            manifest["next"] = dict(file=place["file"], row=100 * place["group"] + place["row"])
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_folders_of_an_earlier_version_stay_and_those_it_began_are_finished(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_sources(tmp_path)
-    flags = OF_ROWS.split()
-    prepare(*flags, "--out=straight")
-    prepare(*flags, "--tokens=9k", "--out=out")
-    as_an_earlier_version_left_it(Path("out"), complete=True, train_tokens=9000)
-    assert "complete, nothing to do" in prepare(*flags, "--tokens=9k", "--out=out").out
-    result = run(FINEWEB, *flags, "--tokens=10k", "--out=out")
-    assert result.code == 2 and "an earlier version made it" in result.err
-    prepare(*flags, "--tokens=9k", "--out=begun")
-    as_an_earlier_version_left_it(Path("begun"), complete=False)
-    prepare(*flags, "--out=begun")
-    assert stored(Path("begun"), "train") == stored(Path("straight"), "train")
-    assert "val_text_sha256" not in manifest_of(Path("begun"))  # of a part it would be wrong
 
 
 def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
