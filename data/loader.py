@@ -172,10 +172,9 @@ class Batches:
         Read this rank's share of eval_batches() into host memory. Returns None if that fails, with
         the reason in `error`.
         """
-        host = torch.device("cpu")
         ours = (self.rank, self.world_size)
         try:
-            return [*eval_batches(split, tokens, self.config, host, spread, *ours)]
+            return [*eval_batches(split, tokens, self.config, spread, *ours)]
         except RunError as error:
             self.error = error
             return None
@@ -206,7 +205,6 @@ def eval_batches(
     split: ShardTokens,
     tokens: int,
     config: Config,
-    device: torch.device,
     spread: bool = False,
     rank: int = 0,
     world_size: int = 1,
@@ -215,8 +213,9 @@ def eval_batches(
     Yield this rank's share of the fixed windows that an evaluation reads: the first `tokens` tokens
     of the split, or with `spread` as many windows spaced evenly over the whole split. Batch size
     and number of ranks do not change which tokens are evaluated. The last batches are padded with
-    rows whose targets are -1, which the loss ignores.
+    rows whose targets are -1, which the loss ignores. They stay on the host.
     """
+    host = torch.device("cpu")
     T = config.block_size
     available = (len(split) - 1) // T
     count = min(max(tokens // T, 1), available)
@@ -226,6 +225,6 @@ def eval_batches(
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]
         filling = [starts[0]] * (config.batch_size - len(rows))
-        x, y = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), device)
+        x, y = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), host)
         y[len(rows) :] = -1
         yield x, y

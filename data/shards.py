@@ -184,23 +184,25 @@ class Dataset:
     val: ShardTokens
     vocab: int  # vocabulary size before padding
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
+    manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
     fingerprint: str = ""  # changes when the tokens do
     val_fingerprint: str = ""  # changes when the validation tokens do
-    val_text_sha256: str | None = None  # hash of the validation text, if the manifest has one
-    order: str = ""  # document order, see data/order.py; "" if unknown
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
-    listed: dict[str, dict] = field(default_factory=dict)  # manifest.json's entries, by shard name
-    complete: bool = True  # False while it is still being prepared
 
-    def listed_val(self) -> dict[str, dict]:
-        """Return the manifest's entries for the validation shards; empty without a manifest."""
-        names = [shard.path.name for shard in self.val.shards]
-        return {name: self.listed[name] for name in names if name in self.listed}
+    @property
+    def complete(self) -> bool:
+        """Return False while the dataset is still being prepared."""
+        return self.manifest.get("complete", True)
+
+    def listed(self, split: ShardTokens) -> list[dict]:
+        """Return the manifest's entries of a split's shards, in order; [] without a manifest."""
+        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
+        return [entries[shard.path.name] for shard in split.shards if entries]
 
     @property
     def bytes_per_token(self) -> float | None:
         """Return UTF-8 bytes per validation token, or None without a manifest."""
-        val = self.listed_val().values()
+        val = self.listed(self.val)
         if not val:
             return None
         return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
@@ -232,8 +234,8 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
         if not len(held):
             files = f"{split}_000001.bin or NAME_{split}_000001.npy"
             raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
-    data.fingerprint = check_and_fingerprint(data.listed, [data.train, data.val])
-    data.val_fingerprint = check_and_fingerprint(data.listed_val(), [data.val])
+    data.fingerprint = check_and_fingerprint(data, data.train, data.val)
+    data.val_fingerprint = check_and_fingerprint(data, data.val)
     return data
 
 
@@ -261,18 +263,14 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     The folder may still be in preparation. Checks the header of every shard that is not in `known`.
     If the tokenizer's kind is unknown, a run can train but not print samples. Raises UserError.
     """
-    listed, complete, vocab, tokenizer = {}, True, GPT2_VOCAB, dict(kind="gpt2")
-    val_text_sha256 = None
-    order = ""
+    manifest: dict = {}
+    vocab, tokenizer = GPT2_VOCAB, dict(kind="gpt2")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
-        listed = {shard["name"]: shard for shard in manifest.get("shards", [])}
-        complete = manifest.get("complete", True)
-        val_text_sha256 = manifest.get("val_text_sha256")
-        order = manifest.get("order", "")  # prepare_text.py writes none
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
-        if tokenizer["kind"] == "bpe" and listed:  # it is written before the first shard
+        # its file is written before the first shard
+        if tokenizer["kind"] == "bpe" and manifest.get("shards"):
             tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare it again")
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")
@@ -284,21 +282,12 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     # Use .npy shards only if there are no .bin shards, which may hold the same tokens.
     names = [path.name for path in found if path.suffix == ".bin"]
     names = names or [path.name for path in found if path.suffix == ".npy"]
+    listed = [shard["name"] for shard in manifest.get("shards", [])]
     for name in sorted(listed or names):
         if split := split_of(name):
             shards[split].append((known or {}).get(name) or open_shard(folder / name))
     train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
-    return Dataset(
-        str(folder),
-        train,
-        val,
-        vocab,
-        tokenizer,
-        val_text_sha256=val_text_sha256,
-        order=order,
-        listed=listed,
-        complete=complete,
-    )
+    return Dataset(str(folder), train, val, vocab, tokenizer, manifest)
 
 
 def read_manifest(folder: Path) -> dict:
@@ -306,14 +295,15 @@ def read_manifest(folder: Path) -> dict:
     return read_json(folder / "manifest.json", "prepare the dataset again")
 
 
-def check_and_fingerprint(listed: dict[str, dict], splits: list[ShardTokens]) -> str:
+def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
     """
     Check the tokens at both ends of each shard; training checks the rest as it reads them. Returns
     the dataset's fingerprint, a SHA-256 over those tokens and manifest.json's entries. Raises
     RunError.
     """
     # Leave out `bytes`, which says nothing about the tokens.
-    entries = {n: {k: v for k, v in listed[n].items() if k != "bytes"} for n in listed}
+    listed = [entry for split in splits for entry in data.listed(split)]
+    entries = {e["name"]: {k: v for k, v in e.items() if k != "bytes"} for e in listed}
     fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
     for split in splits:
         for shard, end in zip(split.shards, split.ends, strict=True):

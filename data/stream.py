@@ -58,7 +58,7 @@ class Stream:
         self.errors: list[str] = []  # error lines printed by the preparation
         nothing = ShardTokens([], 0)
         # what the folder held when it was last looked at
-        self.data = Dataset(str(folder), nothing, nothing, 0, {}, complete=False)
+        self.data = Dataset(str(folder), nothing, nothing, 0, {}, dict(complete=False))
         self.closed = False
         self.before = [*before]  # a resumed run's shards_read(), from its checkpoint
         self.epochs = 0  # complete passes over the source
@@ -164,7 +164,7 @@ class Stream:
         """Return the SHA-256 of each shard that the first `sequences` sequences read from."""
         train = self.data.train
         last = bisect.bisect_left(train.ends, sequences * self.block_size)
-        return [self.data.listed[shard.path.name]["sha256"] for shard in train.shards[: last + 1]]
+        return [shard["sha256"] for shard in self.data.listed(train)[: last + 1]]
 
     def close(self) -> None:
         self.closed = True
@@ -231,7 +231,7 @@ def describe(source: str, stream: Stream, evaluated: int) -> Dataset:
         hint = "choose a larger --dataset, or smaller --eval_tokens and --block_size"
         raise UserError(f"dataset: {source} holds {held}; {hint}")
     # Leave out the training shards, which are still being written. The manifest names their source.
-    data.fingerprint = check_and_fingerprint(data.listed_val(), [data.val])
+    data.fingerprint = check_and_fingerprint(data, data.val)
     data.val_fingerprint = data.fingerprint
     return data
 

@@ -115,7 +115,7 @@ def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool
     """The targets that an evaluation of 130 tokens counts on all ranks, in order."""
     config = Config(batch_size=batch_size, block_size=10)
     ranks = [
-        list(eval_batches(split, 130, config, torch.device("cpu"), spread, rank, world_size))
+        list(eval_batches(split, 130, config, spread, rank, world_size))
         for rank in range(world_size)
     ]
     seen = []

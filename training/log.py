@@ -173,8 +173,8 @@ class Log:
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         held = f"{train} train and {count(len(data.val))} val tokens"
-        order = f", order {data.order}" if data.order else ""
-        say(f"data: {data.source}, {held}{order}")
+        order = data.manifest.get("order")  # prepare_text.py writes none
+        say(f"data: {data.source}, {held}{f', order {order}' if order else ''}")
         say(batch_line(c))
         if not c.eval_only:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
@@ -204,7 +204,7 @@ class Log:
             tokenizer=tokenizer_name(data.tokenizer),
             data_fingerprint=data.fingerprint,
             val_fingerprint=data.val_fingerprint,
-            val_text_sha256=data.val_text_sha256,
+            val_text_sha256=data.manifest.get("val_text_sha256"),
             val_tokens=len(data.val),
             torch=torch.__version__,
         )

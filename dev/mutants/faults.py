@@ -1338,8 +1338,8 @@ FAULTS = [
     Fault(
         "bits_per_byte_count_the_training_shards",
         "data/shards.py",
-        "val = [self.listed[shard.path.name] for shard in self.val.shards if self.listed]",
-        "val = [*self.listed.values()]",
+        "val = self.listed(self.val)",
+        'val = self.manifest.get("shards")',
         "integration/test_losses.py::test_every_number_of_a_run_is_the_plain_trainers[gpt2]",
     ),
     Fault(
@@ -1969,8 +1969,8 @@ FAULTS = [
     Fault(
         "the_fingerprint_is_of_the_training_data",
         "data/shards.py",
-        "check_and_fingerprint(data.listed, [data.train, data.val])",
-        "check_and_fingerprint(data.listed, [data.train])",
+        "check_and_fingerprint(data, data.train, data.val)",
+        "check_and_fingerprint(data, data.train)",
         "integration/test_resume.py::test_a_resume_on_a_folder_of_which_one_file_has_changed_is_refused[val]",
     ),
     Fault(
