@@ -125,10 +125,6 @@ class Row:
         return f"{name} {high / low:.2f}x {self.word}" if is_decided else ""
 
 
-def build_table(runs: list[Run], target: float | None) -> list[Row]:
-    return [*setting_rows(runs), *speed_rows(runs), *pause_rows(runs), *loss_rows(runs, target)]
-
-
 def setting_rows(runs: list[Run]) -> list[Row]:
     """Build a row for each key in which the runs differ, and for the device and dtype in use."""
     rows = []
@@ -216,7 +212,7 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
             losses = [loss_at(*learning_curve(run, axis), at) for run in runs]
             rows.append(loss_row(f"val loss {PLACES[axis](at)}", key, losses))
         if target is None:
-            target = lowest_that_all_reach(runs)
+            target = max([loss for loss in lowest if loss is not None], default=None)
     if target is not None:
         for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_text)):
             values = [reach(*learning_curve(run, axis), target) for run in runs]
@@ -261,11 +257,6 @@ def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
         if all(loss_at(*curve, at) is not None for curve in curves):
             return float(at)
     return None
-
-
-def lowest_that_all_reach(runs: list[Run]) -> float | None:
-    lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
-    return max([loss for loss in lowest if loss is not None], default=None)
 
 
 def print_table(rows: list[Row], names: list[str]) -> None:
@@ -477,7 +468,7 @@ def find_paths(given: list[Path]) -> list[Path]:
 def compare_runs(runs: list[Run], target: float | None) -> dict:
     """Print the table and the warnings. Returns the dict that --json writes."""
     names = [run.name for run in runs]
-    rows = build_table(runs, target)
+    rows = [*setting_rows(runs), *speed_rows(runs), *pause_rows(runs), *loss_rows(runs, target)]
     warnings = collect_warnings(runs, target)
     print_table(rows, names)
     for warning in warnings:

@@ -20,20 +20,18 @@ from reports.nanogpt_log import read_nanogpt_log
 
 INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of these when it resumes
 # The kinds of records that become columns, and the values that are kept
-STEP_COLUMNS = (
-    "iter",
-    "tokens",
-    "tokens_after",
-    "hours",
-    "loss",
-    "step_ms",
-    "tokens_per_sec",
-    "mfu",
-    "mem_gib",
-    "data_wait_ms",
-)
 COLUMNS = {
-    "step": STEP_COLUMNS,
+    "step": (
+        "iter",
+        "tokens",
+        "tokens_after",
+        "hours",
+        "loss",
+        "step_ms",
+        "tokens_per_sec",
+        "mfu",
+        "mem_gib",
+    ),
     "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte", "seconds"),
     "checkpoint": ("iter", "seconds"),
 }
