@@ -13,11 +13,9 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
-
-import torch
 
 from common.console import (
     UserError,
@@ -70,8 +68,6 @@ USABLE_MEMORY = 0.9
 MOST_FLOPS_ON_A_CPU = 1e12
 # relative, because nanoGPT's log prints the parameters in millions with two decimals
 SAME_PARAMETERS = 1e-3
-# Repeating data up to four times is nearly as good as new data (arXiv:2305.16264).
-MOST_EPOCHS = 6
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -142,10 +138,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
 def card_here(config: Config) -> Card:
     raise_if_any(hardware.check_device(config))
     hw = hardware.set_up(config)
-    memory = None
-    if hw.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(hw.device).total_memory / GIB
-    return Card(hw.name, hw.dtype_name, hw.peak_tflops, memory, link_of(hw.name))
+    return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib(), link_of(hw.name))
 
 
 def link_of(name: str) -> float:
@@ -286,24 +279,12 @@ def link_gbs(card: Card, n: int, options: Namespace) -> float:
 # The time of a run
 
 
-@dataclass(frozen=True)
-class Times:
+def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
     """
-    Holds the times of a run of `max_iters` iterations. `hours` counts iterations only,
-    `hours_total` also evaluations and checkpoints; `eval_seconds` is the time of one evaluation,
-    `checkpoint_seconds` that of one checkpoint.
+    Return the plan's figures about time. `hours` counts iterations only, `hours_total` also
+    evaluations and checkpoints; `eval_seconds` is the time of one evaluation, `checkpoint_seconds`
+    that of one checkpoint.
     """
-
-    max_iters: int
-    hours: float
-    hours_total: float
-    evaluations: int
-    eval_seconds: float
-    checkpoints: int
-    checkpoint_seconds: float
-
-
-def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> Times:
     n, evals = config.max_iters, config.eval_interval
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
     # every evaluation except the first saves a checkpoint
@@ -313,7 +294,7 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> Times
     eval_seconds = 2 * config.eval_size * iter_seconds / config.iter_tokens / 3
     checkpoint_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
     pauses = evaluations * eval_seconds + len(saved_at) * checkpoint_seconds
-    return Times(
+    return dict(
         max_iters=n,
         hours=n * iter_seconds / 3600,
         hours_total=(n * iter_seconds + pauses) / 3600,
@@ -338,7 +319,7 @@ def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float)
     evals = config.eval_interval if config.eval_interval < UNREACHED else math.ceil(most / 20)
     config = replace(config, max_iters=most, eval_interval=evals)
     # evaluations and checkpoints use up part of the hours
-    share = min(1.0, hours / time_run(config, iter_seconds, gb).hours_total)
+    share = min(1.0, hours / time_run(config, iter_seconds, gb)["hours_total"])
     return replace(config, max_iters=max(1, int(most * share)))
 
 
@@ -374,11 +355,12 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
             c = fit_into_hours(config, given_hours, seconds, checkpoint_gb)
         runs.append(time_run(c, seconds, checkpoint_gb))
     times, fastest, slowest = runs
+    hours_total = times["hours_total"]
 
     iter_seconds = pace.likely / n + exchange
     rate = config.iter_tokens / iter_seconds
-    tokens = config.iter_tokens * times.max_iters
-    most_tokens = config.iter_tokens * fastest.max_iters
+    tokens = config.iter_tokens * times["max_iters"]
+    most_tokens = config.iter_tokens * fastest["max_iters"]
 
     recomputing = replace(model, recompute=True)
     one, one_recomputed = (
@@ -398,7 +380,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     kept = checkpoint_files(config)
 
     kilowatts = n * options.watts / 1000 if options.watts else None
-    kwh_total = kilowatts and kilowatts * times.hours_total
+    kwh_total = kilowatts and kilowatts * hours_total
     return dict(
         gpu=card.name,
         gpus=n,
@@ -412,7 +394,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         tokens_per_iter=config.iter_tokens,
         total_tokens=tokens,
-        tokens_range=[config.iter_tokens * slowest.max_iters, most_tokens],
+        tokens_range=[config.iter_tokens * slowest["max_iters"], most_tokens],
         dataset_tokens=options.dataset_tokens,
         epochs=options.dataset_tokens and tokens / options.dataset_tokens,
         total_flops=flops and flops * tokens,
@@ -423,13 +405,11 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         link_gbs=link_gbs(card, n, options),
         tokens_per_sec=rate,
         mfu=flops * rate / (card.peak_tflops * 1e12 * n) if flops and card.peak_tflops else None,
-        **asdict(times),
-        hours_range=[fastest.hours, slowest.hours],
-        ends=datetime.fromtimestamp(time.time() + 3600 * times.hours_total).isoformat(
-            " ", "minutes"
-        ),
+        **times,
+        hours_range=[fastest["hours"], slowest["hours"]],
+        ends=f"{datetime.now() + timedelta(hours=hours_total):%Y-%m-%d %H:%M}",
         max_minutes=config.max_minutes,
-        launches=math.ceil(60 * times.hours_total / (config.max_minutes or math.inf)) or 1,
+        launches=math.ceil(60 * hours_total / (config.max_minutes or math.inf)) or 1,
         vram_gib=vram,
         vram_parts_gib={part: size / GIB for part, size in parts.items()},
         usable_gib=usable,
@@ -442,10 +422,10 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         shards_gb=shards_gb,
         disk_gb=shards_gb + kept * checkpoint_gb,
         watts=options.watts,
-        kwh=kilowatts and kilowatts * times.hours,
+        kwh=kilowatts and kilowatts * times["hours"],
         kwh_total=kwh_total,
         cost=kwh_total and options.price_kwh and kwh_total * options.price_kwh,
-        rent=options.price_hour and n * options.price_hour * times.hours_total,
+        rent=options.price_hour and n * options.price_hour * hours_total,
     )
 
 
@@ -615,14 +595,8 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         return plan_paces(config, model, options)
     card, pace = card_and_pace(config, model, options, measure)
     p = make_plan(config, model, card, pace, options)
-    is_large = (p["dataset_tokens"] or 0) >= LARGE_CORPUS
-    if is_large and p["epochs"] > MANY_EPOCHS:
+    if (p["dataset_tokens"] or 0) >= LARGE_CORPUS and p["epochs"] > MANY_EPOCHS:
         warn(f"{p['epochs']:.1f} epochs of a large dataset; prepare more tokens, or train on fewer")
-    elif p["epochs"] and p["epochs"] > MOST_EPOCHS and not config.dropout:
-        warn(
-            f"{p['epochs']:.1f} epochs: more than about {MOST_EPOCHS} teach little; prepare a "
-            "larger dataset, or add --dropout=0.1"
-        )
     say(*plan_lines(p))
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
         tokens = p["disk_tokens"]

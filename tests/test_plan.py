@@ -538,12 +538,12 @@ def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
 
 
 def test_many_epochs_are_warned_of(tmp_path, monkeypatch):
-    """20 * 524,288 tokens of 300,000 are 35 epochs; 2 iterations are 3.5."""
+    """1,000 * 524,288 tokens of 100M are 5.2 epochs; a small dataset is meant to be repeated."""
     monkeypatch.chdir(tmp_path)
     command = ["bench.py", "plan", ROOT / "config/gpt124m_4070.py", "--gpu=4070"]
-    command.append("--dataset_tokens=300k")
-    for n, more, warns in ((20, [], True), (2, [], False), (20, ["--dropout=0.1"], False)):
-        assert ("35.0 epochs" in run(*command, f"--max_iters={n}", *more).err) is warns
+    for n, tokens, warns in ((1000, "100M", True), (300, "100M", False), (1000, "99M", False)):
+        flags = [f"--max_iters={n}", f"--dataset_tokens={tokens}"]
+        assert (".2 epochs" in run(*command, *flags).err) is warns
 
 
 def test_help_lists_plans_own_flags_and_not_the_keys():
