@@ -318,17 +318,10 @@ def config_from_dict(values: dict[str, Any]) -> GPTConfig:
 # The optimizer: Muon for the matrices of the blocks, AdamW for everything else
 
 
-def muon_groups(
-    model: GPT | FastGPT,
-    matrix_lr: float,
-    head_lr: float,
-    momentum: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> list[dict[str, Any]]:
+def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
     """
-    Return the parameter groups for Muon. Their params are (name, parameter) pairs, and initial_lr
-    is a group's peak learning rate. `momentum` is for Muon, `betas` and `weight_decay` for AdamW.
+    Return the parameter groups for Muon, with the rates of a configurator.Config. Their params are
+    (name, parameter) pairs, and initial_lr is a group's peak learning rate.
     """
     every = [*model.named_parameters()]
     head = [(name, p) for name, p in every if p is model.lm_head.weight]  # also if it is tied
@@ -341,8 +334,8 @@ def muon_groups(
     blocks = matrices("transformer.h.")
     # The fast model's token embedding is initialised at size 1, GPT-2's at 0.02.
     embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
-    muon = dict(initial_lr=matrix_lr, momentum=momentum, weight_decay=0.05)
-    adam = dict(betas=betas, weight_decay=weight_decay)
+    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, weight_decay=0.05)
+    adam = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
     groups: list[dict[str, Any]] = [
         dict(muon, parts=1, params=[named for named in blocks if "c_attn" not in named[0]]),
         # q, k and v are three matrices in one weight
@@ -351,7 +344,7 @@ def muon_groups(
         dict(adam, params=matrices("transformer.value_tables"), initial_lr=0.5 * embedding_lr),
         # rates of 0.03 and 0.3 were worse
         dict(adam, params=matrices("transformer.bigrams"), initial_lr=0.1 * embedding_lr),
-        dict(adam, params=head, initial_lr=head_lr),
+        dict(adam, params=head, initial_lr=c.head_lr),
         dict(adam, params=vectors, initial_lr=0.015, weight_decay=0.0),
     ]
     return [group for group in groups if group["params"]]

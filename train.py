@@ -33,14 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say, warn
-from configurator import (
-    FIELDS,
-    UNREACHED,
-    Config,
-    config_values,
-    read_config,
-    resolve,
-)
+from configurator import FIELDS, UNREACHED, Config, config_values, read_config, resolve
 from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
@@ -277,21 +270,13 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     """
     # a fused optimizer can skip an update without waiting for the device
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    betas = (c.beta1, c.beta2)
     weights = [*model.named_parameters()]
     if c.optimizer == "muon":
-        groups = muon_groups(
-            model,
-            matrix_lr=c.learning_rate,
-            head_lr=c.head_lr,
-            momentum=c.muon_momentum,
-            betas=betas,
-            weight_decay=c.weight_decay,
-        )
+        groups = muon_groups(model, c)
     else:
         matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
         vectors = [(name, p) for name, p in weights if p.dim() < 2]  # biases and norms
-        adam = dict(betas=betas, initial_lr=c.learning_rate)
+        adam = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate)
         groups = [
             dict(adam, params=matrices, weight_decay=c.weight_decay),
             dict(adam, params=vectors, weight_decay=0.0),

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn as nn
 
+from configurator import Config
 from model import GPT, GPTConfig
 from model_fast import FastConfig, FastGPT, Muon, build_model, muon_groups, orthogonalize
 
-RATES = dict(matrix_lr=0.02, head_lr=0.01, momentum=0.95, betas=(0.8, 0.95), weight_decay=0.01)
+RATES = Config(learning_rate=0.02, head_lr=0.01, beta1=0.8, beta2=0.95, weight_decay=0.01)
 SMALL = FastConfig(
     block_size=8,
     vocab_size=32,
@@ -30,7 +31,7 @@ def fast_model(**changes) -> FastGPT:
 
 def build_optimizer(model: GPT | FastGPT, dtype: torch.dtype, fused: bool = True) -> Muon:
     """With the rates that a run begins with after its warmup."""
-    optimizer = Muon(muon_groups(model, **RATES), dtype, fused)
+    optimizer = Muon(muon_groups(model, RATES), dtype, fused)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     return optimizer
@@ -222,7 +223,7 @@ SIZES = dict(n_layer=2, n_head=1, n_embd=8, block_size=8, vocab_size=16)
 
 def test_the_groups_of_gpt2_and_their_rates():
     for tie_weights, first in ((False, "transformer.wte.weight"), (True, "transformer.wpe.weight")):
-        groups = muon_groups(build_model(GPTConfig(**SIZES, tie_weights=tie_weights)), **RATES)
+        groups = muon_groups(build_model(GPTConfig(**SIZES, tie_weights=tie_weights)), RATES)
         rates = [(group["params"][0][0], group["initial_lr"]) for group in groups]
         head = "transformer.wte.weight" if tie_weights else "lm_head.weight"
         assert rates == [
