@@ -14,7 +14,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 from common.console import (
@@ -356,6 +356,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         runs.append(time_run(c, seconds, checkpoint_gb))
     times, fastest, slowest = runs
     hours_total = times["hours_total"]
+    ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
 
     iter_seconds = pace.likely / n + exchange
     rate = config.iter_tokens / iter_seconds
@@ -407,7 +408,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         mfu=flops * rate / (card.peak_tflops * 1e12 * n) if flops and card.peak_tflops else None,
         **times,
         hours_range=[fastest["hours"], slowest["hours"]],
-        ends=f"{datetime.now() + timedelta(hours=hours_total):%Y-%m-%d %H:%M}",
+        ends=f"{ends:%Y-%m-%d %H:%M}",
         max_minutes=config.max_minutes,
         launches=math.ceil(60 * hours_total / (config.max_minutes or math.inf)) or 1,
         vram_gib=vram,
