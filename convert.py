@@ -59,7 +59,11 @@ def ckpt_to_hf(source: str, out: str) -> str:
     state = read_weights(source, best=True)
     model = filled_model(state)
     is_fast = isinstance(model, FastGPT)
-    weights = fast_weights(state) if is_fast else gpt2_weights(state)
+    if is_fast:
+        # the padding stays; the modelling file cuts off its logits
+        weights = {f"model.{name}": copied(tensor) for name, tensor in state["model"].items()}
+    else:
+        weights = gpt2_weights(state)
     hf = hf_config(state)
     check_logits(model, weights, hf)
     code = fast_code() if is_fast else {}
@@ -122,14 +126,6 @@ def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
         if has_bias and not config.bias:
             weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
     return weights
-
-
-def fast_weights(state: dict) -> dict[str, torch.Tensor]:
-    """
-    Return the weights under the modelling file's names. They keep the vocabulary's padding, whose
-    logits the modelling file cuts off.
-    """
-    return {f"model.{name}": copied(tensor) for name, tensor in state["model"].items()}
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

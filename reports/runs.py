@@ -21,19 +21,9 @@ from reports.nanogpt_log import read_nanogpt_log
 INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of these when it resumes
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {
-    "step": (
-        "iter",
-        "tokens",
-        "tokens_after",
-        "hours",
-        "loss",
-        "step_ms",
-        "tokens_per_sec",
-        "mfu",
-        "mem_gib",
-    ),
-    "eval": ("iter", "tokens", "hours", "val_loss", "bits_per_byte", "seconds"),
-    "checkpoint": ("iter", "seconds"),
+    "step": "iter tokens tokens_after hours loss step_ms tokens_per_sec mfu mem_gib".split(),
+    "eval": "iter tokens hours val_loss bits_per_byte seconds".split(),
+    "checkpoint": "iter seconds".split(),
 }
 # Interpolate over gaps of at most this fraction of the progress so far. For a loss that falls like
 # 1/sqrt(x) and is 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, which is
@@ -110,7 +100,7 @@ def read_run(file: Path) -> Run:
         return Run(file.resolve().parent.name, map(read_record, lines))
 
 
-def to_columns(rows: array, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+def to_columns(rows: array, names: list[str]) -> dict[str, np.ndarray]:
     table = np.array(rows).reshape(-1, len(names))
     return dict(zip(names, table[np.argsort(table[:, 0], kind="stable")].T, strict=True))
 

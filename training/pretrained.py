@@ -22,7 +22,6 @@ HUB_SIZES: dict[str, dict] = {
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
 }
-HUB_NAMES = tuple(HUB_SIZES)
 # Hugging Face stores these matrices as (in, out), the transpose of nn.Linear's weights
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # The sizes in config.json. transformers uses GPT-2's values for any that are missing.
@@ -98,7 +97,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     best.pt; for a Hugging Face model its folder. Raises UserError if there is none.
     """
     path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
-    if name_or_path in HUB_NAMES and not path.exists():
+    if name_or_path in HUB_SIZES and not path.exists():
         return fetch(name_or_path)
     if path.is_file():
         return path
@@ -112,7 +111,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
         return path / "ckpt.pt"
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
-    meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_NAMES))
+    meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_SIZES))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
 
