@@ -600,8 +600,6 @@ def main(
     clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop
-    if c.compile and not hw.can_compile:
-        say("compile: off; torch's compiler for MPS is an early prototype")
     compile_problem = ""  # why compiling failed, if it did; with compile=required the run ends here
     if compiles:
         say("compiling: about a minute, or several on few CPU cores")

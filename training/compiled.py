@@ -58,7 +58,7 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     if problem and c.compile == "required":
         failed = f"compile: required, but torch.compile does not work here ({problem})"
         hint = "--compile=True trains without it"
-        raise UserError(f"{failed}; {hint}") if ranks.is_main else UserError()
+        ranks.fail(f"{failed}; {hint}", UserError)
     if problem:
         model._compiled_call_impl = None  # undoes model.compile(); torch has no function for that
     return problem

@@ -145,9 +145,9 @@ class Ranks:
         self.on_main(lambda: mine.append(function(*args)))
         return mine[0] if self.is_main else function(*args)
 
-    def fail(self, line: str) -> NoReturn:
-        """Raise RunError to end the run. All ranks must call this; only rank 0 prints the line."""
-        raise RunError(line) if self.is_main else RunError()
+    def fail(self, line: str, kind: type[UserError] = RunError) -> NoReturn:
+        """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""
+        raise kind(line) if self.is_main else kind()
 
     def check_same(self, name: str, value: Any, hint: str) -> None:
         """Raise UserError on every rank if any rank's value differs from rank 0's."""
@@ -155,7 +155,7 @@ class Ranks:
         for rank, theirs in enumerate(everywhere):
             if theirs != everywhere[0]:
                 line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {hint}"
-                raise UserError(line) if self.is_main else UserError()
+                self.fail(line, UserError)
 
     def check_shared(self, file: Path, hint: str) -> None:
         """Raise UserError on every rank unless all machines see the same copy of the file."""
