@@ -52,8 +52,6 @@ PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 # -----------------------------------------------------------------------------
 # Which files
 
-WITH_DATASETS = 'make parquet of it: python -c "from datasets import *; {}.to_parquet({!r})"'
-
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
@@ -143,17 +141,13 @@ def how_to_convert(others: list[Path]) -> str:
     # In a folder that save_to_disk made, only the .arrow files can be converted.
     first = next((file for file in others if file.suffix == ".arrow"), others[0])
     kind = first.suffix.lower()
-    parquet = str(first.with_suffix(".parquet"))
-    if kind == ".arrow":
-        load = f"load_from_disk({str(first.parent)!r})"
-        return WITH_DATASETS.format(load, f"{first.parent}.parquet")
-    if kind in (".csv", ".json"):
-        load = f"load_dataset({kind[1:]!r}, data_files={str(first)!r}, split='train')"
-        return WITH_DATASETS.format(load, parquet)
-    if kind == ".feather":
-        read = f"pandas.read_feather({str(first)!r}).to_parquet({parquet!r})"
-        return f'make parquet of it: python -c "import pandas; {read}"'
-    return "save it as text first"
+    if kind not in (".arrow", ".csv", ".json"):
+        return "save it as text first"
+    is_alone = sum(file.suffix == first.suffix for file in others) == 1
+    files = str(first if is_alone else first.with_name(f"*{first.suffix}"))
+    load = f"load_dataset({kind[1:]!r}, data_files={files!r}, split='train')"
+    save = f"to_parquet({str(first.with_suffix('.parquet'))!r})"
+    return f'make parquet of it: python -c "from datasets import *; {load}.{save}"'
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:

@@ -271,8 +271,7 @@ PREPARATION = [
     ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt", "book.docx"),
     ("data/prepare_text.py table.csv --out=out", "table.csv load_dataset('csv' table.parquet"),
     ("data/prepare_text.py array.json --out=out", "array.json load_dataset('json' to_parquet"),
-    ("data/prepare_text.py saved --out=out", "saved load_from_disk('saved') saved.parquet"),
-    ("data/prepare_text.py frame.feather --out=out", "frame.feather read_feather to_parquet"),
+    ("data/prepare_text.py saved --out=out", "saved load_dataset('arrow' parquet"),
     ("data/prepare_text.py book.txt binary.txt --out=out", "binary.txt --encoding"),
     ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "latin1.txt line 3 utf9"),
     ("data/prepare_text.py short.txt --out=out", "short.txt 65 more text 1,300"),
@@ -405,7 +404,7 @@ def write_texts() -> None:
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
     Path("binary.txt").write_bytes(bytes(range(256)) * 99)
     Path("empty.jsonl").write_text("")
-    for name in ("table.csv", "array.json", "frame.feather"):
+    for name in ("table.csv", "array.json"):
         Path(name).write_text("its ending is enough")
     Path("saved").mkdir()
     Path("saved/data-00000-of-00001.arrow").write_text("as save_to_disk names it")
