@@ -2,7 +2,7 @@
 Measure what the check of compiled code finds and costs.
 
     python dev/measure_check.py --json=check.json
-    python dev/measure_check.py config/gpt124m_cpu.py --batch_size=4 --json=check.json
+    python dev/measure_check.py dev/gpt124m_cpu.py --batch_size=4 --json=check.json
 
 Without a config, it plants faults, and counts false positives on small versions of shipped configs.
 With a config, it measures the check's time beside a cold compile and its memory beside an

@@ -269,7 +269,6 @@ def test_the_fast_recipes_night_is_what_plan_computes():
 
 
 GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
-GPU_CONFIGS.remove("gpt124m_cpu")
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS)

@@ -1,5 +1,5 @@
-# GPT-2 124M on a CPU, for trying everything at full model size, not for finishing a training run:
-# at about 400 tokens/s on two cores that are fast in bfloat16, 10B tokens would take nine months.
+# GPT-2 124M on a CPU, for measurements at full model size, not for finishing a training run: at
+# about 400 tokens/s on two cores that are fast in bfloat16, 10B tokens would take nine months.
 out_dir = "out/gpt124m_cpu"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "fineweb_edu"
