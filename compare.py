@@ -51,16 +51,9 @@ SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype", "dataset"}
 # Side by side
 
 
-def whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def tenths(value: float) -> str:
-    return f"{value:,.1f}"
-
-
-def decimals(value: float) -> str:
-    return f"{value:.4f}"
+whole = "{:,.0f}".format
+tenths = "{:,.1f}".format
+decimals = "{:.4f}".format
 
 
 def hours_text(hours: float) -> str:

@@ -232,13 +232,16 @@ def measured_pace(config: Config, model: GPTConfig, card: Card, measure: Callabl
     return one_pace("measured here", measure(config)["step_ms"] / 1000)
 
 
-def card_and_pace(
+def cards_and_paces(
     config: Config, model: GPTConfig, options: Namespace, measure: Callable
-) -> tuple[Card, Pace]:
+) -> list[tuple[Card, Pace]]:
     """
-    Choose the GPU and its pace. The GPU is the one named by --gpu, else that of --from_run, else
-    this machine's. Raises UserError if --gpu and --from_run disagree.
+    Choose what to plan: all GPUs, or one GPU at one or several paces. This GPU is the one named by
+    --gpu, else that of --from_run, else this machine's. Raises UserError if --gpu and --from_run
+    disagree.
     """
+    if options.gpu == "all":
+        return all_cards(config, model, options)
     card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
     if options.from_run:
         run = open_run(Path(options.from_run))
@@ -252,13 +255,30 @@ def card_and_pace(
             dtype, peak = run.start["dtype"], run.start["peak_tflops"]
             card = Card(device, dtype, peak, link_gbs=link_of(device))
         card = card or card_here(config)
-        return card, pace_of_run(config, model, run, options, card)
+        return [(card, pace_of_run(config, model, run, options, card))]
+    if card and not options.iter_seconds:
+        return [(card, pace_by_mfu(config, model, card))]
+    card = card or card_here(config)
     if options.iter_seconds:
-        return card or card_here(config), one_pace("given", options.iter_seconds[0])
-    if card:
-        return card, pace_by_mfu(config, model, card)
-    card = card_here(config)
-    return card, measured_pace(config, model, card, measure)
+        return [(card, one_pace("given", seconds)) for seconds in options.iter_seconds]
+    return [(card, measured_pace(config, model, card, measure))]
+
+
+def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tuple[Card, Pace]]:
+    """
+    Return every GPU in gpus.csv with a known peak, and its pace. GPUs that only emulate bfloat16
+    are planned in float16. Raises UserError for flags that do not apply to all GPUs.
+    """
+    of_one_gpu = [options.from_run, options.iter_seconds, options.watts, options.price_hour]
+    if any(of_one_gpu) or config.by_clock:
+        raise UserError(
+            "gpu: --from_run, --iter_seconds, --watts, --price_hour, --hours and --until do not "
+            "work with --gpu=all; name one GPU"
+        )
+    if config.dtype == "bfloat16":
+        config = replace(config, dtype="auto")
+    cards = [card_of_row(row, config) for row in read_gpu_table()]
+    return [(card, pace_by_mfu(config, model, card)) for card in cards if card.peak_tflops]
 
 
 def exchange_seconds(card: Card, n: int, params: int, options: Namespace) -> float:
@@ -575,8 +595,9 @@ def pace_lines(plans: list[dict]) -> list[str]:
 
 def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) -> dict:
     """
-    Print the plan and return it for --json. `options` holds plan's flags, None if not given.
-    `measure` times a few iterations of train.py on this machine. Raises UserError.
+    Print the plan, or a table of several, and return it for --json. `options` holds plan's flags,
+    None if not given. `measure` times a few iterations of train.py on this machine. Raises
+    UserError.
     """
     config, uneven = resolve(config, options.gpus)
     raise_if_any(uneven)
@@ -590,12 +611,13 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     model = model_config(
         config, vocab, flash=config.flash, compiled=bool(config.compile), weights=weights
     )
-    if options.gpu == "all":
-        return plan_all(config, model, options)
-    if options.iter_seconds and len(options.iter_seconds) > 1:
-        return plan_paces(config, model, options)
-    card, pace = card_and_pace(config, model, options, measure)
-    p = make_plan(config, model, card, pace, options)
+    chosen = cards_and_paces(config, model, options, measure)
+    plans = [make_plan(config, model, card, pace, options) for card, pace in chosen]
+    if len(plans) > 1:
+        cards = [card for card, _ in chosen]
+        say(*(card_lines(cards, plans) if options.gpu == "all" else pace_lines(plans)))
+        return dict(plans=plans)
+    (p,) = plans
     if (p["dataset_tokens"] or 0) >= LARGE_CORPUS and p["epochs"] > MANY_EPOCHS:
         warn(f"{p['epochs']:.1f} epochs of a large dataset; prepare more tokens, or train on fewer")
     say(*plan_lines(p))
@@ -618,33 +640,3 @@ def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
     sizes = read_sizes(config.init_from, block_size)
     config = replace(config, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
     return config, dict(model_config=sizes)
-
-
-def plan_paces(config: Config, model: GPTConfig, options: Namespace) -> dict:
-    """Print a table of plans, one for each pace in --iter_seconds, and return the plans."""
-    card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else card_here(config)
-    paces = [one_pace("given", seconds) for seconds in options.iter_seconds]
-    plans = [make_plan(config, model, card, pace, options) for pace in paces]
-    say(*pace_lines(plans))
-    return dict(plans=plans)
-
-
-def plan_all(config: Config, model: GPTConfig, options: Namespace) -> dict:
-    """
-    Print a table of plans, one for each GPU in gpus.csv with a known peak, and return the plans.
-    GPUs that only emulate bfloat16 are planned in float16. Raises UserError for flags that do not
-    apply to all GPUs.
-    """
-    of_one_gpu = [options.from_run, options.iter_seconds, options.watts, options.price_hour]
-    if any(of_one_gpu) or config.by_clock:
-        raise UserError(
-            "gpu: --from_run, --iter_seconds, --watts, --price_hour, --hours and --until do not "
-            "work with --gpu=all; name one GPU"
-        )
-    if config.dtype == "bfloat16":
-        config = replace(config, dtype="auto")
-    rows = [card_of_row(row, config) for row in read_gpu_table()]
-    cards = [card for card in rows if card.peak_tflops]
-    plans = [make_plan(config, model, c, pace_by_mfu(config, model, c), options) for c in cards]
-    say(*card_lines(cards, plans))
-    return dict(plans=plans)
