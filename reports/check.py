@@ -33,7 +33,6 @@ from training.compiled import (
     trained,
     try_compiling,
 )
-from training.gpus import find_row
 from training.hardware import Hardware
 
 # Large enough for the GPU kernels of a real run, and small enough for float64 on a slow CPU
@@ -51,11 +50,11 @@ SEED = 1
 # The largest relative errors to accept: of a loss, and of a weight's gradient as a vector. On a CPU
 # we measured at most a third of these.
 LARGEST_ERRORS = {
-    torch.float32: (1e-4, 1e-4),
-    torch.float16: (2e-3, 0.01),
-    torch.bfloat16: (5e-3, 0.04),
+    "float32": (1e-4, 1e-4),
+    "TF32": (2e-3, 0.01),  # keeps as many bits as float16
+    "float16": (2e-3, 0.01),
+    "bfloat16": (5e-3, 0.04),
 }
-TF32_ERRORS = LARGEST_ERRORS[torch.float16]  # TF32 keeps as many bits as float16
 
 # A GPU that reaches less than this fraction of the data sheet's peak or bandwidth is slow. Healthy
 # GPUs reach 60% to 95% in published figures.
@@ -124,11 +123,6 @@ class Way:
     @property
     def name(self) -> str:
         return "TF32" if self.tf32 and self.hw.dtype == torch.float32 else self.hw.dtype_name
-
-    @property
-    def largest_errors(self) -> tuple[float, float]:
-        """Return the largest relative errors to accept, of a loss and of a gradient."""
-        return TF32_ERRORS if self.name == "TF32" else LARGEST_ERRORS[self.hw.dtype]
 
 
 def ways_to_train(config: Config, hw: Hardware) -> list[Way]:
@@ -281,7 +275,7 @@ def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
 
 
 def what_is_wrong(row: dict, way: Way) -> list[str]:
-    most_loss, most_gradient = way.largest_errors
+    most_loss, most_gradient = LARGEST_ERRORS[way.name]
     wrong = []
     if not row["gradient"] <= most_gradient:  # true for NaN as well
         wrong.append(f"gradient of {row['weight']}, off by {row['gradient']:.2%}")
@@ -316,10 +310,6 @@ def check_speed(hw: Hardware) -> list[str]:
     call this GPU slow.
     """
     peak = hw.peak_tflops
-    row = None
-    if hw.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(hw.device)
-        row = find_row(hw.name, properties.multi_processor_count)
     if not peak:
         hw.find_peak_flops(None)
         say(f"  matmul: {hw.peak_tflops:.3g} TFLOP/s; no data sheet to compare it with")
@@ -332,8 +322,8 @@ def check_speed(hw: Hardware) -> list[str]:
     slow = []
     if rates[-1] < LEAST_SHARE * peak:
         slow.append(f"a matmul reaches {rates[-1]:.3g} of {peak:g} TFLOP/s{state_of(hw.device)}")
-    if row and row["bandwidth_gbs"]:
-        bandwidth = float(row["bandwidth_gbs"])
+    if hw.row and hw.row["bandwidth_gbs"]:
+        bandwidth = float(hw.row["bandwidth_gbs"])
         copied = measure_copy(hw)
         say(f"  copy: {copied:.0f} of {bandwidth:g} GB/s (gpus.csv)")
         if copied < LEAST_SHARE * bandwidth:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from reports import check
 from training import compiled, hardware
 from training.compiled import compile_model
+from training.gpus import find_row
 from training.hardware import Hardware
 
 RIGHT = "this machine trains right"
@@ -164,12 +165,11 @@ def test_a_machine_whose_gpu_torch_does_not_see_is_slow(traced, monkeypatch):
 
 def test_a_slow_memory_is_slow(monkeypatch):
     """An RTX 4070's data sheet says 58.3 TFLOP/s and 504 GB/s."""
-    properties = SimpleNamespace(multi_processor_count=46, uuid="1-2")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 45.0)
     monkeypatch.setattr(check, "MATMUL_SECONDS", 0.0)
     name = "NVIDIA GeForce RTX 4070"
-    hw = Hardware(torch.device("cuda"), torch.bfloat16, name, 58.3, "gpus.csv")
+    row = find_row(name, 46)
+    hw = Hardware(torch.device("cuda"), torch.bfloat16, name, 58.3, "gpus.csv", row)
     for speed, reasons in ((450, []), (200, ["its memory reaches 200 of 504 GB/s"])):
         monkeypatch.setattr(check, "measure_copy", lambda hw, speed=speed: speed)
         assert check.check_speed(hw) == reasons

@@ -76,6 +76,7 @@ class Hardware:
     name: str  # what the device calls itself
     peak_tflops: float | None  # dense, for `dtype`; None if unknown
     peak_source: str | None  # where peak_tflops comes from
+    row: dict[str, str] | None = None  # of gpus.csv
     warned_of_peak: bool = False
 
     @property
@@ -294,8 +295,8 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         if dtype == torch.bfloat16 and best_dtype(device) != dtype:
             warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
         hw.name = torch.cuda.get_device_name(device)
-        row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
-        hw.peak_tflops = row_peak(row, hw.dtype_name, config.tf32) if row else None
+        hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
+        hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None
         hw.peak_source = "gpus.csv" if hw.peak_tflops else None
     if config.peak_tflops:
         hw.peak_tflops = config.peak_tflops
