@@ -17,7 +17,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import partial
@@ -277,7 +277,7 @@ class Source:
         failures = 0
         while True:
             try:
-                for behind, text in self.read(name, place, group):
+                for behind, text in self.read(place, group):
                     yield behind, text
                     place = behind
                     failures = 0
@@ -288,16 +288,67 @@ class Source:
                 wait_or_raise(name, error, failures)
                 failures += 1
 
-    def read(self, name: str, place: Place, group: int | None) -> Iterator[Row]:
+    def read(self, place: Place, group: int | None) -> Iterator[Row]:
         # To read CSV: write a reader like those below with csv.DictReader, call it here, and add
         # ".csv" to ROW_FILES.
+        name = self.files[place.file]
         if is_parquet(name):
-            footer = self.footer(name)
-            groups = range(place.group, footer.num_row_groups) if group is None else [group]
-            return read_parquet(name, place, self.field, footer, groups, self.keeps_blank)
+            return self.read_parquet(name, place, group)
         if name.lower().endswith(TEXT_FILES):
             return read_text(name, place, self.encoding)
-        return read_jsonl(name, place, self.field, self.keeps_blank)
+        return self.read_jsonl(name, place)
+
+    def read_parquet(self, name: str, place: Place, group: int | None) -> Iterator[Row]:
+        """
+        Yield the rows from a place on, of one row group or of all. Uses pyarrow directly, because
+        the datasets library reads about 300 MB ahead of a slow consumer, and downloads the rows
+        that a continued preparation skips.
+        """
+        import pyarrow.parquet
+
+        footer = self.footer(name)
+        with open_ranges(name) as file:
+            # With pre_buffer, pyarrow would keep every downloaded byte until the file is closed.
+            parquet = pyarrow.parquet.ParquetFile(file, metadata=footer, pre_buffer=False)
+            fields = column_types(parquet.schema_arrow)
+            if not TEXT_COLUMN.match(fields.get(self.field, "")):
+                problem = f"{name}: no text in the field {self.field}; {list_fields(fields)}"
+                raise UserError(f"{problem}; give --text_field=NAME")
+            row = place.row
+            for n in range(place.group, footer.num_row_groups) if group is None else [group]:
+                rows = footer.row_group(n).num_rows
+                if row >= rows:
+                    row -= rows  # already read, so do not download it again
+                    continue
+                for text in self.read_group(parquet, n, row):
+                    row += 1
+                    yield Place(place.file, n, row), text
+                row = 0
+
+    def read_group(self, parquet, group: int, row: int) -> Iterator[str | None]:
+        """Yield the texts of a row group from a row on."""
+        import pyarrow
+
+        begin = 0
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[self.field]):
+            column = batch.column(0)[max(row - begin, 0) :]
+            begin += len(batch)
+            for content in column.cast(pyarrow.large_binary()).to_pylist():
+                # invalid UTF-8 becomes U+FFFD
+                text = None if content is None else content.decode(errors="replace")
+                yield as_document(text, self.keeps_blank)
+
+    def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
+        """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
+        for number, line in read_lines(name, place.row):
+            try:
+                # Files from Windows may begin with a byte-order mark.
+                row = json.loads(line.decode().removeprefix("\ufeff").rstrip())
+                text = row.get(self.field)
+            except (ValueError, AttributeError, RecursionError) as error:
+                problem = f"{name}: line {number:,} is not a JSON object ({first_line(error)})"
+                raise UserError(f"{problem}; {how_to_mend(line, error)}") from None
+            yield Place(place.file, 0, number), as_document(text, self.keeps_blank)
 
 
 def text_bytes(row_group, field: str) -> int:
@@ -353,63 +404,6 @@ def read_footer(name: str) -> bytes:
     with open_ranges(name) as file:
         pyarrow.parquet.read_metadata(file).write_metadata_file(packed)
     return zlib.compress(packed.getvalue(), 1)
-
-
-def read_parquet(
-    name: str, place: Place, field: str, footer, groups: Iterable[int], keeps_blank: bool
-) -> Iterator[Row]:
-    """
-    Yield the rows of row groups from a place on. Uses pyarrow directly, because the datasets
-    library reads about 300 MB ahead of a slow consumer, and downloads the rows that a continued
-    preparation skips.
-    """
-    import pyarrow.parquet
-
-    with open_ranges(name) as file:
-        # With pre_buffer, pyarrow would keep every downloaded byte until the file is closed.
-        parquet = pyarrow.parquet.ParquetFile(file, metadata=footer, pre_buffer=False)
-        fields = column_types(parquet.schema_arrow)
-        if not TEXT_COLUMN.match(fields.get(field, "")):
-            problem = f"{name}: no text in the field {field}; {list_fields(fields)}"
-            raise UserError(f"{problem}; give --text_field=NAME")
-        row = place.row
-        for group in groups:
-            rows = parquet.metadata.row_group(group).num_rows
-            if row >= rows:
-                row -= rows  # already read, so do not download it again
-                continue
-            for text in read_group(parquet, group, row, field, keeps_blank):
-                row += 1
-                yield Place(place.file, group, row), text
-            row = 0
-
-
-def read_group(
-    parquet, group: int, row: int, field: str, keeps_blank: bool
-) -> Iterator[str | None]:
-    """Yield the texts of a row group from a row on."""
-    import pyarrow
-
-    begin = 0
-    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field]):
-        column = batch.column(0)[max(row - begin, 0) :]
-        begin += len(batch)
-        for content in column.cast(pyarrow.large_binary()).to_pylist():
-            # invalid UTF-8 becomes U+FFFD
-            text = None if content is None else content.decode(errors="replace")
-            yield as_document(text, keeps_blank)
-
-
-def read_jsonl(name: str, place: Place, field: str, keeps_blank: bool) -> Iterator[Row]:
-    """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
-    for number, line in read_lines(name, place.row):
-        try:
-            # Files from Windows may begin with a byte-order mark.
-            text = json.loads(line.decode().removeprefix("\ufeff").rstrip()).get(field)
-        except (ValueError, AttributeError, RecursionError) as error:
-            problem = f"{name}: line {number:,} is not a JSON object ({first_line(error)})"
-            raise UserError(f"{problem}; {how_to_mend(line, error)}") from None
-        yield Place(place.file, 0, number), as_document(text, keeps_blank)
 
 
 def how_to_mend(line: bytes, error: Exception) -> str:
