@@ -83,6 +83,8 @@ MOST_SECONDS = 60.0  # after this long, uncounted lines included, one counted li
 # line covers at least one iteration.
 MICRO_BATCHES_PER_LINE = 10
 RANDOM_TOKENS = 2**22
+# what a measurement keeps of a run's start record
+OF_THE_MACHINE = ("device", "device_type", "dtype", "peak_tflops", "peak_source", "torch")
 KILLED = -9  # exit code after SIGKILL, which Linux sends when memory runs out
 
 # Measured when no config file is given: GPT-2 124M with the settings of nanoGPT's bench.py. On a
@@ -141,6 +143,9 @@ def measure(
     step_ms = run.step["step_ms"][UNCOUNTED:]
     first = int(run.step["iter"][UNCOUNTED - 1]) + 1  # the first iteration that counts
     start = run.start
+    machine = {name: start[name] for name in OF_THE_MACHINE}
+    machine |= dict(cpu=hardware.cpu_name(), threads=torch.get_num_threads())
+    machine |= dict(date=time.strftime("%Y-%m-%d"))
     compiled = re.search(r"^compile: ([\d.]+)s", printed, re.MULTILINE)
     return dict(
         **batch_keys(config, config.batch_size),
@@ -155,17 +160,7 @@ def measure(
         first_loss=float(run.step["loss"][0]),
         compile_seconds=float(compiled[1]) if compiled else 0.0,
         parameters=start["parameters"],
-        machine=dict(
-            device=start["device"],
-            device_type=start["device_type"],
-            dtype=start["dtype"],
-            peak_tflops=start["peak_tflops"],
-            peak_source=start["peak_source"],
-            cpu=hardware.cpu_name(),
-            threads=torch.get_num_threads(),
-            torch=start["torch"],
-            date=time.strftime("%Y-%m-%d"),
-        ),
+        machine=machine,
     )
 
 
@@ -511,8 +506,6 @@ def ladder(config: Config, options: Namespace) -> dict:
     title = "micro-batches that fill the memory" if options.refill else "a fixed micro-batch"
     show(f"ladder of {config.model}, {title}", table, ["gain", "range", "total"], more)
     say("a gain whose range includes 1.00 may be noise")
-    if hardware.choose_device(config, local_rank=0).type == "cpu":
-        say("on a CPU there is no host sync to avoid, so the gain of 'no host sync' is noise")
     return dict(rows=table)
 
 

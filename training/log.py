@@ -153,7 +153,9 @@ class Log:
         parts.append(f"auto -> {hw.dtype_name}" if is_auto else hw.dtype_name)
         parts += [] if compiles else ["not compiled"]
         parts += ["flash off"] if c.flash and not flash else []
-        say(f"device: {', '.join(parts)}; {peak_text(hw)}")
+        measured = hw.peak_source == MEASURED
+        how = "measured with a matmul" if measured else f"dense ({hw.peak_source})"
+        say(f"device: {', '.join(parts)}; peak {hw.peak_tflops:.3g} TFLOP/s, {how}")
 
     def say_model(self, model, data: Dataset, it: int, tokens: int) -> None:
         """Print the model, the data and the length of the run, and warn about likely mistakes."""
@@ -545,11 +547,6 @@ class Tracker:
                 self.writer.finish()
             elif self.kind == "tensorboard":
                 self.writer.close()
-
-
-def peak_text(hw: Hardware) -> str:
-    how = "measured with a matmul" if hw.peak_source == MEASURED else f"dense ({hw.peak_source})"
-    return f"peak {hw.peak_tflops:.3g} TFLOP/s, {how}"
 
 
 def tokenizer_name(spec: dict) -> str:
