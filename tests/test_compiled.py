@@ -182,7 +182,8 @@ def wrong_kernel(name: str, kernel: str):
 
 
 def hardware_in(dtype: str) -> hardware.Hardware:
-    return hardware.set_up(Config(device="cpu", dtype=dtype), keep_memory=False)
+    with mock.patch.object(hardware, "keep_freed_memory"):  # for this process's other tests
+        return hardware.set_up(Config(device="cpu", dtype=dtype))
 
 
 def compiled_by(compiler, name: str) -> torch.nn.Module:

@@ -281,11 +281,8 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Hardware:
-    """
-    Choose the device and dtype, set torch's options for them, and look up the peak. On a CPU,
-    malloc keeps freed memory unless `keep_memory` is off.
-    """
+def set_up(config: Config, local_rank: int = 0) -> Hardware:
+    """Choose the device and dtype, set torch's options for them, and look up the peak."""
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     hw = Hardware(device, dtype, cpu_name(), None, None)
@@ -303,7 +300,7 @@ def set_up(config: Config, local_rank: int = 0, keep_memory: bool = True) -> Har
         hw.peak_source = "peak_tflops"
     if device.type == "cpu" and dtype == torch.float16:
         warn("float16 is some 20 times slower than float32 on a CPU; --dtype=float32")
-    if device.type == "cpu" and keep_memory:
+    if device.type == "cpu":
         keep_freed_memory()
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
     # use the tensor cores.
