@@ -52,13 +52,6 @@ def write_jsonl(path: Path, texts: list) -> Path:
     return path
 
 
-def write_source(folder: Path) -> Path:
-    """A folder of two parquet files, some 100,000 byte tokens each."""
-    write_parquet(folder / "a.parquet", documents(1500, seed=1, words=150))
-    write_parquet(folder / "b.parquet", documents(1500, seed=2, words=150))
-    return folder
-
-
 def stored(folder: Path, split: str) -> list[int]:
     """The tokens of a split, read without any of our code: 1024 bytes of header, then uint16."""
     shards = sorted(folder.glob(f"{split}_*.bin"))

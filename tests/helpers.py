@@ -3,9 +3,7 @@ What the tests share: a tiny dataset, a tiny configuration, and train.py run in 
 its own.
 """
 
-import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 from program import TINY_RUN
-from program import start as start_process
 
 import train
 from data.writer import write_shard
-from training import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_WINDOWS = sys.platform == "win32"
@@ -44,11 +40,6 @@ FAST = dict(
 )
 
 
-needs_a_full_disk = pytest.mark.skipif(
-    not os.path.exists("/dev/full"), reason="needs /dev/full, which answers: no space left"
-)
-
-
 def write_dataset(
     folder: Path, shard_tokens: list[int], vocab: int = 64, val_tokens: int = 700
 ) -> Path:
@@ -66,20 +57,6 @@ def write_dataset(
     return folder
 
 
-@contextlib.contextmanager
-def full_disk_at(name: str):
-    """A preparation finds the disk full when it writes the shard of this name."""
-
-    def write(path, tokens):
-        if path.name == name:
-            raise OSError(28, "No space left on device")
-        return write_shard(path, tokens)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.writer.write_shard", write)
-        yield
-
-
 def flags(dataset: Path, out_dir: Path, **changes) -> list[str]:
     return [
         f"--{k}={v}" for k, v in (TINY | dict(dataset=dataset, out_dir=out_dir) | changes).items()
@@ -91,19 +68,6 @@ def run_here(dataset: Path, out_dir: Path, train_step=train.train_step, **change
     return train.main(flags(dataset, out_dir, **changes), train_step=train_step)
 
 
-def run_process(
-    *arguments: str,
-    cwd: Path = ROOT,
-    cold: bool = False,
-    only_torch: bool = False,
-    **environment: str,
-) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a script."""
-    process = start_process(*arguments, cwd=cwd, cold=cold, only_torch=only_torch, **environment)
-    stdout, stderr = process.communicate(timeout=300)
-    return process.returncode, stdout, stderr
-
-
 def records(out_dir: Path, kind: str | None = None) -> list[dict]:
     found = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in found if kind in (None, record["kind"])]
@@ -111,10 +75,6 @@ def records(out_dir: Path, kind: str | None = None) -> list[dict]:
 
 def load(out_dir: Path, iter_num: int) -> dict:
     return torch.load(out_dir / f"ckpt-{iter_num:08}.pt", weights_only=True)
-
-
-def load_newest(out_dir: Path) -> dict:
-    return checkpoint.load(checkpoint.find_newest(out_dir))
 
 
 def assert_same_state(a: dict, b: dict) -> None:

@@ -22,7 +22,6 @@ from unittest import mock
 
 import torch
 from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
@@ -49,11 +48,6 @@ def hooked(register, action: Callable[[int, torch.optim.Optimizer], None]):
 def before_updates(action: Callable[[int, torch.optim.Optimizer], None]):
     """Call action(n, optimizer) before this process's n-th update, counted from 1."""
     return hooked(register_optimizer_step_pre_hook, action)
-
-
-def after_updates(action: Callable[[int, torch.optim.Optimizer], None]):
-    """Call action(n, optimizer) after this process's n-th update, counted from 1."""
-    return hooked(register_optimizer_step_post_hook, action)
 
 
 def at_update(number: int, action: Callable[[], None]):
