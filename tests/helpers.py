@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from program import TINY_RUN
 
 import train
 from data.writer import write_shard
 
-ROOT = Path(__file__).resolve().parent.parent
 ON_WINDOWS = sys.platform == "win32"
 needs_signals = pytest.mark.skipif(
     ON_WINDOWS, reason="Windows sends no process a signal that it could answer"
@@ -66,22 +64,3 @@ def flags(dataset: Path, out_dir: Path, **changes) -> list[str]:
 def run_here(dataset: Path, out_dir: Path, train_step=train.train_step, **changes) -> int:
     """train.py in this process; returns its exit code."""
     return train.main(flags(dataset, out_dir, **changes), train_step=train_step)
-
-
-def records(out_dir: Path, kind: str | None = None) -> list[dict]:
-    found = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if kind in (None, record["kind"])]
-
-
-def load(out_dir: Path, iter_num: int) -> dict:
-    return torch.load(out_dir / f"ckpt-{iter_num:08}.pt", weights_only=True)
-
-
-def assert_same_state(a: dict, b: dict) -> None:
-    """Weights, optimizer, random states and progress equal to the last bit."""
-    for left, right in ((a["model"], b["model"]), *zip(a["rng"], b["rng"], strict=True)):
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[k], right[k]) for k in left)
-    for i, moments in a["optimizer"]["state"].items():
-        assert all(torch.equal(moments[k], b["optimizer"]["state"][i][k]) for k in moments)
-    assert a["progress"] == b["progress"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from program import ROOT
 
 from dev import measure_gpu
 

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from helpers import ROOT
-from program import run
+from program import ROOT, run
 
 from reports.runs import open_run
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from program import ROOT
 
 from dev.simulate_gpu import run
 

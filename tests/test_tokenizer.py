@@ -22,10 +22,10 @@ from documents import (
     write_parquet,
 )
 from helpers import flags as all_flags
-from helpers import load, needs_signals, run_here
+from helpers import needs_signals, run_here
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from program import run, start
+from program import checkpoint, run, start
 
 from common.console import UserError
 from data import tokenizer as tokenizer_module
@@ -178,7 +178,7 @@ def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
 def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path):
     run_here(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
     run_here(mine, tmp_path / "run", init_from="resume", max_iters=6)
-    state = load(tmp_path / "run", 6)
+    state = checkpoint(tmp_path / "run", 6)
     assert state["tokenizer"] == dict(kind="bpe", json=(mine / "tokenizer.json").read_text("utf-8"))
     assert state["vocab"] == VOCAB
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")  # a sample needs no data folder
@@ -215,7 +215,7 @@ def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, m
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     options = dict(stream=True, data_workers=1, tokenizer=mine / "tokenizer.json")
     run_here(source, tmp_path / "run", max_iters=2, **options)
-    assert load(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
+    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
     # without naming it again, as the dataset
     flags = [f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--compile=False"]
     flags += ["--device=cpu", "--dtype=float32", "--data_workers=1", "--eval_tokens=256"]
@@ -243,7 +243,7 @@ def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsy
     run_here(mine, tmp_path / "run", max_iters=1, sample_tokens=3)
     assert "no sample: tokenizer.json: the tokenizers library" in capsys.readouterr().err
     run_here(mine, tmp_path / "run", max_iters=2, init_from="resume")
-    assert load(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
+    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
 
 
 # -----------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 from documents import check_documents, digests, stored_texts, write_parquet
-from helpers import ROOT, records, run_here, write_dataset
+from helpers import run_here, write_dataset
 from pages import README, command_lines
-from program import run
+from program import ROOT, records, run
 from weights import random_gpt2
 
 import train
