@@ -51,6 +51,7 @@ from common.console import (
     parse_count,
     percent,
     print_err,
+    raise_if_any,
     run_main,
     say,
     table_lines,
@@ -623,9 +624,9 @@ def main(argv: list[str]) -> int:
         asked = read_config(keys, other_flags=vars(options))
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
-    # plan needs no device, because the run may be meant for another machine
-    checks = [] if mode == "plan" else [hardware.check_device]
-    config = load_config(keys, checks, other_flags=vars(options))
+    config = load_config(keys, other_flags=vars(options))
+    if mode != "plan":  # which needs no device, because the run may be meant for another machine
+        raise_if_any(hardware.check_device(config))
     if getattr(options, "write", None) and Path(options.write).exists():
         raise UserError(f"write: {options.write} exists; remove it or choose another name")
     for name in ("json", "write", "profile"):  # files to write

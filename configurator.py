@@ -22,7 +22,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -208,20 +208,15 @@ KIND_NAMES = {
 # Files and flags
 
 
-def load_config(
-    argv: list[str],
-    checks: Sequence[Callable[[Config], list[str]]] = (),
-    other_flags: Iterable[str] = (),
-) -> Config:
+def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     """
-    Read a command line into a Config and fill in the values that follow from other keys. `checks`
-    are functions that return the problems of a Config; `other_flags` are the script's own flags,
-    for suggestions. Raises UserError with one line per problem.
+    Read a command line into a Config and fill in the values that follow from other keys.
+    `other_flags` are the script's own flags, for suggestions. Raises UserError with one line per
+    problem.
     """
     config = read_config(argv, other_flags=other_flags)
-    problems = [line for check in checks for line in check(config)]
-    config, impossible = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
-    raise_if_any(problems + impossible)
+    config, problems = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
+    raise_if_any(problems)
     if config.tokens_per_iter not in (0, config.iter_tokens):
         print_err(batch_line(config))
     return config
