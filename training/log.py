@@ -36,6 +36,11 @@ SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 WIDTH = 100  # columns at which the settings line is wrapped
 UNCOMPILED_LINES = 10  # one log line in so many repeats that the run is uncompiled
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
+LEDGER_NAMES = {  # friendlier names for the clock's categories
+    "start-up": "startup",
+    "steps": "training",
+    "evaluation": "evaluation and samples",
+}
 # Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
 NANOGPT_NAMES = {
     "step/lr": "lr",
@@ -404,7 +409,10 @@ class Log:
         seconds = self.clock.seconds
         total = sum(seconds.values())
         launch = duration(self.clock.of_launch())
-        shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items()]
+        names = LEDGER_NAMES
+        if not self.config.sample_tokens:
+            names = names | dict(evaluation="evaluation")
+        shares = [f"{names.get(k, k)} {s:.1f}s ({s / total:.1%})" for k, s in seconds.items()]
         say(f"time: {duration(total)} wall (this launch {launch}) = {', '.join(shares)}")
         if waited > 0.01 * (seconds["steps"] - self.first_steps):
             say(f"waiting for data: {waited:.1f}s of this launch's training")
