@@ -201,9 +201,9 @@ class Dataset:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Return UTF-8 bytes per validation token, or None without a manifest."""
+        """Return UTF-8 bytes per validation token, or None if no manifest counts the bytes."""
         val = self.listed(self.val)
-        if not val:
+        if not val or "bytes" not in val[0]:
             return None
         return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
 

@@ -207,7 +207,7 @@ def begin_or_continue(plan: Plan) -> dict:
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
     has_room = plan.train_tokens is None or tokens_of(manifest)["train"] < plan.train_tokens
-    if manifest["complete"] and not (manifest["next"] and has_room):
+    if manifest["complete"] and not (manifest.get("next") and has_room):
         say(f"{folder}: complete, nothing to do")
     elif manifest["complete"]:
         say(f"{folder}: adding tokens; runs that began with fewer cannot be resumed on it")
