@@ -61,10 +61,10 @@ from configurator import (
     FIELDS,
     UNREACHED,
     Config,
+    config_text,
     config_values,
     divisors,
     load_config,
-    print_config,
     read_config,
 )
 from data.shards import vocab_where_missing
@@ -180,7 +180,7 @@ def run_train(
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
             values |= dict(stream=False, tokenizer="gpt2")
         file = Path(folder, "config.py")
-        file.write_text(print_config(replace(config, **values)), "utf-8")
+        file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
         with open(Path(folder, "printed"), "wb") as output:
             child = start_child(*command, file, stdout=output, stderr=output)
@@ -355,7 +355,7 @@ def pace(r: dict) -> float:
 def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
     """
     Return the median speedup over `base`, and the [lowest, highest] ratio of any turn to any turn
-    of `base`. If only noise differs, the range of three turns excludes 1 once in ten times.
+    of `base`. If only noise differs, the range of three turns still excludes 1 one time in ten.
     """
     ratios = [pace(ours) / pace(theirs) for ours, theirs in zip(runs, base, strict=True)]
     of_any = [pace(ours) / pace(theirs) for ours in runs for theirs in base]
@@ -406,8 +406,8 @@ def times(ratio: float, span: list[float]) -> list[str]:
 
 def sweep(config: Config, options: Namespace) -> dict:
     """
-    Measure micro-batches from a quarter of batch_size to four times batch_size, as far as they
-    divide the sequences of an iteration. Returns what --json writes.
+    Measure micro-batches from a quarter of batch_size to four times batch_size, if they divide the
+    sequences per iteration. Returns what --json writes.
     """
     near = [config.batch_size * share for share in (0.25, 0.5, 1, 2, 4)]
     sizes = [size for size in divisors(config.iter_sequences) if size in near]
@@ -480,13 +480,13 @@ HOST_SYNC, READ_LATE = "--host_sync", "--read_late"
 
 def ladder(config: Config, options: Namespace) -> dict:
     """
-    Measure a table in which each row adds one optimisation to those above it. `gain` is the speedup
+    Measure a table in which each row adds one optimisation to the row above. `gain` is the speedup
     over the row above, `total_gain` over the first row. Returns what --json writes.
     """
     rows = ladder_rows(config)
     if options.refill:
         if hardware.choose_device(config, local_rank=0).type != "cuda":
-            raise UserError("refill: this needs a CUDA GPU, whose memory it fills; leave it out")
+            raise UserError("refill: needs a CUDA GPU, whose memory it fills; leave it out")
         rows = [(name, refilled(row, flags), flags) for name, row, flags in rows]
     found = measure_in_turn(rows, options)
     table: list[dict] = []

@@ -414,13 +414,13 @@ def set_mfu(run: Run, gpu: str) -> None:
     peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
     if peak is None:
         raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
-    # tok/s is of all GPUs together, MFU of one GPU
+    # tok/s counts all GPUs together, MFU only one
     flops = number(start.get("flops_per_token")) / (start.get("world_size") or 1)
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
 
 
 def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
-    """Collect what a reader of the table must know: what is not comparable or not reached."""
+    """Collect warnings: which figures are not comparable, and which runs miss the target loss."""
     warnings = [warning for run in runs for warning in run.warnings]
     if reason := why_losses_do_not_compare(runs):
         bits = why_bits_do_not_compare(runs)
@@ -479,7 +479,11 @@ def main(argv: list[str]) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="an out_dir, or nanoGPT's console output")
     seeds_help = "runs of the base: are the other runs better, over several seeds of each?"
     add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)
-    add("--loss", type=float, help="show tokens and time to this val loss (default: one all reach)")
+    add(
+        "--loss",
+        type=float,
+        help="show tokens and time to this val loss (default: the lowest that all runs reach)",
+    )
     add("--gpu", help="compute missing MFUs for this card, such as 4070")
     add("--png", type=Path, help="write the picture here (default for one run: its loss.png)")
     add("--json", type=Path, help="write the table here")

@@ -66,13 +66,13 @@ class Config:
     batch_size: int = 12  # sequences in a micro-batch
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
-    tokens_per_iter: int = 0  # sets gradient_accumulation_steps for any batch_size; 0: off
+    tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
     # Model
     model: str = "gpt2"  # gpt2, or fast, which reaches the same loss with fewer tokens
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads; must divide n_embd
     n_embd: int = 768  # channels of the residual stream (width)
-    dropout: float = 0.0  # use 0.1 or more for fine-tuning and small texts
+    dropout: float = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
     bias: bool = False  # use biases in linear layers and norms, as OpenAI's GPT-2 does
     tie_weights: bool = True  # share token embedding and output head; model=fast sets False
     flash: bool = True  # use PyTorch's fused attention; False needs much more memory
@@ -150,7 +150,7 @@ def find_keys(keys: type) -> dict[str, Field]:
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
-# Allowed values of keys, here and in sample.py. Other numbers must be 0 or more.
+# Allowed values of keys, here and in sample.py. A number not limited here must be 0 or more.
 CHOICES: dict[str, tuple[str, ...]] = dict(
     model=("gpt2", "fast"),
     optimizer=("adamw", "muon"),
@@ -310,7 +310,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         files = map(str, Path("config").glob("*.py"))
         raise UserError(f"{path}: no such config file{did_you_mean(meant, files)}")
     if path.suffix != ".py":
-        raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for a text")
+        raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for your text")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # Pass the values so far as builtins, so that `variables` will hold only what the file sets.
     variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}
@@ -339,7 +339,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
                 problems.append(f"{path}: {error}")
         elif not (is_code or name in defaults or name in used or name.startswith("_")):
             meant = did_you_mean(OTHER_NAMES.get(name, name), known)
-            hint = "a name of your own starts with _"
+            hint = "start names of your own with _"
             problems.append(f"{path}: {name}: unknown key{meant or f'; {hint}'}")
     raise_if_any(problems)
     return found
@@ -506,7 +506,7 @@ def check_model(c: Config) -> list[str]:
     if rest:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
-        problems.append(f"loss_chunk: {c.loss_chunk!r} is none of auto, off, 1024")
+        problems.append(f"loss_chunk: {c.loss_chunk!r} is none of auto, off or a number like 1024")
     for name, choice in ONLY_WITH.items():
         key, _, value = choice.partition("=")
         if getattr(c, key) != value and getattr(c, name) != FIELDS[name].default:
@@ -536,13 +536,13 @@ def config_values(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in FIELDS}
 
 
-def print_config(config: Config) -> str:
+def config_text(config: Config) -> str:
     """Return the configuration as a config file that reproduces it."""
     return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
 def describe_keys(keys: type) -> dict[str, dict[str, str]]:
-    """Return what each key means, by heading and name, as the dataclass's comments say it."""
+    """Return each key's meaning, by heading and name, from the dataclass's comments."""
     known = find_keys(keys)
     found: dict[str, dict[str, str]] = {"": {}}
     for line in inspect.getsource(keys).splitlines():
@@ -573,7 +573,7 @@ def print_help(keys: type = Config) -> None:
 
 
 def main(argv: list[str]) -> None:
-    print(print_config(load_config(argv)), end="")
+    print(config_text(load_config(argv)), end="")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
     """
     Check that transformers computes the same logits from the export as model.py does from the
     checkpoint. They differ if somebody has changed model.py, because transformers' GPT-2 has not
-    changed with it. Raises UserError if so.
+    changed with it. Raises UserError if they differ.
     """
     try:
         exported = open_export(weights, hf)
@@ -213,7 +213,7 @@ def hf_config(state: dict) -> dict:
         "tie_word_embeddings": config.tie_weights,
         "bos_token_id": eot,
         "eos_token_id": eot,
-        # Without this, AutoTokenizer would open an empty GPT-2 tokenizer if its files are missing.
+        # Without this key, AutoTokenizer opens an empty GPT-2 tokenizer if we write no tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "tokenizer_spec": state["tokenizer"],
     }
@@ -240,7 +240,7 @@ def hf_config(state: dict) -> dict:
 
 def end_of_text(tokenizer: dict) -> int | None:
     if tokenizer["kind"] == "gpt2":
-        return GPT2_VOCAB - 1  # a Tokenizer would download GPT-2's vocabulary to tell
+        return GPT2_VOCAB - 1  # a Tokenizer would download GPT-2's vocabulary to find out
     if tokenizer["kind"] == "unknown":
         return None
     return Tokenizer(tokenizer).eot
@@ -325,8 +325,9 @@ def write_gpt2_tokenizer(folder: Path) -> bool:
 
 def to_ckpt(source: str, out: str) -> str:
     """
-    Write weights as a checkpoint without a run to resume. Returns a description of the weights'
-    source. Raises UserError if the file exists, or if the weights cannot be read or do not fit.
+    Write weights as a checkpoint that can be trained from, but not resumed. Returns a description
+    of the weights' source. Raises UserError if the file exists, or if the weights cannot be read or
+    do not fit.
     """
     path = Path(out)
     if path.exists():

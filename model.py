@@ -49,8 +49,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, flash: bool, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """
-    Compute causal attention: q, k and v (B, nh, T, hs) -> (B, nh, T, hs). In generation T is 1 for
-    q, and k and v hold all tokens up to and including that one.
+    Compute causal attention: q, k and v (B, nh, T, hs) -> (B, nh, T, hs). While generating, q may
+    hold one new token only (T = 1); k and v then hold all tokens up to and including it.
     """
     is_causal = q.size(2) > 1  # a single token may attend to every token in k
     # A single token takes the plain path, because cuDNN would plan a kernel for each length of k.
@@ -58,7 +58,7 @@ def attend(
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, scale=scale
         )
-    # flash=False is faster on a CPU in bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
+    # On a CPU in bfloat16 the plain path is faster: 4 times at 64 tokens (results/cpu/kernels.json)
     scores = q * scale @ k.mT  # (B, nh, T, T), or (B, nh, 1, all tokens)
     if is_causal:
         # adding a mask is faster than masked_fill
@@ -172,7 +172,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx[:, past:]) + self.transformer.wpe(positions)
         x = self.transformer.drop(x)
         if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # only compiled, because eager CPU norms would sum in bfloat16
+            x = x.bfloat16()  # only when compiled: eager CPU norms would sum in bfloat16
         recompute = self.config.recompute and self.training
         blocks = self.transformer.h
         of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
@@ -194,8 +194,9 @@ def loss_sum(logits: Tensor, targets: Tensor, cap: float | None = None) -> Tenso
     Return the cross-entropy of logits (n, V) against targets (n,), in nats, summed over the targets
     that are not -1. To change the loss, edit this function; both models and evaluation use it.
     """
-    # Compute an extra loss term from these same float32 logits. If it had its own, each gradient
-    # would be rounded to bfloat16 before the two are added, and a small term could vanish.
+    # If you add a loss term, compute it from the float32 logits of the next line too. With a second
+    # conversion, each term's gradient would be rounded to bfloat16 before the two are added, and a
+    # small term's could vanish.
     logits = cap_logits(logits, cap)
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
@@ -287,7 +288,7 @@ class KVCache:
         self.v = torch.empty(0)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v of T more tokens, (B, nh, T, hs) each. Returns those of all tokens."""
+        """Append k and v (B, nh, T, hs) of T more tokens. Returns k and v of all tokens so far."""
         start = self.length
         end = start + k.size(2)
         if end > self.capacity:
@@ -314,9 +315,9 @@ def generate_tokens(
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """
-    Yield max_new_tokens times the next ids (B, 1) after idx (B, T), T > 0, from a GPT or FastGPT.
-    Draws only ids below `vocab`, the vocabulary size before padding. For the sampling arguments see
-    sample_next().
+    Continue idx (B, T), T > 0, with a GPT or FastGPT: yield max_new_tokens tokens, one at a time,
+    as ids (B, 1). Draws only ids below `vocab`, the vocabulary size before padding. For the
+    sampling arguments see sample_next().
     """
     window = model.config.block_size
     room = min(idx.size(1) + max_new_tokens, window)
@@ -342,7 +343,7 @@ def sample_next(
     """
     Draw one id per row of logits (B, vocab), as (B, 1). A temperature of 0 takes the likeliest id;
     1 samples from the model's distribution. top_k restricts sampling to the k likeliest ids (0:
-    all), top_p to the fewest likeliest ids with that much total probability (1: all).
+    all), top_p to the smallest set of likeliest ids whose probabilities add up to it (1: all).
     """
     if temperature < 1e-5:  # dividing by a tiny temperature would overflow
         return logits.argmax(dim=-1, keepdim=True)

@@ -239,7 +239,7 @@ class FastGPT(nn.Module):
         if self.config.bigram_rows:
             x = x + self.transformer.bigrams(self.bigram_row(idx)[:, past:])
         if product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # for the residual stream too (records); weights stay float32
+            x = x.bfloat16()  # run the residual stream in bfloat16 (records); weights stay float32
         drop = self.transformer.drop
         x = drop(x)
         values = [drop(table(new).type_as(x)) for table in self.transformer.value_tables]
@@ -324,7 +324,7 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
     (name, parameter) pairs, and initial_lr is a group's peak learning rate.
     """
     every = [*model.named_parameters()]
-    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # also if it is tied
+    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # tied or not
     vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and norms
 
     def matrices(*beginnings: str) -> list[tuple[str, nn.Parameter]]:
@@ -332,7 +332,7 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
         return [(name, p) for name, p in found if p is not model.lm_head.weight]
 
     blocks = matrices("transformer.h.")
-    # The fast model's token embedding is initialised at size 1, GPT-2's at 0.02.
+    # The fast model's token embedding starts with a standard deviation of 1, GPT-2's of 0.02.
     embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
     muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, weight_decay=0.05)
     adam = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
@@ -342,7 +342,7 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
         dict(muon, parts=3, params=[named for named in blocks if "c_attn" in named[0]]),
         dict(adam, params=matrices("transformer.wte", "transformer.wpe"), initial_lr=embedding_lr),
         dict(adam, params=matrices("transformer.value_tables"), initial_lr=0.5 * embedding_lr),
-        # rates of 0.03 and 0.3 were worse
+        # factors of 0.03 and 0.3 were worse
         dict(adam, params=matrices("transformer.bigrams"), initial_lr=0.1 * embedding_lr),
         dict(adam, params=head, initial_lr=c.head_lr),
         dict(adam, params=vectors, initial_lr=0.015, weight_decay=0.0),
@@ -358,7 +358,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if matrices.size(1) > matrices.size(2):
         return orthogonalize(matrices.mT, dtype).mT  # cheaper with X @ X.mT on the shorter side
-    # of the quintic a x + b x^3 + c x^5, chosen to lift small singular values fastest (Jordan)
+    # coefficients of a x + b x^3 + c x^5, chosen to lift small singular values fastest (Jordan)
     a, b, c = 3.4445, -4.7750, 2.0315
     # dividing by the norm leaves no singular value above 1
     X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
@@ -416,9 +416,9 @@ class Muon(torch.optim.AdamW):
             for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
                 by_shape.setdefault(matrix[0].shape, []).append(matrix)
         for same in by_shape.values():
-            self.move(group, *zip(*same, strict=True))
+            self.update(group, *zip(*same, strict=True))
 
-    def move(self, group: dict, matrices, gradients, momenta, squares) -> None:
+    def update(self, group: dict, matrices, gradients, momenta, squares) -> None:
         """
         Update n matrices of one shape. For gradient g and the group's momentum mu, m becomes m +
         (1 - mu) (g - m). The matrix is multiplied by 1 - lr * weight_decay, then moved by -lr *

@@ -87,7 +87,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     if text.kind == "char":
         unknown = sorted(set(prompt) - set(text.decode(range(text.vocab))))
         if unknown:
-            warn(f"start: the model does not know {''.join(unknown)!r}, so they are left out")
+            warn(f"start: characters the model does not know are left out: {''.join(unknown)!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:
@@ -96,7 +96,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
 
 
 def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
-    """Build the model with the weights of `state`, in the asked dtype on the asked device."""
+    """Build the model with the weights of `state`, in the dtype and on the device of `c`."""
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
     config = config_from_dict(state["model_config"])
     model = build_model(replace(config, flash=hw.flash(config)))

@@ -2,15 +2,15 @@
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
 This file contains the whole run, in the order in which it happens. main(), at the end, makes every
-decision: when to evaluate, save, retry a failed save, update best.pt and stop. (Whether the time of
-an --hours run is up is computed in training/clock.py.) One iteration is train_step(), which runs
+decision: when to evaluate, save, retry a failed save, update best.pt and stop. (training/clock.py
+works out whether the time of an --hours run is up.) One iteration is train_step(), which runs
 gradient_accumulation_steps micro-batches forward and backward and then updates the weights. GPT-2
 is in model.py, the fast recipe in model_fast.py, every key in configurator.py, the tokens in data/,
 and the machinery around a run in training/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done or max_minutes over, 1 failed, 2 bad configuration or data, 128 + N stopped by
+Exit codes: 0 done or max_minutes is up, 1 failed, 2 bad configuration or data, 128 + N stopped by
 signal N. A stopped run has saved, unless the signal came twice or before the training loop.
 """
 
@@ -60,12 +60,12 @@ ARCHITECTURE = (
 # batch_size is typed. Other keys have the values of the command, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
-# Compiled code keeps 2, and with more than 8 chunks it kept the gradients of all logits.
+# Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # the same for the final save, which waits for disk space
-MAX_SKIPS = 20  # skipped updates in a row; float16 may skip 16 to find its loss scale
+MAX_SKIPS = 20  # consecutive skips that end the run; float16 may skip 16 to find its scale
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
@@ -118,7 +118,7 @@ def initial_weights(c: Config) -> dict | None:
         has_run = checkpoint.list_checkpoints(out_dir)
         way = "--init_from=auto resumes it" if has_run else weights_hint(out_dir)
         raise UserError(
-            f"out_dir: {others[-1]} is of an earlier run; {way}; for a new run: another --out_dir"
+            f"out_dir: {others[-1]} is of an earlier run; {way}; for a new run, another --out_dir"
         )
     if from_scratch:
         return None
@@ -126,7 +126,7 @@ def initial_weights(c: Config) -> dict | None:
 
 
 def weights_hint(out_dir: Path) -> str:
-    """Suggest a command if a folder has only weights (best.pt, or nanoGPT's ckpt.pt), else ""."""
+    """Return a hint for a folder that has only weights (best.pt, nanoGPT's ckpt.pt), else ""."""
     weights = sorted(out_dir.glob("*.pt"))
     if not weights:
         return ""
@@ -193,7 +193,7 @@ def say_done(c: Config, resumed: dict) -> None:
     it = resumed["progress"]["iter_num"]
     key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
     done = f"all {it:,} iterations are done"
-    say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, --out_dir")
+    say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, another --out_dir")
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -294,9 +294,9 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     """
     Return the learning rate of iteration `it`. The rate warms up to `peak`, then decays to min_lr.
 
-    A run with hours or until does not know its number of iterations, so this is predicted from
-    `share`, how much of the schedule is done: 0 at the first update, 1 at the last. Evaluations and
-    saves count too. At the pace so far, the last iteration is it / share. Such a run warms up for
+    A run with hours or until does not know its number of iterations. It is predicted as it / share,
+    which assumes the pace so far; `share` is how much of the schedule is done: 0 at the first
+    update, 1 at the last, counting the time of evaluations and saves too. Such a run warms up for
     at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or c.max_iters
@@ -334,7 +334,7 @@ def warn_of_higher_rate(c: Config, schedule: Schedule, resumed: dict) -> None:
         share = copy.copy(schedule).look(it).share  # on a copy, because look() changes the schedule
     new = get_lr(it, c, share, c.learning_rate)
     if new > 1.01 * old:
-        why = "its schedule is not the checkpoint's (see the resume: lines)"
+        why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
 
 
@@ -347,11 +347,12 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
-    update the weights once. The loss is the mean of the micro-batches' mean losses. If its gradient
+    update the weights once. The loss is the mean of the micro-batches' mean losses. If a gradient
     is not finite, the update is skipped.
 
-    Returns the sum of these mean losses in nats, and the gradient norm before clipping. Both stay
-    on the device, so with a fused optimizer nothing in this function waits for the GPU.
+    Returns the sum of the micro-batches' mean losses in nats, and the gradient norm before
+    clipping. Both stay on the device, so with a fused optimizer nothing in this function waits for
+    the GPU.
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
@@ -377,15 +378,16 @@ def train_step(
         scaler.step(optimizer)
     scaler.update()
 
-    # With None, DDP would allocate every gradient a second time, at 4 bytes per parameter.
+    # Under DDP, zero the gradients instead of setting them to None. Otherwise DDP would allocate
+    # each of them a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
     return loss_sum, grad_norm
 
 
 def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
     """
-    Wait until every rank has the micro-batches of the next iteration on the host. Returns False if
-    a signal arrives or a rank can read no more data.
+    Wait until every rank has the next iteration's micro-batches in host memory. Returns False if a
+    signal arrives or a rank cannot read any more data.
     """
     while True:
         ready = batches.ready(accum)
@@ -469,7 +471,7 @@ def check_finite(model, it: int, c: Config, ranks: Ranks) -> None:
         if not weight.isfinite().all():
             problem = f"iter {it}: {name} is not finite, so the weights are not saved"
             hint = checkpoint.resume_hint(c.out_dir)
-            ranks.fail(f"{problem}; with a lower learning_rate, {hint}")
+            ranks.fail(f"{problem}; use a lower learning_rate; {hint}")
 
 
 def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ranks) -> dict:
@@ -517,8 +519,9 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     """Restore the optimizer's state. The hyperparameters come from the configuration."""
     ours, theirs = optimizer.state_dict()["param_groups"], saved["param_groups"]
     if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
-        problem = f"the optimizer in {c.out_dir} is not this one (its groups hold other weights)"
-        raise UserError(f"init_from: {problem}; a new --out_dir takes its weights alone")
+        problem = f"the optimizer in {c.out_dir} groups the weights in another way"
+        hint = f"--init_from={c.out_dir} with another --out_dir starts from its weights alone"
+        raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=ours))
     # copy: CPU tensors are memory-mapped to the checkpoint, which could otherwise never be freed
     for moments in optimizer.state.values():
@@ -614,7 +617,7 @@ def main(
         log.report_compile(progress.iter_num, seconds, compile_problem)
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     autocast = hw.autocast()
-    skips_in_a_row = torch.zeros((), device=hw.device)  # skipped updates, up to the latest
+    skips_in_a_row = torch.zeros((), device=hw.device)  # updates skipped since the last applied
     skips_since_line = torch.zeros((), device=hw.device)
     save_failed = False  # whether the last attempt to save failed
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
@@ -694,8 +697,8 @@ def main(
             problem = ranks.on_main(saver.save, state, is_best)  # "", or why it failed
             while problem and stop:  # wait for space; any signal, even `stop` itself, ends this
                 if signals.stop_asked():
-                    ranks.fail(f"{problem}; make room, then {checkpoint.resume_hint(c.out_dir)}")
-                hint = "trying again each minute; Ctrl-C gives up, and frees the device"
+                    ranks.fail(f"{problem}; make room; {checkpoint.resume_hint(c.out_dir)}")
+                hint = "trying again every minute; Ctrl-C gives up and frees the device"
                 log.warn(it, f"{problem}; {hint}")
                 signals.wait(FINAL_RETRY_SECONDS)
                 problem = ranks.on_main(saver.save, state, is_best)
@@ -729,7 +732,7 @@ def main(
         progress.sequences = batches.consumed
 
         # log every log_interval iterations, and after the last one (by the clock, perhaps the last
-        # few). Only here does training wait for the device, so skipped updates are noticed here too
+        # few). Only here does training wait for the device, so only here it sees skipped updates
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
             clock.lap("steps")

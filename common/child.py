@@ -31,8 +31,8 @@ def start_child(*arguments, **options) -> subprocess.Popen:
 
 def end_with_parent(receive: Callable[[str], None] = lambda line: None) -> None:
     """
-    Exit when the parent process does, which closes stdin. Until then a thread passes each line from
-    stdin to `receive`.
+    Exit when the parent process exits, which closes stdin. Until then a thread passes each line
+    from stdin to `receive`.
     """
 
     lines = os.fdopen(os.dup(0))

@@ -135,7 +135,7 @@ def duration(seconds: float) -> str:
 # Errors and exit codes
 
 
-COMMAND = "\n    "  # before a command at a problem's end: it stands alone, to be copied
+COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it can be copied
 
 
 class UserError(Exception):
@@ -148,13 +148,13 @@ class UserError(Exception):
 
     @property
     def problems(self) -> list[str]:
-        # messages of other libraries may span several lines
+        # messages from other libraries may span several lines
         parts = [problem.split(COMMAND) for problem in self.args]
         return [COMMAND.join(" ".join(part.splitlines()) for part in ps) for ps in parts]
 
 
 class RunError(UserError):
-    """A UserError that happens after the work began."""
+    """Raised for an error after the work began."""
 
     exit_code = 1
 

@@ -86,7 +86,7 @@ def fsync_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        warn_once(f"{folder}: this disk cannot sync it; a power cut may take the newest files")
+        warn_once(f"{folder}: this disk cannot sync it; a power cut may lose the newest files")
     finally:
         os.close(descriptor)
 
@@ -94,7 +94,7 @@ def fsync_folder(folder: Path) -> None:
 def try_lock(file: BinaryIO) -> bool:
     """
     Try to lock a file for this process until it closes the file or exits. Returns True if it has
-    the lock, and also, with a warning, if the disk has no locks.
+    the lock, and also, with a warning, if the disk does not support locks.
     """
     try:
         if sys.platform == "win32":
@@ -105,17 +105,17 @@ def try_lock(file: BinaryIO) -> bool:
         else:
             import fcntl
 
-            # lockf, because forked workers would inherit a lock of flock
+            # lockf, because forked workers would inherit flock's lock
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
             return False
-        warn_once(f"{file.name}: this disk has no locks; start no second process here")
+        warn_once(f"{file.name}: this disk does not support locks; run no second process here")
     return True
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return True if a file is the placeholder of a large file before `git lfs pull`."""
+    """Return True if a file is a placeholder that `git lfs pull` replaces by a large file."""
     with open(path, "rb") as file:
         return file.read(1024).startswith(b"version https://git-lfs") and not file.read(1)
 

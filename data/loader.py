@@ -53,7 +53,7 @@ class ShuffledWindows:
         self.random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         size = len(self.tokens)
         self.offset = int(self.random.integers(min(self.block_size, size - self.block_size)))
-        # - 1, because a window's last target is the token after the window
+        # subtract 1, because a window's last target is the token after the window
         self.windows = (size - 1 - self.offset) // self.block_size
 
     def start(self, n: int) -> int:
@@ -81,8 +81,8 @@ class ShuffledWindows:
 class Batches:
     """
     Hand out this rank's training micro-batches in order, an iteration's worth at a time, and read
-    those for evaluations. A micro-batch is inputs and targets, each (B, T) int64 on the device. A
-    background thread reads ahead.
+    its evaluation micro-batches. A micro-batch is inputs and targets, each (B, T) int64 on the
+    device. A background thread reads ahead.
 
     With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch.
     `consumed` counts the sequences that all ranks together have taken; a resumed run passes the
@@ -104,7 +104,7 @@ class Batches:
         self.batch_size = config.batch_size
         self.rank = rank
         self.world_size = world_size
-        self.stride = world_size * config.batch_size  # sequences between batches
+        self.stride = world_size * config.batch_size  # sequences from one micro-batch to our next
         self.consumed = consumed
         self.blocks: deque[Tensor] = deque()  # read but not taken yet
         self.room = READ_AHEAD  # the most micro-batches that `blocks` may hold
@@ -135,9 +135,9 @@ class Batches:
 
     def load(self, first: int) -> Tensor:
         """
-        Load the windows of batch_size sequences from `first` on, (B, T + 1) on the host. Put random
-        augmentation of the text into take(), not here: this runs ahead of training in a thread, so
-        a resumed run would draw different random numbers.
+        Load the windows of batch_size sequences, starting at sequence `first`, as (B, T + 1) on the
+        host. Put random augmentation of the text into take(), not here: this runs ahead of training
+        in a thread, so a resumed run would draw different random numbers.
         """
         block = torch.from_numpy(self.windows.read(first, self.batch_size))
         return block.pin_memory() if self.device.type == "cuda" else block

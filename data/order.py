@@ -55,8 +55,8 @@ class Shuffled:
     def documents(self, begin: Place) -> Iterator[Document]:
         """Yield the documents from a place on. Raises UserError as Source.rows() does."""
         if begin.given is None:
-            for behind, text in self.validation_rows(begin):
-                yield Document(behind, None, text or "")
+            for after, text in self.validation_rows(begin):
+                yield Document(after, None, text or "")
             begin = self.training_begin()
         yield from self.training_documents(begin)
 
@@ -66,25 +66,25 @@ class Shuffled:
     def validation_rows(self, begin: Place) -> Iterator[Row]:
         """Yield held-out rows in file order, which no seed changes."""
         if not self.validation:
-            for behind, text in self.source.rows(begin):
-                if self.is_held_out(behind):
-                    yield behind, text
+            for after, text in self.source.rows(begin):
+                if self.is_held_out(after):
+                    yield after, text
             return
         for group in self.validation:
             size = 0
-            for behind, text in self.source.rows(Place(*group), [group]):
+            for after, text in self.source.rows(Place(*group), [group]):
                 size += len((text or "").encode(errors="replace"))
-                if behind > begin:
-                    yield behind, text
+                if after > begin:
+                    yield after, text
                 if size >= self.held_out["bytes_per_group"]:
                     break
 
-    def is_held_out(self, behind: Place) -> bool:
-        return place_hash(behind) <= self.held_out.get("up_to_hash", "")
+    def is_held_out(self, after: Place) -> bool:
+        return place_hash(after) <= self.held_out.get("up_to_hash", "")
 
     def training_documents(self, begin: Place) -> Iterator[Document]:
         """
-        Yield the training documents, shuffled within each window. The place behind a document is
+        Yield the training documents, shuffled within each window. The place after a document is
         the start of its window plus the number of documents already yielded from that window, so
         continuing a preparation means reading that window again.
         """
@@ -98,7 +98,7 @@ class Shuffled:
                 if isinstance(window, Exception):
                     raise window
                 reader, coming = read_next(windows)
-                kept = [text for behind, text in window if not self.is_held_out(behind)]
+                kept = [text for after, text in window if not self.is_held_out(after)]
                 random.Random(f"{self.seed} {begin[:3]}").shuffle(kept)
                 before = begin.given or 0
                 for given, text in enumerate(kept[before:], before + 1):
@@ -118,10 +118,10 @@ class Shuffled:
         place = begin._replace(given=None)
         for group in self.training[self.training.index((begin.file, begin.group)) :]:
             place = place if place[:2] == group else Place(*group)
-            for behind, text in self.source.rows(place, [group]):
+            for after, text in self.source.rows(place, [group]):
                 if ended.is_set():
                     return
-                window.append((behind, text))
+                window.append((after, text))
                 size += len(text or "")
                 if len(window) == 2 * WINDOW_ROWS or size >= 2 * WINDOW_CHARACTERS:
                     yield window
@@ -181,16 +181,16 @@ def choose_held_out(source: Source, groups: list[Group], tokens: int, token_byte
     size = 0
     # disable=None shows the bar on a terminal only
     rows = tqdm(source.rows(Place()), desc="choosing validation", unit="row", disable=None)
-    for behind, text in rows:
+    for after, text in rows:
         if not text:
             continue
         length = len(text.encode(errors="replace"))
-        heapq.heappush(lowest, (-int(place_hash(behind), 16), length))
+        heapq.heappush(lowest, (-int(place_hash(after), 16), length))
         size += length
         while size - lowest[0][1] >= wanted:
             size -= heapq.heappop(lowest)[1]
     return dict(up_to_hash=f"{-lowest[0][0]:016x}" if lowest else "")
 
 
-def place_hash(behind: Place) -> str:
-    return hashlib.blake2b(repr(behind[:3]).encode(), digest_size=8).hexdigest()
+def place_hash(after: Place) -> str:
+    return hashlib.blake2b(repr(after[:3]).encode(), digest_size=8).hexdigest()

@@ -60,8 +60,8 @@ def read_all(source: Source) -> tuple[list[Row], int]:
     size = 0
     if sum(map(os.path.getsize, source.files)) > MOST_BYTES:
         raise UserError(TOO_LARGE)
-    for behind, text in source.rows(Place()):
-        rows.append((behind, text))
+    for after, text in source.rows(Place()):
+        rows.append((after, text))
         size += len((text or "").encode(errors="replace"))
         if size > MOST_BYTES:  # compressed files pass the check above
             raise UserError(TOO_LARGE)
@@ -78,16 +78,16 @@ def divide(rows: list[Row], fraction: float) -> Iterator[Document]:
     shorter. So validation is spread evenly over the text.
     """
     owed, part = 0.0, fraction * sum(len(text) for _, text in rows if text) / VAL_PARTS
-    for behind, text in rows:
+    for after, text in rows:
         if not text:
-            yield Document(behind, None)
+            yield Document(after, None)
             continue
         owed += fraction * len(text)
         at = len(text)
         if owed >= part:
             at = find_split(text, int(owed))
             owed -= len(text) - at
-        yield Document(behind, text[:at], text[at:])
+        yield Document(after, text[:at], text[at:])
 
 
 def find_split(text: str, length: int) -> int:
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> None:
     plan = Plan(
         folder=out,
         made_from=made_from(out, title, files, tokenizer, **settings),
-        documents=lambda place: (d for d in documents if d.behind > place),
+        documents=lambda place: (d for d in documents if d.after > place),
         tokenizer=tokenizer,
         expected_tokens=size // bytes_per_token + len(documents),
         least_tokens=least,

@@ -7,7 +7,7 @@ Training shuffles windows of their tokens (see loader.py).
 
     local_files    lists the files to read, in order
     hub_files      does the same for a dataset on the hub
-    Source         reads their rows, from any Place on
+    Source         reads their rows, starting at any Place
 """
 
 import glob
@@ -135,9 +135,9 @@ def is_read(file: Path, endings: tuple[str, ...]) -> bool:
 
 
 def how_to_convert(others: list[Path]) -> str:
-    """Say how to make readable files of `others`, of which none can be read."""
+    """Say how to convert `others`, none of which this program can read."""
     if not others:
-        return "no such file, or none there"
+        return "no such file, or no files there"
     # In a folder that save_to_disk made, only the .arrow files can be converted.
     first = next((file for file in others if file.suffix == ".arrow"), others[0])
     kind = first.suffix.lower()
@@ -147,7 +147,7 @@ def how_to_convert(others: list[Path]) -> str:
     files = str(first if is_alone else first.with_name(f"*{first.suffix}"))
     load = f"load_dataset({kind[1:]!r}, data_files={files!r}, split='train')"
     save = f"to_parquet({str(first.with_suffix('.parquet'))!r})"
-    return f'make parquet of it: python -c "from datasets import *; {load}.{save}"'
+    return f'convert it to parquet: python -c "from datasets import *; {load}.{save}"'
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
@@ -202,7 +202,7 @@ class Source:
 
     def rows(self, begin: Place, groups: list[Group] | None = None) -> Iterator[Row]:
         """
-        Yield the rows from a place on: those of all files, or of `groups` in that order. Raises
+        Yield the rows of all files, or of `groups` in that order, starting at `begin`. Raises
         UserError for a file that cannot be read, for a broken line, and if most of the first
         FIRST_ROWS rows of a file have no text. A smaller row group is not enough to judge by.
         """
@@ -215,12 +215,12 @@ class Source:
             place = Place(file, group or 0) if n else begin
             is_checked = place == Place(file) and not self.files[file].lower().endswith(TEXT_FILES)
             seen = without = 0
-            for behind, text in self.read_patiently(place, group):
+            for after, text in self.read_patiently(place, group):
                 seen += 1
                 without += text is None
                 if seen == FIRST_ROWS and is_checked:
                     self.check_field(file, without, seen)
-                yield behind, text
+                yield after, text
             if seen < FIRST_ROWS and is_checked and self.is_whole(file, group):
                 self.check_field(file, without, seen)
 
@@ -257,7 +257,7 @@ class Source:
                 groups = map(footer.row_group, range(footer.num_row_groups))
                 sizes += [text_bytes(group, self.field) for group in groups]
             else:
-                sizes.append(patiently(name, partial(file_size, name)))
+                sizes.append(with_retries(name, partial(file_size, name)))
         return sizes
 
     def footer(self, name: str):
@@ -265,21 +265,21 @@ class Source:
         import pyarrow.parquet
 
         if name not in self.footers:
-            self.footers[name] = patiently(name, lambda: read_footer(name))
+            self.footers[name] = with_retries(name, lambda: read_footer(name))
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read_patiently(self, place: Place, group: int | None) -> Iterator[Row]:
         """
-        Yield the rows of a file, or of one of its row groups, from a place on. Retries a file on
-        the hub for an hour.
+        Yield the rows of a file, or of one of its row groups, starting at a place. Retries a file
+        on the hub for an hour.
         """
         name = self.files[place.file]
         failures = 0
         while True:
             try:
-                for behind, text in self.read(place, group):
-                    yield behind, text
-                    place = behind
+                for after, text in self.read(place, group):
+                    yield after, text
+                    place = after
                     failures = 0
                 return
             except UserError:
@@ -300,9 +300,9 @@ class Source:
 
     def read_parquet(self, name: str, place: Place, group: int | None) -> Iterator[Row]:
         """
-        Yield the rows from a place on, of one row group or of all. Uses pyarrow directly, because
-        the datasets library reads about 300 MB ahead of a slow consumer, and downloads the rows
-        that a continued preparation skips.
+        Yield the rows of one row group or of all, starting at a place. Uses pyarrow directly,
+        because the datasets library reads about 300 MB ahead of a slow consumer, and downloads the
+        rows that a continued preparation skips.
         """
         import pyarrow.parquet
 
@@ -326,7 +326,7 @@ class Source:
                 row = 0
 
     def read_group(self, parquet, group: int, row: int) -> Iterator[str | None]:
-        """Yield the texts of a row group from a row on."""
+        """Yield the texts of a row group, starting at `row`."""
         import pyarrow
 
         begin = 0
@@ -362,7 +362,7 @@ def is_parquet(name: str) -> bool:
 
 
 def wait_or_raise(name: str, error: Exception, failures: int) -> None:
-    """Wait before a file on the hub is retried. Raises UserError if another try cannot help."""
+    """Wait before retrying a file on the hub. Raises UserError if a retry cannot help."""
     problem = f"{name}: {first_line(error)}"  # the library's message
     # Waiting does not repair a damaged file or create a missing one.
     is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
@@ -372,7 +372,7 @@ def wait_or_raise(name: str, error: Exception, failures: int) -> None:
     time.sleep(PAUSES[failures])
 
 
-def patiently(name: str, read: Callable) -> Any:
+def with_retries(name: str, read: Callable) -> Any:
     failures = 0
     while True:
         try:
@@ -412,13 +412,13 @@ def how_to_mend(line: bytes, error: Exception) -> str:
         return "convert the file to UTF-8: iconv -f ENCODING -t utf-8 FILE > NEW"
     text = line.decode(errors="replace").removeprefix("\ufeff").strip()
     if text.endswith(",") and is_object(text[:-1]):
-        return "it ends in a comma; remove those: sed 's/,[[:space:]]*$//' FILE > NEW"
+        return "it ends in a comma; remove such commas: sed 's/,[[:space:]]*$//' FILE > NEW"
     rows = text.split("\r" if "\r" in text else "\n")
     if len(rows) > 1 and all(is_object(row) for row in rows if row.strip()):
         return "its lines end in CR; convert them: tr '\\r' '\\n' < FILE > NEW"
     at = error.pos if isinstance(error, json.JSONDecodeError) else 0
-    goes_on = line.endswith(b"\n") and at >= len(text) and text.endswith(("{", "[", ","))
-    if goes_on or text.startswith("["):
+    spans_lines = line.endswith(b"\n") and at >= len(text) and text.endswith(("{", "[", ","))
+    if spans_lines or text.startswith("["):
         return "write one object per line: jq -c 'arrays[], objects' FILE > NEW"
     if not line.endswith(b"\n"):
         return "this is the last line, so the file may be cut off: get it again"

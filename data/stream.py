@@ -54,7 +54,7 @@ class Stream:
     def __init__(self, folder: Path, block_size: int, before: Sequence[str] = ()):
         self.folder, self.block_size = folder, block_size
         self.preparing: subprocess.Popen | None = None  # on rank 0: fills the folder
-        self.run_id = ""  # on rank 0: in the manifest once its shards are from this source
+        self.run_id = ""  # on rank 0: the manifest has it once the shards are from this source
         self.errors: list[str] = []  # error lines printed by the preparation
         nothing = ShardTokens([], 0)
         # what the folder held when it was last looked at

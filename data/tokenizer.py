@@ -106,9 +106,8 @@ def gpt2_bpe():
 
 def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     """
-    Return the tokenizer that --tokenizer names, or None for a bpe:N that must still be trained,
-    because the folder `out` holds none from an earlier launch of this preparation. Raises
-    UserError.
+    Return the tokenizer that --tokenizer names. For bpe:N, return the one in the folder `out`, or
+    None if it has none of that size yet, so that one must be trained. Raises UserError.
     """
     kind, _, size = name.partition(":")
     if kind != "bpe":

@@ -52,7 +52,7 @@ tqdm.set_lock(threading.RLock())
 class Document(NamedTuple):
     """A row of a source. A row without text is only counted."""
 
-    behind: Place  # where the next document begins
+    after: Place  # where the next document begins
     text: str | None
     held_out: str = ""  # text cut off its end for validation
 
@@ -63,7 +63,7 @@ class Plan:
 
     folder: Path
     made_from: dict  # everything that determines the shards: see made_from()
-    documents: Callable[[Place], Iterator[Document]]  # from a place on
+    documents: Callable[[Place], Iterator[Document]]  # yields them, starting at a place
     tokenizer: Tokenizer
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     val_tokens: int = 0  # hold out whole documents from the start; 0: the source holds out its own
@@ -172,7 +172,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     """Raise UserError if the folder was made from other text or with other flags."""
     asked = dict(plan.made_from)
     noted = manifest.get("files", {})
-    # While it is unfinished, the user may have fixed a broken line in a source file.
+    # Before a preparation is finished, the user may fix a broken line in a source file.
     is_begun = not manifest.get("complete", True)
     if list(asked["files"]) == list(noted) and (
         is_begun or all(map(is_same_file, asked["files"].values(), noted.values()))
@@ -198,7 +198,7 @@ def begin_or_continue(plan: Plan) -> dict:
         manifest = read_manifest(folder)
         for name, stamp in plan.made_from["files"].items():
             if not is_same_file(stamp, manifest["files"][name]):  # the user may have fixed a line
-                changed = "has changed since the preparation began; finished shards stay"
+                changed = "has changed since the preparation began; finished shards are kept"
                 hint = f"if rows were added or removed, delete {folder} and begin again"
                 warn(f"{name}: {changed}; {hint}")
     else:
@@ -252,7 +252,7 @@ def finish(plan: Plan, manifest: dict) -> None:
         needs = f"each needs at least {plan.least_tokens}; {hint}"
         raise UserError(f"{manifest['source']}: {held}, {needs}")
     if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
-        say(f"the source has no more: {plan.train_tokens:,} tokens were asked for")
+        say(f"the source has no more text; you asked for {plan.train_tokens:,} tokens")
     manifest["complete"] = True
     write_manifest(plan.folder, manifest)
 
@@ -352,7 +352,7 @@ def take(
     validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
-    for behind, whole, held_out in documents:
+    for after, whole, held_out in documents:
         manifest["left_out"]["rows"] += whole.begins
         manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
         for name, encoded in ((split, whole), ("val", held_out)):
@@ -364,7 +364,7 @@ def take(
             if name == "val" and encoded.text:
                 add_to_val_text(manifest, encoded.text)
         if any(len(parts[name].tokens) >= 2 * room[name] for name in room):
-            manifest["next"] = behind._asdict()
+            manifest["next"] = after._asdict()
             return parts
     manifest["next"] = None  # the source has ended
     return parts
@@ -377,7 +377,7 @@ def cut_at_shards(documents: Generator, begin: Place, shard_tokens: int) -> Gene
     """
     filled = 0  # tokens in the current shard
     before, cut = begin._replace(given=None), begin.given or 0
-    for behind, whole, nothing in documents:
+    for after, whole, nothing in documents:
         rest = whole.tokens[2 * cut :]
         text = b"" if cut else whole.text
         begins = not cut
@@ -389,9 +389,9 @@ def cut_at_shards(documents: Generator, begin: Place, shard_tokens: int) -> Gene
             text = b""
             begins = False
             filled = 0
-        yield behind, Encoded(rest, text, begins), nothing
+        yield after, Encoded(rest, text, begins), nothing
         filled = (filled + len(rest) // 2) % shard_tokens
-        before, cut = behind, 0
+        before, cut = after, 0
 
 
 def add_to_val_text(manifest: dict, text: bytes) -> None:
@@ -418,7 +418,7 @@ def encode(
 ) -> Generator:
     """
     Tokenize on `workers` threads (BPE libraries release the GIL). Yields for each document, in
-    order, the place behind it, its text and its held-out text, both Encoded. Reads far enough ahead
+    order, the place after it, its text and its held-out text, both Encoded. Reads far enough ahead
     to keep the threads busy while the source downloads or a shard is written; memory use does not
     grow with the source. Raises RunError if reading the source fails.
     """
@@ -439,8 +439,8 @@ def encode(
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer, keeps_blank: bool) -> list[tuple]:
     return [
-        (behind, encode_text(text, tokenizer, keeps_blank), encode_text(held_out, tokenizer))
-        for behind, text, held_out in batch
+        (after, encode_text(text, tokenizer, keeps_blank), encode_text(held_out, tokenizer))
+        for after, text, held_out in batch
     ]
 
 

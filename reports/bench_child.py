@@ -64,7 +64,7 @@ class WatchedStep:
 
     def __init__(self, train_step, cpu_seconds: Path):
         self.train_step = train_step
-        self.cpu_seconds = open(cpu_seconds, "w", buffering=1)  # bench.py kills us without a flush
+        self.cpu_seconds = open(cpu_seconds, "w", buffering=1)  # flush each line: bench.py kills us
         self.asked = threading.Event()
         self.trace = ""
 

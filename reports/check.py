@@ -4,8 +4,8 @@ bench.py check: does this machine train correctly, and as fast as it should?
 Two small models train for a few iterations on the device with train.py's own train_step, and again
 on the CPU, where gradients are computed in float64. Losses and gradients must agree within the
 dtype's rounding. Then both models are compiled and compared with eager code, as at the start of a
-run. A matmul and a copy are timed against the GPU's data sheet. The last line is one of three: it
-trains right; it trains right but slowly because ...; do not train here because ...
+run. A matmul and a copy are timed and compared with the GPU's data sheet. The last line is one of
+three: it trains right; it trains right but slowly because ...; do not train here because ...
 """
 
 import contextlib
@@ -66,9 +66,9 @@ MOST_LOAD = 20  # the percentage of a GPU's time that other programs may take
 
 def check(config: Config, options: Namespace) -> dict:
     """
-    Check this machine, and print the findings and a verdict. Returns what --json writes. Of the
-    keys, only those about the machine matter, such as device and dtype. Raises UserError if too
-    little memory is free.
+    Check this machine, and print the findings and a verdict. Returns what --json writes. Only keys
+    about the machine matter, such as device and dtype. Raises UserError if too little memory is
+    free.
     """
     # read other programs' load before this one adds its own
     load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")
@@ -101,7 +101,7 @@ def verdict(name: str, wrong: list[str], slow: list[str]) -> str:
 
 
 # -----------------------------------------------------------------------------
-# Does it train right?
+# Does it train correctly?
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Way:
 
 
 def ways_to_train(config: Config, hw: Hardware) -> list[Way]:
-    # plain float32 rounds so little that every other fault shows
+    # float32 without TF32 rounds so little that any fault shows
     plain = Way(replace(hw, dtype=torch.float32), tf32=False)
     asked = Way(hw, config.tf32 and hw.device.type == "cuda")
     return [plain, asked] if asked != plain else [plain]
@@ -183,8 +183,8 @@ def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
 
 def model_off_zero(c: Config, hw: Hardware) -> torch.nn.Module:
     """
-    Build the model on the CPU, with random numbers in matrices that start as zeros. Behind a zero
-    matrix, no weight would have a gradient to compare.
+    Build the model on the CPU, with random numbers in matrices that start as zeros. A weight whose
+    output passes through a zero matrix would have no gradient to compare.
     """
     hardware.set_seed(SEED)
     model = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=False))
@@ -234,16 +234,16 @@ def train_here(c: Config, way: Way, model: torch.nn.Module, exact: Exact) -> dic
         gradients = errors(ours, exact.gradients)
         losses = iterate(ours, c, way.hw)
     names = [name for name, _ in trained(ours)]
-    gradient, weight = max(zip(map(size, gradients), names, strict=True))
+    gradient, weight = max(zip(map(magnitude, gradients), names, strict=True))
     return dict(
-        loss=max(size(a / b - 1) for a, b in zip(losses, exact.losses, strict=True)),
-        evaluation=size(evaluation / exact.evaluation - 1),
+        loss=max(magnitude(a / b - 1) for a, b in zip(losses, exact.losses, strict=True)),
+        evaluation=magnitude(evaluation / exact.evaluation - 1),
         gradient=gradient,
         weight=weight,
     )
 
 
-def size(error: float) -> float:
+def magnitude(error: float) -> float:
     """Return the error's absolute value; infinity for NaN, so that a NaN is the largest."""
     return math.inf if math.isnan(error) else abs(error)
 
@@ -262,7 +262,7 @@ def pass_a_batch(model: torch.nn.Module, c: Config, hw: Hardware) -> float:
 
 
 def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
-    """Run train.py's train_step a few times on one batch, and return the losses, which fall."""
+    """Run train.py's train_step a few times on one batch. Returns the loss of each iteration."""
     x, y = (tokens.to(hw.device) for tokens in batch_of(c))
     optimizer = build_optimizer(model, c, hw.dtype)
     is_scaled = hw.dtype == torch.float16
@@ -286,11 +286,11 @@ def what_is_wrong(row: dict, way: Way) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# As fast as it should?
+# Is it as fast as it should be?
 
 
 def what_slows(config: Config, hw: Hardware) -> list[str]:
-    """Return the reasons why this machine may be slow that need no measurement."""
+    """Return reasons for slow training that can be found without measuring."""
     reasons = []
     if hw.device.type == "cpu" and config.device == "auto":
         reasons.append(f"torch sees no GPU; {hardware.cuda_hint()}")

@@ -79,7 +79,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     """
     params = count_parameters(model)
     tokens = batch_size * model.block_size
-    # Autocast copies every matrix of a matmul. Embeddings have none, but a tied one is the head's.
+    # Autocast copies the matrices of matmuls, so no embedding except one tied to the head.
     modules = meta_model(model).modules()
     others = [module for module in modules if not isinstance(module, nn.Embedding)]
     in_products = sum(p.numel() for m in others for p in m.parameters(recurse=False))
@@ -124,7 +124,7 @@ def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
 def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """
     Return the bytes that all blocks and the last norm keep until the backward pass; with recompute,
-    the bytes at the memory peak.
+    the bytes at the moment of peak memory.
     """
     element, C = element_bytes(dtype), model.n_embd
     stream = stream_bytes(model, dtype, compiled) * C

@@ -164,7 +164,7 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
     either log_interval hides the iteration, or it is the first of a launch, whose time includes
     compilation.
     """
-    steps: dict[int, tuple[float, float]] = {}  # if a resume repeats an iteration, the later line
+    steps: dict[int, tuple[float, float]] = {}  # the later line, if a resume repeats one
     evals: dict[int, float] = {}
     launches = set()  # the first iteration of each launch
     last = (math.inf, False)

@@ -51,8 +51,8 @@ from training.log import LARGE_CORPUS, MANY_EPOCHS
 from training.pretrained import read_sizes
 
 # The MFU to assume if gpus.csv has no published one, by the first word here that the GPU's name
-# contains. Four other GeForce cards are published with 55% to 84%, 18 kinds of other GPUs with 25%
-# to 58%. A laptop GPU's peak is for its highest boost clock; its lowest is 0.6 to 0.8 of that.
+# contains. Published figures are 55% to 84% for GeForce cards, and 25% to 58% for other GPUs. A
+# laptop GPU's peak is for its highest boost clock; its lowest is 0.6 to 0.8 of that.
 ASSUMED_MFU = {"Laptop": 0.50, "GeForce": 0.65, "": 0.35}
 # The GB/s between GPUs to assume without --link_gbits: within a machine PCIe 4.0 without peer
 # access, unless gpus.csv has a faster link; between machines 100 Gbit/s. On a link, a byte takes
@@ -84,7 +84,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds per iteration on one GPU; 2.5,3,3.5 prints a table of several",
     )
     pace.add_argument(
-        "--from_run", metavar="RUN", help="take them from an out_dir or nanoGPT's console output"
+        "--from_run",
+        metavar="RUN",
+        help="take the seconds per iteration from an out_dir or nanoGPT's console output",
     )
     add("--dataset_tokens", type=parse_count, metavar="N", help="such as 10B, to compute epochs")
     add("--watts", type=float, metavar="W", help="power of one GPU, to compute the energy")
@@ -170,12 +172,12 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     Return the pace at the GPU's published MFU, or else at the MFU assumed for its kind. Raises
     UserError if the GPU's peak or the model's FLOPs are unknown.
     """
-    known = "give --iter_seconds=S or --from_run=RUN"
+    hint = "give --iter_seconds=S or --from_run=RUN"
     flops = count_flops(model)
     if not card.peak_tflops:
-        raise UserError(f"gpu: unknown peak of a {card.name} in {card.dtype}; {known}")
+        raise UserError(f"gpu: unknown peak of a {card.name} in {card.dtype}; {hint}")
     if not flops:
-        raise UserError(f"model: FLOPs not counted; {known}")
+        raise UserError(f"model: FLOPs not counted; {hint}")
     at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12)
     if config.recompute:
         # The blocks' forward pass runs twice; it is a third of their work.
@@ -193,7 +195,7 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
 
 def pace_of_run(config: Config, model: GPTConfig, run: Run, options: Namespace, card: Card) -> Pace:
     """
-    Return the median iteration of a run, converted to one GPU that exchanges no gradients. The GPUs
+    Return a run's median iteration time, converted to one GPU that exchanges no gradients. The GPUs
     of nanoGPT's log count as one, because it does not say how many there were. Raises UserError if
     the run has no iteration time or trained another model.
     """

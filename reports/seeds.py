@@ -18,7 +18,7 @@ from reports.runs import Run, percentile
 # Student's t for 95% with 1 to 10 degrees of freedom. With more, t falls to 1.96; using the last
 # value overstates the noise a little.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-STEADY = 1.1  # on an idle machine, the speeds of seeds differ by a smaller factor
+STEADY = 1.1  # on an idle machine, the seeds' speeds differ by less than this factor
 
 
 def difference(change: list[float], base: list[float]) -> tuple[float, float]:
@@ -83,8 +83,8 @@ def check(runs: list[Run]) -> None:
 
 def why_uneven(runs: list[Run]) -> str:
     """
-    Return why these seeds did not do equal work in equal hours, "" if they did: runs with --hours
-    or --until differ in their number of iterations if they differ in speed.
+    Return why these seeds did not do equal work in equal hours, "" if they did. Runs with --hours
+    or --until that differ in speed also differ in their number of iterations.
     """
     if not any(run.config.get("hours") or run.config.get("until") for run in runs):
         return ""

@@ -14,9 +14,9 @@ from configurator import (
     FIELDS,
     ONLY_WITH,
     Config,
+    config_text,
     count_micro_batches,
     load_config,
-    print_config,
     read_config,
 )
 
@@ -151,7 +151,7 @@ def test_of_accumulation_and_tokens_per_iter_the_last_one_wins(
     argv = ["--batch_size=16", "--block_size=64", *(files.get(name, name) for name in given)]
     config = load_config(argv)
     assert (config.gradient_accumulation_steps, config.tokens_per_iter) == (accumulation, tokens)
-    assert load_config([write(tmp_path, print_config(config), "printed.py")]) == config
+    assert load_config([write(tmp_path, config_text(config), "printed.py")]) == config
 
 
 def test_the_printed_config_file_is_all_that_stdout_gets(tmp_path):
@@ -264,7 +264,7 @@ def test_a_config_file_is_read_as_notepad_and_powershells_redirection_write_it(e
     """python configurator.py config/quickstart.py > mine.py: PowerShell writes UTF-16 with CRLF."""
     config = Config(out_dir="out/Größe", n_layer=3)
     path = tmp_path / "mine.py"
-    path.write_text(print_config(config), encoding=encoding, newline="\r\n")
+    path.write_text(config_text(config), encoding=encoding, newline="\r\n")
     assert load_config([str(path)]) == config
 
 
@@ -278,7 +278,7 @@ def test_a_config_file_is_read_as_notepad_and_powershells_redirection_write_it(e
 def test_a_printed_config_loads_back_as_itself(text, rate, seed, flash, tmp_path_factory):
     config = Config(out_dir=text, learning_rate=rate, seed=seed, flash=flash)
     path = tmp_path_factory.mktemp("c") / "c.py"
-    path.write_text(print_config(config), encoding="utf-8")
+    path.write_text(config_text(config), encoding="utf-8")
     assert load_config([str(path)]) == config
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-import torch.utils.serialization  # import now: when torch.save does, the venv may be gone
+import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
 from common.console import RunError, UserError, warn
@@ -210,7 +210,7 @@ class Saver:
         """
         it = state["progress"]["iter_num"]
         if not self.out_dir.exists():
-            warn(f"iter {it}: {self.out_dir} was deleted, with the log in it; making it again")
+            warn(f"iter {it}: {self.out_dir} was deleted, with the log in it; creating it again")
         path = checkpoint_path(self.out_dir, it)
         try:
             # Delete before the write, to make room; at least one stays until it has succeeded.
@@ -224,7 +224,7 @@ class Saver:
         except OSError as error:
             return f"checkpoint {it} is not saved: {error.strerror or error}"
         except UserError as error:  # from reading back the first checkpoint
-            raise RunError(f"{error}; this disk does not keep what is written to it") from None
+            raise RunError(f"{error}; this disk does not return what was written to it") from None
         self.has_saved = True
         return ""
 
@@ -272,7 +272,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         hint = "give the command again, or another --out_dir"
         raise UserError(f"out_dir: another run has just written to {out_dir}; {hint}")
     for path in newer:
-        set_aside(path)  # damaged; prune() would keep it
+        set_aside(path)  # damaged; prune() would count it among the newest
     # leftover temporary files could take the room that the next checkpoint needs
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     if progress is None:

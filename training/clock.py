@@ -55,7 +55,7 @@ class Clock:
         """Return the seconds since this category's last lap, or since the launch."""
         return time.perf_counter() - self.booked_at[category]
 
-    def of_launch(self) -> float:
+    def since_launch(self) -> float:
         """Return the seconds since this launch began."""
         return time.perf_counter() - self.began
 
@@ -134,7 +134,7 @@ class Schedule:
         self.setup_seconds: float | None = saved.get("setup_seconds")
         self.deadline: float | None = None
         if c.until:
-            self.deadline = next_time(c.until, since=time.time() - clock.of_launch())
+            self.deadline = next_time(c.until, since=time.time() - clock.since_launch())
             if saved.get("until") == c.until:  # if past, no time is left
                 self.deadline = min(self.deadline, saved["deadline"])
         # the shares at the last look and at the one before
@@ -191,7 +191,7 @@ class Schedule:
             # twice: the final evaluation and save must still fit afterwards
             has_spare_time = left > 2 * (closing + iteration)
         return Now(
-            launch_minutes=self.clock.of_launch() / 60,
+            launch_minutes=self.clock.since_launch() / 60,
             seconds_since_save=self.clock.since("checkpoints"),
             share=self.share,
             time_is_up=time_is_up,

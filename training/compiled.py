@@ -21,8 +21,8 @@ from model import ChunkedLoss
 from training.hardware import Hardware, is_out_of_memory, preserving_state, set_seed
 from training.ranks import Ranks
 
-# A compiled gradient's error may be this many times eager code's, because the two round in other
-# places. The largest ratio we measured was 1.8.
+# A compiled gradient's error may be this many times eager code's, because the two round at
+# different points. The largest ratio we measured was 1.8.
 BOUND = 3
 # Weights with fewer than FEW numbers get a wider bound. Their gradients may cancel almost entirely
 # by chance, and rounding then weighs more: up to 18 times as much in 240 trials with one number, at
@@ -73,7 +73,7 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     compile_model(model)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
-    except Exception as error:  # without a compiler, every backend raises another kind of error
+    except Exception as error:  # without a compiler, each backend raises a different error
         if is_out_of_memory(error):
             raise
         return reason_of(error)
@@ -115,10 +115,10 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
     """
     has_dropout = model.config.dropout > 0
     with preserving_state(model, hw.device), moved_weights(model, seed):
-        # Make a few ids frequent, as in text, so that their gradients add up and rounding averages.
+        # Make a few ids frequent, as in text, so that rounding averages out in their gradients.
         two = (torch.rand(2, model.config.block_size + 1) ** 4 * vocab).long()
         tokens = two[torch.arange(batch_size) % 2]
-        x, y = to_batch(tokens, hw.device)  # other strides than real batches' would compile again
+        x, y = to_batch(tokens, hw.device)  # with a real batch's strides, to avoid a recompile
         # weight each sequence by its share of the micro-batch's loss
         shares = [(batch_size + 1) // 2 / batch_size, batch_size // 2 / batch_size]
         sequences = [(x[n : n + 1], y[n : n + 1], share) for n, share in enumerate(shares) if share]
@@ -163,8 +163,8 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
                 bound = BOUND_OF_FEW if p.numel() < FEW else BOUND
                 # use the typical error if eager code rounded this gradient better by chance
                 if not error <= bound * max(eager, typical):
-                    off = f"{error:.2g}, uncompiled by {eager:.2g}"
-                    raise ArithmeticError(f"the gradient of {name} is off by {off} of its norm")
+                    off = f"{error:.2g} of its norm ({eager:.2g} uncompiled)"
+                    raise ArithmeticError(f"the gradient of {name} is off by {off}")
         # a loss is a mean over all tokens, so its error is far smaller than a gradient's
         tolerance = typical / 2
         for name, value in got.items():
@@ -184,7 +184,7 @@ def float32_matmuls() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def moving(model) -> list[Tensor]:
+def floating_weights(model) -> list[Tensor]:
     """Return the floating-point weights; an integer one is a lookup table that must not change."""
     return [p for p in model.parameters() if p.is_floating_point()]
 
@@ -199,7 +199,7 @@ def moved_weights(model, seed: int) -> Iterator[None]:
     before = [p.detach().to("cpu", copy=True) for p in model.parameters()]
     try:
         set_seed(seed)
-        for p in moving(model):
+        for p in floating_weights(model):
             scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
             p.data.add_(torch.randn_like(p), alpha=scale)
         yield

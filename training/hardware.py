@@ -42,7 +42,7 @@ CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytor
 # would still call cuDNN, because the first variable is not part of the cache key.
 NO_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
 SHARED_MEMORY = 0.9  # the share of the free system memory that an integrated GPU may take
-# Errors of torch, cuBLAS, Triton and the system when memory runs out. The last two: Windows, MPS.
+# What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows, MPS
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
 # The NVIDIA driver that each CUDA version needs (docs.nvidia.com/deploy/cuda-compatibility)
@@ -290,7 +290,7 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         torch.cuda.set_device(device)
         limit_memory(device)
         if dtype == torch.bfloat16 and best_dtype(device) != dtype:
-            warn("this GPU only emulates bfloat16, many times slower; --dtype=float16")
+            warn("this GPU only emulates bfloat16, many times slower; use --dtype=float16")
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None
@@ -299,7 +299,7 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         hw.peak_tflops = config.peak_tflops
         hw.peak_source = "peak_tflops"
     if device.type == "cpu" and dtype == torch.float16:
-        warn("float16 is some 20 times slower than float32 on a CPU; --dtype=float32")
+        warn("float16 is some 20 times slower than float32 on a CPU; use --dtype=float32")
     if device.type == "cpu":
         keep_freed_memory()
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not

@@ -34,7 +34,7 @@ LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant 
 FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 WIDTH = 100  # columns at which the settings line is wrapped
-UNCOMPILED_LINES = 10  # one log line in so many repeats that the run is uncompiled
+UNCOMPILED_LINES = 10  # log lines between reminders that the run is not compiled
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
 LEDGER_NAMES = {  # friendlier names for the clock's categories
     "start-up": "startup",
@@ -53,7 +53,7 @@ NANOGPT_NAMES = {
 class Log:
     """
     Logs one run; only rank 0 writes. With eval_only there are no files. Logging never affects
-    training, so a run without any of this would end with the same weights.
+    training: a run without it would end with the same weights.
     """
 
     def __init__(self, c: Config, schedule: Schedule, hw: Hardware, ranks: Ranks, write_record):
@@ -189,7 +189,7 @@ class Log:
             warn(f"this trains on the CPU, very slowly: torch sees no GPU; {hint}")
         if c.until and self.schedule.left() > FAR_AWAY and self.is_main:
             hours = self.schedule.left() / 3600
-            warn(f"until: {c.until} is {hours:.1f} h away; here it is {clock_time(0)}")
+            warn(f"until: {c.until} is {hours:.1f} h away; on this machine it is {clock_time(0)}")
         self.record(
             "start",
             iter=it,
@@ -303,8 +303,8 @@ class Log:
     def left(self) -> float:
         """Return the seconds left under `hours`, `until` and `max_minutes`; inf if none is set."""
         minutes = self.config.max_minutes
-        of_launch = 60 * minutes - self.clock.of_launch() if minutes else math.inf
-        return max(0.0, min(self.schedule.left(), of_launch))
+        since_launch = 60 * minutes - self.clock.since_launch() if minutes else math.inf
+        return max(0.0, min(self.schedule.left(), since_launch))
 
     def used_of_total(self) -> str:
         """Return the hours used and the total, as in "1.25 of 8.00" or "0.0012 of 0.0200"."""
@@ -408,7 +408,7 @@ class Log:
         it, tokens = progress.iter_num, progress.tokens
         seconds = self.clock.seconds
         total = sum(seconds.values())
-        launch = duration(self.clock.of_launch())
+        launch = duration(self.clock.since_launch())
         names = LEDGER_NAMES
         if not self.config.sample_tokens:
             names = names | dict(evaluation="evaluation")
@@ -474,8 +474,8 @@ class Log:
         self.draw()
         self.wait_for_picture()
         if self.picture_failed:
-            hint = f"python compare.py {self.config.out_dir} draws it, or says why"
-            warn(f"loss.png is not drawn; {hint}")
+            hint = f"python compare.py {self.config.out_dir} draws it, or says why not"
+            warn(f"loss.png was not drawn; {hint}")
 
     def wait_for_picture(self) -> None:
         if self.picture is None:

@@ -80,9 +80,9 @@ class Ranks:
         group = None  # the default group, gloo
         if on_gpus and dist.is_nccl_available():  # torch for Windows is built without NCCL
             group = dist.new_group(backend="nccl", timeout=TIMEOUT)
-        line = f"the ranks have not averaged gradients for {SLOW_EXCHANGE:.0f} s"
-        hint = NCCL_HINT if group else "look at the network"
-        slow = threading.Timer(SLOW_EXCHANGE, warn, [f"{line}; if this does not end, {hint}"])
+        line = f"the ranks have not averaged their first gradients after {SLOW_EXCHANGE:.0f} s"
+        hint = NCCL_HINT if group else "check the network"
+        slow = threading.Timer(SLOW_EXCHANGE, warn, [f"{line}; if it does not finish, {hint}"])
         if self.is_main:
             slow.start()
         ddp_model = DistributedDataParallel(
@@ -203,7 +203,7 @@ def lost_rank(error: BaseException) -> str:
     if not (lost and isinstance(error, RuntimeError)):
         return ""
     reason = str(error).partition("\n")[0]
-    line = f"another rank is gone ({reason}): look at that one's last lines, or at the network"
+    line = f"another rank is gone ({reason}): read its last lines, or check the network"
     return f"{line}; {NCCL_HINT}" if "NCCL" in str(error) else line
 
 
@@ -216,7 +216,7 @@ def lost_rank(error: BaseException) -> str:
 ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP")
 # If one of these comes a second time, the process exits at once.
 STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
-SAME_STOP = 0.5  # seconds; torchrun, systemd and Slurm may all forward the same stop
+SAME_STOP = 0.5  # seconds within which torchrun, systemd and Slurm may forward one stop
 
 
 class StopSignals:

@@ -703,7 +703,7 @@ FAULTS = [
     Fault(
         "prune_keeps_the_damaged_later_checkpoints",
         "training/checkpoint.py",
-        "    for path in newer:\n        set_aside(path)  # damaged; prune() would keep it\n",
+        "    for path in newer:\n        set_aside(path)  # damaged; prune() would count it among the newest\n",
         "",
         "integration/test_disks.py::test_death_at_any_disk_call_costs_no_more_than_the_iterations_since_the_last_save[2-6]",
     ),
@@ -760,7 +760,7 @@ FAULTS = [
         "hours_count_from_each_launch",
         "training/clock.py",
         "        return 3600 * self.c.hours - self.clock.used() if self.c.hours else math.inf\n",
-        "        return 3600 * self.c.hours - self.clock.of_launch() if self.c.hours else math.inf\n",
+        "        return 3600 * self.c.hours - self.clock.since_launch() if self.c.hours else math.inf\n",
         "integration/test_time_limits.py::test_hours_between_launches_do_not_count",
     ),
     Fault(
@@ -1445,7 +1445,7 @@ FAULTS = [
     Fault(
         "max_minutes_count_earlier_launches",
         "training/clock.py",
-        "launch_minutes=self.clock.of_launch() / 60",
+        "launch_minutes=self.clock.since_launch() / 60",
         "launch_minutes=used / 60",
         "integration/test_time_limits.py::test_max_minutes_end_a_launch_and_the_same_command_resumes_it",
     ),
@@ -1713,8 +1713,8 @@ FAULTS = [
     Fault(
         "prepare_forgets_the_last_document_of_a_shard",
         "data/writer.py",
-        '            manifest["next"] = behind._asdict()\n            return parts\n',
-        '            manifest["next"] = behind._replace(row=behind.row + 1)._asdict()\n            return parts\n',
+        '            manifest["next"] = after._asdict()\n            return parts\n',
+        '            manifest["next"] = after._replace(row=after.row + 1)._asdict()\n            return parts\n',
         "test_prepare.py::test_killed_anywhere_the_same_command_ends_with_the_same_bytes",
     ),
     Fault(
@@ -1727,7 +1727,7 @@ FAULTS = [
     Fault(
         "held_out_documents_are_trained_on",
         "data/order.py",
-        "if not self.is_held_out(behind)]",
+        "if not self.is_held_out(after)]",
         "]",
         "test_prepare.py::test_validation_is_the_same_for_every_seed_and_number_of_tokens",
     ),
@@ -2116,7 +2116,7 @@ FAULTS = [
     Fault(
         "until_counts_from_after_the_imports",
         "training/clock.py",
-        "since=time.time() - clock.of_launch())",
+        "since=time.time() - clock.since_launch())",
         "since=time.time())",
         "test_clock.py::test_an_until_that_passes_while_torch_is_imported_is_not_tomorrows",
     ),

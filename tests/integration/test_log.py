@@ -147,7 +147,7 @@ def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_
 def test_a_line_of_a_long_run_on_a_gpu_fits_120_columns(capsys):
     c = Config(max_iters=99_999, hours=100.0)
     clock = SimpleNamespace(
-        seconds=dict(steps=3.2e5), of_launch=lambda: 3e5, training_hours=lambda: 90.0
+        seconds=dict(steps=3.2e5), since_launch=lambda: 3e5, training_hours=lambda: 90.0
     )
     schedule = SimpleNamespace(clock=clock, estimates={}, left=lambda: math.inf)
     hw = SimpleNamespace(mfu=lambda *_: 0.412345)
