@@ -546,8 +546,12 @@ def parameters(row: dict) -> int:
 
 
 TABLES = {
-    "docs/internals/memory_model.md": [memory_table],
-    "dev/simulate_gpu/results.md": [iteration_table, traffic_table, projection_table],
+    "dev/simulate_gpu/results.md": [
+        iteration_table,
+        memory_table,
+        traffic_table,
+        projection_table,
+    ],
 }
 
 
