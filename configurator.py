@@ -87,8 +87,8 @@ class Config:
     head_lr: float = 0.004  # with optimizer=muon: peak rate of the output head
     muon_momentum: float = 0.95  # with optimizer=muon: Muon's momentum
     weight_decay: float = 0.1  # on matrices and embeddings; with muon: embeddings and head
-    beta1: float = 0.9  # AdamW's decay of the gradient's running mean
-    beta2: float = 0.95  # AdamW's decay of the squared gradient's running mean
+    beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
+    beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
