@@ -503,11 +503,9 @@ def main(argv: list[str]) -> None:
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if args.png:
         save_picture(runs, args.png)
-    elif len(runs) == 1:
-        path = paths[0]
-        png = path / "loss.png" if path.is_dir() else path.with_suffix(".png")
+    elif len(runs) == 1 and paths[0].is_dir():
         try:
-            save_picture(runs, png)
+            save_picture(runs, paths[0] / "loss.png")
         except UserError as error:  # without matplotlib the table is still worth printing
             warn(str(error))
 

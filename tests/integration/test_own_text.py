@@ -153,7 +153,7 @@ def test_the_two_commands_for_your_own_text_train_and_a_third_samples(
     assert result.code == 0 and result.out.startswith("To")
     # nobody's file is overwritten
     result = run("data/prepare_text.py", "my text.txt", "--write=config/my.py")
-    assert result.code == 2 and "does not exist yet" in result.err
+    assert result.code == 2 and "exists" in result.err
     assert Path("config/my.py").read_text() == written
 
 
