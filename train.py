@@ -11,7 +11,8 @@ and the machinery around a run in training/.
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
 Exit codes: 0 done or max_minutes is up, 1 failed, 2 bad configuration or data, 128 + N stopped by
-signal N. A stopped run has saved, unless the signal came twice or before the training loop.
+signal N. In the last case the run has saved, unless it was --eval_only, or the signal came twice or
+before the training loop. If a stopped run cannot save, it exits with 1.
 """
 
 import copy
@@ -56,8 +57,9 @@ ARCHITECTURE = (
 )
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset, the
-# tokenizer and the dtype unless the command sets them, and the tokens per iteration if only
-# batch_size is typed. Other keys have the values of the command, or their defaults
+# tokenizer and the dtype unless the command sets them, and the tokens per iteration if batch_size
+# is a flag, unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys have the
+# values of the command, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
@@ -65,7 +67,7 @@ LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # the same for the final save, which waits for disk space
-MAX_SKIPS = 20  # consecutive skips that end the run; float16 may skip 16 to find its scale
+MAX_SKIPS = 20  # skips in a row that end the run, seen at log lines; float16 may need 16 at first
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
@@ -391,6 +393,7 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
     """
     while True:
         ready = batches.ready(accum)
+        # agree() returns the maxima over all ranks, and sets signals.name if any rank got a signal
         failed, waiting = signals.agree(batches.error is not None, not ready)
         # batches that were read before a failure are still used
         if signals.name or (waiting and failed):
@@ -624,9 +627,9 @@ def main(
 
     while True:
         it = progress.iter_num
-        # Rank 0 reads the clock for all ranks. With clocks of their own, ranks could decide
-        # differently and then deadlock. With hours or until, now.share is 0 at the first update and
-        # 1 at the last, after which the final evaluation and save still fit
+        # Rank 0 reads the clock for all ranks: ranks that decide differently would deadlock. With
+        # hours or until, now.share is 0 at the first update and 1 at the last, after which a final
+        # evaluation and save still fit; otherwise it stays 0, and has_spare_time is always True
         now = ranks.on_main(schedule.look, it)
 
         # check whether to stop. `stop` is the reason or None; an interrupted evaluation sets it
@@ -635,9 +638,9 @@ def main(
             stop = "eval_only"
         elif it >= c.max_iters:  # with hours or until, only a max_iters flag counts
             stop = "max_iters"
-        elif now.time_is_up:  # early enough for the final evaluation and save
+        elif now.time_is_up:  # of all launches together; the final evaluation and save still fit
             stop = "until" if c.until else "hours"
-        elif c.max_minutes and now.launch_minutes >= c.max_minutes:  # not counting the final save
+        elif c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save comes on top
             stop = "max_minutes"
         elif not wait_for_data(batches, accum, signals):  # also checks for signals
             stop = signals.name or "data"
@@ -671,10 +674,12 @@ def main(
                 schedule.expect("evaluation", clock.lap("evaluation"))
 
         # save every checkpoint_interval iterations or ten minutes, after an evaluation, half a
-        # minute after a failed save, and at the end. If is_best, best.pt becomes the same file
+        # minute after a failed save, and at the end. If is_best, best.pt becomes the same file. A
+        # retry saves the weights of then, so a best whose save failed does not become best.pt
         is_evaluated = progress.evaluated_at == it
         is_improved = progress.val_loss < progress.best_val_loss
-        # best_iter == it at iteration 0, and after a resume from the best, which is on disk already
+        # best_iter == it at iteration 0, and after a resume from the best; that is on disk, and if
+        # a kill left best.pt older or missing, saver.open() has linked it again
         is_best = is_evaluated and (is_improved or progress.best_iter == it)
         if c.checkpoint_interval:
             save_due = it % c.checkpoint_interval == 0
@@ -694,7 +699,7 @@ def main(
             state = state_to_save(
                 c, data, eval_model, optimizer, scaler, to_save, schedule, hw, ranks
             )
-            problem = ranks.on_main(saver.save, state, is_best)  # "", or why it failed
+            problem = ranks.on_main(saver.save, state, is_best)  # "", or how the disk failed
             while problem and stop:  # wait for space; any signal, even `stop` itself, ends this
                 if signals.stop_asked():
                     ranks.fail(f"{problem}; make room; {checkpoint.resume_hint(c.out_dir)}")
