@@ -76,7 +76,7 @@ class Config:
     bias: bool = False  # use biases in linear layers and norms, as OpenAI's GPT-2 does
     tie_weights: bool = True  # share token embedding and output head; model=fast sets False
     flash: bool = True  # use PyTorch's fused attention; False needs much more memory
-    loss_chunk: str = "auto"  # compute the loss for this many tokens at a time; auto, or off: all
+    loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
     recompute: bool = False  # recompute activations in the backward pass: slower, less memory
     value_tables: int = 0  # with model=fast: number of value embeddings
     bigram_rows: int = 0  # with model=fast: rows of the bigram embedding; 0: none
