@@ -625,7 +625,7 @@ def main(argv: list[str]) -> int:
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     config = load_config(keys, other_flags=vars(options))
-    if mode != "plan":  # which needs no device, because the run may be meant for another machine
+    if mode != "plan":  # a plan needs no device, because the run may be for another machine
         raise_if_any(hardware.check_device(config))
     if getattr(options, "write", None) and Path(options.write).exists():
         raise UserError(f"write: {options.write} exists; remove it or choose another name")

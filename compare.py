@@ -360,7 +360,7 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
 def eval_settings(run: Run, runs: list[Run]) -> tuple:
     """
     Return the settings that an evaluation's loss depends on, besides the model and the split: the
-    number of tokens evaluated, and the keys that a user has added under a name with eval_.
+    number of tokens evaluated, and keys that a user has added with names that begin with eval_.
     """
     config = Config(**run.config)
     windows = max(config.eval_size // config.block_size, 1)

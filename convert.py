@@ -60,7 +60,7 @@ def ckpt_to_hf(source: str, out: str) -> str:
     model = filled_model(state)
     is_fast = isinstance(model, FastGPT)
     if is_fast:
-        # the padding stays; the modelling file cuts off its logits
+        # keep the vocabulary's padding; modeling_fast.py cuts off its logits
         weights = {f"model.{name}": copied(tensor) for name, tensor in state["model"].items()}
     else:
         weights = gpt2_weights(state)

@@ -66,7 +66,7 @@ FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
-FINAL_RETRY_SECONDS = 60  # the same for the final save, which waits for disk space
+FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end the run, seen at log lines; float16 may need 16 at first
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in is_done() and say_done()
@@ -84,7 +84,7 @@ class Progress:
     evaluated_share: float = -1.0  # schedule share at that evaluation (hours or until)
     val_loss: float = math.inf  # validation loss of the last evaluation
     best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
-    best_iter: int = -1  # iteration of best_val_loss; 0 (untrained) usually has no best.pt
+    best_iter: int = -1  # iteration of best_val_loss; at 0 (untrained) there is usually no best.pt
 
 
 # -----------------------------------------------------------------------------
@@ -700,7 +700,7 @@ def main(
                 c, data, eval_model, optimizer, scaler, to_save, schedule, hw, ranks
             )
             problem = ranks.on_main(saver.save, state, is_best)  # "", or how the disk failed
-            while problem and stop:  # wait for space; any signal, even `stop` itself, ends this
+            while problem and stop:  # wait for space; any signal, even `stop` itself, ends the run
                 if signals.stop_asked():
                     ranks.fail(f"{problem}; make room; {checkpoint.resume_hint(c.out_dir)}")
                 hint = "trying again every minute; Ctrl-C gives up and frees the device"
@@ -736,8 +736,9 @@ def main(
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
 
-        # log every log_interval iterations, and after the last one (by the clock, perhaps the last
-        # few). Only here does training wait for the device, so only here it sees skipped updates
+        # log every log_interval iterations, and after the last one (with hours or until, perhaps
+        # the last few). Training waits for the device only here, so this is also where it notices
+        # skipped updates
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
             clock.lap("steps")
