@@ -28,8 +28,10 @@ from data.sources import Group, Place, Row, Source
 from data.writer import Document
 
 ORDERS = ("shuffled", "prefix", "records")
-WINDOW_ROWS = 2**13  # rows in a shuffle window, which ends at a row group: at most twice as many
-WINDOW_CHARACTERS = 2**24  # or this much text; two windows are in memory at a time
+# A shuffle window ends with the row group that brings it to this many rows or characters, or at the
+# latest at twice as many. Two windows are in memory at a time.
+WINDOW_ROWS = 2**13
+WINDOW_CHARACTERS = 2**24
 GROUP_TOKENS = 250_000  # validation tokens taken from one row group; FineWeb's hold about 700,000
 LEAST_GROUPS = 16  # row groups that validation is taken from, at least
 # largest fraction of the row groups, and of their text, to hold out; beyond it validation is made
@@ -53,7 +55,7 @@ class Shuffled:
         random.Random(self.seed).shuffle(self.training)
 
     def documents(self, begin: Place) -> Iterator[Document]:
-        """Yield the documents from a place on. Raises UserError as Source.rows() does."""
+        """Yield the documents, starting at a place. Raises UserError as Source.rows() does."""
         if begin.given is None:
             for after, text in self.validation_rows(begin):
                 yield Document(after, None, text or "")
@@ -110,8 +112,8 @@ class Shuffled:
 
     def windows(self, begin: Place, ended: threading.Event) -> Iterator[list[Row]]:
         """
-        Yield windows of rows from a place on, until `ended` is set. A window ends where a row group
-        does, so that no row group is downloaded twice. Only a very large row group is cut.
+        Yield windows of rows, starting at a place, until `ended` is set. A window ends where a row
+        group does, so that no row group is downloaded twice. Only a very large row group is cut.
         """
         window = []
         size = 0

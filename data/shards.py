@@ -269,7 +269,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
         manifest = read_manifest(folder)
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
-        # its file is written before the first shard
+        # tokenizer.json is written before the first shard
         if tokenizer["kind"] == "bpe" and manifest.get("shards"):
             tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare it again")
     elif (folder / "meta.pkl").exists():
@@ -346,7 +346,7 @@ def make_on_demand(config: Config) -> None:
     script = Path(__file__).with_name("prepare_text.py")
     say(f"data: preparing {folder} from Python's own source files")
     command = [sys.executable, str(script), f"--out={folder}"]
-    # Hide its output, which ends by telling the user what to type next.
+    # Hide the script's output, which ends by telling the user what to type next.
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise UserError(f"dataset: {script} failed; see its message above")
     raise_if_any(check_dataset(config))

@@ -56,9 +56,9 @@ PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
     List the files of paths, folders and patterns in the order given; within a folder or pattern,
-    sort by name. A file reachable under several names is listed once. Warns about files with other
-    endings, and about names in folders that begin with a dot; neither are listed. Raises UserError
-    if a name matches no file, and for git-lfs pointers.
+    sort by name. A file reachable under several names is listed once. Files with other endings, and
+    names in folders that begin with a dot, are skipped with a warning. Raises UserError if a name
+    matches no file, and for git-lfs pointers.
     """
     files: dict[tuple, str] = {}
     problems, hidden = [], list[Path]()
