@@ -31,7 +31,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
-    # The pid keeps two processes apart that write the same picture, and a user's own X.tmp safe.
+    # The pid keeps apart two processes that write the same picture, and spares a user's own X.tmp.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -115,7 +115,7 @@ def try_lock(file: BinaryIO) -> bool:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return True if a file is a placeholder that `git lfs pull` replaces by a large file."""
+    """Return True if a file is a placeholder that `git lfs pull` replaces with a large file."""
     with open(path, "rb") as file:
         return file.read(1024).startswith(b"version https://git-lfs") and not file.read(1)
 

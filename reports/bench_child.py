@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python puts reports/ here, but imports start at the root.
+    # Import from the repository's root. Python put reports/ here.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch

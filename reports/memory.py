@@ -141,8 +141,8 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
     if not compiled and 0 < model.loss_chunk < tokens:
         # chunks run within the forward pass, where autocast still holds its copies
         beside_logits += copies_of_other_blocks(model, dtype)
-    # The peak may also come later, when the logits are freed, one block is being recomputed, and
-    # gradients exist.
+    # Memory may also peak later, in the backward pass: the logits are freed by then, but one block
+    # is being recomputed, and gradients exist.
     again = tokens * (block + (kept_by(model).recomputed * element + 2) * C)
     again += 4 * count_parameters(model) if compiled else 4 * element * C**2
     return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))

@@ -14,7 +14,7 @@ from common.console import UserError
 from common.files import plain, read_text
 from configurator import FIELDS, NANOGPT_FIELDS, check_value
 
-NANOGPT_PEAK_FLOPS = 312e12  # an A100's peak, by which nanoGPT divides on every card
+NANOGPT_PEAK_FLOPS = 312e12  # an A100's peak, which nanoGPT divides by on every card
 NANOGPT_DATASET = "openwebtext"  # nanoGPT's default, which it does not print
 
 N = r"-?(?:[\d.]+|nan|inf)"

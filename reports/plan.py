@@ -346,7 +346,7 @@ def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float)
 
 
 def hours_by_clock(config: Config) -> float:
-    """Return how many hours --hours or --until give the run from now on; 0 without them."""
+    """Return the hours from now to the end that --hours or --until sets; 0 if neither is set."""
     if config.until:
         return (next_time(config.until, time.time()) - time.time()) / 3600
     return config.hours

@@ -48,7 +48,7 @@ class Clock:
         return seconds
 
     def since_lap(self) -> float:
-        """Return the seconds since the last lap, which no category has yet."""
+        """Return the seconds since the last lap, which are not yet booked to any category."""
         return time.perf_counter() - self.lapped_at
 
     def since(self, category: str) -> float:

@@ -1,5 +1,5 @@
 """
-Look up GPUs' peak speeds and memory in gpus.csv, which lies beside this file. Needs no torch.
+Look up GPUs' peak speeds and memory in gpus.csv, next to this file. Needs no torch.
 
 The columns of gpus.csv:
     source       "copy" means a copy of a page made in 2025, "recalled" a data sheet that was not
@@ -103,5 +103,5 @@ def split_words(name: str) -> set[str]:
 
 
 def row_words(row: dict[str, str]) -> set[str]:
-    """Return a row's words: its name's, and its memory, which tells apart the two RTX 3080s."""
+    """Return the words of a row's name, plus its memory, which distinguishes two RTX 3080s."""
     return split_words(short_name(row)) | {f"{row['memory_gib']}gb"}

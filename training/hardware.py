@@ -103,7 +103,7 @@ class Hardware:
         self.peak_source = MEASURED
 
     def peak_to_save(self) -> dict | None:
-        """Return the measured peak, for find_peak_flops() of a resume, or None if looked up."""
+        """Return the measured peak, for find_peak_flops() on a resume; None if it was looked up."""
         if self.peak_source != MEASURED:
             return None
         return dict(device=self.name, dtype=self.dtype_name, tflops=self.peak_tflops)

@@ -216,7 +216,9 @@ def lost_rank(error: BaseException) -> str:
 ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP")
 # If one of these comes a second time, the process exits at once.
 STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
-SAME_STOP = 0.5  # seconds within which torchrun, systemd and Slurm may forward one stop
+# Seconds within which repeated signals count as one stop, because torchrun, systemd and Slurm may
+# all forward it
+SAME_STOP = 0.5
 
 
 class StopSignals:
