@@ -122,10 +122,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_fraction <= 0.5:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
-    if arguments.write and arguments.write.exists():
-        parser.error(f"--write={arguments.write}: exists; delete it, or leave out --write")
     if arguments.write and arguments.write.suffix != ".py":
         parser.error(f"--write={arguments.write}: give the name of a .py file")
+    if arguments.write and arguments.write.exists():
+        parser.error(f"--write={arguments.write}: exists; give another name, or leave out --write")
     if arguments.write and not str(arguments.write).isprintable():  # the file quotes it
         parser.error(f"--write={arguments.write}: has characters that cannot be printed")
     if arguments.write and arguments.tokenizer == "gpt2":
