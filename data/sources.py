@@ -146,6 +146,8 @@ def how_to_convert(others: list[Path]) -> str:
     is_alone = sum(file.suffix == first.suffix for file in others) == 1
     files = str(first if is_alone else first.with_name(f"*{first.suffix}"))
     load = f"load_dataset({kind[1:]!r}, data_files={files!r}, split='train')"
+    if first.with_name("state.json").exists():  # by save_to_disk; map() adds cache-*.arrow files
+        load = f"load_from_disk({str(first.parent)!r})"
     save = f"to_parquet({str(first.with_suffix('.parquet'))!r})"
     return f'convert it to parquet: python -c "from datasets import *; {load}.{save}"'
 
