@@ -103,7 +103,7 @@ class Config:
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # float32, bfloat16, float16, or auto: the fastest here
-    compile: bool | str = True  # use torch.compile; required: end the run if compiling fails
+    compile: bool | str = True  # use torch.compile; required: end the run if it does not work
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # for initial weights, dropout and data order

@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
     manifest = prepare(plan, arguments.workers)
     tokens = tokens_of(manifest)
     total = sum(tokens.values())
-    if order == "shuffled" and manifest["next"] is None and tokens["val"] > total / 4:
+    if order == "shuffled" and manifest.get("next") is None and tokens["val"] > total / 4:
         held = f"{tokens['val']:,} of {total:,} tokens are held out for validation"
         more = f"delete {out} and add --val_tokens={count(total / 20, 1)}"
         warn(f"{held}; to train on more, {more}")

@@ -217,7 +217,7 @@ class Source:
             place = Place(file, group or 0) if n else begin
             is_checked = place == Place(file) and not self.files[file].lower().endswith(TEXT_FILES)
             seen = without = 0
-            for after, text in self.read_patiently(place, group):
+            for after, text in self.read_with_retries(place, group):
                 seen += 1
                 without += text is None
                 if seen == FIRST_ROWS and is_checked:
@@ -270,7 +270,7 @@ class Source:
             self.footers[name] = with_retries(name, lambda: read_footer(name))
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
-    def read_patiently(self, place: Place, group: int | None) -> Iterator[Row]:
+    def read_with_retries(self, place: Place, group: int | None) -> Iterator[Row]:
         """
         Yield the rows of a file, or of one of its row groups, starting at a place. Retries a file
         on the hub for an hour.

@@ -186,7 +186,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
         ]
         named = "; ".join(flags or differs)
         problem = f"exists, made from other text or with other flags ({named})"
-        raise UserError(f"{plan.folder}: {problem}; choose another folder, or delete that one")
+        raise UserError(f"{plan.folder}: {problem}; choose another folder")
 
 
 def begin_or_continue(plan: Plan) -> dict:
