@@ -294,8 +294,8 @@ def test_a_term_of_the_loss_that_looks_at_no_target_is_right(batch):
     mean_loss = model.mean_loss
     gpt = compiled_by(right, "gpt2")
 
-    def with_term(x: Tensor, *rest) -> Tensor:
-        return mean_loss(x, *rest) + 0.1 * x.float().square().mean()
+    def with_term(x: Tensor, *rest, **named) -> Tensor:
+        return mean_loss(x, *rest, **named) + 0.1 * x.float().square().mean()
 
     with mock.patch("model.mean_loss", with_term):
         compare_with_eager(gpt, batch, 500, hardware_in("float32"))

@@ -248,7 +248,7 @@ def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
     """Half of the cross-entropy and a z-loss, against their formulas in float64."""
     stock, cap = model_file.loss_sum, 5.0
 
-    def with_z_loss(logits, targets, cap):
+    def with_z_loss(logits, targets, cap, *rest):
         logits = cap_logits(logits, cap)
         z = logits.logsumexp(-1)
         return stock(logits, targets) / 2 + (z.square() * (targets != -1)).sum()

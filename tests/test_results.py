@@ -275,8 +275,9 @@ GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
 def test_the_figures_in_a_configs_comments_are_what_plan_computes(config):
     path = f"config/{config}.py"
     text = read(path)
-    gpu = re.search(rf"^# python bench.py plan {path} --gpu=(\w+)", text, re.MULTILINE)[1]
-    p = plan(config, f"--gpu={gpu}")
+    gpu = re.search(rf"^# python bench.py plan {path} --gpu=\"?([\w ]+)", text, re.MULTILINE)
+    assert gpu, f"{path} needs the comment: python bench.py plan {path} --gpu=NAME"
+    p = plan(config, f"--gpu={gpu[1].strip()}")
     comments = " ".join(re.findall("# ?(.*)", text))
     assert holds(comments, COLUMNS["hours"](p))
     for key, minutes in re.findall(r"^(\w+) = .*(?:every|about) (\d+) minutes", text, re.M):
