@@ -180,7 +180,7 @@ def link(path: Path, name: Path) -> None:
 class Saver:
     """
     Writes a run's files, on rank 0 only: the lock on out_dir, the checkpoints, best.pt and
-    metrics.jsonl. While the disk is full, new records are kept in memory.
+    metrics.jsonl. While the disk is full, new records are kept in memory and in the checkpoints.
     """
 
     def __init__(self, out_dir: Path, keep: int):
@@ -200,6 +200,7 @@ class Saver:
         path = self.out_dir / "metrics.jsonl"
         if resumed:
             drop_records(path, resumed["progress"])
+            self.unwritten = missing_lines(path, resumed["unwritten"])
         self.metrics = open(path, "ab", buffering=0)
 
     def save(self, state: dict, is_best: bool) -> str:
@@ -212,15 +213,9 @@ class Saver:
         if not self.out_dir.exists():
             warn(f"iter {it}: {self.out_dir} was deleted, with the log in it; creating it again")
         path = checkpoint_path(self.out_dir, it)
+        state = state | dict(unwritten=self.unwritten.decode())
         try:
-            # Delete before the write, to make room; at least one stays until it has succeeded.
-            prune(self.out_dir, max(1, self.keep - 1))
-            save(state, path)
-            if not self.has_saved:
-                load(path)
-            prune(self.out_dir, self.keep)
-            if is_best:
-                link(path, self.out_dir / "best.pt")
+            save_newest(state, path, self.keep, is_best, check=not self.has_saved)
         except OSError as error:
             return f"checkpoint {it} is not saved: {error.strerror or error}"
         except UserError as error:  # from reading back the first checkpoint
@@ -252,6 +247,22 @@ class Saver:
         for file in (self.metrics, self.lock):
             if file:
                 file.close()
+
+
+def save_newest(state: dict, path: Path, keep: int, is_best: bool, check: bool) -> None:
+    """
+    Save `state` as the newest checkpoint and delete all but the newest `keep`. If `is_best`, also
+    make the file best.pt. Older checkpoints are deleted before the write to make room, but at least
+    one stays until the write has succeeded. With `check`, the file is read back. Raises OSError if
+    the disk is full or failing.
+    """
+    prune(path.parent, max(1, keep - 1))
+    save(state, path)
+    if check:
+        load(path)
+    prune(path.parent, keep)
+    if is_best:
+        link(path, path.with_name("best.pt"))
 
 
 def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
@@ -308,3 +319,10 @@ def drop_records(path: Path, progress: dict) -> None:
                     file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk
         warn(f"{path}: {error.strerror}; repeated records remain")
+
+
+def missing_lines(path: Path, lines: str) -> bytes:
+    """Return those of `lines` that are not in the file yet. The file need not exist."""
+    there = set(path.read_bytes().splitlines()) if path.exists() else set()
+    missing = [line for line in lines.encode().splitlines() if line not in there]
+    return b"".join(line + b"\n" for line in missing)

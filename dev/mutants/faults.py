@@ -277,8 +277,8 @@ FAULTS = [
     Fault(
         "one_checkpoint_more_is_kept",
         "training/checkpoint.py",
-        "            prune(self.out_dir, self.keep)\n",
-        "            prune(self.out_dir, self.keep + 1)\n",
+        "    prune(path.parent, keep)\n",
+        "    prune(path.parent, keep + 1)\n",
         "integration/test_disks.py::test_the_newest_are_kept_and_the_best[1]",
     ),
     # -----------------------------------------------------------------------------
@@ -710,7 +710,7 @@ FAULTS = [
     Fault(
         "no_room_is_made_before_a_save",
         "training/checkpoint.py",
-        "            prune(self.out_dir, max(1, self.keep - 1))\n",
+        "    prune(path.parent, max(1, keep - 1))\n",
         "",
         "integration/test_disks.py::test_a_disk_with_the_room_that_the_page_names_is_enough[True-True]",
     ),

@@ -23,6 +23,7 @@ import plain
 import pytest
 import torch
 from moments import (
+    PAGE,
     Clock,
     at_update,
     before_disk_calls,
@@ -164,6 +165,21 @@ def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_
     assert not [it for it in saved if 4 < it < 30]
     train_tiny(tokens, tmp_path / "straight", **options)
     assert_same_run(tmp_path / "straight", disk / "run", 40)
+
+
+def test_records_that_a_disk_refused_to_the_end_are_in_the_checkpoint(
+    tokens, straight, make_disk, tmp_path
+):
+    """metrics.jsonl alone is on the full disk. A resume makes a new file in out_dir of it."""
+    disk, out_dir = make_disk(PAGE), tmp_path / "run"
+    out_dir.mkdir()
+    (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+    with at_update(7, lambda: signal.raise_signal(signal.SIGTERM)):
+        stopped = run_tiny(tokens, out_dir)
+    assert stopped.code == 128 + signal.SIGTERM
+    assert column(out_dir, "step", "iter") != list(range(7))
+    train_tiny(tokens, out_dir, init_from="resume")
+    assert_same_run(straight, out_dir, 8)
 
 
 def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
@@ -312,6 +328,31 @@ def test_a_resumed_run_does_not_hold_the_room_of_deleted_checkpoints(tokens, str
         train_tiny(tokens, disk / "run", eval_interval=2, max_iters=10, init_from="resume")
     assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert best_iter(disk / "run") == 4
+
+
+def test_records_that_a_checkpoint_kept_are_not_written_twice(tokens, make_disk, tmp_path):
+    """The disk of metrics.jsonl is full at a save, has room later, and then the run is killed."""
+    options = dict(max_iters=50, eval_interval=20, keep_checkpoints=3)
+    disk, out_dir, there = make_disk(1 << 20), tmp_path / "run", []
+    out_dir.mkdir()
+    (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+
+    def act(n, optimizer):
+        if n == 2:
+            fill(disk)
+        if n in (42, 45):
+            there.append(39 in column(out_dir, "step", "iter"))
+        if n == 42:
+            free(disk)
+        if n == 45:
+            raise ValueError("as good as killed")
+
+    with before_updates(act):
+        assert run_tiny(tokens, out_dir, **options).code == 1
+    assert there == [False, True]
+    train_tiny(tokens, out_dir, **options, init_from="resume")
+    train_tiny(tokens, tmp_path / "straight", **options)
+    assert_same_run(tmp_path / "straight", out_dir, 50)
 
 
 def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tokens, straight, make_disk):
