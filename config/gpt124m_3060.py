@@ -18,7 +18,7 @@ max_iters = 19073
 
 eval_interval = 250  # every 110 minutes
 eval_tokens = 2097152
-checkpoint_interval = 50  # every 23 minutes: the most that a crash can cost
+checkpoint_interval = 40  # every 18 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 
