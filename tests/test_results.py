@@ -275,9 +275,11 @@ GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
 def test_the_figures_in_a_configs_comments_are_what_plan_computes(config):
     path = f"config/{config}.py"
     text = read(path)
-    gpu = re.search(rf"^# python bench.py plan {path} --gpu=\"?([\w ]+)", text, re.MULTILINE)
-    assert gpu, f"{path} needs the comment: python bench.py plan {path} --gpu=NAME"
-    p = plan(config, f"--gpu={gpu[1].strip()}")
+    command = rf'^# python bench.py plan {path} --gpu=("[\w ]+"|\w+)'
+    found = re.search(command, text, re.MULTILINE)
+    assert found, f"{path} needs the comment: python bench.py plan {path} --gpu=NAME"
+    gpu = found[1].strip('"')
+    p = plan(config, f"--gpu={gpu}")
     comments = " ".join(re.findall("# ?(.*)", text))
     assert holds(comments, COLUMNS["hours"](p))
     for key, minutes in re.findall(r"^(\w+) = .*(?:every|about) (\d+) minutes", text, re.M):
