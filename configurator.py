@@ -189,7 +189,7 @@ TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
 SWITCHES = (bool, bool | str)  # the second is the type of compile, which may also be "required"
 METAVARS: dict[Any, str] = {
-    bool | str: "True|False",
+    bool | str: "True|False|required",
     bool: "True|False",
     int: "N",
     float: "X",
@@ -537,20 +537,21 @@ def config_values(config: Config) -> dict[str, Any]:
 
 
 def config_text(config: Config) -> str:
-    """Return the configuration as a config file that reproduces it."""
+    """Return the text of a config file that sets this configuration."""
     return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
 def describe_keys(keys: type) -> dict[str, dict[str, str]]:
     """Return each key's meaning, by heading and name, from the dataclass's comments."""
     known = find_keys(keys)
-    found: dict[str, dict[str, str]] = {"": {}}
+    heading = ""  # sample.py's keys have none
+    found: dict[str, dict[str, str]] = {heading: {}}
     for line in inspect.getsource(keys).splitlines():
-        if heading := re.fullmatch(r"    # (\w[\w/ ]*)", line):
-            found[heading[1]] = {}
+        if title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
+            heading = title[1]
+            found[heading] = {}
         elif (key := re.match(r"    (\w+): .* = .*  # (.+)", line)) and key[1] in known:
-            last_heading = [*found][-1]
-            found[last_heading][key[1]] = key[2]
+            found[heading][key[1]] = key[2]
     return found
 
 

@@ -514,7 +514,7 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     if before.eval_size != c.eval_size:
         progress.best_val_loss = math.inf  # losses on other tokens are not comparable
     if (before.hours, before.until) != (c.hours, c.until):
-        progress.evaluated_share = -1.0  # of another schedule, so evaluate soon
+        progress.evaluated_share = -1.0  # it belongs to another schedule, so evaluate soon
     return progress
 
 

@@ -179,7 +179,7 @@ class ShardTokens:
 
 @dataclass
 class Dataset:
-    source: str  # the folder, or the text that is streamed
+    source: str  # the folder's path, or the --dataset of a stream
     train: ShardTokens  # of a stream, only the first shards, which evaluations read
     val: ShardTokens
     vocab: int  # vocabulary size before padding

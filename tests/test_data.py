@@ -312,7 +312,7 @@ def test_the_fingerprint_follows_the_tokens(tmp_path):
 
 @pytest.mark.parametrize("counted, expected", [((900, 500), 2.0), ((0, 140), 0.2)])
 def test_bytes_per_token_are_those_of_the_validation_split(counted, expected, tmp_path):
-    """A shard may hold no text's end."""
+    """A shard may contain no end of a text."""
     folder = write_tokens(tmp_path / "d", train=[1000], val=[300, 400])
     manifest = json.loads((folder / "manifest.json").read_text())
     for i, shard in enumerate(manifest["shards"][:2]):
