@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 3060 (12 GB).
 # Its matmuls use 124M parameters; with embeddings and lookup tables it stores 379M.
 # Target: with 1.30B tokens, reach the GPT-2 recipe's loss after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 18.6 hours for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 16.1 hours (14.4 to 21.2) for 1.30B tokens, by
 # python bench.py plan config/fast124m_3060.py --gpu=3060
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_3060.py
 out_dir = "out/fast124m"
@@ -39,7 +39,7 @@ min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 25  # every 11 minutes: the most that a crash can cost
+checkpoint_interval = 25  # every 10 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 4070 (12 GB).
 # Its matmuls use 124M parameters; with embeddings and lookup tables it stores 379M.
 # Target: with 1.30B tokens, reach the GPT-2 recipe's loss after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 7.0 hours (6.4 to 7.6) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 6.4 hours (6.2 to 6.4) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4070.py --gpu=4070
 # python data/prepare_fineweb.py --tokens=2B && python train.py config/fast124m_4070.py
 out_dir = "out/fast124m"

@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with an RTX 4090 (24 GB).
 # Its matmuls use 124M parameters; with embeddings and lookup tables it stores 471M.
 # Target: with 1.30B tokens, reach the GPT-2 recipe's loss after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 3.3 hours (3.3 to 3.4) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 2.8 hours (2.5 to 3.3) for 1.30B tokens, by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
 out_dir = "out/fast124m"
 # To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
@@ -38,7 +38,7 @@ min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 125  # every 10 minutes: the most that a crash can cost
+checkpoint_interval = 125  # every 9 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

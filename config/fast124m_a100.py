@@ -1,7 +1,7 @@
 # The fast recipe at GPT-2 124M's size, on FineWeb-Edu with a rented A100 (40 or 80 GB).
 # Its matmuls use 124M parameters; with embeddings and lookup tables it stores 471M.
 # Target: with 1.30B tokens, reach the GPT-2 recipe's loss after 10B (docs/fast_recipe.md).
-# Estimated, not measured (docs/status.md): 1.8 hours (1.7 to 1.9) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 1.5 hours (1.3 to 1.7) for 1.30B tokens, by
 # python bench.py plan config/fast124m_a100.py --gpu=a100
 out_dir = "out/fast124m"
 # To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
@@ -38,7 +38,7 @@ min_lr = 0.0
 
 eval_interval = 125
 eval_tokens = 2097152
-checkpoint_interval = 125  # every 6 minutes: the most that a crash can cost
+checkpoint_interval = 125  # every 5 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -1,5 +1,5 @@
 # The fast recipe: 40M parameters in matmuls, on FineWeb-Edu with an RTX 4070 (12 GB).
-# Estimated, not measured (docs/status.md): 2.4 hours (2.3 to 2.7) for 1.30B tokens, by
+# Estimated, not measured (docs/status.md): 2.3 hours (2.2 to 2.3) for 1.30B tokens, by
 # python bench.py plan config/fast40m_4070.py --gpu=4070
 out_dir = "out/fast40m"
 dataset = "fineweb_edu"

@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 3060 (12 GB).
-# Estimated, not measured (docs/status.md): 143 hours for 10B tokens, by
+# Estimated, not measured (docs/status.md): 124 hours (111 to 163) for 10B tokens, by
 # python bench.py plan config/gpt124m_3060.py --gpu=3060
 out_dir = "out/gpt124m"
 # To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
@@ -16,9 +16,9 @@ warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the learning rates
 max_iters = 19073
 
-eval_interval = 250  # every 110 minutes
+eval_interval = 250  # every 98 minutes
 eval_tokens = 2097152
-checkpoint_interval = 40  # every 18 minutes: the most that a crash can cost
+checkpoint_interval = 40  # every 16 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
-# Estimated, not measured (docs/status.md): 54 hours (49 to 59) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 49.5 hours (48.1 to 49.5) for 10B tokens, by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
 # A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
@@ -26,9 +26,9 @@ min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3
 max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
-eval_interval = 500  # every 85 minutes
-eval_tokens = 2097152  # takes 27 seconds (estimated), 0.5% of the time between evaluations
-checkpoint_interval = 100  # every 17 minutes, 1.5 GB each: the most that a crash can cost
+eval_interval = 500  # every 78 minutes
+eval_tokens = 2097152  # takes 25 seconds (estimated), 0.5% of the time between evaluations
+checkpoint_interval = 100  # every 16 minutes, 1.5 GB each: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

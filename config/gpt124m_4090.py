@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4090 (24 GB).
-# Estimated, not measured (docs/status.md): 26 hours (25 to 26) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 21.8 hours (19.2 to 25.2) for 10B tokens, by
 # python bench.py plan config/gpt124m_4090.py --gpu=4090
 out_dir = "out/gpt124m"
 # To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
@@ -16,9 +16,9 @@ warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the learning rates
 max_iters = 19073
 
-eval_interval = 1000  # every 81 minutes
+eval_interval = 1000  # every 69 minutes
 eval_tokens = 2097152
-checkpoint_interval = 250  # every 20 minutes: the most that a crash can cost
+checkpoint_interval = 250  # every 17 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

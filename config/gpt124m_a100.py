@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour.
-# Estimated, not measured (docs/status.md): 14.0 hours (13.3 to 14.6) for 10B tokens, by
+# Estimated, not measured (docs/status.md): 11.6 hours (10.3 to 13.3) for 10B tokens, by
 # python bench.py plan config/gpt124m_a100.py --gpu=a100
 out_dir = "out/gpt124m"
 # To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
@@ -16,9 +16,9 @@ warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the learning rates
 max_iters = 19073
 
-eval_interval = 1000  # every 44 minutes
+eval_interval = 1000  # every 37 minutes
 eval_tokens = 2097152
-checkpoint_interval = 250  # every 11 minutes: the most that a crash can cost
+checkpoint_interval = 250  # every 9 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

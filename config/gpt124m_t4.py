@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with a T4 (16 GB), the GPU of free notebooks.
-# Estimated, not measured (docs/status.md): 104 hours for 10B tokens, by
+# Estimated, not measured (docs/status.md): 104 hours (63 to 146) for 10B tokens, by
 # python bench.py plan config/gpt124m_t4.py --gpu=t4
 # Such a notebook shuts down after a few hours. Keep out_dir on persistent storage, and run the same
 # command again to resume.

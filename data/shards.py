@@ -37,8 +37,10 @@ from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, rea
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
-MOST_TOKENS = 10**10  # size of FineWeb-Edu's usual sample
-HOURS_TOKENS = 2 * 10**9  # more than a GeForce can train on in one night
+# The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
+# or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
+MOST_TOKENS = 10**10
+HOURS_TOKENS = 2 * 10**9
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 
 # -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 
 from common.console import (
     UserError,
@@ -50,10 +51,14 @@ from training.hardware import count_flops
 from training.log import LARGE_CORPUS, MANY_EPOCHS
 from training.pretrained import read_sizes
 
-# The MFU to assume if gpus.csv has no published one, by the first word here that the GPU's name
-# contains. Published figures are 55% to 84% for GeForce cards, and 25% to 58% for other GPUs. A
-# laptop GPU's peak is for its highest boost clock; its lowest is 0.6 to 0.8 of that.
-ASSUMED_MFU = {"Laptop": 0.50, "GeForce": 0.65, "": 0.35}
+# The MFUs to assume if gpus.csv has no published one (lowest, likely, highest), by the first word
+# here that the GPU's name contains. The ranges span what is published of 124M. A laptop's peak is
+# for its highest boost clock; its lowest is 0.6 to 0.8 of that.
+ASSUMED_MFU = {
+    "Laptop": (0.34, 0.50, 0.67),
+    "GeForce": (0.57, 0.75, 0.84),
+    "": (0.25, 0.35, 0.58),
+}
 # The GB/s between GPUs to assume without --link_gbits: within a machine PCIe 4.0 without peer
 # access, unless gpus.csv has a faster link; between machines 100 Gbit/s. On a link, a byte takes
 # ten bits.
@@ -115,7 +120,7 @@ class Card:
     peak_tflops: float | None
     memory_gib: float | None = None
     link_gbs: float = PCIE_GBS
-    published_mfu: tuple[float, ...] = ()  # one fraction, or the lowest and the highest
+    published_mfu: tuple[float, ...] = ()  # fractions
     published_by: str = ""
 
 
@@ -125,15 +130,15 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
         dtype = "bfloat16" if row["bf16_tflops"] else "float16"
     if dtype == "bfloat16" and not row["bf16_tflops"]:
         raise UserError(f"dtype: a {name} only emulates bfloat16; --dtype=float16")
-    percents = row["mfu_percent"].split("-") if row["mfu_percent"] else []
+    percents = row["mfu_percent"]
     return Card(
         name=name,
         dtype=dtype,
         peak_tflops=config.peak_tflops or row_peak(row, dtype, config.tf32),
         memory_gib=float(row["memory_gib"]),
         link_gbs=link_of(name),
-        published_mfu=tuple(float(mfu) / 100 for mfu in percents),
-        published_by=row["mfu_source"] or f"published: {row['mfu_percent']}% of its peak",
+        published_mfu=tuple(float(mfu) / 100 for mfu in percents.split()),
+        published_by=row["mfu_source"] or f"published, compiled: {percents}% of its peak",
     )
 
 
@@ -169,8 +174,8 @@ def one_pace(source: str, seconds: float) -> Pace:
 
 def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     """
-    Return the pace at the GPU's published MFU, or else at the MFU assumed for its kind. Raises
-    UserError if the GPU's peak or the model's FLOPs are unknown.
+    Return the pace at the median of the GPU's published MFUs, or of those assumed for its kind; its
+    range is theirs. Raises UserError if the GPU's peak or the model's FLOPs are unknown.
     """
     hint = "give --iter_seconds=S or --from_run=RUN"
     flops = count_flops(model)
@@ -183,14 +188,12 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
         # The blocks' forward pass runs twice; it is a third of their work.
         head = 6 * model.n_embd * model.vocab_size
         at_peak *= 1 + (flops - head) / flops / 3
-    if card.published_mfu:
-        low, high = min(card.published_mfu), max(card.published_mfu)
-        likely = (low + high) / 2
-        return Pace(card.published_by, at_peak / likely, at_peak / high, at_peak / low)
-    kind = next(word for word in ASSUMED_MFU if word in card.name)
-    mfu = ASSUMED_MFU[kind]
-    others = f"a {kind}" if kind else "a GPU"
-    return one_pace(f"assumed: {mfu:.0%} of its peak, as for {others} not measured", at_peak / mfu)
+    mfus, source = card.published_mfu, card.published_by
+    if not mfus:
+        kind = next(word for word in ASSUMED_MFU if word in card.name)
+        low, likely, high = mfus = ASSUMED_MFU[kind]
+        source = f"assumed: {likely:.0%} ({low:.0%} to {high:.0%}) of its peak; none is published"
+    return Pace(source, at_peak / median(mfus), at_peak / max(mfus), at_peak / min(mfus))
 
 
 def pace_of_run(config: Config, model: GPTConfig, run: Run, options: Namespace, card: Card) -> Pace:

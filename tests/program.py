@@ -263,7 +263,7 @@ class Night:
     and everything else takes none. The clock on the wall shows 23:00 at first.
     """
 
-    EVENING = datetime(2026, 3, 4, 23, 0).timestamp()
+    EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
 
     def __init__(self, turned: bool = False) -> None:
         self.at: dict[tuple[str, int], Callable[[], None]] = {}

@@ -65,16 +65,21 @@ FIGURES = {
     "a range as published": (
         # 854.7 MFLOP * 524,288 * 19,073 / 312 TFLOP/s = 7.609 h at the peak
         ("gpt124m_a100", "--gpu=a100"),
-        dict(mfu=0.545, hours=7.609 / 0.545, hours_range=[7.609 / 0.57, 7.609 / 0.52]),
+        dict(mfu=0.655, hours=7.609 / 0.655, hours_range=[7.609 / 0.74, 7.609 / 0.57]),
     ),
-    "the users' logs": (
+    "two runs of three at one speed": (
         # 40.72 h at the peak of 58.3 TFLOP/s
         ("gpt124m_4070", "--gpu=4070"),
-        dict(mfu=0.7575, hours=53.76, hours_range=[40.72 / 0.823, 40.72 / 0.692]),
+        dict(mfu=0.822, hours=49.54, hours_range=[40.72 / 0.847, 40.72 / 0.822]),
+    ),
+    "a range as assumed": (
+        # 854.7 MFLOP * 524,288 * 19,073 / 25.5 TFLOP/s = 93.10 h at the peak
+        ("gpt124m_3060", "--gpu=3060"),
+        dict(mfu=0.75, hours=93.10 / 0.75, hours_range=[93.10 / 0.84, 93.10 / 0.57]),
     ),
     "recompute runs the blocks' forward pass a second time": (
         ("gpt124m_a100", "--gpu=a100", "--recompute=True"),
-        dict(hours=7.609 / 0.545 * (1 + BLOCKS / 3)),
+        dict(hours=7.609 / 0.655 * (1 + BLOCKS / 3)),
     ),
     "evaluations and checkpoints are on the bill": (
         # Evaluations at 0, 300, 600, 900, 1000, forward alone; checkpoints at the last four, and
@@ -114,7 +119,7 @@ FIGURES = {
         # 854.7 MFLOP * 524,288 / 58.3 TFLOP/s = 7.686 s at the peak
         dict(
             tokens_range=[1000 * 524_288] * 2,
-            hours_range=[7.686 / 0.823 / 3.6, 7.686 / 0.692 / 3.6],
+            hours_range=[7.686 / 0.847 / 3.6, 7.686 / 0.822 / 3.6],
         ),
     ),
 }
@@ -269,12 +274,13 @@ def test_fine_tuning_a_run_of_ours_is_planned_with_its_size(tmp_path):
 @pytest.mark.parametrize(
     "gpu, mfu, source",
     [
-        ("4070", 0.7575, "other people's runs (results/public_runs): 69% "),
-        ("5090", 0.80, "published: 80%"),
-        ("a100", 0.545, "published: 52-57%"),
-        ("3060", 0.65, "assumed: 65%"),
-        ("A30", 0.35, "assumed: 35%"),
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", 0.50, "assumed: 50%"),
+        ("4070", 0.822, "published, compiled: 82% of its peak (GPT-2 124M, twice) and 85% "),
+        ("5090", 0.80, "published, compiled: 80%"),
+        ("a100", 0.655, "published, compiled: 57% of its peak (GPT-2 124M) and 74% "),
+        ("5060 Ti", 0.84, "published, compiled: 84% of its peak (nanochat's d12, another model)"),
+        ("3060", 0.75, "assumed: 75% (57% to 84%) of its peak"),
+        ("A30", 0.35, "assumed: 35% (25% to 58%) of its peak"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", 0.50, "assumed: 50% (34% to 67%) of its peak"),
     ],
 )
 def test_a_plan_says_whether_its_mfu_is_published_or_assumed(gpu, mfu, source):
@@ -401,16 +407,16 @@ def test_a_machine_without_a_gpu_is_really_measured():
 
 
 def test_a_plan_says_when_a_run_that_starts_now_ends():
-    """Asked at 23:00 on 4 March 2026."""
+    """Asked at 23:00 on 25 November 2026."""
     p = plan("quickstart", "--gpu=4070", "--iter_seconds=7.2", "--eval_tokens=64")
-    assert p["hours"] == pytest.approx(3) and p["ends"] == "2026-03-05 02:00"
+    assert p["hours"] == pytest.approx(3) and p["ends"] == "2026-11-26 02:00"
     assert p["ends"] in p["out"]
 
 
 def test_until_leaves_the_hours_to_that_time_of_the_clock():
     p = plan("gpt124m_4070", "--gpu=4070", "--until=07:00")
     assert p["hours_total"] == pytest.approx(8, rel=2e-3)
-    assert p["ends"].startswith("2026-03-05 06:5") or p["ends"] == "2026-03-05 07:00"
+    assert p["ends"].startswith("2026-11-26 06:5") or p["ends"] == "2026-11-26 07:00"
 
 
 def test_hours_without_intervals_have_those_of_train(tmp_path, monkeypatch):
@@ -424,11 +430,11 @@ def test_hours_without_intervals_have_those_of_train(tmp_path, monkeypatch):
 
 def test_hours_of_a_range_of_speeds_hold_a_range_of_tokens():
     """What is read at the fastest speed must be prepared, and have room on the disk."""
-    p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
+    p = plan("fast124m_4090", "--gpu=4090", "--hours=2")
     low, high = p["tokens_range"]
     assert low < p["total_tokens"] < high
     # evaluations take the same share of the time, checkpoints a larger one at a higher speed
-    assert high / low == pytest.approx(0.823 / 0.692, rel=0.02)
+    assert high / low == pytest.approx(0.75 / 0.57, rel=0.02)
     assert p["shards_gb"] == pytest.approx(2 * high / 1e9)
 
 
@@ -458,26 +464,28 @@ def test_max_minutes_cuts_a_run_into_launches():
         assert ("launches" in p["out"]) is (launches > 1)
 
 
-# the run's settings as flags of plan, the hours of its log
+# the run's settings as flags of plan, and the MFU of its log
 PUBLIC = [
-    ("fineweb_40m_rtx4070", "gpt40m_4070", "--eval_tokens=3276800 --max_iters=20000"),
-    ("fineweb_124m_rtx4070_first", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=4800"),
-    ("fineweb_124m_rtx4070", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=11000"),
+    ("fineweb_40m_rtx4070", "gpt40m_4070", "--eval_tokens=3276800 --max_iters=20000", 0.689),
+    ("fineweb_124m_rtx4070_first", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=4800", 0.822),
+    ("fineweb_124m_rtx4070", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=11000", 0.822),
     (
         "edu_124m_rtx4070",
         "gpt124m_4070",
         "--eval_tokens=409600 --max_iters=14960 --batch_size=4 --compile=False",
+        0.692,
     ),
 ]
 
 
-@pytest.mark.parametrize("name, config, flags", PUBLIC)
-def test_hours_of_other_peoples_runs_are_near_those_of_their_logs(name, config, flags):
+@pytest.mark.parametrize("name, config, flags, mfu", PUBLIC)
+def test_hours_of_other_peoples_runs_are_near_those_of_their_logs(name, config, flags, mfu):
+    """plan expects 82.2% of the peak: too much of a small model, or without torch.compile."""
     log = ROOT / f"results/public_runs/{name}.csv"
     hours = open_run(log).hours
     words = (config, "--gpu=4070", "--eval_interval=500", "--checkpoint_interval=500")
     words += tuple(flags.split())
-    assert plan(*words)["hours_total"] == pytest.approx(hours, rel=0.1)
+    assert plan(*words)["hours_total"] == pytest.approx(hours * mfu / 0.822, rel=0.01)
     assert plan(*words, f"--from_run={log}")["hours_total"] == pytest.approx(hours, rel=0.005)
 
 

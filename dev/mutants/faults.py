@@ -1014,8 +1014,8 @@ FAULTS = [
     Fault(
         "plan_range_upside_down",
         "reports/plan.py",
-        "return Pace(card.published_by, at_peak / likely, at_peak / high, at_peak / low)",
-        "return Pace(card.published_by, at_peak / likely, at_peak / low, at_peak / high)",
+        "return Pace(source, at_peak / median(mfus), at_peak / max(mfus), at_peak / min(mfus))",
+        "return Pace(source, at_peak / median(mfus), at_peak / min(mfus), at_peak / max(mfus))",
         "test_plan.py::test_a_figure_of_a_plan_is_the_one_computed_by_hand[a range as published]",
     ),
     Fault(
