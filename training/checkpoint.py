@@ -92,7 +92,7 @@ def checkpoint_path(out_dir: str | Path, iter_num: int) -> Path:
 
 
 def iteration(path: Path) -> int:
-    """Return 500 for ckpt-00000500.pt, and -1 for any other name."""
+    """Return the iteration in a checkpoint's name, such as 500 for ckpt-00000500.pt, or else -1."""
     number = path.stem.removeprefix("ckpt-")
     return int(number) if number.isdecimal() else -1
 
