@@ -15,6 +15,7 @@ signal N. In the last case the run has saved, unless it was --eval_only, or the 
 before the training loop. If a stopped run cannot save, it exits with 1.
 """
 
+import atexit
 import copy
 import gc
 import math
@@ -615,6 +616,7 @@ def main(
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free the garbage that compiling left
     gc.freeze()  # otherwise each collection would scan a million torch objects
+    atexit.register(gc.unfreeze)  # or Triton, from torch 2.15 on, would report leaks at the end
     seconds = clock.lap("compile")
     if compiles:
         log.report_compile(progress.iter_num, seconds, compile_problem)
