@@ -119,10 +119,13 @@ def test_the_sampling_page_lists_the_flags_of_sample_py():
 # Installing and testing
 
 
+def constraints() -> list[str]:
+    return [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
+
+
 def constraint(package: str) -> Requirement:
     """What constraints.txt says of it."""
-    lines = [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
-    (one,) = [found for found in map(Requirement, lines) if found.name == package]
+    (one,) = [found for found in map(Requirement, constraints()) if found.name == package]
     return one
 
 
@@ -161,6 +164,18 @@ def test_uv_installs_what_pip_does(extra, file):
         line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()
     ]
     assert ours == [line for line in lines if line and not line.startswith("-r")]
+
+
+def test_uv_installs_the_versions_that_were_tested():
+    uv = tomllib.loads(read("pyproject.toml"))["tool"]["uv"]
+    assert uv["constraint-dependencies"] == constraints()
+
+
+def test_uv_takes_a_python_that_the_install_page_names():
+    """Without an upper bound it would download the newest, for which the tested torch has none."""
+    python = tomllib.loads(read("pyproject.toml"))["project"]["requires-python"]
+    (oldest, newest) = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", read("docs/install.md"))[0]
+    assert python == f">=3.{oldest},<3.{int(newest) + 1}"
 
 
 # -----------------------------------------------------------------------------
