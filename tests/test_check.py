@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from reports import check
 from training import compiled, hardware
-from training.compiled import compile_model
+from training.compiled import WrongKernels, compile_model
 from training.gpus import find_row
 from training.hardware import Hardware
 
@@ -91,6 +91,27 @@ def test_do_not_train_where_a_kernel_is_wrong(fault, word, monkeypatch):
     plant(monkeypatch, fault)
     line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
     assert line.startswith(NOT_HERE) and f"a wrong {word}" in line
+
+
+def test_do_not_train_where_a_kernel_gives_each_sequence_the_first_ones_output(monkeypatch):
+    """As with a wrong stride between sequences. A GPU's check must have two that differ."""
+    few = check.SIZES_ON_A_CPU | dict(batch_size=check.SIZES["batch_size"])
+    monkeypatch.setattr(check, "SIZES_ON_A_CPU", few)
+    plant(monkeypatch, lambda y, v: y[:1].expand_as(y))
+    line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
+    assert line.startswith(NOT_HERE) and "a wrong gradient" in line
+
+
+def test_do_not_train_where_the_run_itself_finds_uncompiled_code_wrong(monkeypatch):
+    """Training without torch.compile would use the same kernels."""
+
+    def find(model, batch_size, vocab, hw):
+        raise WrongKernels("wrong kernels in bfloat16: planted")
+
+    monkeypatch.setattr(check, "try_compiling", find)
+    line = verdict_of("--device=cpu", "--dtype=float32", code=1)
+    assert line.startswith(f"{NOT_HERE}gpt2 has wrong kernels in bfloat16: planted")
+    assert "slow" not in line
 
 
 def test_do_not_train_where_a_kernel_fails(monkeypatch):

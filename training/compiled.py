@@ -38,6 +38,10 @@ MOST_ROUNDING = 8
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
 
+class WrongKernels(ArithmeticError):
+    """Raised if eager code, too, is wrong in the run's dtype, so that no code is left to run."""
+
+
 def compile_model(model, **options) -> None:
     """
     Compile the model in place: model(...) runs compiled code, model.forward(...) still eager code.
@@ -51,10 +55,18 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     """
     Compile and check the model on all ranks, which must all call this. Returns "" if it works on
     every rank. Otherwise returns the reason and leaves the model uncompiled on all ranks; with
-    compile=required, raises UserError instead.
+    compile=required, raises UserError instead. Raises RunError if eager code is wrong on any rank.
     """
-    problem = try_compiling(model, c.batch_size, vocab, hw)
-    problem = next(filter(None, ranks.gather(problem)), "")
+    wrong = problem = ""
+    try:
+        problem = try_compiling(model, c.batch_size, vocab, hw)
+    except WrongKernels as error:
+        wrong = str(error)
+    found = ranks.gather((wrong, problem))
+    wrong, problem = (next(filter(None, lines), "") for lines in zip(*found, strict=True))
+    if wrong:
+        other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
+        ranks.fail(f"{wrong}; python bench.py check says which kernels; {other} may avoid them")
     if problem and c.compile == "required":
         failed = f"compile: required, but torch.compile does not work here ({problem})"
         hint = "--compile=True trains without it"
@@ -68,13 +80,13 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     """
     Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
     Returns why compiled code cannot be used here, "" if it can. Weights, gradients, buffers and
-    random states stay as they were. Raises torch's error if memory runs out.
+    random states stay as they were. Raises WrongKernels, or torch's error if memory runs out.
     """
     compile_model(model)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
     except Exception as error:  # without a compiler, each backend raises a different error
-        if is_out_of_memory(error):
+        if isinstance(error, WrongKernels) or is_out_of_memory(error):
             raise
         return reason_of(error)
     return ""
@@ -105,9 +117,9 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
     Compare compiled training and evaluation with eager code, on seeded random weights and ids.
 
     The reference is eager code in float32. Raises ArithmeticError if a compiled loss or gradient is
-    further from it than eager code's rounding explains, or if eager code in the run's dtype is
-    further from it than rounding explains. With dropout only the evaluation is compared, because
-    compiled code draws different random numbers.
+    further from it than eager code's rounding explains, and WrongKernels if eager code in the run's
+    dtype is further from it than rounding explains. With dropout only the evaluation is compared,
+    because compiled code draws different random numbers.
 
     The micro-batch repeats two sequences. Eager code runs each of them once, on its own, and the
     reference gradients are kept on the host. So the check takes a small part of the compile time,
@@ -143,8 +155,7 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         dtype = torch.float16 if hw.dtype == torch.float32 else hw.dtype
         if not typical <= MOST_ROUNDING * torch.finfo(dtype).eps:
             off = f"half of the gradients are off by {typical:.2g} of their norm or more"
-            hint = "python bench.py check tests this machine's kernels"
-            raise ArithmeticError(f"uncompiled code in {hw.dtype_name} is wrong: {off}; {hint}")
+            raise WrongKernels(f"wrong kernels in {hw.dtype_name}: uncompiled too, {off}")
         typical = max(typical, FLOAT32_ERROR)
 
         # 3) compiled

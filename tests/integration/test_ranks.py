@@ -246,6 +246,28 @@ def test_a_bad_start_is_one_line_for_all_ranks(row, tokens, world):
     assert sorted(world.rglob("*.pt")) == saved
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_kernel_that_is_wrong_in_uncompiled_code_too_ends_the_run(n, tiny):
+    """On the last rank, attention gives 0.7 of its output in half precision. Nothing is trained."""
+    wrong = """
+        import model
+        attend = model.attend
+        torch.compile = lambda call: call
+        def wrong(*arguments, **options):
+            share = 0.7 if RANK == LAST and torch.is_autocast_enabled("cpu") else 1.0
+            return share * attend(*arguments, **options)
+        model.attend = wrong
+    """
+    script = watched(before=f"LAST = '{n - 1}'\n{textwrap.dedent(wrong)}")
+    keys = tiny | dict(compile=True, dtype="bfloat16")
+    results = finish_ranks(start_ranks(n, *flags(**keys), script=script))
+    assert [result.code for result in results] == [1] * n, results
+    (line,) = error_lines(*(result.err for result in results))
+    assert line.startswith("error: wrong kernels in bfloat16: ")
+    assert "python bench.py check" in line and "--dtype=float32" in line
+    assert not records(tiny["out_dir"], "step") and not checkpoints(tiny["out_dir"])
+
+
 @pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
 def test_nccl_averages_gradients_on_gpus_where_it_is_built(on_gpu, built, monkeypatch):
     """torch for Windows comes without it. A GPU that hangs is waited for for ten minutes."""
