@@ -370,7 +370,10 @@ def train_step(
 
     # clip; with grad_clip = 0 the norm is only measured
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    grad_norm = torch.nn.utils.get_total_norm(gradients)
+    if grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
 
     # update, unless a gradient is not finite. A fused optimizer reads found_inf on the device (in
     # float16, GradScaler overwrites it). Any other optimizer has to wait for the norm
