@@ -19,6 +19,7 @@ from program import ROOT, TINY_RUN, column, finish, flags, run, start, train, wr
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.torch_version import TorchVersion
 
+from common.console import UserError
 from configurator import Config, load_config, resolve
 from model import GPTConfig
 from model_fast import FastConfig
@@ -224,10 +225,31 @@ WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 
 @pytest.fixture
 def card(monkeypatch):
-    """card(name, sm_count, capability, count): a machine whose GPUs are such ones."""
+    """
+    card(name, sm_count, capability, count): a machine whose GPUs are such ones. Returns the shares
+    of its memory that torch is limited to. Arguments have the types that torch insists on.
+    """
+    empty = torch.empty
 
-    def make(name="a card", sm_count=1, capability=(8, 9), count=1) -> None:
-        properties = SimpleNamespace(multi_processor_count=sm_count, is_integrated=False)
+    def make(
+        name="a card", sm_count=1, capability=(8, 9), count=1, is_integrated=False, error=None
+    ) -> list[float]:
+        limits = []
+
+        def limit(share, device) -> None:
+            if not isinstance(share, float):  # torch's own words
+                raise TypeError("Invalid type for fraction argument, must be `float`")
+            assert 0 <= share <= 1 and isinstance(device, torch.device)
+            limits.append(share)
+
+        def allocate(*size, device=None, **options):
+            if torch.device(device or "cpu").type == "cpu":
+                return empty(*size, device=device, **options)
+            if error:
+                raise error
+            return empty(*size, device="meta", **options)
+
+        properties = SimpleNamespace(multi_processor_count=sm_count, is_integrated=is_integrated)
         answers = dict(
             is_available=True,
             device_count=count,
@@ -235,12 +257,14 @@ def card(monkeypatch):
             get_device_name=name,
             get_device_properties=properties,
             get_device_capability=capability,
-            mem_get_info=(6e9, 8e9),
-            set_per_process_memory_fraction=None,
+            mem_get_info=(6 * 10**9, 8 * 10**9),
             get_arch_list=WHEEL.split(),
         )
         for function, answer in answers.items():
             monkeypatch.setattr(torch.cuda, function, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+        monkeypatch.setattr(torch, "empty", allocate)
+        return limits
 
     return make
 
@@ -268,6 +292,51 @@ def test_a_card_computes_in_what_it_is_fast_in_and_has_its_peak(
     assert hardware.check_device(config) == []
     found = hardware.set_up(config)
     assert (found.dtype, found.peak_tflops) == (dtype, peak)
+
+
+def test_an_integrated_amd_gpu_may_take_all_that_it_calls_its_own(card, monkeypatch):
+    """It reports 8 GB, and the system has more to spare."""
+    limits = card("AMD Radeon 890M", 16, (11, 5), is_integrated=True)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemAvailable:   24000000 kB\n")
+    found = hardware.set_up(Config(device="cuda"))
+    assert limits == [1.0]
+    assert (found.dtype, found.peak_tflops) == (BF16, None)
+
+
+def test_a_driver_without_virtual_memory_calls_is_one_line_with_what_to_type(card):
+    """As on a vGPU, with the words of torch 2.13 and CUDA's error 801."""
+    card("NVIDIA A40-48Q", 84, error=RuntimeError("CUDA driver error: operation not supported\n"))
+    with pytest.raises(UserError) as caught:
+        hardware.set_up(Config(device="cuda"))
+    (problem,) = caught.value.problems
+    assert "operation not supported" in problem
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:False" in problem
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("x")])
+def test_another_error_of_the_first_allocation_stays_what_it_is(error, card):
+    card(error=error)
+    with pytest.raises(type(error), match=str(error)):
+        hardware.set_up(Config(device="cuda"))
+
+
+def test_a_t4_of_colab_trains_in_float16_and_is_limited_to_nothing(card):
+    limits = card("Tesla T4", 40, (7, 5))
+    found = hardware.set_up(Config(device="cuda"))
+    assert limits == []
+    assert (found.dtype, found.peak_tflops) == (FP16, 65)
+
+
+def test_the_peak_is_measured_on_random_numbers_that_the_run_does_not_miss(monkeypatch):
+    """A product of ones takes less power, so that a GPU short of it would seem fast."""
+    seen = []
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(a) or multiply(a, b))
+    state = torch.get_rng_state()
+    assert hardware.measure_matmul(torch.device("cpu"), FP32, lambda: None) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seen[0].std().item() == pytest.approx(1, abs=0.02)  # 512 x 512 normal numbers
 
 
 RUNS_ON = [
@@ -721,14 +790,9 @@ def test_torch_is_limited_to_the_free_memory_where_the_driver_takes_the_systems(
     6 of 8 GB are free, or 7e6 kB by Linux; above them the driver would spill into system memory
     without a word, or the machine hang.
     """
-    card()
-    seen = []
+    seen = card(is_integrated=is_integrated)
     monkeypatch.setattr(sys, "platform", platform_name)
     monkeypatch.setattr(platform, "release", lambda: release)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share, device: seen.append(share)
-    )
-    torch.cuda.get_device_properties().is_integrated = is_integrated
     names = set_environment()
     monkeypatch.setattr(Path, "read_text", lambda path: "MemAvailable:    7000000 kB\n")
     names["limit_memory"](torch.device("cuda", 0))

@@ -22,7 +22,7 @@ from timeit import default_timer
 import numpy as np
 import torch
 
-from common.console import warn
+from common.console import UserError, warn
 from configurator import Config, divisors
 from model import GPTConfig
 from model_fast import build_model
@@ -289,6 +289,7 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         limit_memory(device)
+        check_allocator(device)
         if dtype == torch.bfloat16 and best_dtype(device) != dtype:
             warn("this GPU only emulates bfloat16, many times slower; use --dtype=float16")
         hw.name = torch.cuda.get_device_name(device)
@@ -329,7 +330,22 @@ def limit_memory(device: torch.device) -> None:
         # Unlike CUDA, Linux counts the page cache as available. Leave some memory for the system.
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         free = SHARED_MEMORY * int(available[1]) * 1024 if available else free
-    torch.cuda.set_per_process_memory_fraction(min(free / total, 1), device)
+    torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
+
+
+def check_allocator(device: torch.device) -> None:
+    """
+    Allocate a little GPU memory. Raises UserError if the driver has no virtual memory calls, which
+    expandable segments need, as on some vGPUs and Jetsons and in some containers.
+    """
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        if "CUDA driver error" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        hint = "set the environment variable PYTORCH_ALLOC_CONF=expandable_segments:False"
+        raise UserError(f"device: {reason}; {hint} and try again") from None
 
 
 def keep_freed_memory() -> None:
@@ -347,11 +363,13 @@ def keep_freed_memory() -> None:
 def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
     """
     Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow
-    until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device.
+    until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device. They
+    hold random numbers, because ones need less power, so a GPU that lacks power would look fast.
     """
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random numbers alone
     size = 512
     while True:
-        a = torch.ones(size, size, dtype=dtype, device=device)
+        a = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
         seconds: list[float] = []
         # the first run loads the kernel; float16 on a CPU may be a hundred times slower
         while len(seconds) < 5 and sum(seconds) < 0.1:
