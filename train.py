@@ -1,9 +1,9 @@
 """
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
-This file contains the whole run, in the order in which it happens. main(), at the end, makes every
-decision: when to evaluate, save, retry a failed save, update best.pt and stop. (training/clock.py
-works out whether the time of an --hours run is up.) One iteration is train_step(), which runs
+This file contains the whole run, in the order in which it happens. main(), at the end, starts or
+resumes it and then loops. Five functions decide for the loop: why_stop(), evaluation_due(),
+save_due(), is_best() and get_lr(). One iteration is train_step(), which runs
 gradient_accumulation_steps micro-batches forward and backward and then updates the weights. GPT-2
 is in model.py, the fast recipe in model_fast.py, every key in configurator.py, the tokens in data/,
 and the machinery around a run in training/.
@@ -16,7 +16,6 @@ before the training loop. If a stopped run cannot save, it exits with 1.
 """
 
 import atexit
-import copy
 import gc
 import math
 import os
@@ -43,7 +42,7 @@ from data.tokenizer import Tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
-from training.clock import Clock, Schedule, Speedometer
+from training.clock import Clock, Position, Speedometer
 from training.compiled import compile_and_check
 from training.hardware import Hardware
 from training.log import Log
@@ -70,7 +69,7 @@ RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end the run, seen at log lines; float16 may need 16 at first
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
-# here also needs a line in is_done() and say_done()
+# here also needs a line in why_stop(), is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
 
 
@@ -86,6 +85,14 @@ class Progress:
     val_loss: float = math.inf  # validation loss of the last evaluation
     best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
     best_iter: int = -1  # iteration of best_val_loss; at 0 (untrained) there is usually no best.pt
+
+
+@dataclass
+class Saved:
+    """Records what is on the disk. Rank 0 saves, and all ranks learn what became of it."""
+
+    newest: tuple[int, int] | None  # that checkpoint's iteration, and its last evaluation's
+    failed: bool = False  # whether the last attempt to save failed
 
 
 # -----------------------------------------------------------------------------
@@ -327,18 +334,84 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     return c.min_lr + left * (peak - c.min_lr)
 
 
-def warn_of_higher_rate(c: Config, schedule: Schedule, resumed: dict) -> None:
+def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
     """Warn if a resume raises the learning rate, for example by extending a decayed run."""
     it = resumed["progress"]["iter_num"]
     before = Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
     share = resumed["clock"]["share"]
     old = get_lr(it, before, share, before.learning_rate)
     if (before.hours, before.until) != (c.hours, c.until):
-        share = copy.copy(schedule).look(it).share  # on a copy, because look() changes the schedule
+        share = clock.position(it).share
     new = get_lr(it, c, share, c.learning_rate)
     if new > 1.01 * old:
         why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
+
+
+# -----------------------------------------------------------------------------
+# What the loop asks before each iteration. Asking changes nothing
+
+
+def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
+    """Return why the run stops here, or None if another iteration follows."""
+    if c.eval_only:
+        return "eval_only"
+    if progress.iter_num >= c.max_iters:  # with hours or until, only a max_iters flag counts
+        return "max_iters"
+    if now.time_is_up:  # of all launches together; the final evaluation and save still fit
+        return "until" if c.until else "hours"
+    if c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save comes on top
+        return "max_minutes"
+    return None
+
+
+def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | None) -> bool:
+    """
+    Return whether to evaluate here: every eval_interval iterations, or every twentieth of the
+    schedule with hours or until, and when the run is complete. Nothing but best.pt may depend on
+    the evaluation of a complete run, because a longer run would not make one here.
+    """
+    if progress.evaluated_at == progress.iter_num and not c.eval_only:
+        return False  # the resumed run made this evaluation before it saved
+    if stop:
+        return stop in COMPLETE
+    if not now.has_spare_time:  # the final evaluation must fit afterwards
+        return False
+    if c.eval_interval == UNREACHED:  # hours or until is set, and eval_interval is not
+        return int(20 * now.share) > int(20 * progress.evaluated_share)
+    return progress.iter_num % c.eval_interval == 0
+
+
+def is_best(progress: Progress) -> bool:
+    """
+    Return whether the weights of this iteration have the lowest validation loss so far. Before the
+    next iteration, that is also true of the untrained model and of a resumed best checkpoint.
+    """
+    is_evaluated = progress.evaluated_at == progress.iter_num
+    is_improved = progress.val_loss < progress.best_val_loss
+    return is_evaluated and (is_improved or progress.best_iter == progress.iter_num)
+
+
+def save_due(c: Config, now: Position, progress: Progress, saved: Saved, stop: str | None) -> bool:
+    """
+    Return whether to save here: every checkpoint_interval iterations or ten minutes, after an
+    evaluation, half a minute after a failed save, and at the end.
+    """
+    it = progress.iter_num
+    if c.eval_only or saved.newest == (it, progress.evaluated_at):
+        return False
+    if stop:
+        return True
+    # The retry saves these weights, so a best whose save failed does not become best.pt
+    if saved.failed and now.seconds_since_save >= RETRY_SECONDS:
+        return True
+    if it == 0 or not now.has_spare_time:  # the final save must fit afterwards
+        return False
+    if is_best(progress) or (c.always_save_checkpoint and progress.evaluated_at == it):
+        return True
+    if c.checkpoint_interval:
+        return it % c.checkpoint_interval == 0
+    return now.seconds_since_save >= SAVE_EVERY
 
 
 # -----------------------------------------------------------------------------
@@ -390,10 +463,10 @@ def train_step(
     return loss_sum, grad_norm
 
 
-def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
+def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | None:
     """
-    Wait until every rank has the next iteration's micro-batches in host memory. Returns False if a
-    signal arrives or a rank cannot read any more data.
+    Wait until every rank has the next iteration's micro-batches in host memory. Returns why the run
+    must stop instead, if a signal arrives or a rank cannot read any more data.
     """
     while True:
         ready = batches.ready(accum)
@@ -401,25 +474,21 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
         failed, waiting = signals.agree(batches.error is not None, not ready)
         # batches that were read before a failure are still used
         if signals.name or (waiting and failed):
-            return False
+            return signals.name or "data"
         if not waiting:
-            return True
+            return None
 
 
 # -----------------------------------------------------------------------------
 # Evaluating and sampling
 
 
-class CutShort(Exception):
-    """Ends an evaluation on all ranks, after a signal or because a rank cannot read its data."""
-
-
 @torch.no_grad()
-def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, float]:
+def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, float] | None:
     """
     Return the mean losses on fixed windows of the train and val splits, in nats per token, without
     dropout. The tokens do not depend on the micro-batch size or the number of ranks. Every rank
-    must call this. Raises CutShort.
+    must call this. Returns None on all ranks after a signal, or if a rank cannot read its data.
     """
     tokens = min(c.eval_size, len(data.val))  # the same number from each split
     losses = {}
@@ -429,20 +498,23 @@ def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, floa
             micro_batches = batches.read_eval(split, tokens, spread=name == "train")
             (failed,) = signals.agree(micro_batches is None)
             if failed or micro_batches is None:
-                raise CutShort
-            loss_sum, count = ranks.sum(*sum_losses(model, micro_batches, hw, signals))
+                return None
+            sums = sum_losses(model, micro_batches, hw, signals)
+            if sums is None:
+                return None
+            loss_sum, count = ranks.sum(*sums)
             losses[name] = loss_sum / count
     finally:
         model.train()
     return losses
 
 
-def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
-    """Return the summed loss over all targets in nats, and their number. Raises CutShort."""
+def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int] | None:
+    """Return the summed loss over all targets in nats and their number, or None after a signal."""
     losses, counts = [], []
     for x, y in micro_batches:  # equally many on every rank, as stop_asked() requires
         if signals.stop_asked():
-            raise CutShort
+            return None
         with hw.autocast():
             losses.append(model(x.to(hw.device), y.to(hw.device)))
         counts.append(int((y != -1).sum()))
@@ -481,7 +553,7 @@ def check_finite(model, it: int, c: Config, ranks: Ranks) -> None:
             ranks.fail(f"{problem}; use a lower learning_rate; {hint}")
 
 
-def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ranks) -> dict:
+def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
     """Collect everything that a resume needs into a checkpoint. Every rank must call this."""
     return dict(
         model=model.state_dict(),
@@ -489,8 +561,8 @@ def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ran
         scaler=scaler.state_dict(),
         rng=ranks.gather(hardware.get_rng_state(hw.device)),  # one entry per rank
         progress=asdict(progress),
-        ledger=dict(schedule.clock.seconds),
-        clock=schedule.state_dict(),
+        ledger=dict(clock.seconds),
+        clock=clock.state_dict(),
         model_config=config_to_dict(model.config),
         vocab=data.vocab,
         tokenizer=data.tokenizer,
@@ -502,11 +574,25 @@ def state_to_save(c, data, model, optimizer, scaler, progress, schedule, hw, ran
     )
 
 
+def save(state: dict, best: bool, stop: str | None, c, saver, signals, log, ranks) -> str:
+    """
+    Save the state on rank 0. Returns "" or how the disk failed, on every rank. At the end of a run
+    (`stop`), waits until the disk has room. A signal, also the one that stopped the run, ends the
+    wait after one attempt, because whoever sent it wants the machine back. Raises RunError then.
+    """
+    while (problem := ranks.on_main(saver.save, state, best)) and stop:
+        if signals.stop_asked():
+            ranks.fail(f"{problem}; make room; {checkpoint.resume_hint(c.out_dir)}")
+        hint = "trying again every minute; Ctrl-C gives up and frees the device"
+        log.warn(state["progress"]["iter_num"], f"{problem}; {hint}")
+        signals.wait(FINAL_RETRY_SECONDS)
+    return problem
+
+
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
     """
     Restore the optimizer, the scaler, the random states and the progress. Other parts of the
-    checkpoint are read by Clock, Schedule, Saver, find_peak_flops() and open_stream(). Raises
-    UserError.
+    checkpoint are read by Clock, Saver, find_peak_flops() and open_stream(). Raises UserError.
     """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:
@@ -581,12 +667,12 @@ def main(
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = Progress()
-    on_disk = None  # the newest checkpoint: (its iteration, the iteration of its last evaluation)
+    saved = Saved(newest=None)
     if weights:
         load_weights(model, weights)
     if resumed:
         progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
-        on_disk = (progress.iter_num, progress.evaluated_at)
+        saved.newest = (progress.iter_num, progress.evaluated_at)
     # The weights to evaluate, sample and save as "model". If you make this an average, also save
     # the weights of `model` and load them here, or a resume would train the average
     eval_model = model
@@ -594,16 +680,22 @@ def main(
     # Files, clock, log and batches. From here on out_dir belongs to this run
     saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints)
     if not c.eval_only:
+        # Locks out_dir and deletes unfinished files. A new run renames an old log there. A resume
+        # drops the log records that it will write again, renames damaged checkpoints after its own
+        # and, if a kill came before best.pt was linked to that one, links it
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
-    clock = Clock(began, hw.synchronize, resumed)
-    hw.find_peak_flops(saved_peak_flops)  # measure it again, and keep the better result
-    schedule = Schedule(c, clock, resumed)
-    log = Log(c, schedule, hw, ranks, saver.write_record)
-    ranks.on_main(log.open, progress.iter_num)
+    clock = Clock(began, hw.synchronize, c, resumed)
+    # Measure an unknown peak again, and keep the better result. One measurement beside another
+    # program, such as one that was just ending, has led to an mfu of 171%
+    hw.find_peak_flops(saved_peak_flops)
+    log = Log(c, clock, hw, ranks, saver.write_record)
+    ranks.on_main(log.open, progress.iter_num)  # log.txt and the tracker
+    # Print the command, the device, the model, the data, the length of the run, and warnings
     log.begin(model, data, progress.iter_num, progress.tokens, compiles, resumed, weights)
     if resumed and not c.eval_only:
-        ranks.on_main(warn_of_higher_rate, c, schedule, resumed)
+        ranks.on_main(warn_of_higher_rate, c, clock, resumed)
+    # A thread begins to read ahead, from the sequence at which the run stands
     batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     speedometer = Speedometer(clock, hw, progress.iter_num, progress.tokens)
     del resumed, weights  # frees the loaded checkpoint
@@ -614,7 +706,7 @@ def main(
     if compiles:
         say("compiling: about a minute, or several on few CPU cores")
         compile_problem = compile_and_check(model, c, data.vocab, hw, ranks)
-        if compile_problem:
+        if compile_problem:  # eager code keeps more per logit; the config keeps what was asked for
             model.loss_chunk = loss_chunk(c, compiled=False)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free the garbage that compiling left
@@ -627,44 +719,31 @@ def main(
     autocast = hw.autocast()
     skips_in_a_row = torch.zeros((), device=hw.device)  # updates skipped since the last applied
     skips_since_line = torch.zeros((), device=hw.device)
-    save_failed = False  # whether the last attempt to save failed
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
+    clock.begin_schedule()  # the time before this counts for hours, but not for the learning rate
 
     while True:
         it = progress.iter_num
-        # Rank 0 reads the clock for all ranks: ranks that decide differently would deadlock. With
-        # hours or until, now.share is 0 at the first update and 1 at the last, after which a final
-        # evaluation and save still fit; otherwise it stays 0, and has_spare_time is always True
-        now = ranks.on_main(schedule.look, it)
+        # Rank 0 reads its clock for all ranks, because ranks that decide differently would
+        # deadlock. With hours or until, now.share is how much of the schedule is done: 0 at the
+        # first update, 1 at the last, and get_lr() follows it. It is the time past, divided by the
+        # time until the last update, or it / max_iters if a flag's max_iters come sooner. The final
+        # evaluation and save must fit after that update, so each clock.expect() below moves the
+        # learning rate. now.has_spare_time is whether they fit twice, so that one of each can be
+        # made now. In other runs share stays 0, and there is always spare time
+        now = ranks.on_main(clock.position, it)
 
-        # check whether to stop. `stop` is the reason or None; an interrupted evaluation sets it
-        stop: str | None = None
-        if c.eval_only:
-            stop = "eval_only"
-        elif it >= c.max_iters:  # with hours or until, only a max_iters flag counts
-            stop = "max_iters"
-        elif now.time_is_up:  # of all launches together; the final evaluation and save still fit
-            stop = "until" if c.until else "hours"
-        elif c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save comes on top
-            stop = "max_minutes"
-        elif not wait_for_data(batches, accum, signals):  # also checks for signals
-            stop = signals.name or "data"
+        # stop? `stop` is the reason or None. A signal or unreadable data may still set it below
+        stop = why_stop(c, now, progress)
+        if not stop:
+            stop = wait_for_data(batches, accum, signals)  # also checks for signals
 
-        # evaluate every eval_interval iterations (or every twentieth of the time with hours or
-        # until), and when the run is complete. Nothing but best.pt may depend on this final
-        # evaluation, because a longer run would not make one here
-        if c.eval_interval == UNREACHED:  # hours or until is set, and eval_interval is not
-            eval_due = int(20 * now.share) > int(20 * progress.evaluated_share)
-        else:
-            eval_due = it % c.eval_interval == 0
-        eval_due &= now.has_spare_time and not stop  # the final evaluation must fit afterwards
-        if (eval_due or stop in COMPLETE) and (progress.evaluated_at != it or c.eval_only):
-            clock.lap("steps")
-            try:
-                losses = estimate_loss(eval_model, data, batches, c, hw, ranks, signals)
-            except CutShort:
+        # evaluate once in a while, and when the run is complete
+        if evaluation_due(c, now, progress, stop):
+            clock.lap("steps")  # book the seconds since the last lap
+            losses = estimate_loss(eval_model, data, batches, c, hw, ranks, signals)
+            if losses is None:
                 stop = signals.name or "data"  # a resumed run starts with this evaluation
-                clock.lap("evaluation")
             else:
                 progress.val_loss = losses["val"]
                 progress.evaluated_at = it
@@ -676,52 +755,30 @@ def main(
                 log.report_eval(it, progress.tokens, losses, clock.since_lap())
                 if c.sample_tokens and ranks.is_main and it > 0 and is_finite:
                     print_sample(eval_model, data, it, c, hw, log)
-                schedule.expect("evaluation", clock.lap("evaluation"))
+                clock.expect("evaluation", clock.since_lap())
+            clock.lap("evaluation")
 
-        # save every checkpoint_interval iterations or ten minutes, after an evaluation, half a
-        # minute after a failed save, and at the end. If is_best, best.pt becomes the same file. A
-        # retry saves the weights of then, so a best whose save failed does not become best.pt
-        is_evaluated = progress.evaluated_at == it
-        is_improved = progress.val_loss < progress.best_val_loss
-        # best_iter == it at iteration 0, and after a resume from the best; that is on disk, and if
-        # a kill left best.pt older or missing, saver.open() has linked it again
-        is_best = is_evaluated and (is_improved or progress.best_iter == it)
-        if c.checkpoint_interval:
-            save_due = it % c.checkpoint_interval == 0
-        else:
-            save_due = now.seconds_since_save >= SAVE_EVERY
-        save_due |= is_best or (is_evaluated and c.always_save_checkpoint)
-        save_due &= it > 0 and now.has_spare_time
-        retry_due = save_failed and now.seconds_since_save >= RETRY_SECONDS
-        is_unsaved = on_disk != (it, progress.evaluated_at) and not c.eval_only
-        if is_unsaved and (save_due or retry_due or stop):
+        # save once in a while, and at the end. If the disk is full, train on and try again
+        if save_due(c, now, progress, saved, stop):
             clock.lap("steps")
             check_finite(eval_model, it, c, ranks)
-            to_save = replace(progress)  # becomes `progress` once saved
-            if is_best:  # a best loss counts only once its checkpoint is on disk
-                to_save.best_val_loss = progress.val_loss
-                to_save.best_iter = it
-            state = state_to_save(
-                c, data, eval_model, optimizer, scaler, to_save, schedule, hw, ranks
-            )
-            problem = ranks.on_main(saver.save, state, is_best)  # "", or how the disk failed
-            while problem and stop:  # wait for space; any signal, even `stop` itself, ends the run
-                if signals.stop_asked():
-                    ranks.fail(f"{problem}; make room; {checkpoint.resume_hint(c.out_dir)}")
-                hint = "trying again every minute; Ctrl-C gives up and frees the device"
-                log.warn(it, f"{problem}; {hint}")
-                signals.wait(FINAL_RETRY_SECONDS)
-                problem = ranks.on_main(saver.save, state, is_best)
-            del state
+            best = is_best(progress)  # if so, best.pt becomes the same file
+            to_save = progress
+            if best:  # a best loss counts only once its checkpoint is on disk
+                to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
+            state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, hw, ranks)
+            problem = save(state, best, stop, c, saver, signals, log, ranks)
+            del state  # or an optimizer could not free the tensors that it replaces
             if not problem:
                 progress = to_save
-                on_disk = (it, progress.evaluated_at)
+                saved.newest = (it, progress.evaluated_at)
                 log.report_save(it, checkpoint.checkpoint_path(c.out_dir, it), clock.since_lap())
-                schedule.expect("checkpoints", clock.since_lap())
-            elif not save_failed:  # warn only once until a save succeeds
+                clock.expect("checkpoints", clock.since_lap())
+            elif not saved.failed:  # warn only once until a save succeeds
                 log.warn(it, f"{problem}; trying again within a minute")
-            save_failed = bool(problem)
-            clock.lap("checkpoints")  # restarts seconds_since_save, even after a failed save
+            saved.failed = bool(problem)
+            clock.lap("checkpoints")
+            clock.restart_save_timer()  # even after a failed save
 
         if stop:
             break
@@ -740,18 +797,18 @@ def main(
         progress.iter_num += 1
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
+        clock.advance(now.share)
 
         # log every log_interval iterations, and after the last one (with hours or until, perhaps
         # the last few). Training waits for the device only here, so this is also where it notices
         # skipped updates
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
-            clock.lap("steps")
-            (total,) = ranks.sum(loss_sum.item())
-            loss = total / (len(micro_batches) * ranks.world_size)
             # speed since the last line, including waits for data but not evaluations and saves
             speed = speedometer.read(progress.iter_num, progress.tokens, batches.waited, ranks)
-            schedule.expect("iteration", speed.iter_seconds)  # affects get_lr() with --hours
+            clock.expect("iteration", speed.iter_seconds)
+            (total,) = ranks.sum(loss_sum.item())
+            loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             norm = grad_norm.item()
             log.report_step(it, tokens_before, progress.tokens, loss, lr, norm, speed)

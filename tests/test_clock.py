@@ -1,4 +1,4 @@
-"""The clock and the schedule of a run, by themselves. With a whole run: integration/."""
+"""The clock of a run, by itself. Whole nights: test_nights.py; with a whole run: integration/."""
 
 import time
 from datetime import datetime
@@ -6,35 +6,149 @@ from datetime import datetime
 import pytest
 
 from configurator import Config
-from training.clock import Clock, Schedule
+from training.clock import Clock, Position
 
 
-def clock_at(seconds: float, monkeypatch, resumed: dict | None = None) -> Clock:
-    """Of a launch that began at 0 and is so many seconds old."""
+def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None) -> Clock:
+    """Return the clock of a launch that began at 0 and is so many seconds old."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    return Clock(began=0.0, synchronize=lambda: None, resumed=resumed)
+    return Clock(began=0.0, synchronize=lambda: None, c=c, resumed=resumed)
 
 
 def test_an_until_that_passes_while_torch_is_imported_is_not_tomorrows(monkeypatch):
-    """Typed at 06:59:50; the schedule is made at 07:00:20."""
+    """Typed at 06:59:50; the clock is made at 07:00:20."""
     now = datetime(2026, 3, 4, 7, 0, 20).timestamp()
     monkeypatch.setattr(time, "time", lambda: now)
-    schedule = Schedule(Config(until="07:00"), clock_at(30, monkeypatch), resumed=None)
-    assert schedule.left() == pytest.approx(-20)
+    assert clock_at(30, Config(until="07:00"), monkeypatch).left() == pytest.approx(-20)
 
 
 def test_a_run_that_is_stopped_before_its_last_update_makes_it_on_a_resume(monkeypatch):
     """The resume takes longer than what was left. The rate would not come down to min_lr."""
     c = Config(hours=1)
-    schedule = Schedule(c, clock_at(0, monkeypatch), resumed=None)
-    schedule.look(0)
+    clock = clock_at(0, c, monkeypatch)
+    clock.begin_schedule()
     for what, seconds in dict(iteration=60, evaluation=10, checkpoints=10).items():
-        schedule.expect(what, seconds)
-    clock_at(3500, monkeypatch)
-    before = schedule.look(50)
+        clock.expect(what, seconds)
+    clock.advance(clock.position(0).share)
+    monkeypatch.setattr(time, "perf_counter", lambda: 3500)
+    before = clock.position(50)
     assert before.share == 1 and not before.time_is_up
-    resumed = dict(clock=schedule.state_dict(), ledger=dict(steps=3500.0))
-    schedule = Schedule(c, clock_at(40, monkeypatch, resumed), resumed)
-    last = schedule.look(50)
+    resumed = dict(clock=clock.state_dict(), ledger=dict(steps=3500.0))
+    clock = clock_at(40, c, monkeypatch, resumed)
+    last = clock.position(50)
     assert last.share == 1 and not last.time_is_up
-    assert schedule.look(51).time_is_up
+    clock.advance(last.share)
+    assert clock.position(51).time_is_up
+
+
+HOUR = Config(hours=1)
+TIMED = dict(iteration=60, evaluation=100, checkpoints=20)
+# The keys, the estimates, the seconds since the launch and the iteration; 400 seconds of the launch
+# were start-up. Then the share and whether there is spare time, by hand
+POSITIONS = {
+    "by iterations": (Config(max_iters=10), TIMED, 7200, 9, 0, True),
+    "at the first update": (HOUR, {}, 400, 0, 0, True),
+    # 1000 of the 3200 seconds after the start-up, without 180 for the last steps
+    "on the way": (HOUR, TIMED, 1400, 50, 1000 / (3200 - 180), True),
+    # an evaluation and a save take 36 seconds each unless they were timed
+    "not timed yet": (HOUR, {}, 1400, 50, 1000 / (3200 - 72), True),
+    "one of them timed": (HOUR, dict(checkpoints=20), 1400, 50, 1000 / (3200 - 56), True),
+    # max_iters are nearer than the hour
+    "before max_iters": (Config(hours=1, max_iters=101), TIMED, 1400, 50, 0.5, True),
+    "at one iteration in all": (Config(hours=1, max_iters=1), {}, 400, 0, 0, True),
+    # 361 and 360 seconds are left, which is 2 * 180
+    "just before the spare time ends": (HOUR, TIMED, 3239, 90, 2839 / 3020, True),
+    "when the spare time ends": (HOUR, TIMED, 3240, 90, 2840 / 3020, False),
+    # until the last update must begin, there is one more iteration, or just not
+    "before the last update but one": (HOUR, TIMED, 3359, 95, 2959 / 3020, False),
+    "before the last update": (HOUR, TIMED, 3360, 95, 1, False),
+    "after the hour": (HOUR, TIMED, 3700, 95, 1, False),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_the_share_and_the_spare_time_follow_from_the_durations(name, monkeypatch):
+    c, estimates, seconds, it, share, has_spare_time = POSITIONS[name]
+    clock = clock_at(400, c, monkeypatch)
+    clock.begin_schedule()
+    clock.estimates.update(estimates)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds)
+    found = clock.position(it)
+    assert found.share == pytest.approx(share, abs=1e-12)
+    assert found.has_spare_time == has_spare_time
+    assert not found.time_is_up  # no update was made at share 1
+    clock.advance(1.0)
+    # 180 seconds before the hour the last update must have begun
+    assert clock.position(it).time_is_up == (c.by_clock and seconds > 3420)
+    assert found.launch_minutes == seconds / 60
+
+
+def test_a_position_is_the_same_however_often_one_asks(monkeypatch):
+    """Everything that may change a clock changes it in between."""
+    clock = clock_at(30, HOUR, monkeypatch)
+    changes = [
+        lambda: clock.lap("start-up"),
+        clock.begin_schedule,
+        lambda: clock.expect("evaluation", 50),
+        lambda: clock.advance(0.3),
+        clock.restart_save_timer,
+    ]
+    for n, change in enumerate(changes):
+        monkeypatch.setattr(time, "perf_counter", lambda n=n: 100 * (n + 1))
+        change()
+        before = dict(vars(clock), seconds=dict(clock.seconds), estimates=dict(clock.estimates))
+        positions = [clock.position(it) for it in (5, 9, 5, 7, 5)]
+        assert positions[0] == positions[2] == positions[4]
+        assert vars(clock) == before
+
+
+def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeypatch):
+    clock = clock_at(70, HOUR, monkeypatch)
+    assert clock.position(0).seconds_since_save == 70
+    clock.lap("checkpoints")
+    assert clock.position(0).seconds_since_save == 70
+    clock.restart_save_timer()
+    monkeypatch.setattr(time, "perf_counter", lambda: 75.0)
+    assert clock.position(0) == Position(
+        launch_minutes=1.25, seconds_since_save=5, share=clock.position(0).share
+    )
+
+
+def test_an_estimate_is_the_last_duration_and_at_most_doubles(monkeypatch):
+    clock = clock_at(0, HOUR, monkeypatch)
+    found = []
+    for seconds in (10, 5, 30, 30, 1):
+        clock.expect("evaluation", seconds)
+        found.append(clock.estimates["evaluation"])
+    assert found == [10, 5, 10, 20, 1]
+
+
+def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
+    """And it keeps a deadline of the same until, also one that has passed."""
+    now = datetime(2026, 3, 4, 23, 0).timestamp()
+    monkeypatch.setattr(time, "time", lambda: now)
+    c = Config(until="07:00")
+    clock = clock_at(0, c, monkeypatch)
+    assert clock.left() == 8 * 3600
+    monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
+    assert clock.lap("start-up") == 50
+    clock.begin_schedule()
+    clock.advance(0.25)
+    clock.expect("iteration", 9)
+    monkeypatch.setattr(time, "perf_counter", lambda: 80.0)
+    assert clock.lap("steps") == 30
+    resumed = dict(clock=clock.state_dict(), ledger=dict(clock.seconds))
+
+    now += 12 * 3600
+    later = clock_at(7, c, monkeypatch, resumed)
+    later.begin_schedule()
+    assert later.state_dict() == clock.state_dict()
+    assert (later.share, later.setup_seconds, later.estimates) == (0.25, 50, dict(iteration=9))
+    assert later.left() == -4 * 3600
+    assert later.used() == 87
+    assert later.training_hours() == pytest.approx(37 / 3600)
+    other = clock_at(7, Config(until="13:00"), monkeypatch, resumed)
+    assert other.left() == 2 * 3600
+    assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).share == 0
+    assert clock_at(7, Config(hours=1), monkeypatch, resumed).left() == 3600 - 87
+    assert clock_at(7, Config(), monkeypatch, resumed).left() == float("inf")

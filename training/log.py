@@ -25,7 +25,7 @@ from common.files import lack_of_space, plain
 from configurator import FIELDS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import checkpoint_path
-from training.clock import Schedule, Speed, clock_time
+from training.clock import Clock, Speed, clock_time
 from training.hardware import MEASURED, Hardware, count_flops, old_driver
 from training.ranks import Ranks
 
@@ -56,11 +56,10 @@ class Log:
     training: a run without it would end with the same weights.
     """
 
-    def __init__(self, c: Config, schedule: Schedule, hw: Hardware, ranks: Ranks, write_record):
+    def __init__(self, c: Config, clock: Clock, hw: Hardware, ranks: Ranks, write_record):
         """Take the parts of the run; `write_record` appends a dict to metrics.jsonl as one line."""
         self.config = c
-        self.schedule = schedule
-        self.clock = schedule.clock
+        self.clock = clock
         self.hw = hw
         self.is_main = ranks.is_main
         self.world_size = ranks.world_size
@@ -178,17 +177,17 @@ class Log:
         order = data.manifest.get("order")  # prepare_text.py writes none
         say(f"data: {data.source}, {held}{f', order {order}' if order else ''}")
         say(batch_line(c))
-        if not c.eval_only:
+        if self.has_files:
             say(f"run: {self.length(tokens)}, in {c.out_dir}")
             self.warn_of_epochs(tokens)
             self.warn_of_warmup()
+            self.warn_of_space(parameters)
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
-        self.warn_of_space(parameters)
         if hw.device.type == "cpu" and c.device == "auto" and (hint := old_driver()):
             warn(f"this trains on the CPU, very slowly: torch sees no GPU; {hint}")
-        if c.until and self.schedule.left() > FAR_AWAY and self.is_main:
-            hours = self.schedule.left() / 3600
+        if c.until and self.clock.left() > FAR_AWAY and self.is_main:
+            hours = self.clock.left() / 3600
             warn(f"until: {c.until} is {hours:.1f} h away; on this machine it is {clock_time(0)}")
         self.record(
             "start",
@@ -213,8 +212,6 @@ class Log:
 
     def warn_of_space(self, parameters: int) -> None:
         """Warn if the disk cannot hold all of the run's checkpoints."""
-        if not self.has_files:
-            return
         files = max(2, self.config.keep_checkpoints) + 1  # two exist during a save; +1 for best.pt
         size = 12 * parameters  # weights and two optimizer moments in float32
         out_dir = Path(self.config.out_dir)
@@ -304,12 +301,12 @@ class Log:
         """Return the seconds left under `hours`, `until` and `max_minutes`; inf if none is set."""
         minutes = self.config.max_minutes
         since_launch = 60 * minutes - self.clock.since_launch() if minutes else math.inf
-        return max(0.0, min(self.schedule.left(), since_launch))
+        return max(0.0, min(self.clock.left(), since_launch))
 
     def used_of_total(self) -> str:
         """Return the hours used and the total, as in "1.25 of 8.00" or "0.0012 of 0.0200"."""
         used = self.clock.used() / 3600
-        total = used + max(0.0, self.schedule.left()) / 3600
+        total = used + max(0.0, self.clock.left()) / 3600
         digits = 2 if total >= 1 else 4
         return f"{used:.{digits}f} of {total:.{digits}f}"
 
@@ -322,7 +319,7 @@ class Log:
         c = self.config
         pace = (self.clock.seconds["steps"] - self.first_steps) / (it + 1 - self.first_iter)
         intervals = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
-        estimates = self.schedule.estimates
+        estimates = self.clock.estimates
         pause = sum(estimates.get(name, 0.0) for name in ("evaluation", "checkpoints"))
         left = (c.max_iters - it - 1) * pace + intervals * pause
         return max(0.0, min(left, self.left()))

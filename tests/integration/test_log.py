@@ -147,11 +147,14 @@ def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_
 def test_a_line_of_a_long_run_on_a_gpu_fits_120_columns(capsys):
     c = Config(max_iters=99_999, hours=100.0)
     clock = SimpleNamespace(
-        seconds=dict(steps=3.2e5), since_launch=lambda: 3e5, training_hours=lambda: 90.0
+        seconds=dict(steps=3.2e5),
+        since_launch=lambda: 3e5,
+        training_hours=lambda: 90.0,
+        estimates={},
+        left=lambda: math.inf,
     )
-    schedule = SimpleNamespace(clock=clock, estimates={}, left=lambda: math.inf)
     hw = SimpleNamespace(mfu=lambda *_: 0.412345)
-    log = Log(c, schedule, hw, SimpleNamespace(is_main=False, world_size=1), None)
+    log = Log(c, clock, hw, SimpleNamespace(is_main=False, world_size=1), None)
     log.flops_per_token, log.train_tokens, log.first_steps, log.first_iter = 1e9, 10**10, 0, 0
     log.report_step(65_432, 34_305_212_416, 0, 10.1234, 6e-4, 1.0, Speed(9.87654, 0, 53_084, 70.1))
     (line,) = capsys.readouterr().out.splitlines()

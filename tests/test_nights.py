@@ -1,0 +1,329 @@
+"""
+What the loop of train.py asks before each iteration: every answer by hand, and ten thousand nights
+of a loop that does nothing but ask.
+"""
+
+import copy
+import itertools
+import math
+import random
+import time
+from dataclasses import asdict, replace
+from datetime import datetime
+
+from configurator import UNREACHED, Config
+from train import (
+    COMPLETE,
+    Progress,
+    Saved,
+    evaluation_due,
+    is_best,
+    save_due,
+    why_stop,
+)
+from training.clock import RESERVE, Clock, Position
+
+IN_TIME = Position(launch_minutes=5.0, seconds_since_save=10.0)
+LATE = replace(IN_TIME, share=0.99, has_spare_time=False)
+OVER = replace(LATE, share=1.0, time_is_up=True)
+STOPS = (*COMPLETE, "max_minutes", "data", "SIGTERM")
+
+# -----------------------------------------------------------------------------
+# Each question by itself
+
+
+def twice(question, *arguments):
+    """Ask twice, and return the answer."""
+    answer = question(*arguments)
+    assert question(*arguments) == answer
+    return answer
+
+
+def asked(question, *arguments):
+    """Ask twice, and return the answer. Nothing may change."""
+    before = repr(arguments)
+    answer = twice(question, *arguments)
+    assert repr(arguments) == before
+    return answer
+
+
+def test_a_run_stops_for_the_first_reason_that_holds():
+    def stop(now=IN_TIME, it=7, **keys):
+        return asked(why_stop, Config(**keys), now, Progress(iter_num=it))
+
+    assert stop(max_iters=8) is None
+    assert stop(max_iters=7) == "max_iters"
+    assert stop(max_iters=6) == "max_iters"  # a resume with fewer
+    assert stop(now=LATE, hours=1) is None
+    assert stop(now=OVER, hours=1) == "hours"
+    assert stop(now=OVER, until="07:00") == "until"
+    assert stop(now=OVER, hours=1, max_iters=7) == "max_iters"
+    assert stop(max_minutes=5) == "max_minutes"  # 5.0 minutes are over
+    assert stop(max_minutes=5.01) is None
+    assert stop(max_minutes=5, max_iters=7) == "max_iters"
+    assert stop(now=OVER, max_minutes=5, hours=1) == "hours"  # the run is complete
+    assert stop(now=OVER, eval_only=True, max_iters=7, max_minutes=5) == "eval_only"
+
+
+def test_an_evaluation_is_due_at_its_interval_and_when_the_run_is_complete():
+    def due(it, now=IN_TIME, stop=None, evaluated_at=5, eval_only=False):
+        progress = Progress(iter_num=it, evaluated_at=evaluated_at)
+        c = Config(eval_interval=10, eval_only=eval_only)
+        return asked(evaluation_due, c, now, progress, stop)
+
+    assert [it for it in range(41) if due(it)] == [0, 10, 20, 30, 40]
+    assert not due(20, evaluated_at=20)
+    assert not due(20, now=LATE)  # the final one must still fit
+    assert {stop for stop in STOPS if due(20, stop=stop)} == set(COMPLETE)
+    assert {stop for stop in STOPS if due(23, stop=stop)} == set(COMPLETE)
+    assert due(23, now=OVER, stop="hours")
+    assert not due(23, stop="max_iters", evaluated_at=23)
+    assert due(23, stop="eval_only", evaluated_at=23, eval_only=True)  # it asks for nothing else
+
+
+def test_a_run_by_the_clock_evaluates_once_in_each_twentieth_of_its_schedule():
+    def due(share, evaluated_share, it=7):
+        c = Config(hours=1, eval_interval=UNREACHED)
+        progress = Progress(iter_num=it, evaluated_at=3, evaluated_share=evaluated_share)
+        return asked(evaluation_due, c, replace(IN_TIME, share=share), progress, None)
+
+    assert due(0.0, -1.0, it=0)  # none was made yet
+    assert not due(0.049, 0.0) and due(0.051, 0.0)
+    assert not due(0.099, 0.051) and due(0.101, 0.051)
+    assert due(0.9, 0.101)
+    assert not due(0.3, 0.5)  # the share may fall
+    assert due(0.0, -1.0)  # the evaluations so far are of another schedule
+
+
+def test_the_best_weights_are_those_of_the_lowest_loss_that_are_evaluated_here():
+    def best(val_loss, best_val_loss, it=20, evaluated_at=20, best_iter=10):
+        values = dict(val_loss=val_loss, best_val_loss=best_val_loss, best_iter=best_iter)
+        return asked(is_best, Progress(iter_num=it, evaluated_at=evaluated_at, **values))
+
+    assert best(2.9, 3.0)
+    assert not best(3.1, 3.0)
+    assert not best(3.0, 3.0)  # the earlier one keeps its place
+    assert not best(2.9, 3.0, evaluated_at=19)
+    assert not best(math.nan, 3.0) and not best(math.inf, math.inf)
+    assert best(2.9, math.inf)  # no earlier loss counts
+    assert best(4.0, 4.0, it=0, evaluated_at=0, best_iter=0)  # the untrained model
+    assert best(3.0, 3.0, best_iter=20)  # resumed from the best
+    assert not best(3.0, 3.0, evaluated_at=10, best_iter=20)
+
+
+def test_a_save_is_due_at_its_interval_after_evaluations_and_at_the_end():
+    def due(it=20, now=IN_TIME, stop=None, failed=False, newest=(10, 10), keys=(), **progress):
+        values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
+        c = Config(**dict(checkpoint_interval=15, always_save_checkpoint=False) | dict(keys))
+        saved = Saved(newest, failed)
+        return asked(save_due, c, now, Progress(iter_num=it, **values), saved, stop)
+
+    by_time = dict(checkpoint_interval=0)
+    always = dict(always_save_checkpoint=True)
+    after = {
+        seconds: replace(IN_TIME, seconds_since_save=seconds) for seconds in (29, 30, 599, 600)
+    }
+    late_after = replace(LATE, seconds_since_save=600)
+
+    assert [it for it in range(46) if due(it)] == [15, 30, 45]
+    assert not due(0)  # the untrained model
+    assert not due(15, newest=(15, 10)) and due(15, newest=(15, 5)) and due(15, newest=(14, 10))
+    assert due(15, newest=None)
+    assert not due(15, now=LATE)
+    assert not due(now=after[599], keys=by_time) and due(now=after[600], keys=by_time)
+    assert not due(now=after[600])  # an interval in iterations takes the place of the ten minutes
+    assert not due(now=late_after, keys=by_time)
+
+    assert due(evaluated_at=20, val_loss=1.0)  # the best so far
+    assert not due(evaluated_at=20)
+    assert due(evaluated_at=20, keys=always)
+    assert not due(evaluated_at=19, val_loss=1.0, keys=always)
+    assert not due(evaluated_at=20, val_loss=1.0, now=LATE)
+    assert not due(0, evaluated_at=0, best_iter=0, keys=always)
+
+    assert not due(failed=True) and not due(now=after[29], failed=True)
+    assert due(now=after[30], failed=True) and not due(now=after[30])
+    assert not due(now=after[30], failed=True, newest=(20, 10))
+
+    for stop in STOPS:
+        assert due(stop=stop) and due(0, stop=stop) and due(now=LATE, stop=stop)
+        assert not due(stop=stop, newest=(20, 10))  # it is on the disk already
+    assert not due(stop="eval_only", keys=dict(eval_only=True))
+    assert not due(15, stop="SIGTERM", keys=dict(eval_only=True))
+
+
+# -----------------------------------------------------------------------------
+# Whole nights
+
+MIDNIGHT = datetime(2026, 3, 4).timestamp()
+# The shortest and the longest duration, in seconds
+RANGES = dict(iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 30.0))
+
+
+class Night:
+    """
+    A run through all its launches, on a machine whose time is turned by hand: its durations change,
+    its disk may be full, signals and kills end launches.
+    """
+
+    def __init__(self, seed: int, is_rough: bool):
+        self.chance = random.Random(seed)
+        self.is_rough = is_rough  # a duration may be ten times the last one of its kind
+        self.is_surprised = False  # whether one was more than twice what the clock expected
+        self.now = 0.0
+        # short ones at first, for which the clock reserves time
+        self.seconds = {what: low * self.chance.uniform(1, 3) for what, (low, _) in RANGES.items()}
+        self.on_disk: dict | None = None  # the newest checkpoint
+        self.saves: list[tuple[int, int]] = []
+        self.evaluations: list[int] = []
+        self.untrained = math.inf  # its loss
+        self.saved_losses: list[float] = []  # of evaluations whose weights were saved
+        self.best_pt = math.inf  # its loss
+        self.shares: list[float] = []  # at each update
+        self.overtime = -math.inf  # seconds
+        self.c = self.choose_keys()
+
+    def choose_keys(self) -> Config:
+        chance = self.chance
+        keys = dict(
+            eval_interval=chance.choice([UNREACHED, UNREACHED, 1, 4, 15]),
+            max_iters=chance.choice([UNREACHED, UNREACHED, 0, 1, 20]),
+            checkpoint_interval=chance.choice([0, 0, 1, 7]),
+            always_save_checkpoint=chance.random() < 0.5,
+            max_minutes=chance.choice([0, 0, 0, 3]),
+        )
+        length = chance.choice([dict(hours=0.02), dict(hours=0.1), dict(until="00:05"), {}])
+        if not length:
+            keys |= dict(eval_interval=4, max_iters=chance.choice([0, 1, 30]))
+        return Config(**keys | length)
+
+    def take(self, what: str, clock: Clock) -> None:
+        """Let an iteration, an evaluation or a save take its time."""
+        reserve = math.inf if what == "iteration" else RESERVE * (clock.used() + clock.left())
+        expected = clock.estimates.get(what, reserve)
+        most = 10 if self.is_rough else 2
+        low, high = RANGES[what]
+        seconds = self.seconds[what] * math.exp(self.chance.uniform(-1, 1) * math.log(most))
+        self.seconds[what] = min(max(seconds, low), high)
+        self.now += self.seconds[what]
+        self.is_surprised |= self.seconds[what] > 2 * expected
+
+    def run(self) -> tuple[str, int]:
+        """Launch until the run is complete. Returns why it stopped, and at which iteration."""
+        early_ends = self.chance.choices([0, 1, 10, 30], k=self.chance.randrange(3))
+        for most in itertools.chain(early_ends, itertools.repeat(UNREACHED)):
+            stop, it = self.launch(most)
+            if stop in COMPLETE:
+                return stop, it
+            self.now += self.chance.uniform(0, 20)
+
+    def launch(self, most: int) -> tuple[str, int]:
+        """
+        Do what the loop of train.py does, except for training. A kill or a signal comes after
+        `most` iterations. Returns why the launch stopped, and at which iteration.
+        """
+        c, chance = self.c, self.chance
+        clock = Clock(self.now, lambda: None, c, self.on_disk)
+        progress, saved = Progress(), Saved(newest=None)
+        if self.on_disk:
+            progress = Progress(**self.on_disk["progress"])
+            saved.newest = (progress.iter_num, progress.evaluated_at)
+        # the evaluations and updates after that are lost
+        self.evaluations = [it for it in self.evaluations if it <= progress.evaluated_at]
+        self.shares = self.shares[: progress.iter_num]
+        self.now += chance.uniform(0, 5)
+        clock.lap("start-up")
+        clock.begin_schedule()
+        end = max(self.now, self.now + clock.left())  # the deadline, if it lies ahead
+        disk_is_full = False
+
+        while True:
+            it = progress.iter_num
+            now = twice(clock.position, it)
+            stop = twice(why_stop, c, now, progress)
+            most -= 1
+            if not stop and most < 0:
+                if chance.random() < 0.5:
+                    return "kill", it
+                stop = "SIGTERM"
+
+            if twice(evaluation_due, c, now, progress, stop):
+                self.take("evaluation", clock)
+                if chance.random() < 0.01:
+                    stop = "SIGTERM"
+                else:
+                    loss = chance.uniform(2, 9) if chance.random() < 0.95 else math.nan
+                    progress.val_loss = loss
+                    progress.evaluated_at = it
+                    progress.evaluated_share = now.share
+                    if it == 0:
+                        self.untrained = math.inf
+                    if it == 0 and math.isfinite(loss):
+                        progress.best_val_loss = self.untrained = loss
+                        progress.best_iter = 0
+                    self.evaluations.append(it)
+                    clock.expect("evaluation", clock.since_lap())
+                clock.lap("evaluation")
+
+            if twice(save_due, c, now, progress, saved, stop):
+                best = twice(is_best, progress)
+                to_save = progress
+                if best:
+                    to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
+                disk_is_full = not stop and chance.random() < (0.7 if disk_is_full else 0.1)
+                if not disk_is_full:
+                    self.on_disk = dict(
+                        progress=asdict(to_save),
+                        ledger=dict(clock.seconds),
+                        clock=copy.deepcopy(clock.state_dict()),
+                    )
+                    self.take("checkpoints", clock)
+                    progress = to_save
+                    saved.newest = (it, progress.evaluated_at)
+                    self.saves.append(saved.newest)
+                    if progress.evaluated_at == it:
+                        self.saved_losses.append(progress.val_loss)
+                    if best:
+                        self.best_pt = progress.val_loss
+                    clock.expect("checkpoints", clock.since_lap())
+                saved.failed = disk_is_full
+                clock.lap("checkpoints")
+                clock.restart_save_timer()
+
+            if stop:
+                if stop in ("hours", "until"):
+                    # at most one iteration, evaluation and save after the deadline
+                    self.overtime = self.now - end - sum(self.seconds.values())
+                return stop, it
+
+            self.take("iteration", clock)
+            self.shares.append(now.share)
+            progress.iter_num += 1
+            clock.advance(now.share)
+            clock.expect("iteration", clock.lap("steps"))
+
+
+NIGHTS = 10_000
+
+
+def test_ten_thousand_nights_end_in_time_and_lose_nothing(monkeypatch):
+    in_time = 0
+    for seed in range(NIGHTS):
+        night = Night(seed, is_rough=seed % 4 == 0)
+        monkeypatch.setattr(time, "perf_counter", lambda night=night: night.now)
+        monkeypatch.setattr(time, "time", lambda night=night: MIDNIGHT + night.now)
+        stop, it = night.run()
+        name = f"night {seed}"
+        if not night.is_surprised:
+            in_time += 1
+            assert night.overtime <= 1e-9, name
+        assert len(set(night.evaluations)) == len(night.evaluations), name
+        assert len(set(night.saves)) == len(night.saves), name
+        assert night.evaluations[-1] == it and night.saves[-1] == (it, it), name
+        # best.pt has the lowest loss that was saved, unless the untrained model's is lower
+        lowest = min(filter(math.isfinite, night.saved_losses), default=math.inf)
+        assert night.best_pt == (lowest if lowest <= night.untrained else math.inf), name
+        # the learning rate has come down
+        assert stop == "max_iters" or night.shares[-1] == 1, name
+        assert all(0 <= share <= 1 for share in night.shares), name
+    assert in_time > NIGHTS / 4
