@@ -30,7 +30,7 @@ from typing import Any
 from common.console import UserError, did_you_mean, print_err, raise_if_any, run_main
 from common.files import read_text
 
-MUON_LEARNING_RATE = 0.025  # learning_rate's default with optimizer=muon
+MUON_LEARNING_RATE = 0.025  # learning_rate's default with Muon
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
 
@@ -73,7 +73,7 @@ class Config:
     n_head: int = 12  # attention heads; must divide n_embd
     n_embd: int = 768  # channels of the residual stream (width)
     dropout: float = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
-    bias: bool = False  # use biases in linear layers and norms, as OpenAI's GPT-2 does
+    bias: bool = False  # biases in linear layers and norms, as in GPT-2; model=fast: gains too
     tie_weights: bool = True  # share token embedding and output head; model=fast sets False
     flash: bool = True  # use PyTorch's fused attention; False needs much more memory
     loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
@@ -82,11 +82,11 @@ class Config:
     bigram_rows: int = 0  # with model=fast: rows of the bigram embedding; 0: none
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
-    optimizer: str = "adamw"  # adamw, or muon for the hidden matrices
-    learning_rate: float = 6e-4  # peak rate; with optimizer=muon: of hidden matrices, default 0.025
-    head_lr: float = 0.004  # with optimizer=muon: peak rate of the output head
-    muon_momentum: float = 0.95  # with optimizer=muon: Muon's momentum
-    weight_decay: float = 0.1  # on matrices and embeddings; with muon: embeddings and head
+    optimizer: str = "adamw"  # adamw; muon or plain_muon (without NorMuon) for hidden matrices
+    learning_rate: float = 6e-4  # peak rate; with Muon: of hidden matrices, default 0.025
+    head_lr: float = 0.004  # with Muon: peak rate of the output head
+    muon_momentum: float = 0.95  # with Muon: its momentum
+    weight_decay: float = 0.1  # on matrices and embeddings; with Muon: embeddings and head
     beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
     beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
@@ -116,6 +116,10 @@ class Config:
     def by_clock(self) -> bool:
         """Return True if the schedule follows the clock instead of the iteration count."""
         return bool(self.hours or self.until)
+
+    @property
+    def uses_muon(self) -> bool:
+        return self.optimizer in ("muon", "plain_muon")
 
     @property
     def iter_sequences(self) -> int:
@@ -153,7 +157,7 @@ NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 # Allowed values of keys, here and in sample.py. A number not limited here must be 0 or more.
 CHOICES: dict[str, tuple[str, ...]] = dict(
     model=("gpt2", "fast"),
-    optimizer=("adamw", "muon"),
+    optimizer=("adamw", "muon", "plain_muon"),
     lr_schedule=("cosine", "linear", "constant", "wsd"),
     dtype=("float32", "bfloat16", "float16", "auto"),
     tracker=("none", "wandb", "tensorboard"),
@@ -166,12 +170,13 @@ BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "top_p")
 PATHS = ("out_dir", "init_from", "dataset", "tokenizer")
 MAY_BE_BLANK = ("until", "start")
-# Keys that only work with another key at this value; otherwise they must keep their defaults
+# Keys that only work with another key at one of these values; otherwise they must keep their
+# defaults
 ONLY_WITH = dict(
     value_tables="model=fast",
     bigram_rows="model=fast",
-    head_lr="optimizer=muon",
-    muon_momentum="optimizer=muon",
+    head_lr="optimizer=muon or plain_muon",
+    muon_momentum="optimizer=muon or plain_muon",
     decay_fraction="lr_schedule=wsd",
 )
 # What other trainers call these keys, for suggestions
@@ -403,7 +408,7 @@ def resolve(
     """
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
-    if c.optimizer == "muon" and "learning_rate" not in c.set_keys:
+    if c.uses_muon and "learning_rate" not in c.set_keys:
         c = replace(c, learning_rate=MUON_LEARNING_RATE)
     problems = check_model(c)
 
@@ -413,7 +418,7 @@ def resolve(
 
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     highest = c.learning_rate
-    if c.optimizer == "muon":
+    if c.uses_muon:
         highest = min(highest, c.head_lr)  # embeddings have rates far above min_lr
     if highest < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=highest / 10)
@@ -508,8 +513,8 @@ def check_model(c: Config) -> list[str]:
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is none of auto, off or a number like 1024")
     for name, choice in ONLY_WITH.items():
-        key, _, value = choice.partition("=")
-        if getattr(c, key) != value and getattr(c, name) != FIELDS[name].default:
+        key, _, values = choice.partition("=")
+        if getattr(c, key) not in values.split(" or ") and getattr(c, name) != FIELDS[name].default:
             problems.append(f"{name}: only {choice} reads it; leave it out")
     if c.model == "fast":
         if 2 * c.value_tables > c.n_layer:

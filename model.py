@@ -213,22 +213,28 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def mean_loss(
-    x: Tensor, head: Tensor, targets: Tensor, chunk: int, cap: float | None = None
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    chunk: int,
+    cap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """
-    Apply the head, a weight (V, C), to x (B, T, C) and return the mean loss over the targets (B, T)
-    that are not -1; 0 if there are none. With chunk > 0, the logits of only that many tokens are in
-    memory at a time.
+    Apply the head, a weight (V, C) and perhaps a bias (V), to x (B, T, C) and return the mean loss
+    over the targets (B, T) that are not -1; 0 if there are none. With chunk > 0, the logits of only
+    that many tokens are in memory at a time.
     """
     x = x.flatten(0, 1)
     targets = targets.flatten()
     count = (targets != -1).sum().clamp(min=1)
     if not 0 < chunk < len(x):
-        return loss_sum(F.linear(x, head), targets, cap) / count
+        return loss_sum(F.linear(x, head, bias), targets, cap) / count
     if torch.is_grad_enabled():
-        return ChunkedLoss.apply(x, head, targets, chunk, cap, product_dtype(x))
+        weights = (head,) if bias is None else (head, bias)
+        return ChunkedLoss.apply(x, targets, chunk, cap, product_dtype(x), *weights)
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
-    losses = [loss_sum(F.linear(x_part, head), y_part, cap) for x_part, y_part in parts]
+    losses = [loss_sum(F.linear(x_part, head, bias), y_part, cap) for x_part, y_part in parts]
     return torch.stack(losses).sum() / count
 
 
@@ -236,35 +242,37 @@ class ChunkedLoss(torch.autograd.Function):
     """
     Compute mean_loss() of x (N, C) and targets (N,) without keeping all logits. The forward pass
     also computes the gradients, chunk by chunk. The division by the number of targets comes last,
-    so that gradients do not underflow in float16. Matmuls run in `dtype`; the weight's gradient is
-    summed in float32 or wider.
+    so that gradients do not underflow in float16. Matmuls run in `dtype`; the gradients of the
+    head's `weights`, with or without a bias, are summed in float32 or wider.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, chunk, cap, dtype) -> Tensor:
-        head = weight.detach().to(dtype).requires_grad_()
-        dweight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+    def forward(ctx, x, targets, chunk, cap, dtype, *weights) -> Tensor:
+        head = [weight.detach().to(dtype).requires_grad_() for weight in weights]
+        wide = torch.promote_types(dtype, torch.float32)
+        sums = [torch.zeros_like(weight, dtype=wide) for weight in weights]
         dx = []
         losses = []
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = loss_sum(x_part @ head.T, y_part, cap)
-            dx_part, dhead = torch.autograd.grad(loss, (x_part, head))
+                loss = loss_sum(F.linear(x_part, *head), y_part, cap)
+            dx_part, *dhead = torch.autograd.grad(loss, (x_part, *head))
             losses.append(loss.detach())
             dx.append(dx_part)
-            dweight += dhead
+            torch._foreach_add_(sums, dhead)
             del loss, dhead  # free their memory before the next chunk
         # Count after the loop. If counted before, the compiler computes all chunks' logits at once.
         count = (targets != -1).sum().clamp(min=1)
-        ctx.save_for_backward(torch.cat(dx), dweight, count)
+        ctx.save_for_backward(torch.cat(dx), count, *sums)
         return sum(losses) / count
 
     @staticmethod
     def backward(ctx, dloss: Tensor):
-        dx, dweight, count = ctx.saved_tensors
+        dx, count, *dhead = ctx.saved_tensors
         scale = dloss / count
-        return dx.to(dweight.dtype) * scale, dweight * scale, None, None, None, None
+        dx = dx.to(dhead[0].dtype) * scale
+        return dx, None, None, None, None, *(gradient * scale for gradient in dhead)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -2,6 +2,9 @@
 The fast recipe: a GPT of GPT-2's size that needs fewer tokens for the same loss, and its optimizer,
 Muon. Model and learning rates were tuned together.
 
+With bias=True and optimizer=plain_muon, as in config/fast124m_*.py, model and updates are those of
+modded-nanogpt's train_gpt_simple.py, so that its published losses apply (dev/compare_modded.py).
+
 FastGPT has the same interface as model.py's GPT. Where it differs, a comment says why and names the
 source. "Records" refers to the modded-nanogpt speedrun, which accepts a change only if it reaches
 the same loss in less time. Shapes in comments: B sequences of T tokens, C = n_embd channels, nh
@@ -25,12 +28,15 @@ ROTARY_BASE = 1024
 # soft-cap logits at +-15, as in Gemma 2, so that no token becomes certain early (arXiv:2408.00118)
 LOGIT_CAP = 15.0
 # Multiplies 1 / sqrt(hs), giving 0.12 at hs = 128. With normed q and k, 1 / sqrt(hs) alone makes
-# attention too flat (records).
-ATTENTION_SCALE = 1.36
+# attention too flat (records). The exact one is for models with gains.
+ATTENTION_SCALE, EXACT_ATTENTION_SCALE = 1.36, 0.12 * 128**0.5
 # spreads bigrams evenly over a table of any size (Knuth's Fibonacci hashing)
 GOLDEN_RATIO = 0.6180339887498949
 # channels from which each head computes how much of a value embedding to add (records)
 GATE_CHANNELS = 12
+# Epsilons of AdamW and of Newton-Schulz's norm. train_gpt_simple.py has 1e-10 and 1e-7, but it sums
+# the loss over a batch's 524,288 tokens, so its gradients are that many times larger than ours.
+PLAIN_ADAM_EPS, PLAIN_NORM_EPS = 2e-16, 2e-13
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,34 @@ class FastConfig(GPTConfig):
     tie_weights: bool = False  # always False: see lm_head
     value_tables: int = 0  # number of value embeddings; each serves two layers
     bigram_rows: int = 0  # rows of the bigram embedding; 0: none
+    # Gains in the norms and a bias in the head. Not a key: True if `bias` is, except in checkpoints
+    # made when `bias` did not add these.
+    gains: bool = False
 
 
 # -----------------------------------------------------------------------------
 # The layers
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x: Tensor, gains: Tensor | None = None) -> Tensor:
     """
-    Apply RMSNorm (arXiv:1910.07467) over the last dimension, without weights, because the next
-    matrix can do the scaling (records). Runs in the dtype of x; CUDA's autocast would use float32.
+    Apply RMSNorm (arXiv:1910.07467) over the last dimension, then multiply by the gains, if any;
+    the next matrix can do that scaling too (records). Runs in the dtype of x; CUDA's autocast would
+    use float32.
     """
     with torch.autocast(x.device.type, enabled=False):
-        return F.rms_norm(x, (x.size(-1),))
+        return F.rms_norm(x, (x.size(-1),), None if gains is None else gains.type_as(x))
+
+
+class Norm(nn.Module):
+    """Norm the residual stream, with or without gains."""
+
+    def __init__(self, config: FastConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.n_embd)) if config.gains else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight)
 
 
 def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
@@ -92,7 +113,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.flash = config.flash
         self.offsets_keys = config.bigram_rows > 0
-        self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
+        scale = EXACT_ATTENTION_SCALE if config.gains else ATTENTION_SCALE
+        self.scale = scale * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -143,7 +165,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: FastConfig, has_table: bool):
         super().__init__()
+        self.ln_1 = Norm(config)
         self.attn = CausalSelfAttention(config, has_table)
+        self.ln_2 = Norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -154,8 +178,8 @@ class Block(nn.Module):
         angles: tuple[Tensor, Tensor],
         cache: KVCache | None = None,
     ) -> Tensor:
-        x = x + self.dropout(self.attn(norm(x), values, angles, cache))
-        return x + self.dropout(self.mlp(norm(x)))
+        x = x + self.dropout(self.attn(self.ln_1(x), values, angles, cache))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
 # -----------------------------------------------------------------------------
@@ -175,6 +199,7 @@ class FastGPT(nn.Module):
         self.transformer: Any = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
+                ln_e=Norm(config),
                 value_tables=nn.ModuleList(
                     nn.Embedding(config.vocab_size, config.n_embd) for _ in numbers
                 ),
@@ -182,6 +207,7 @@ class FastGPT(nn.Module):
                 h=nn.ModuleList(
                     Block(config, number is not None) for number in self.table_of_layer
                 ),
+                ln_f=Norm(config),
             )
         )
         if config.bigram_rows:
@@ -189,7 +215,7 @@ class FastGPT(nn.Module):
             # 201)
             self.transformer.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
         # not tied to the token embedding, because tying raises the loss (records)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.gains)
         self.rotary: tuple[Tensor, Tensor] | None = None  # see compile()
         self.init_weights()
 
@@ -225,7 +251,8 @@ class FastGPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return mean_loss(x, self.lm_head.weight, targets, self.loss_chunk, LOGIT_CAP)
+        head = self.lm_head
+        return mean_loss(x, head.weight, targets, self.loss_chunk, LOGIT_CAP, head.bias)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
@@ -235,7 +262,7 @@ class FastGPT(nn.Module):
         """
         past = caches[0].length if caches else 0
         new = idx[:, past:]
-        x = norm(self.transformer.wte(new))
+        x = self.transformer.ln_e(self.transformer.wte(new))
         if self.config.bigram_rows:
             x = x + self.transformer.bigrams(self.bigram_row(idx)[:, past:])
         if product_dtype(x) == torch.bfloat16:
@@ -253,7 +280,7 @@ class FastGPT(nn.Module):
                 x = checkpoint(block, x, of_layer, angles, use_reentrant=False)
             else:
                 x = block(x, of_layer, angles, cache)
-        return norm(x)
+        return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: x (..., C) from hidden() -> soft-capped logits (..., V)."""
@@ -325,7 +352,8 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
     """
     every = [*model.named_parameters()]
     head = [(name, p) for name, p in every if p is model.lm_head.weight]  # tied or not
-    vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and norms
+    vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and gains
+    vector_decay = c.weight_decay if c.optimizer == "plain_muon" else 0.0
 
     def matrices(*beginnings: str) -> list[tuple[str, nn.Parameter]]:
         found = [(name, p) for name, p in every if name.startswith(beginnings) and p.dim() == 2]
@@ -345,24 +373,27 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
         # factors of 0.03 and 0.3 were worse
         dict(adam, params=matrices("transformer.bigrams"), initial_lr=0.1 * embedding_lr),
         dict(adam, params=head, initial_lr=c.head_lr),
-        dict(adam, params=vectors, initial_lr=0.015, weight_decay=0.0),
+        dict(adam, params=vectors, initial_lr=0.015, weight_decay=vector_decay),
     ]
     return [group for group in groups if group["params"]]
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype, plain: bool = False) -> Tensor:
     """
     Approximate the nearest orthogonal matrix to each of n matrices (n, rows, cols) by Newton-Schulz
     iteration: U V^T of the singular value decomposition U S V^T, but with singular values between
-    0.7 and 1.2. Matmuls run in `dtype`.
+    0.7 and 1.2, or within 1e-3 of 1 with `plain`. Matmuls run in `dtype`.
     """
     if matrices.size(1) > matrices.size(2):
-        return orthogonalize(matrices.mT, dtype).mT  # cheaper with X @ X.mT on the shorter side
-    # coefficients of a x + b x^3 + c x^5, chosen to lift small singular values fastest (Jordan)
-    a, b, c = 3.4445, -4.7750, 2.0315
+        # cheaper with X @ X.mT on the shorter side
+        return orthogonalize(matrices.mT, dtype, plain).mT
+    # Coefficients of a x + b x^3 + c x^5. Without `plain` they lift small singular values fastest
+    # (Jordan); with it, values converge to 1.
+    steps, a, b, c = (12, 2.0, -1.5, 0.5) if plain else (5, 3.4445, -4.7750, 2.0315)
+    eps = PLAIN_NORM_EPS if plain else 1e-7
     # dividing by the norm leaves no singular value above 1
-    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
-    for _ in range(5):
+    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + eps)).to(dtype)
+    for _ in range(steps):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X
@@ -373,8 +404,8 @@ class Muon(torch.optim.AdamW):
     Update matrices with Muon and everything else with AdamW. Groups with a `momentum` hold matrices
     for Muon, `parts` of them stacked in each weight. Muon replaces a matrix's momentum by the
     nearest orthogonal matrix, so that every direction moves by the same amount (K. Jordan et al.,
-    2024); NorMuon then evens out the neurons. Every rank updates all matrices, from the same
-    gradients.
+    2024). NorMuon then evens out the neurons, unless `plain` asks for the Muon of
+    train_gpt_simple.py. Every rank updates all matrices, from the same gradients.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.
@@ -384,10 +415,14 @@ class Muon(torch.optim.AdamW):
     # because torch's other AdamW implementations reject it.
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
+    def __init__(
+        self, groups: list[dict], dtype: torch.dtype, fused: bool = True, plain: bool = False
+    ):
         """Set up the groups of muon_groups(). Newton-Schulz matmuls run in `dtype`."""
-        super().__init__(groups, eps=1e-10, fused=fused)  # rare tokens have tiny gradients
+        eps = PLAIN_ADAM_EPS if plain else 1e-10  # rare tokens have tiny gradients
+        super().__init__(groups, eps=eps, fused=fused)
         self.dtype = dtype
+        self.plain = plain
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -409,16 +444,17 @@ class Muon(torch.optim.AdamW):
                 continue
             state = self.state[p]
             if not state:
-                longer_side = max(len(p) // parts, p.size(1))  # of each stacked matrix
                 state["momentum"] = torch.zeros_like(p)
-                state["mean_squares"] = p.new_zeros(parts * longer_side)
-            tensors = p, p.grad, state["momentum"], state["mean_squares"]
+                if not self.plain:
+                    longer_side = max(len(p) // parts, p.size(1))  # of each stacked matrix
+                    state["mean_squares"] = p.new_zeros(parts * longer_side)
+            tensors = p, p.grad, *state.values()
             for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
                 by_shape.setdefault(matrix[0].shape, []).append(matrix)
         for same in by_shape.values():
             self.update(group, *zip(*same, strict=True))
 
-    def update(self, group: dict, matrices, gradients, momenta, squares) -> None:
+    def update(self, group: dict, matrices, gradients, momenta, squares=None) -> None:
         """
         Update n matrices of one shape. For gradient g and the group's momentum mu, m becomes m +
         (1 - mu) (g - m). The matrix is multiplied by 1 - lr * weight_decay, then moved by -lr *
@@ -436,19 +472,20 @@ class Muon(torch.optim.AdamW):
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
         # back to float32, because small learning rates would underflow in float16
-        update = orthogonalize(g.lerp_(m, mu), self.dtype).float()
-        # NorMuon (arXiv:2510.05491): divide each row or column along the longer side by the root of
-        # its running mean square, so that no neuron moves far more than the others. Then restore
-        # each matrix's norm.
-        now = update.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
-        mean = torch.stack(squares).view_as(now).lerp_(now, 0.05 * applied)
-        torch._foreach_copy_(squares, mean.flatten(1).unbind())
-        even = update * mean.clamp(min=1e-10).rsqrt()
-        size = update.norm(dim=(1, 2), keepdim=True)
-        even_size = even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)
-        even = even * (size / even_size)
+        update = orthogonalize(g.lerp_(m, mu), self.dtype, self.plain).float()
+        if squares:
+            # NorMuon (arXiv:2510.05491): divide each row or column along the longer side by the
+            # root of its running mean square, so that no neuron moves far more than the others.
+            # Then restore each matrix's norm.
+            now = update.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
+            mean = torch.stack(squares).view_as(now).lerp_(now, 0.05 * applied)
+            torch._foreach_copy_(squares, mean.flatten(1).unbind())
+            even = update * mean.clamp(min=1e-10).rsqrt()
+            size = update.norm(dim=(1, 2), keepdim=True)
+            even_size = even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)
+            update = even * (size / even_size)
         torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(matrices, (even * (lr * max(1, rows / cols) ** 0.5)).unbind())
+        torch._foreach_sub_(matrices, (update * (lr * max(1, rows / cols) ** 0.5)).unbind())
 
     def __setstate__(self, state: dict) -> None:
         # AdamW's own expects a `step` in every parameter's state, which the matrices do not have.

@@ -49,11 +49,11 @@ from training.log import Log
 from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process, lost_rank
 
-# Keys that decide the shapes and names of the weights. Every field of the models' configs is
-# included unless FREE_ON_RESUME names it. vocab_size is not a key; the dataset determines it
+# Keys that decide the shapes and names of the weights: every key among the fields of the models'
+# configs unless FREE_ON_RESUME names it
 ARCHITECTURE = (
     "model",
-    *(f.name for f in fields(FastConfig) if f.name not in (*FREE_ON_RESUME, "vocab_size")),
+    *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
 )
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset, the
@@ -247,15 +247,20 @@ def model_config(
     c: Config, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
 ) -> GPTConfig:
     """
-    Return the model config. `vocab` is rounded up, unless loaded `weights` determine the size.
+    Return the model config. `vocab` is rounded up. Loaded `weights` decide the fields that are not
+    keys.
     `flash` and `compiled` say whether this machine really does what the keys of those names ask.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
     multiple = c.pad_vocab_multiple
     values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
+    if c.model == "fast":
+        values["gains"] = c.bias
     if weights:
-        values["vocab_size"] = weights["model_config"]["vocab_size"]
+        saved = weights["model_config"]
+        not_keys = [f for f in fields(kind) if f.name not in FIELDS]
+        values |= {f.name: saved.get(f.name, f.default) for f in not_keys}
     return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
 
 
@@ -281,7 +286,7 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     # a fused optimizer can skip an update without waiting for the device
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     weights = [*model.named_parameters()]
-    if c.optimizer == "muon":
+    if c.uses_muon:
         groups = muon_groups(model, c)
     else:
         matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
@@ -295,8 +300,8 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     grouped = [name for group in groups for name, _ in group["params"]]
     if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
         raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
-    if c.optimizer == "muon":
-        return Muon(groups, dtype, fused)
+    if c.uses_muon:
+        return Muon(groups, dtype, fused, plain=c.optimizer == "plain_muon")
     return torch.optim.AdamW(groups, fused=fused)
 
 

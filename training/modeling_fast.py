@@ -108,10 +108,11 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         # Unless pairs are hashed, model_fast.py computes a pair's row from the vocabulary size.
         if min(new_V, len(wte.weight)) ** 2 <= self.model.config.bigram_rows:
             raise ValueError("resize_token_embeddings: each pair of tokens has its bigram row")
-        for table in (wte, *self.model.transformer.value_tables, head):
-            known = table.weight[: min(V, new_V)]  # leaves out the padding
-            new = known.mean(dim=0, keepdim=True).expand(new_V - len(known), -1)
-            table.weight.data = torch.cat((known, new))
+        tables = [table.weight for table in (wte, *self.model.transformer.value_tables)]
+        for p in (*tables, *head.parameters()):  # the head may have a bias
+            known = p[: min(V, new_V)]  # leaves out the padding
+            new = known.mean(dim=0, keepdim=True).expand(new_V - len(known), *known.shape[1:])
+            p.data = torch.cat((known, new))
         wte.num_embeddings = new_V
         head.out_features = new_V
         self.config.vocab_size = new_V

@@ -1,0 +1,207 @@
+"""
+Compare training with modded-nanogpt's train_gpt_simple.py, whose ten public runs of 3,250
+iterations reached 3.2787 on FineWeb.
+
+    git clone https://github.com/KellerJordan/modded-nanogpt ../modded-nanogpt
+    python dev/compare_modded.py \
+        ../modded-nanogpt/records/track_3_optimization/train_gpt_simple.py [--key=value ...]
+
+Both train a small model for a whole run with all of its schedule, from the same weights on the same
+tokens. Their side executes the file's own classes, initialisation, optimizers and schedule. Ours is
+config/fast124m_4070.py with train.py's model, optimizer, schedule and step. Flags such as
+--device=cuda or --n_layer=12 change the configuration. Exits with 1 if the losses in float32 differ
+by more than TOLERANCE. The losses in bfloat16 are only printed, because rounding differs: their
+embedding is in bfloat16, for example.
+"""
+
+import ast
+import contextlib
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # import from the root
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.console import Parser, RunError, UserError, command_line, run_main, say
+from configurator import Config, load_config
+from data.loader import Batch, to_batch
+from model_fast import build_model
+from train import build_optimizer, get_lr, model_config, train_step
+from training import hardware
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = 1e-5  # in nats; both sum in float32, but in another order
+SMALL = """
+    --n_layer=3 --n_embd=256 --n_head=2 --block_size=128 --batch_size=8 --max_iters=40
+    --gradient_accumulation_steps=2 --tf32=False --compile=False --dataset=random
+""".split()
+VOCAB = 512
+# Their loss is summed over this many tokens. A smaller batch's is scaled up, because the epsilons
+# of their optimizers suit gradients of that size.
+THEIR_TOKENS = 524_288
+
+
+class Theirs:
+    """Runs their file's definitions, and then its statements that set up a run."""
+
+    def __init__(self, path: Path, c: Config):
+        self.path = path
+        self.names: dict = {"__name__": "train_gpt_simple"}
+        tree = ast.parse(path.read_text("utf-8"))
+        kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+        self.execute([node for node in tree.body if isinstance(node, kinds)])
+        self.model = self.names["GPT"](VOCAB, c.n_layer, c.n_embd).to(c.device)
+        if c.dtype == "float32":
+            self.model.float()  # their embedding is in bfloat16
+        self.names["model"] = self.model
+        # the loop over trials begins with weights, optimizers and schedule
+        trial = next(node for node in tree.body if isinstance(node, ast.For)).body
+        end = [getattr(node, "name", "") for node in trial].index("set_hparams")
+        self.execute(trial[: end + 1])
+        self.names["train_steps"] = c.max_iters
+
+    def execute(self, nodes: list[ast.stmt]) -> None:
+        with mock.patch("torch.compile", lambda function: function):
+            exec(compile(ast.Module(nodes, []), str(self.path), "exec"), self.names)
+
+    def step(self, it: int, micro_batches: list[Batch]) -> float:
+        """Train for one iteration as their loop does. Returns the mean loss."""
+        scale = THEIR_TOKENS / sum(y.numel() for _, y in micro_batches)
+        total = 0.0
+        for x, y in micro_batches:
+            loss = self.model(x, y) * scale
+            loss.backward()
+            total += loss.item()
+        self.names["set_hparams"](it)
+        for optimizer in self.names["optimizers"]:
+            optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return total / THEIR_TOKENS
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights in float32, under our names."""
+        w = {name: tensor.float().clone() for name, tensor in self.model.state_dict().items()}
+        ours = {
+            "transformer.wte.weight": w["embed.weight"],
+            "transformer.ln_e.weight": w["norm1.gains"],
+            "transformer.ln_f.weight": w["norm2.gains"],
+            "lm_head.weight": w["proj.weight"],
+            "lm_head.bias": w["proj.bias"],
+        }
+        for number in range(len(self.model.blocks)):
+            a, b = f"transformer.h.{number}.", f"blocks.{number}."
+            ours[a + "ln_1.weight"] = w[b + "norm1.gains"]
+            ours[a + "ln_2.weight"] = w[b + "norm2.gains"]
+            for kind in ("weight", "bias"):
+                qkv = [w[f"{b}attn.{part}.{kind}"] for part in "qkv"]
+                ours[f"{a}attn.c_attn.{kind}"] = torch.cat(qkv)
+                ours[f"{a}attn.c_proj.{kind}"] = w[f"{b}attn.proj.{kind}"]
+                ours[f"{a}mlp.c_fc.{kind}"] = w[f"{b}mlp.fc.{kind}"]
+                ours[f"{a}mlp.c_proj.{kind}"] = w[f"{b}mlp.proj.{kind}"]
+        return ours
+
+
+class Ours:
+    """Sets up a run as train.py does, but from given weights."""
+
+    def __init__(self, weights: dict[str, Tensor], c: Config, hw: hardware.Hardware):
+        self.c, self.hw = c, hw
+        config = model_config(c, VOCAB, flash=hw.flash(c), compiled=False)
+        self.model = build_model(config).to(hw.device)
+        self.model.load_state_dict(weights)
+        self.optimizer = build_optimizer(self.model, c, hw.dtype)
+        self.scaler = torch.amp.GradScaler(hw.device.type, enabled=False)
+
+    def step(self, it: int, micro_batches: list[Batch]) -> float:
+        c = self.c
+        for group in self.optimizer.param_groups:
+            group["lr"] = get_lr(it, c, 0.0, group["initial_lr"])
+        autocast = self.hw.autocast()
+        loss, _ = train_step(
+            self.model, self.optimizer, self.scaler, micro_batches, c.grad_clip, autocast
+        )
+        return loss.item() / len(micro_batches)
+
+
+def batches_of(it: int, c: Config, device: torch.device) -> list[Batch]:
+    """
+    Make an iteration's micro-batches of random tokens. Some tokens are frequent and some almost
+    never occur, and each is likely to be followed by its successor, so that there is much to learn.
+    """
+    generator = torch.Generator().manual_seed(it)
+    shape = (c.batch_size * c.gradient_accumulation_steps, c.block_size + 1)
+    tokens = (torch.rand(shape, generator=generator) ** 4 * VOCAB).long()
+    follows = torch.rand(shape, generator=generator) < 0.8
+    for t in range(1, c.block_size + 1):
+        tokens[:, t] = torch.where(follows[:, t], (tokens[:, t - 1] + 1) % VOCAB, tokens[:, t])
+    return [to_batch(block, device) for block in tokens.split(c.batch_size)]
+
+
+def compare(path: Path, c: Config) -> dict:
+    """Train both for max_iters iterations. Returns their losses and how far apart they are."""
+    hw = hardware.set_up(c)
+    c = replace(c, device=str(hw.device))
+    # their Newton-Schulz iteration converts to bfloat16 in every run
+    float32 = mock.patch.object(Tensor, "bfloat16", Tensor.float)
+    hardware.set_seed(c.seed)
+    with float32 if c.dtype == "float32" else contextlib.nullcontext():
+        theirs = Theirs(path, c)
+        first = theirs.weights()
+        ours = Ours(first, c, hw)
+        losses = []
+        for it in range(c.max_iters):
+            batches = batches_of(it, c, hw.device)
+            losses.append((ours.step(it, batches), theirs.step(it, batches)))
+    last, found = theirs.weights(), ours.model.state_dict()
+    weights = {n: ((found[n] - p).norm() / (p - first[n]).norm()).item() for n, p in last.items()}
+    worst = max(weights, key=weights.__getitem__)
+    difference = max(abs(a - b) for a, b in losses)
+    say(
+        f"{c.dtype}: losses from {losses[0][1]:.4f} to {losses[-1][1]:.4f}, {difference:.1e} apart "
+        f"at most; weights {weights[worst]:.1e} of how far they moved ({worst})"
+    )
+    return dict(
+        loss_difference=difference,
+        weight_difference=weights[worst],
+        weight=worst,
+        ours=[a for a, _ in losses],
+        theirs=[b for _, b in losses],
+    )
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser()
+    parser.add_argument("path", type=Path, help="train_gpt_simple.py of a clone")
+    parser.add_argument("--json", type=Path, help="write all losses as JSON")
+    options, flags = parser.parse_known_args(argv)
+    if not options.path.is_file():
+        raise UserError(f"path: there is no file {options.path}; see the command in this file")
+    command = [str(ROOT / "config" / "fast124m_4070.py"), *SMALL, *flags]
+    if not dist.is_initialized():  # their optimizer asks for the ranks
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    results = {}
+    for dtype in ("float32", "bfloat16"):
+        results[dtype] = compare(options.path, load_config([*command, f"--dtype={dtype}"]))
+    if options.json:
+        result = dict(
+            command=command_line("python", "dev/compare_modded.py", *argv),
+            sha256=hashlib.sha256(options.path.read_bytes()).hexdigest(),
+            torch=torch.__version__,
+            tolerance=TOLERANCE,
+            **results,
+        )
+        options.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    if not results["float32"]["loss_difference"] <= TOLERANCE:
+        raise RunError(f"the losses in float32 differ by more than {TOLERANCE:g}")
+
+
+if __name__ == "__main__":
+    run_main(main)
