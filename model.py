@@ -260,8 +260,9 @@ class ChunkedLoss(torch.autograd.Function):
             dx_part, *dhead = torch.autograd.grad(loss, (x_part, *head))
             losses.append(loss.detach())
             dx.append(dx_part)
-            torch._foreach_add_(sums, dhead)
-            del loss, dhead  # free their memory before the next chunk
+            for total, gradient in zip(sums, dhead, strict=True):
+                total += gradient
+            del loss, dhead, gradient  # free their memory before the next chunk
         # Count after the loop. If counted before, the compiler computes all chunks' logits at once.
         count = (targets != -1).sum().clamp(min=1)
         ctx.save_for_backward(torch.cat(dx), count, *sums)

@@ -50,7 +50,14 @@ FAST = dict(
     grad_clip=0.0,
     min_lr=0.0,
 )
-MODELS = dict(gpt2=COMMON, fast=COMMON | FAST)
+PLAIN = dict(optimizer="plain_muon", bias=True, value_tables=0, bigram_rows=0)
+MODELS = dict(
+    gpt2=COMMON,
+    fast=COMMON | FAST,
+    plain=COMMON | FAST | PLAIN,
+    # made when `bias` added neither gains nor a bias to the head
+    fast_biases=COMMON | FAST | dict(bias=True),
+)
 
 
 def write_dataset(folder: Path) -> Path:

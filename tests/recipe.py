@@ -2,6 +2,7 @@
 The fast recipe a second time, in plain torch: the model, its learning rates, Muon, the schedule,
 one iteration, an evaluation. Nothing of the program is imported; test_recipe.py compares its runs
 with this. Only the names of the weights are the program's, so that a checkpoint's can be loaded.
+A config with bias=True and optimizer=plain_muon is modded-nanogpt's program, without tables.
 
 Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels,
 V = vocabulary.
@@ -26,11 +27,24 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+class Norm(nn.Module):
+    """Multiplies by a gain for each channel, if the config has biases."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        if c.bias:
+            self.weight = nn.Parameter(torch.ones(c.n_embd))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x) * self.weight.type_as(x) if hasattr(self, "weight") else norm(x)
+
+
 class Linear(nn.Linear):
     """Its weights are kept and updated in float32, and multiplied in the dtype of x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.type_as(x))
+        y = x @ self.weight.type_as(x).T
+        return y if self.bias is None else y + self.bias.type_as(x)
 
 
 def rotary_angles(T: int, head_size: int) -> Tensor:
@@ -63,8 +77,11 @@ class Attention(nn.Module):
     def __init__(self, c: Config, has_table: bool):
         super().__init__()
         self.n_head = c.n_head
-        self.c_attn = Linear(c.n_embd, 3 * c.n_embd, bias=False)  # q, k and v
-        self.c_proj = Linear(c.n_embd, c.n_embd, bias=False)
+        self.has_bigrams = c.bigram_rows > 0
+        # 0.12 at a head size of 128: nearly without biases, exactly with them
+        self.scale = (0.12 * math.sqrt(128) if c.bias else 1.36) / math.sqrt(c.n_embd // c.n_head)
+        self.c_attn = Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)  # q, k and v
+        self.c_proj = Linear(c.n_embd, c.n_embd, bias=c.bias)
         if has_table:
             self.value_gate = Linear(12, c.n_head, bias=False)
 
@@ -76,9 +93,11 @@ class Attention(nn.Module):
             gate = 3 * self.value_gate(x[..., :12]).sigmoid()  # (B, T, nh)
             v = v + gate[..., None] * values.view_as(v)
         q = rotate(norm(q))
-        k = offset_keys(rotate(norm(k)))
+        k = rotate(norm(k))
+        if self.has_bigrams:
+            k = offset_keys(k)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hs)
-        scores = q * (1.36 * q.size(-1) ** -0.5) @ k.mT  # (B, nh, T, T)
+        scores = q * self.scale @ k.mT  # (B, nh, T, T)
         future = torch.ones(T, T, dtype=torch.bool).triu(1)
         y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -87,8 +106,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.c_fc = Linear(c.n_embd, 4 * c.n_embd, bias=False)
-        self.c_proj = Linear(4 * c.n_embd, c.n_embd, bias=False)
+        self.c_fc = Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.c_proj = Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(self.c_fc(x).relu().square())
@@ -97,12 +116,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c: Config, has_table: bool):
         super().__init__()
+        self.ln_1 = Norm(c)
         self.attn = Attention(c, has_table)
+        self.ln_2 = Norm(c)
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, values: Tensor | None) -> Tensor:
-        x = x + self.attn(norm(x), values)
-        return x + self.mlp(norm(x))
+        x = x + self.attn(self.ln_1(x), values)
+        return x + self.mlp(self.ln_2(x))
 
 
 class FastGPT(nn.Module):
@@ -116,22 +137,26 @@ class FastGPT(nn.Module):
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(vocab, c.n_embd),
+                ln_e=Norm(c),
                 value_tables=nn.ModuleList(nn.Embedding(vocab, c.n_embd) for _ in tables),
                 h=nn.ModuleList(Block(c, table is not None) for table in self.table_of_layer),
-                bigrams=nn.Embedding(c.bigram_rows, c.n_embd),
+                ln_f=Norm(c),
             )
         )
-        self.lm_head = Linear(c.n_embd, vocab, bias=False)
+        if c.bigram_rows:
+            self.transformer.bigrams = nn.Embedding(c.bigram_rows, c.n_embd)
+        self.lm_head = Linear(c.n_embd, vocab, bias=c.bias)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """idx (B, T), targets (B, T) -> each target's loss in nats, (B, T)"""
-        x = norm(self.transformer.wte(idx))  # (B, T, C)
-        x = x + self.transformer.bigrams(self.pair_rows(idx))
+        x = self.transformer.ln_e(self.transformer.wte(idx))  # (B, T, C)
+        if "bigrams" in self.transformer:
+            x = x + self.transformer.bigrams(self.pair_rows(idx))
         x = x.to(self.dtype)  # from here on the residual stream and all matmuls
         values = [table(idx).type_as(x) for table in self.transformer.value_tables]
         for block, table in zip(self.transformer.h, self.table_of_layer, strict=True):
             x = block(x, None if table is None else values[table])
-        logits = self.lm_head(norm(x)).float()  # (B, T, V)
+        logits = self.lm_head(self.transformer.ln_f(x)).float()  # (B, T, V)
         logits = logits / torch.sqrt(1 + (logits / 15).square())  # within +-15
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
@@ -148,24 +173,29 @@ class FastGPT(nn.Module):
 # The optimizer: Muon for the matrices of the blocks, AdamW for everything else
 
 
-def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest orthogonal matrix, nearly: Newton-Schulz, five steps."""
+# modded-nanogpt's gradients are sums over the tokens of a batch, ours are means
+BATCH = 524288
+
+
+def orthogonalize(matrix: Tensor, dtype: torch.dtype, is_plain: bool) -> Tensor:
+    """The nearest orthogonal matrix by Newton-Schulz: in 12 steps, or nearly in 5."""
     if matrix.size(0) > matrix.size(1):
-        return orthogonalize(matrix.mT, dtype).mT  # cheaper on the shorter side
-    X = (matrix / (matrix.norm() + 1e-7)).to(dtype)
-    for _ in range(5):
+        return orthogonalize(matrix.mT, dtype, is_plain).mT  # cheaper on the shorter side
+    X = (matrix / (matrix.norm() + (1e-7 / BATCH if is_plain else 1e-7))).to(dtype)
+    for a, b, c in [(2.0, -1.5, 0.5)] * 12 if is_plain else [(3.4445, -4.7750, 2.0315)] * 5:
         A = X @ X.mT
-        B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
-        X = torch.addmm(X, B, X, beta=3.4445)
+        B = torch.addmm(A, A, A, beta=b, alpha=c)
+        X = torch.addmm(X, B, X, beta=a)
     return X.float()
 
 
 class Muon:
-    def __init__(self, matrices: list[Tensor], momentum: float, dtype: torch.dtype):
+    def __init__(self, matrices: list[Tensor], c: Config):
         """Each matrix is a parameter with a gradient, or a part of one; see `parts_of`."""
         self.matrices = matrices
-        self.momentum = momentum
-        self.dtype = dtype
+        self.momentum = c.muon_momentum
+        self.dtype = getattr(torch, c.dtype)
+        self.is_plain = c.optimizer == "plain_muon"
         self.means = [torch.zeros_like(matrix) for matrix in matrices]  # of the gradients
         self.mean_squares = [0.0 for _ in matrices]  # of each neuron's directions
 
@@ -174,8 +204,9 @@ class Muon:
             mean = self.means[number]
             mean.lerp_(gradient, 1 - self.momentum)
             ahead = gradient.lerp(mean, self.momentum)  # Nesterov's
-            direction = orthogonalize(ahead, self.dtype)
-            direction = self.even_out(number, direction)
+            direction = orthogonalize(ahead, self.dtype, self.is_plain)
+            if not self.is_plain:
+                direction = self.even_out(number, direction)
             rows, cols = matrix.shape
             matrix.mul_(1 - lr * 0.05)  # weight decay
             matrix.sub_(direction * (lr * max(1, rows / cols) ** 0.5))
@@ -198,11 +229,13 @@ def parts_of(name: str, weight: Tensor) -> list[Tensor]:
 def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
     """Each has its highest rate as `initial_lr`."""
     t = model.transformer
+    bigrams = [p for name, p in t.named_parameters() if name.startswith("bigrams")]
     return [
         dict(params=[t.wte.weight], initial_lr=0.7),
         dict(params=list(t.value_tables.parameters()), initial_lr=0.35),
-        dict(params=[t.bigrams.weight], initial_lr=0.07),
+        dict(params=bigrams, initial_lr=0.07),
         dict(params=[model.lm_head.weight], initial_lr=c.head_lr),
+        dict(params=[p for p in model.parameters() if p.dim() == 1], initial_lr=0.015),
     ]
 
 
@@ -253,13 +286,14 @@ class Trainer:
         self.windows = shuffled_windows(self.splits["train"], self.c.block_size, self.c.seed)
         self.model = FastGPT(self.c, vocab=len(weights["lm_head.weight"]))
         self.model.load_state_dict(weights)
-        self.matrices = list(self.model.transformer.h.named_parameters())
+        blocks = self.model.transformer.h.named_parameters()
+        self.matrices = [(name, p) for name, p in blocks if p.dim() == 2]
         parts = [part.detach() for name, p in self.matrices for part in parts_of(name, p)]
-        self.muon = Muon(parts, self.c.muon_momentum, self.model.dtype)
+        self.muon = Muon(parts, self.c)
         self.adamw = torch.optim.AdamW(
             adamw_groups(self.model, self.c),
             betas=(self.c.beta1, self.c.beta2),
-            eps=1e-10,
+            eps=1e-10 / BATCH if self.c.optimizer == "plain_muon" else 1e-10,
             weight_decay=self.c.weight_decay,
         )
 

@@ -23,10 +23,10 @@ from training.compiled import WrongKernels, compare_with_eager, compile_model, t
 SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {
     "gpt2": GPTConfig(**SIZES),
-    "fast": FastConfig(**SIZES, bias=False, value_tables=1, bigram_rows=2048),
+    "fast": FastConfig(**SIZES, bias=True, gains=True, value_tables=1, bigram_rows=2048),
     "gpt2 in chunks": GPTConfig(**SIZES, loss_chunk=64),
     "fast in chunks": FastConfig(
-        **SIZES, bias=False, value_tables=1, bigram_rows=2048, loss_chunk=64
+        **SIZES, bias=True, gains=True, value_tables=1, bigram_rows=2048, loss_chunk=64
     ),
 }
 DTYPES = ("float32", "bfloat16", "float16")
@@ -144,6 +144,8 @@ FAULTS = {
     "a table without gradient": ("fast", without_gradient("transformer.value_tables.0.weight")),
     "bigrams without gradient": ("fast", without_gradient("transformer.bigrams.weight")),
     "a bias without gradient": ("gpt2", without_gradient("transformer.h.1.mlp.c_fc.bias")),
+    "a gain without gradient": ("fast", without_gradient("transformer.h.1.ln_2.weight")),
+    "a head's bias without gradient": ("fast", without_gradient("lm_head.bias")),
     "a wrong mask in gpt2": ("gpt2", patched("model.attend", looking_ahead(gpt_attend))),
     "a wrong mask in fast": ("fast", patched("model_fast.attend", looking_ahead(fast_attend))),
     "a dropped key offset": ("fast", patched("model_fast.offset_keys", lambda k: k)),

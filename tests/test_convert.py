@@ -395,7 +395,7 @@ def open_export(folder: Path):
 def fast_export(tmp_path_factory):
     """A fast model and its export, opened as by a user who has the folder and no more."""
     tmp = tmp_path_factory.mktemp("fast")
-    model = random_fast(bias=True, bigram_rows=20_000)  # a row for each pair of ids
+    model = random_fast(bias=True, gains=True, bigram_rows=20_000)  # a row for each pair of ids
     path = save(model, tmp / "x.pt", 100, "unknown")  # 28 padded rows
     convert("ckpt-to-hf", path, tmp / "hf")
     with transformers_cache(tmp) as patch:
@@ -492,12 +492,13 @@ def test_an_exported_fast_model_can_be_trained_on(fast_export):
 
 
 def test_an_exported_fast_model_gets_more_tokens(tmp_path):
-    model = random_fast()  # its pairs are hashed
+    model = random_fast(bias=True, gains=True)  # its pairs are hashed
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 100, "unknown"), tmp_path / "hf")
     with transformers_cache(tmp_path), torch.no_grad():
         exported = open_export(tmp_path / "hf")
         expected = exported(IDS).logits
         mean = exported.get_output_embeddings().weight[:100].mean(dim=0)
+        mean_bias = exported.get_output_embeddings().bias[:100].mean(dim=0)
         assert exported.resize_token_embeddings(100) is exported.get_input_embeddings()
         assert len(exported.get_input_embeddings().weight) == 128  # as before, with padding
         exported.resize_token_embeddings(130)
@@ -505,6 +506,7 @@ def test_an_exported_fast_model_gets_more_tokens(tmp_path):
         assert longer.shape == (2, 8, 130)
         assert torch.equal(longer[..., :100], expected)
         assert torch.equal(exported.get_output_embeddings().weight[129], mean)
+        assert torch.equal(exported.get_output_embeddings().bias[129], mean_bias)
         assert exported(torch.tensor([[129]])).logits.isfinite().all()
         exported.save_pretrained(tmp_path / "more")
         assert torch.equal(open_export(tmp_path / "more")(IDS).logits, longer)

@@ -194,7 +194,14 @@ def loss_and_gradients(
     ids=["float32", "bfloat16", "float16", "compiled"],
 )
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(tie_weights=False), dict(model="fast", tie_weights=False)], ids=str
+    "changes",
+    [
+        dict(),
+        dict(tie_weights=False),
+        dict(model="fast", tie_weights=False),
+        dict(model="fast", tie_weights=False, gains=True),
+    ],
+    ids=str,
 )
 def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
     """7 chunks of 23 tokens of 150, the last one smaller, the first without a target."""
@@ -434,7 +441,7 @@ ANOTHER = dict(
     bias=False,
     tie_weights=False,
 )
-ANOTHER_FAST = dict(value_tables=1, bigram_rows=50)
+ANOTHER_FAST = dict(value_tables=1, bigram_rows=50, gains=True)
 
 
 def random_model(config: GPTConfig) -> torch.nn.Module:

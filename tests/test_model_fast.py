@@ -81,22 +81,29 @@ def plain_logits(
         )
         return torch.cat((z.real, z.imag))
 
+    def normed(x, name):
+        return rms(x) * weights.get(f"transformer.{name}.weight", 1)
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
     C, hs = config.n_embd, config.n_embd // config.n_head
+    factor = 0.12 * math.sqrt(128) if config.gains else 1.36
     rows = []
     for sequence in idx:
-        x = rms(weights["transformer.wte.weight"][sequence])
-        pairs = [(0, *sequence[:-1].tolist()), sequence.tolist()]
-        rows_of_pairs = [(a * 30 + b) % 50 for a, b in zip(*pairs, strict=True)]
-        x = x + weights["transformer.bigrams.weight"][rows_of_pairs]
+        x = normed(weights["transformer.wte.weight"][sequence], "ln_e")
+        if config.bigram_rows:
+            pairs = [(0, *sequence[:-1].tolist()), sequence.tolist()]
+            rows_of_pairs = [(a * 30 + b) % 50 for a, b in zip(*pairs, strict=True)]
+            x = x + weights["transformer.bigrams.weight"][rows_of_pairs]
         for layer in range(config.n_layer):
             name = f"transformer.h.{layer}."
-            q, k, v = (rms(x) @ weights[name + "attn.c_attn.weight"].T).split(C, dim=-1)
+            into_attention = normed(x, f"h.{layer}.ln_1")
+            q, k, v = linear(into_attention, name + "attn.c_attn").split(C, dim=-1)
             first, last = layer, layer - config.n_layer + config.value_tables
             table = first if first < config.value_tables else last
             if table >= 0:
-                gate = 3 / (
-                    1 + (-rms(x)[:, :12] @ weights[name + "attn.value_gate.weight"].T).exp()
-                )
+                gate = 3 / (1 + (-linear(into_attention[:, :12], name + "attn.value_gate")).exp())
                 v = (
                     v
                     + gate.repeat_interleave(hs, 1)
@@ -106,28 +113,33 @@ def plain_logits(
             for h in range(config.n_head):
                 cut = slice(h * hs, (h + 1) * hs)
                 keys = torch.stack([turn(rms(row), s) for s, row in enumerate(k[:, cut])])
-                for quarter in (1, 3):  # they do not turn: those of the token before
+                for quarter in (1, 3) if config.bigram_rows else ():  # they do not turn: those of the token before
                     still = slice(quarter * hs // 4, (quarter + 1) * hs // 4)
                     keys[1:, still] = keys[:-1, still].clone()
                 out = []
                 for t in range(len(sequence)):
                     query = turn(rms(q[t, cut]), t)
-                    scores = 1.36 / math.sqrt(hs) * keys[: t + 1] @ query
+                    scores = factor / math.sqrt(hs) * keys[: t + 1] @ query
                     out.append(scores.softmax(0) @ v[: t + 1, cut])
                 heads.append(torch.stack(out))
-            x = x + torch.cat(heads, -1) @ weights[name + "attn.c_proj.weight"].T
-            x = (
-                x
-                + (rms(x) @ weights[name + "mlp.c_fc.weight"].T).clamp(min=0) ** 2
-                @ weights[name + "mlp.c_proj.weight"].T
-            )
-        z = rms(x) @ weights["lm_head.weight"].T
+            x = x + linear(torch.cat(heads, -1), name + "attn.c_proj")
+            h = linear(normed(x, f"h.{layer}.ln_2"), name + "mlp.c_fc").clamp(min=0) ** 2
+            x = x + linear(h, name + "mlp.c_proj")
+        z = linear(normed(x, "ln_f"), "lm_head")
         rows.append(15 * z / (z**2 + 225).sqrt())
     return torch.stack(rows)
 
 
-def test_logits_equal_the_plain_formulas():
-    config = replace(SMALL, n_layer=5, value_tables=2)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(n_layer=5, value_tables=2),
+        dict(bias=True, gains=True),
+        dict(bias=True, gains=True, value_tables=0, bigram_rows=0),
+    ],
+)
+def test_logits_equal_the_plain_formulas(changes):
+    config = replace(SMALL, **changes)
     model, idx = perturbed(config).double(), tokens(2, 9)
     expected = plain_logits(model.state_dict(), idx, config)
     # the model's rotary tables and logits are float32
@@ -146,6 +158,7 @@ def test_gradients_equal_finite_differences(monkeypatch):
         value_tables=1,
         bigram_rows=11,
         bias=True,
+        gains=True,
         tie_weights=False,
     )
     model, idx = perturbed(config).double(), tokens(1, 5, 7)

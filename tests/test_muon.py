@@ -29,9 +29,12 @@ def fast_model(**changes) -> FastGPT:
     return FastGPT(replace(SMALL, **changes))
 
 
-def build_optimizer(model: GPT | FastGPT, dtype: torch.dtype, fused: bool = True) -> Muon:
+def build_optimizer(
+    model: GPT | FastGPT, dtype: torch.dtype, fused: bool = True, plain: bool = False
+) -> Muon:
     """With the rates that a run begins with after its warmup."""
-    optimizer = Muon(muon_groups(model, RATES), dtype, fused)
+    rates = replace(RATES, optimizer="plain_muon" if plain else "muon")
+    optimizer = Muon(muon_groups(model, rates), dtype, fused, plain)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     return optimizer
@@ -56,6 +59,47 @@ def test_newton_schulz_against_the_singular_value_decomposition(shape):
     values = inner.diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(inner, torch.diag_embed(values), atol=1e-9, rtol=0)
     assert values[S / S.norm(dim=1, keepdim=True) > 0.01].min() > 0.67 and values.max() < 1.21
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-17])
+def test_plain_newton_schulz_is_modded_nanogpts(size):
+    """
+    Twelve times 2 s - 1.5 s^3 + 0.5 s^5 of each singular value s. The norm's epsilon is 1e-7 for
+    gradients summed over 524,288 tokens, where ours are means: a norm of 1e-17 is far below it.
+    """
+    torch.manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q for _ in range(2))
+    S = size * torch.tensor([0.9, 0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.01], dtype=torch.float64)
+    s = S / (S.norm() + 1e-7 / 524288)
+    for _ in range(12):
+        s = 2 * s - 1.5 * s**3 + 0.5 * s**5
+    found = orthogonalize((U * S @ V.mT)[None], torch.float64, plain=True)[0]
+    # our epsilon is rounded up by 5%
+    torch.testing.assert_close(U.mT @ found @ V, s.diag(), atol=1e-9, rtol=0.06)
+
+
+def test_plain_muon_evens_no_neurons_out():
+    """A matrix of one row moves along its gradient. NorMuon would move all columns alike."""
+    p = nn.Parameter(torch.ones(1, 6))
+    group = dict(params=[p], lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
+    p.grad = torch.arange(6.0)[None]
+    Muon([group], torch.float32, plain=True).step()
+    expected = 1 - 0.1 * 0.2 - 0.1 * torch.arange(6.0)[None] / 55**0.5
+    torch.testing.assert_close(p.detach(), expected, atol=1e-6, rtol=0)
+
+
+def test_plain_muons_adamw_suits_gradients_of_a_mean_loss():
+    """
+    modded-nanogpt's first update moves a weight by lr g / (g + 1e-10), with gradients summed over
+    524,288 tokens. Ours are means: here 2e-16, which is close to the epsilon.
+    """
+    p = nn.Parameter(torch.zeros(3))
+    group = dict(params=[p], lr=0.1, betas=(0.8, 0.95), weight_decay=0.0)
+    p.grad = torch.full((3,), 2e-16)
+    Muon([group], torch.float32, plain=True).step()
+    summed = 2e-16 * 524288
+    # our epsilon is rounded up by 5%
+    assert p[0].item() == pytest.approx(-0.1 * summed / (summed + 1e-10), rel=0.03)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.004)])
@@ -191,10 +235,12 @@ def test_q_k_and_v_are_a_matrix_each():
     torch.testing.assert_close(fused, torch.cat(apart))
 
 
-def test_everything_else_moves_as_with_adamw():
-    model = fast_model(value_tables=1, bigram_rows=50)
+@pytest.mark.parametrize("plain", [False, True])
+def test_everything_else_moves_as_with_adamw(plain):
+    """With weight decay on biases and gains too, if it is plain."""
+    model = fast_model(gains=plain, value_tables=1, bigram_rows=50)
     twin = copy.deepcopy(model)
-    ours = build_optimizer(model, torch.float32)
+    ours = build_optimizer(model, torch.float32, plain=plain)
     parts = twin.transformer
     keys = dict(betas=(0.8, 0.95), eps=1e-10, foreach=False)
     vectors = [p for p in twin.parameters() if p.dim() < 2]
@@ -203,7 +249,7 @@ def test_everything_else_moves_as_with_adamw():
         torch.optim.AdamW([parts.value_tables[0].weight], lr=0.35, weight_decay=0.01, **keys),
         torch.optim.AdamW([parts.bigrams.weight], lr=0.07, weight_decay=0.01, **keys),
         torch.optim.AdamW([twin.lm_head.weight], lr=0.01, weight_decay=0.01, **keys),
-        torch.optim.AdamW(vectors, lr=0.015, weight_decay=0.0, **keys),
+        torch.optim.AdamW(vectors, lr=0.015, weight_decay=0.01 if plain else 0.0, **keys),
     ]
     for step in range(5):
         for net in (model, twin):

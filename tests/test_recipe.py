@@ -10,6 +10,8 @@ RECIPE = dict(
     n_layer=3,  # the first and the last one have a value embedding
     n_head=2,
     n_embd=32,
+    bias=False,
+    optimizer="muon",
     value_tables=1,
     bigram_rows=97,  # fewer than pairs of tokens
     block_size=16,
@@ -30,7 +32,6 @@ RECIPE = dict(
 )
 ONLY_TRAIN_PY = dict(
     model="fast",
-    optimizer="muon",
     lr_schedule="wsd",
     grad_clip=0.0,
     eval_interval=6,
@@ -40,6 +41,10 @@ ONLY_TRAIN_PY = dict(
     device="cpu",
     compile=False,
 )
+
+
+# config/fast124m_4070.py made small
+PLAIN = dict(bias=True, optimizer="plain_muon", value_tables=0, bigram_rows=0)
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +64,20 @@ TOLERANCES = dict(
 
 
 @pytest.mark.parametrize(
-    "dtype, computed",
+    "recipe, dtype, computed",
     [
-        ("float32", {}),
-        ("float32", dict(loss_chunk=20, recompute=True, flash=False)),  # 64 tokens a micro-batch
-        ("bfloat16", {}),
+        (RECIPE, "float32", {}),
+        # 64 tokens a micro-batch
+        (RECIPE, "float32", dict(loss_chunk=20, recompute=True, flash=False)),
+        (RECIPE, "bfloat16", {}),
+        (RECIPE | PLAIN, "float32", dict(loss_chunk=20)),
+        (RECIPE | PLAIN, "bfloat16", {}),
     ],
 )
 def test_every_number_of_a_fast_run_is_that_of_the_second_trainer(
-    dtype, computed, tokens, tmp_path
+    recipe, dtype, computed, tokens, tmp_path
 ):
-    keys = RECIPE | dict(dtype=dtype)
+    keys = recipe | dict(dtype=dtype)
     command = keys | ONLY_TRAIN_PY | computed | dict(dataset=tokens, out_dir=tmp_path)
     train(**command | dict(max_iters=0))
     first = checkpoint(tmp_path, 0)["model"]

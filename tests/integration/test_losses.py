@@ -548,7 +548,11 @@ def gradient_of_nan(backward_pass: int):
 MUON = dict(model="fast", optimizer="muon", tie_weights=False, value_tables=1, bigram_rows=64)
 
 
-@pytest.mark.parametrize("kind", [dict(), dict(dtype="float16"), MUON], ids=["", "half", "muon"])
+PLAIN = MUON | dict(optimizer="plain_muon", bias=True)
+KINDS = {"": dict(), "half": dict(dtype="float16"), "muon": MUON, "plain_muon": PLAIN}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_gradient_that_is_not_finite_changes_nothing(kind, tokens, tmp_path):
     config = BASE | kind | dict(checkpoint_interval=1, eval_interval=100, max_iters=8)
     with gradient_of_nan(backward_pass=5 * 3 + 2):  # a micro-batch of iteration 5
