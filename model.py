@@ -243,29 +243,31 @@ class ChunkedLoss(torch.autograd.Function):
     Compute mean_loss() of x (N, C) and targets (N,) without keeping all logits. The forward pass
     also computes the gradients, chunk by chunk. The division by the number of targets comes last,
     so that gradients do not underflow in float16. Matmuls run in `dtype`; the gradients of the
-    head's `weights`, with or without a bias, are summed in float32 or wider.
+    head, a weight and perhaps a bias, are summed in float32 or wider.
     """
 
     @staticmethod
-    def forward(ctx, x, targets, chunk, cap, dtype, *weights) -> Tensor:
-        head = [weight.detach().to(dtype).requires_grad_() for weight in weights]
+    def forward(ctx, x, targets, chunk, cap, dtype, *head) -> Tensor:
+        head = [p.detach().to(dtype).requires_grad_() for p in head]
         wide = torch.promote_types(dtype, torch.float32)
-        sums = [torch.zeros_like(weight, dtype=wide) for weight in weights]
+        dweight = torch.zeros_like(head[0], dtype=wide)
+        dbias = []  # one per chunk: a running sum would compile to a kernel that needs all logits
         dx = []
         losses = []
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
                 loss = loss_sum(F.linear(x_part, *head), y_part, cap)
-            dx_part, *dhead = torch.autograd.grad(loss, (x_part, *head))
+            dx_part, dweight_part, *dbias_part = torch.autograd.grad(loss, (x_part, *head))
             losses.append(loss.detach())
             dx.append(dx_part)
-            for total, gradient in zip(sums, dhead, strict=True):
-                total += gradient
-            del loss, dhead, gradient  # free their memory before the next chunk
+            dweight += dweight_part
+            dbias += dbias_part
+            del loss, dweight_part  # free their memory before the next chunk
         # Count after the loop. If counted before, the compiler computes all chunks' logits at once.
         count = (targets != -1).sum().clamp(min=1)
-        ctx.save_for_backward(torch.cat(dx), count, *sums)
+        dhead = [dweight, torch.stack(dbias).sum(0, dtype=wide)] if dbias else [dweight]
+        ctx.save_for_backward(torch.cat(dx), count, *dhead)
         return sum(losses) / count
 
     @staticmethod

@@ -27,24 +27,23 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-class Norm(nn.Module):
-    """Multiplies by a gain for each channel, if the config has biases."""
+class Norm(nn.RMSNorm):
+    """With a gain for each channel, if the config has biases."""
 
     def __init__(self, c: Config):
-        super().__init__()
-        if c.bias:
-            self.weight = nn.Parameter(torch.ones(c.n_embd))
+        super().__init__(c.n_embd, elementwise_affine=c.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x) * self.weight.type_as(x) if hasattr(self, "weight") else norm(x)
+        gains = None if self.weight is None else self.weight.type_as(x)
+        return F.rms_norm(x, (x.size(-1),), gains)
 
 
 class Linear(nn.Linear):
     """Its weights are kept and updated in float32, and multiplied in the dtype of x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight.type_as(x).T
-        return y if self.bias is None else y + self.bias.type_as(x)
+        bias = None if self.bias is None else self.bias.type_as(x)
+        return F.linear(x, self.weight.type_as(x), bias)
 
 
 def rotary_angles(T: int, head_size: int) -> Tensor:
