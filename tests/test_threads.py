@@ -1,0 +1,160 @@
+"""
+How torch's threads wait for one another, and how many a resumed run has.
+
+libgomp itself says how it waits: with OMP_DISPLAY_ENV it prints its settings as torch is imported.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from program import ROOT, checkpoint, train, write_tokens
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's on Linux")
+TINY = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=16,
+    batch_size=2,
+    block_size=16,
+    gradient_accumulation_steps=1,
+    eval_interval=2,
+    eval_tokens=64,
+    device="cpu",
+    dtype="float32",
+    compile=False,
+)
+# Imports common.threads where `running` threads run and the machine has `cpus`, 2 to a core if SMT.
+DECIDE = """
+import os, pathlib, sys
+running, cpus, per_core = map(int, sys.argv[1:])
+def read_text(path, read=pathlib.Path.read_text):
+    if str(path) == "/proc/loadavg":
+        return f"9.00 9.00 9.00 {running}/400 77\\n"
+    return str(int(path.parts[-3].removeprefix("cpu")) // per_core)
+pathlib.Path.read_text = read_text
+pathlib.Path.glob = lambda path, _: [path / f"cpu{n}/topology/siblings" for n in range(cpus)]
+os.cpu_count = lambda: cpus
+import common.threads
+print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
+"""
+SPINS, PASSIVE = "None 10000", "passive None"
+
+
+def environment(**ours: str) -> dict[str, str]:
+    """This process's variables, without those that say how threads wait or how many there are."""
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in names} | ours
+
+
+def decide(*arguments: int, **variables: str) -> str:
+    command = [sys.executable, "-c", DECIDE, *map(str, arguments)]
+    kept = environment(**variables)
+    return subprocess.check_output(command, cwd=ROOT, env=kept, text=True).strip()
+
+
+@pytest.mark.parametrize(
+    "running, cpus, per_core, decision",
+    [
+        (1, 2, 1, SPINS),  # this program alone
+        (2, 2, 1, PASSIVE),  # beside one loop
+        (4, 2, 1, PASSIVE),
+        (9, 16, 2, SPINS),  # 8 threads on 8 cores, and 8 other programs find a place
+        (10, 16, 2, PASSIVE),
+        (40, 1, 1, SPINS),  # a single thread waits for nobody
+    ],
+)
+def test_threads_sleep_if_other_programs_run_on_their_cores(running, cpus, per_core, decision):
+    assert decide(running, cpus, per_core) == decision
+
+
+def test_fewer_threads_leave_room_for_other_programs():
+    assert decide(3, 4, 1) == PASSIVE
+    assert decide(3, 4, 1, OMP_NUM_THREADS="2") == SPINS
+
+
+def test_the_users_way_of_waiting_wins():
+    assert decide(1, 2, 1, GOMP_SPINCOUNT="77") == "None 77"
+    assert decide(4, 2, 1, GOMP_SPINCOUNT="77") == "None 77"
+    assert decide(4, 2, 1, OMP_WAIT_POLICY="active") == "active None"
+
+
+def test_torch_waits_as_decided_in_every_script_that_trains_or_samples():
+    variables = dict(OMP_DISPLAY_ENV="verbose", OMP_NUM_THREADS="1")
+    kept = environment(**variables)
+    for script in ("train.py", "sample.py", "bench.py"):
+        command = [sys.executable, script, "--help"]
+        ended = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
+        assert ended.returncode == 0
+        assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.stderr) == ["10000"], script
+
+
+def test_beside_endless_loops_threads_sleep():
+    """With as many loops as processors; that all of them are idle cannot be had in a test."""
+    endless = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(endless) for _ in range(os.cpu_count() or 1)]
+    code = "import common.threads, os; print(os.environ['OMP_WAIT_POLICY'])"
+    kept = environment(OMP_NUM_THREADS="2")
+    try:
+        said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=kept, text=True)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert said == "passive\n"
+
+
+@pytest.mark.parametrize("policy, said", [("passive", True), ("active", False)])
+def test_the_device_line_says_that_threads_wait_passively(policy, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    dataset = write_tokens(tmp_path / "tokens", [900], [150])
+    result = train(**TINY, max_iters=1, dataset=dataset, out_dir=tmp_path / "run")
+    (device,) = re.findall("^device: .*$", result.out, re.MULTILINE)
+    assert (", threads wait passively, " in device) is said
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    """A run of two iterations begins with two threads, on a machine where torch takes one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)  # as in conftest.py
+
+
+def begin(tmp_path) -> dict:
+    dataset = write_tokens(tmp_path / "tokens", [900], [150])
+    keys = TINY | dict(dataset=dataset, out_dir=tmp_path / "run")
+    train(**keys, max_iters=2)
+    torch.set_num_threads(1)
+    return keys | dict(max_iters=4, init_from="resume")
+
+
+def test_a_resume_has_the_threads_that_the_run_began_with(two_threads, tmp_path, monkeypatch):
+    keys = begin(tmp_path)
+    assert checkpoint(tmp_path / "run", 2)["threads"] == 2
+    line = "resume: 2 threads, as in the checkpoint; OMP_NUM_THREADS=1 overrules it\n"
+    assert line in train(**keys).out
+    assert torch.get_num_threads() == checkpoint(tmp_path / "run", 4)["threads"] == 2
+    assert "OMP_NUM_THREADS" not in train(**keys | dict(max_iters=6)).out  # torch has them already
+
+
+def test_omp_num_threads_overrules_the_checkpoint(two_threads, tmp_path, monkeypatch):
+    keys = begin(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "resume: OMP_NUM_THREADS = 1 (the checkpoint had 2)\n" in train(**keys).out
+    assert torch.get_num_threads() == checkpoint(tmp_path / "run", 4)["threads"] == 1
+
+
+def test_a_checkpoint_without_the_number_resumes_with_torchs(two_threads, tmp_path):
+    """Up to November 2026 none had it."""
+    keys = begin(tmp_path)
+    path = tmp_path / "run/ckpt-00000002.pt"
+    state = torch.load(path)
+    del state["threads"]
+    torch.save(state, path)
+    assert "OMP_NUM_THREADS" not in train(**keys).out
+    assert torch.get_num_threads() == 1
