@@ -7,6 +7,7 @@ bpe, byte, char or unknown. A bpe spec also has `json`, the text of a tokenizer.
 `tokenizers` library; a char spec has `itos`, the list of characters by id.
 """
 
+import json
 import os
 import pickle
 import re
@@ -28,8 +29,14 @@ SAMPLE_MB = 50  # text to train bpe:N on, at most
 TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: train N ids on up to {SAMPLE_MB} MB"
 # What tokenizers call end-of-text; those that we train use the first name
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-# A lossless tokenizer returns this text unchanged; one that lowercases, for instance, does not
-PROBE = "It's  12 Caf\u00e9s,\n\t\u6f22\u5b57 \U0001f642 \x80 <|endoftext|> "
+# A lossless tokenizer returns this text unchanged: what tidying up would change, a long word, and
+# a character for every byte that occurs in UTF-8
+PROBE = (
+    "It's  12 Caf\u00e9s , don't .\n\t\u6f22\u5b57 \U0001f642 <|endoftext|> e\u0301 \ufb01 \u2581 "
+)
+FIRST_BYTES = [*range(0x80, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000)]
+FIRST_BYTES += range(0x10000, 0x110000, 0x30000)
+PROBE += "x" * 300 + "".join(map(chr, [*range(0xC0), *FIRST_BYTES]))
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 
@@ -111,8 +118,11 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     """
     kind, _, size = name.partition(":")
     if kind != "bpe":
-        spec = dict(kind=name) if name in ("gpt2", "byte") else read_bpe(Path(name))
-        return Tokenizer(spec, name)
+        if name in ("gpt2", "byte"):
+            return Tokenizer(dict(kind=name))
+        tokenizer = Tokenizer(read_bpe(Path(name)), name)
+        check_lossless(tokenizer, name)
+        return tokenizer
     if not (size.isdecimal() and BYTE_VOCAB < int(size) <= MOST_IDS):
         raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
     path = out / "tokenizer.json"
@@ -129,18 +139,20 @@ def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
         raise UserError(f"{path}: {error.strerror}; {hint}") from None
 
 
-def load_bpe(json: str, path: str | Path):
+def load_bpe(content: str, path: str | Path):
     """Return the library's tokenizer, its number of ids, and end-of-text's id. Raises UserError."""
     # writer.py already uses threads. If the library did too, it would warn at every fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers  # lazily, as tiktoken above
 
-        bpe = tokenizers.Tokenizer.from_str(json)
+        bpe = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"{path}: the tokenizers library refuses it ({error})") from None
     bpe.no_truncation()
     bpe.no_padding()
+    if hasattr(bpe.model, "dropout"):
+        bpe.model.dropout = None  # it would give each preparation other tokens
     bpe.encode_special_tokens = True  # encode <|endoftext|> in a document as plain text
     vocab = 1 + max(bpe.get_vocab().values(), default=0)
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
@@ -149,9 +161,30 @@ def load_bpe(json: str, path: str | Path):
         raise UserError(f"{path}: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
     if not ends:
         raise UserError(f"{path}: has none of the special tokens {', '.join(ENDS)}")
-    if bpe.decode(list(encode_bpe(bpe, PROBE)), skip_special_tokens=False) != PROBE:
-        raise UserError(f"{path}: text does not come back as it was; choose another")
     return bpe, vocab, ends[0]
+
+
+def check_lossless(tokenizer: Tokenizer, path: str | Path) -> None:
+    """
+    Raise UserError if a tokenizer.json may lose text, because bits per byte divides by all of it.
+    Sampling with weights of others does not need this.
+    """
+    bpe = tokenizer.bpe
+    if bpe.normalizer:
+        kind = type(bpe.normalizer).__name__
+        hint = 'write "normalizer": null into the file, or choose another'
+        raise UserError(f"{path}: its normalizer, {kind}, changes text; {hint}")
+    splits = str(json.loads(tokenizer.spec["json"])["pre_tokenizer"])
+    if "Removed" in splits or "CharDelimiterSplit" in splits:
+        raise UserError(f"{path}: its pre_tokenizer removes text; choose another")
+    # An added token may swallow the spaces around it.
+    added = (f" \n{token.content}\n " for token in bpe.get_added_tokens_decoder().values())
+    text = "".join([PROBE, *added])
+    back = tokenizer.decode(tokenizer.encode(text))
+    if back != text:
+        at = len(os.path.commonprefix([text, back]))
+        changed = f"{text[at : at + 9]!r} as {back[at : at + 9]!r}"
+        raise UserError(f"{path}: text does not come back as it was ({changed}); choose another")
 
 
 def encode_bpe(bpe, text: str) -> np.ndarray:

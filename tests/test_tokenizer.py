@@ -294,7 +294,46 @@ TOKENIZER_FILES = {
     ),
     "lower case": (
         lambda: edited(lambda c: c.update(normalizer={"type": "Lowercase"})),
-        "text does not come back as it was",
+        'its normalizer, Lowercase, changes text; write "normalizer": null into the file',
+    ),
+    "composed letters": (
+        lambda: edited(lambda c: c.update(normalizer={"type": "NFC"})),
+        "its normalizer, NFC, changes text",
+    ),
+    "one letter replaced": (
+        lambda: edited(
+            lambda c: c.update(normalizer=dict(type="Replace", pattern={"String": "Q"}, content=""))
+        ),
+        "its normalizer, Replace, changes text",
+    ),
+    "a byte missing": (  # as without initial_alphabet
+        lambda: edited(lambda c: c["model"]["vocab"].pop("~")),
+        "text does not come back as it was ('~\\x7f",
+    ),
+    "a letter removed": (
+        lambda: edited(
+            lambda c: c.update(
+                pre_tokenizer=dict(
+                    type="Sequence",
+                    pretokenizers=[
+                        dict(
+                            type="Split", pattern={"String": "Q"}, behavior="Removed", invert=False
+                        ),
+                        c["pre_tokenizer"],
+                    ],
+                )
+            )
+        ),
+        "its pre_tokenizer removes text",
+    ),
+    "spaces swallowed": (
+        lambda: edited(
+            lambda c: c["added_tokens"].append(
+                c["added_tokens"][0]
+                | dict(id=257, content="<sep>", special=False, lstrip=True, rstrip=True)
+            )
+        ),
+        "<sep>' as '<sep>'); choose another",
     ),
     "no decoder": (
         lambda: edited(lambda c: c.update(decoder=None)),
@@ -318,10 +357,17 @@ def test_other_names_of_end_of_text_and_settings_that_would_change_the_tokens(ow
     content["added_tokens"][0]["content"] = "</s>"
     content["model"]["vocab"]["</s>"] = content["model"]["vocab"].pop("<|endoftext|>")
     content["truncation"] = dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0)
+    content["model"]["dropout"] = 0.9
     theirs = Tokenizer(dict(kind="bpe", json=json.dumps(content)))
     assert theirs.eot == own.eot
     ids = list(own.encode(TEXTS[0]))
     assert list(theirs.encode(TEXTS[0])) == ids and len(ids) > 4
+
+
+def test_the_text_that_tries_a_tokenizer_holds_every_byte_of_utf8():
+    """All but C0, C1 and F5 to FF, which no text has (RFC 3629)."""
+    missing = set(range(256)) - set(tokenizer_module.PROBE.encode())
+    assert missing == {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 def test_a_folder_without_its_tokenizer_is_not_trained_on(mine, tmp_path):
