@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.console import print_err, printable, raise_if_any, run_main, warn
+from common.console import UserError, print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
 from configurator import Config, read_config
 from data.tokenizer import Tokenizer
@@ -83,12 +83,15 @@ def ask_prompts() -> Iterator[str]:
 def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
     Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
-    a char tokenizer does not know are left out with a warning.
+    a char tokenizer does not know are left out with a warning. Raises UserError if its table holds
+    words, which cannot spell the prompt.
     """
-    if text.kind == "char":
-        unknown = sorted(set(prompt) - set(text.decode(range(text.vocab))))
-        if unknown:
-            warn(f"start: characters the model does not know are left out: {''.join(unknown)!r}")
+    if unknown := text.unknown(prompt):
+        words = [word for word in text.spec["itos"] if len(word) > 1]
+        if words and not prompt.isspace():
+            held = f"the model's meta.pkl holds words such as {words[0]!r} and {words[-1]!r}"
+            raise UserError(f"start: {held}, and none with {unknown!r}; choose another --start")
+        warn(f"start: characters the model does not know are left out: {unknown!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:

@@ -280,7 +280,8 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     if vocab > MOST_IDS:
         problem = f"{folder}: has a vocabulary of {vocab:,}, but its uint16 shards hold ids below"
         raise UserError(f"{problem} {MOST_IDS:,}; choose a tokenizer with fewer ids")
-    found = [path for path in folder.iterdir() if split_of(path.name)]
+    # A Mac leaves ._train.bin beside train.bin on other disks.
+    found = [p for p in folder.iterdir() if split_of(p.name) and not p.name.startswith(".")]
     # Use .npy shards only if there are no .bin shards, which may hold the same tokens.
     names = [path.name for path in found if path.suffix == ".bin"]
     names = names or [path.name for path in found if path.suffix == ".npy"]
@@ -311,19 +312,23 @@ def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
         for shard, end in zip(split.shards, split.ends, strict=True):
             length = min(shard.tokens, CHECKED_TOKENS)
             if not shard.header_bytes:
-                check_width(shard.path, split, end - shard.tokens, length)
+                check_width(shard.path, split, end - shard.tokens, length, data.tokenizer)
             tokens = split.read_windows([end - shard.tokens, end - length], length)
             fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
     return fingerprint.hexdigest()
 
 
-def check_width(path: Path, split: ShardTokens, begin: int, length: int) -> None:
+def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokenizer: dict) -> None:
     """
     Raise RunError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
-    tokens, every second token is an upper half, which is near zero.
+    tokens, every second token is an upper half, which is near zero. Where token 0 is the space
+    between words, it may be every second token too, but then it is none of the others.
     """
     tokens = np.empty(length, dtype="<u2")
     split.read(begin, tokens)
+    table = tokenizer.get("itos") or [""]
+    if table[0].isspace() and max(map(len, table)) > 1 and tokens[::2].all():
+        return
     if length > 1 and tokens[::2].max() > 4096 * int(tokens[1::2].max()):
         raise RunError(
             f"{path}: every second token is near 0, as in int32 or int64; save it as uint16, if no "

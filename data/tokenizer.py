@@ -4,7 +4,7 @@ tables.
 
 A `spec` is the dict that describes a tokenizer in datasets and checkpoints. Its `kind` is gpt2,
 bpe, byte, char or unknown. A bpe spec also has `json`, the text of a tokenizer.json from the
-`tokenizers` library; a char spec has `itos`, the list of characters by id.
+`tokenizers` library; a char spec has `itos`, the list of characters by id, or of words.
 """
 
 import json
@@ -44,8 +44,8 @@ CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 class Tokenizer:
     """
     Encode and decode with the tokenizer that a spec describes. For bytes, end-of-text is byte 0,
-    which no text needs; char has no end-of-text. Raises UserError for an unknown kind, or if
-    tiktoken cannot load its vocabulary.
+    which no text needs; char has no end-of-text, and takes the longest words that fit. Raises
+    UserError for an unknown kind, or if tiktoken cannot load its vocabulary.
 
     vocab   number of ids
     eot     id of end-of-text, or None
@@ -59,7 +59,9 @@ class Tokenizer:
             self.vocab, self.eot = BYTE_VOCAB, 0
         elif self.kind == "char":
             self.vocab, self.eot = len(spec["itos"]), None
-            self.stoi = {char: i for i, char in enumerate(spec["itos"])}
+            self.stoi = {piece: i for i, piece in enumerate(spec["itos"])}
+            longest = sorted(filter(None, spec["itos"]), key=len, reverse=True)
+            self.pieces = re.compile("|".join(map(re.escape, longest)))
         elif self.kind == "gpt2":
             self.bpe = gpt2_bpe()
             self.vocab, self.eot = self.bpe.n_vocab, self.bpe.eot_token
@@ -74,7 +76,7 @@ class Tokenizer:
             content = text.replace("\0", "").encode(errors="replace")
             return np.frombuffer(content, dtype=np.uint8)
         if self.kind == "char":
-            return [self.stoi[char] for char in text if char in self.stoi]
+            return [self.stoi[piece] for piece in self.pieces.findall(text)]
         if self.kind == "gpt2":
             whole = text.encode(errors="replace").decode()  # UTF-8 cannot hold a lone surrogate
             return self.bpe.encode_to_numpy(whole, disallowed_special=())
@@ -89,6 +91,10 @@ class Tokenizer:
         if self.kind == "gpt2":
             return self.bpe.decode(ids)
         return self.bpe.decode(list(ids), skip_special_tokens=False)
+
+    def unknown(self, text: str) -> str:
+        """Return the characters of a text that a table of characters or words does not have."""
+        return "".join(sorted(set(self.pieces.sub("", text)))) if self.kind == "char" else ""
 
     def start_ids(self) -> list[int]:
         """Return the ids that start a sample without a prompt: end-of-text, or else a newline."""

@@ -177,10 +177,16 @@ def npy(tokens, dtype="<u2") -> bytes:
 RAW = np.arange(40, dtype="<u2").tobytes()
 LETTERS = {i: chr(65 + i) for i in range(40)}
 GPT2 = (50257, "gpt2")
+WORDS = dict(enumerate([" ", "cat", "sat", "the", "."]))
+WORD_IDS = [3, 0, 1, 0, 2, 0]
 # its files, and what is read there: tokens of train and val, vocabulary, tokenizer
 FOLDERS = {
     "llm.c's": (
-        {"edufineweb_train_000001.bin": shard(range(40)), "edufineweb_val_0.bin": shard(range(30))},
+        {
+            "edufineweb_train_000001.bin": shard(range(40)),
+            "edufineweb_val_0.bin": shard(range(30)),
+            "._edufineweb_train_000001.bin": b"a Mac's note",
+        },
         (40, 30, *GPT2),
     ),
     "nanoGPT's characters": (
@@ -192,6 +198,14 @@ FOLDERS = {
             ),
         },
         (40, 30, 40, "char"),
+    ),
+    "words with a space after each": (
+        {
+            "train.bin": np.tile(WORD_IDS, 20).astype("<u2").tobytes(),
+            "val.bin": np.tile(WORD_IDS, 9).astype("<u2").tobytes(),
+            "meta.pkl": pickle.dumps(dict(vocab_size=5, itos=WORDS)),
+        },
+        (120, 54, 5, "char"),
     ),
     "the last word train or val in a name decides": (
         {
@@ -277,6 +291,16 @@ BAD_FILES = {
     "token beyond vocab": ("train_1.bin", shard([65535] * 40), "vocabulary"),
     "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "meta.pkl"),
 }
+
+
+def test_int32_is_refused_where_a_table_of_words_has_a_space(tmp_path):
+    """Also in uint16, each second token may be the space."""
+    meta = pickle.dumps(dict(vocab_size=5, itos=WORDS))
+    ids = np.tile(WORD_IDS, 9)
+    files = {"train.bin": ids.astype("<i4").tobytes(), "val.bin": ids.astype("<u2").tobytes()}
+    write_files(tmp_path, files | {"meta.pkl": meta})
+    with pytest.raises(RunError, match="train.bin: every second token is near 0"):
+        open_dataset(str(tmp_path))
 
 
 @pytest.mark.parametrize("problem", BAD_FILES)

@@ -20,7 +20,7 @@ from common.console import UserError
 from configurator import read_config
 from data.tokenizer import Tokenizer, gpt2_bpe
 from model import GPT, GPTConfig, generate, sample_next
-from sample import SampleConfig, print_growing
+from sample import SampleConfig, encode, print_growing
 
 GREEDY = 0.0  # temperature
 RULER = "\n---------------\n"
@@ -123,6 +123,18 @@ def parrot(made, tmp_path) -> Callable[[int], str]:
         return f"--init_from={tmp_path / 'parrot.pt'}"
 
     return make
+
+
+def test_a_table_of_words_takes_the_longest_that_fit_or_refuses_the_prompt():
+    """As of nanoGPT's datasets whose meta.pkl lists words, pairs of letters or pieces."""
+    words = Tokenizer(dict(kind="char", itos=["cat", " ", "the", "cats", "."]))
+    assert encode("the cats.", words) == [2, 1, 3, 4]
+    with pytest.raises(UserError, match="words such as 'cat' and 'cats', and none with 'dgo'"):
+        encode("the dog", words)
+    assert encode("\n", words) == [0]  # the default, and no word
+    pieces = Tokenizer(dict(kind="char", itos=["\u2581the", "\u2581cat"]))
+    with pytest.raises(UserError, match="'\u2581the' and '\u2581cat', and none with ' act'"):
+        encode("\u2581the cat", pieces)
 
 
 def test_control_characters_reach_no_terminal_not_even_through_a_pipe(parrot):
