@@ -39,6 +39,8 @@ FIRST_BYTES += range(0x10000, 0x110000, 0x30000)
 PROBE += "x" * 300 + "".join(map(chr, [*range(0xC0), *FIRST_BYTES]))
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
+# The time to train a BPE grows with the square of a word's length, as of DNA in one line.
+LONG_WORD = re.compile(r"(\S{1000}|\s{1000})")
 
 
 class Tokenizer:
@@ -218,7 +220,7 @@ def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int 
 
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
     bpe, vocab, bars = ByteLevelBPETokenizer(), int(name.partition(":")[2]), sys.stderr.isatty()
-    sample = list(sample_text(texts, skip, total))
+    sample = [part for chunk in sample_text(texts, skip, total) for part in LONG_WORD.split(chunk)]
     # Python cannot handle Ctrl-C until the library returns, so let it kill the process instead.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])

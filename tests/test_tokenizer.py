@@ -5,6 +5,7 @@ mixed.
 
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -151,6 +152,20 @@ def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
     assert 0.6e6 < sum(map(len, known)) <= 1e6
     assert {text[0] for text in known} == set("bcdefgh")
     assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
+
+
+@pytest.mark.parametrize("letters", ["ACGT", " \n", "\u7684\u4e00\u662f\u5728"])
+def test_a_tokenizer_of_one_long_word_takes_as_long_as_of_short_ones(letters):
+    """Without cutting the word, it takes a hundred times as long."""
+    text = "".join(random.Random(0).choices(letters, k=200_000))
+
+    def seconds(texts: list[str]) -> float:
+        began = time.process_time()
+        train_bpe("bpe:300", texts)
+        return time.process_time() - began
+
+    short = seconds([text[at : at + 1000] for at in range(0, len(text), 1000)])
+    assert seconds([text]) < 5 * short + 1
 
 
 @needs_signals
