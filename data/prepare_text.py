@@ -115,8 +115,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, help="folder to write to (default: data/NAME, as the config or text)")
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
     add("--val_fraction", type=float, default=0.05, help="fraction held out (default: %(default)s)")
-    neither = "for text files that are neither UTF-8 nor UTF-16"
-    add("--encoding", help=f"{neither} (default: {FALLBACK}, with a warning)")
+    add("--encoding", help=f"for text that is not Unicode (default: {FALLBACK}, with a warning)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)

@@ -10,12 +10,15 @@ Training shuffles windows of their tokens (see loader.py).
     Source         reads their rows, starting at any Place
 """
 
+import contextlib
 import glob
+import gzip
 import io
 import json
 import os
 import re
 import time
+import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,10 +30,18 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from common.console import UserError, raise_if_any, say, warn
+from common.console import UserError, command_line, raise_if_any, say, warn
 from common.files import UTF16_MARKS, is_lfs_pointer
 
 TEXT_FILES = (".txt", ".md", ".py")
+# Libraries that read tables whose files also hold dead rows, and the logs that tell which live
+TABLE_LOGS = dict(deltalake="_delta_log", hudi=".hoodie", pyiceberg="metadata/*.metadata.json")
+UNPACK = dict.fromkeys((".tar", ".tgz"), "tar xf") | {".zip": "unzip", ".zst": "unzstd"}
+UNPACK |= {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+# Words in the names of files and folders that tell their split, as the hub's
+SPLITS = re.compile(
+    r"(?:^|[-._/0-9])(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?=[-._/0-9]|$)"
+)
 JSON_FILES = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in ("", ".gz", ".zst"))
 ROW_FILES = (".parquet", *JSON_FILES)
 
@@ -56,34 +67,88 @@ PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
     List the files of paths, folders and patterns in the order given; within a folder or pattern,
-    sort by name. A file reachable under several names is listed once. Files with other endings, and
-    names in folders that begin with a dot, are skipped with a warning. Raises UserError if a name
-    matches no file, and for git-lfs pointers.
+    sort by name. A file reachable under several names is listed once. Warns about what a folder or
+    pattern holds besides: files with other endings, names that begin with a dot, files of rows in
+    what begins with `_`, and the test and validation files beside training files. Raises UserError
+    if a name matches no file, and for dead links, git-lfs pointers and tables with a log.
     """
     files: dict[tuple, str] = {}
-    problems, hidden = [], list[Path]()
+    problems, hidden, tests = [], list[Path](), list[Path]()
     others: dict[str, Path] = {}
     for name in names:
-        paths = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        inside = [f for path in map(Path, paths) for f in files_in(path, hidden)]
+        paths = [name] if os.path.lexists(name) else glob.glob(name, recursive=True)
+        # the file or folder that the user spelled out
+        root = Path(name if paths == [name] else os.path.dirname(re.split(r"[*?\[]", name)[0]))
+        inside = sorted({f for path in map(Path, paths) for f in files_in(path, hidden)}, key=str)
+        hidden += [f for f in inside if is_leftover(f, root)]
+        inside = [f for f in inside if not is_leftover(f, root)]
+        if dead := [f for f in inside if is_dead_link(f, endings)]:
+            link = f"{dead[0]}: a link to {os.readlink(dead[0])}, which is not there"
+            problems.append(f"{link} (one of {len(dead):,}); get that file, or delete the link")
+            continue
         reads = {f: is_read(f, endings) for f in inside}
-        found = sorted(str(f) for f in inside if reads[f])
         others |= {os.path.realpath(f): f for f in inside if not reads[f]}
+        found, left_out = without_tests([f for f in inside if reads[f]], root)
+        tests += left_out
         if not found:
-            problems.append(f"{name}: {how_to_convert(inside)}; can read {', '.join(endings)}")
+            convert = how_to_convert(without_tests(inside, root)[0])
+            problems.append(f"{name}: {convert}; can read {', '.join(endings)}")
         for file in found:
-            files.setdefault(file_id(file), file)
+            files.setdefault(file_id(str(file)), str(file))
     raise_if_any(problems)
     if pointers := [f for f in files.values() if is_lfs_pointer(Path(f))]:
         held = f"{pointers[0]}: a git-lfs pointer, not the file itself"
         raise UserError(f"{held} (one of {len(pointers):,}); type git lfs pull in its folder")
+    refuse_tables([f for f in files.values() if is_parquet(f)])
     if others:
         kinds = ", ".join(sorted({f.suffix or f.name for f in others.values()})[:5])
         first = next(iter(others.values()))
         warn(f"{len(others):,} files are not read ({kinds}), such as {first}")
     if hidden:
-        warn(f"{len(hidden):,} names begin with a dot and are skipped, such as {hidden[0]}")
+        hidden = sorted(set(hidden))  # a pattern may find a folder and what is in it
+        warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
+    if tests:
+        held = f"{len(tests):,} files of test or validation are left out, such as {tests[0]}"
+        warn(f"{held}; to read them too, give their names")
     return list(files.values())
+
+
+def is_leftover(file: Path, root: Path) -> bool:
+    """
+    Return True for rows in what begins with `_` below `root`. Spark, Hive and pyarrow skip such
+    names too, because they hold the rows of killed jobs and the table's own notes.
+    """
+    inside = file.relative_to(root).parts
+    return file.name.lower().endswith(ROW_FILES) and any(part.startswith("_") for part in inside)
+
+
+def without_tests(files: list[Path], root: Path) -> tuple[list[Path], list[Path]]:
+    """
+    Divide files into those to read, and those named test or validation if others are named train.
+    """
+    by_split: dict[str, list[Path]] = {"": [], "train": [], "test": []}
+    for file in files:
+        words = SPLITS.findall(file.relative_to(root).as_posix().lower())
+        split = "" if not words or file.suffix in (".md", ".py") else words[-1]
+        by_split[split if split in by_split else "test"].append(file)
+    if not by_split["train"]:
+        return files, []
+    return sorted(by_split[""] + by_split["train"], key=str), by_split["test"]
+
+
+def refuse_tables(files: list[str]) -> None:
+    """Raise UserError if parquet files belong to a table with a log of which rows are dead."""
+    for folder in {folder for file in files for folder in Path(file).absolute().parents}:
+        for library, log in TABLE_LOGS.items():
+            if glob.glob(os.path.join(glob.escape(str(folder)), log)):
+                held = f"{folder}: a table with a log ({log}), whose files also hold dead rows"
+                raise UserError(f"{held}; read it with {library} and write new parquet files first")
+
+
+def is_dead_link(file: Path, endings: tuple[str, ...]) -> bool:
+    """Return True for a link to a missing file that would be read, or that may be a folder."""
+    may_be_read = file.name.lower().endswith(endings) or not file.suffix
+    return may_be_read and file.is_symlink() and not file.exists()
 
 
 def files_in(path: Path, hidden: list[Path]) -> Iterator[Path]:
@@ -118,7 +183,8 @@ def file_id(name: str) -> tuple:
 def is_read(file: Path, endings: tuple[str, ...]) -> bool:
     """
     Return True if a file is one to read. A .json file is read if its first two lines are objects,
-    as in jsonl; most other .json files hold one object or one list.
+    as in jsonl, or its only line if its name is of a numbered part; most other .json files hold one
+    object or one list.
     """
     name = file.name.lower()
     if not (name.endswith(endings) and file.is_file()):
@@ -126,30 +192,41 @@ def is_read(file: Path, endings: tuple[str, ...]) -> bool:
     if not name.endswith(".json") or is_lfs_pointer(file):
         return True
     try:
-        first = [
-            json.loads(line.decode("utf-8-sig")) for _, line in islice(read_lines(str(file)), 2)
-        ]
-    except (ValueError, RecursionError):
+        first = [parse_line(line) for _, line in islice(read_lines(str(file)), 2)]
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile):
         return False
-    return len(first) == 2 and all(isinstance(row, dict) for row in first)
+    is_part = re.match(r"part-|\d+\.", name)
+    return bool(len(first) == 2 or is_part) and all(isinstance(row, dict) for row in first)
 
 
 def how_to_convert(others: list[Path]) -> str:
     """Say how to convert `others`, none of which this program can read."""
     if not others:
-        return "no such file, or no files there"
+        return "no such file, or no files there but names that begin with a dot or _"
     # In a folder that save_to_disk made, only the .arrow files can be converted.
     first = next((file for file in others if file.suffix == ".arrow"), others[0])
     kind = first.suffix.lower()
+    if not first.is_file():
+        return "not a file"
+    if kind in UNPACK:
+        return f"packed; type {command_line(*UNPACK[kind].split(), first)}"
     if kind not in (".arrow", ".csv", ".json"):
-        return "save it as text first"
-    is_alone = sum(file.suffix == first.suffix for file in others) == 1
-    files = str(first if is_alone else first.with_name(f"*{first.suffix}"))
+        named = command_line("mv", first, f"{first}.txt")
+        return f"save it as text first or, if it is plain text, type {named}"
+    same = [file for file in others if file.suffix == first.suffix]
+    files = str(first if len(same) == 1 else first.with_name(f"*{first.suffix}"))
     load = f"load_dataset({kind[1:]!r}, data_files={files!r}, split='train')"
+    out = first.with_suffix(".parquet")
+    choose = ""
     if first.with_name("state.json").exists():  # by save_to_disk; map() adds cache-*.arrow files
-        load = f"load_from_disk({str(first.parent)!r})"
-    save = f"to_parquet({str(first.with_suffix('.parquet'))!r})"
-    return f'convert it to parquet: python -c "from datasets import *; {load}.{save}"'
+        folder = first.parent
+        if splits := {file.parent.name for file in same} - {folder.name}:
+            choose = f"for SPLIT take {folder.name} or {' or '.join(sorted(splits))}; "
+            folder = folder.with_name("SPLIT")
+            out = folder.with_name("SPLIT.parquet")
+        load = f"load_from_disk({str(folder)!r})"
+    command = f"from datasets import *; {load}.to_parquet({str(out)!r})"
+    return f'{choose}convert it to parquet: python -c "{command}"'
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
@@ -198,15 +275,17 @@ class Source:
 
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
-    encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
+    encoding: str | None = None  # of text that is neither UTF-8 nor UTF-16; jsonl is always UTF-8
     keeps_blank: bool = False  # treat blank text as a document, as llm.c does
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # parquet, compressed
+    warned: set[tuple[str, str]] = dataclass_field(default_factory=set)  # file, kind of warning
 
     def rows(self, begin: Place, groups: list[Group] | None = None) -> Iterator[Row]:
         """
         Yield the rows of all files, or of `groups` in that order, starting at `begin`. Raises
         UserError for a file that cannot be read, for a broken line, and if most of the first
-        FIRST_ROWS rows of a file have no text. A smaller row group is not enough to judge by.
+        FIRST_ROWS rows of a file have no text, or text full of control characters. A smaller row
+        group is not enough to judge by.
         """
         parts: list[tuple[int, int | None]]
         if groups is None:
@@ -216,30 +295,35 @@ class Source:
         for n, (file, group) in enumerate(parts):
             place = Place(file, group or 0) if n else begin
             is_checked = place == Place(file) and not self.files[file].lower().endswith(TEXT_FILES)
-            seen = without = 0
+            first: list[str | None] = []
             for after, text in self.read_with_retries(place, group):
-                seen += 1
-                without += text is None
-                if seen == FIRST_ROWS and is_checked:
-                    self.check_field(file, without, seen)
+                if is_checked and len(first) < FIRST_ROWS:
+                    first.append(text)
+                    if len(first) == FIRST_ROWS:
+                        self.check_field(file, first)
                 yield after, text
-            if seen < FIRST_ROWS and is_checked and self.is_whole(file, group):
-                self.check_field(file, without, seen)
+            if len(first) < FIRST_ROWS and is_checked and self.is_whole(file, group):
+                self.check_field(file, first)
 
     def is_whole(self, file: int, group: int | None) -> bool:
         """Return True if the row group is the whole file."""
         name = self.files[file]
         return group is None or not is_parquet(name) or self.footer(name).num_row_groups == 1
 
-    def check_field(self, file: int, without: int, rows: int) -> None:
-        if 2 * without > rows:
-            held = f"{without:,} of the first {rows:,} rows hold no text in the field {self.field}"
-            name = self.files[file]
+    def check_field(self, file: int, first: list[str | None]) -> None:
+        """Raise UserError if most of the first rows of a file hold no text."""
+        name = self.files[file]
+        of = f"of the first {len(first):,} rows"
+        if 2 * (without := first.count(None)) > len(first):
+            held = f"{without:,} {of} hold no text in the field {self.field}"
             if is_parquet(name):
                 fields = column_types(self.footer(name).schema.to_arrow_schema())
             else:
                 fields = jsonl_fields(name, self.field)
             raise UserError(f"{name}: {held}; {list_fields(fields)}; give --text_field=NAME")
+        if 2 * (garbled := sum(bool(too_many_controls(text or "")) for text in first)) > len(first):
+            held = f"{garbled:,} {of} are full of NULs and control characters"
+            raise UserError(f"{name}: {held}; give another --text_field, or --encoding=NAME")
 
     def row_groups(self) -> list[int]:
         """Count the row groups of each file, reading only the footers of parquet files."""
@@ -322,12 +406,12 @@ class Source:
                 if row >= rows:
                     row -= rows  # already read, so do not download it again
                     continue
-                for text in self.read_group(parquet, n, row):
+                for text in self.read_group(name, parquet, n, row):
                     row += 1
                     yield Place(place.file, n, row), text
                 row = 0
 
-    def read_group(self, parquet, group: int, row: int) -> Iterator[str | None]:
+    def read_group(self, name: str, parquet, group: int, row: int) -> Iterator[str | None]:
         """Yield the texts of a row group, starting at `row`."""
         import pyarrow
 
@@ -336,17 +420,36 @@ class Source:
             column = batch.column(0)[max(row - begin, 0) :]
             begin += len(batch)
             for content in column.cast(pyarrow.large_binary()).to_pylist():
-                # invalid UTF-8 becomes U+FFFD
-                text = None if content is None else content.decode(errors="replace")
+                text = None if content is None else self.decode_row(name, content)
                 yield as_document(text, self.keeps_blank)
+
+    def decode_row(self, name: str, content: bytes) -> str | None:
+        """
+        Decode a parquet row as a text file, with one warning per file for each kind of trouble.
+        Returns None if it is not text, and keeps the rest of damaged UTF-8.
+        """
+        if not self.encoding:
+            with contextlib.suppress(UnicodeError):
+                return content.decode()
+        text: str | None
+        try:
+            text, trouble = decode(content, self.encoding)
+            kind = "guessed"
+        except UserError as error:
+            text, trouble, kind = None, f"{error}; rows like this one are left out", "left out"
+            if is_damaged(content):
+                text = content.decode(unicode_of(content), errors="replace")
+                trouble, kind = "broken UTF-8 becomes U+FFFD", "damaged"
+        if trouble and (name, kind) not in self.warned:
+            self.warned.add((name, kind))
+            warn(f"{name}: in a row, {trouble}; or give --encoding=NAME")
+        return text
 
     def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
         """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
         for number, line in read_lines(name, place.row):
             try:
-                # Files from Windows may begin with a byte-order mark.
-                row = json.loads(line.decode().removeprefix("\ufeff").rstrip())
-                text = row.get(self.field)
+                text = parse_line(line).get(self.field)
             except (ValueError, AttributeError, RecursionError) as error:
                 problem = f"{name}: line {number:,} is not a JSON object ({first_line(error)})"
                 raise UserError(f"{problem}; {how_to_mend(line, error)}") from None
@@ -408,11 +511,17 @@ def read_footer(name: str) -> bytes:
     return zlib.compress(packed.getvalue(), 1)
 
 
+def parse_line(line: bytes) -> Any:
+    """Parse a line of jsonl. Files from Windows, also where joined, begin with byte-order marks."""
+    return json.loads(line.decode().lstrip("\ufeff").rstrip())
+
+
 def how_to_mend(line: bytes, error: Exception) -> str:
     """Say how to repair a file with this line; suggest a command only if no row would be lost."""
     if isinstance(error, UnicodeDecodeError):
-        return "convert the file to UTF-8: iconv -f ENCODING -t utf-8 FILE > NEW"
-    text = line.decode(errors="replace").removeprefix("\ufeff").strip()
+        encoding = "UTF-16" if line.startswith(UTF16_MARKS) else "ENCODING"
+        return f"convert the file to UTF-8: iconv -f {encoding} -t utf-8 FILE > NEW"
+    text = line.decode(errors="replace").lstrip("\ufeff").strip()
     if text.endswith(",") and is_object(text[:-1]):
         return "it ends in a comma; remove such commas: sed 's/,[[:space:]]*$//' FILE > NEW"
     rows = text.split("\r" if "\r" in text else "\n")
@@ -420,7 +529,9 @@ def how_to_mend(line: bytes, error: Exception) -> str:
         return "its lines end in CR; convert them: tr '\\r' '\\n' < FILE > NEW"
     at = error.pos if isinstance(error, json.JSONDecodeError) else 0
     spans_lines = line.endswith(b"\n") and at >= len(text) and text.endswith(("{", "[", ","))
-    if spans_lines or text.startswith("["):
+    if at and text[at:].startswith("\ufeff"):
+        return "files were joined there: sed 's/\\xef\\xbb\\xbf/\\n/g' FILE > NEW"
+    if spans_lines or text.startswith("[") or (text.startswith("{") and text[at:].startswith("{")):
         return "write one object per line: jq -c 'arrays[], objects' FILE > NEW"
     if not line.endswith(b"\n"):
         return "this is the last line, so the file may be cut off: get it again"
@@ -435,26 +546,50 @@ def is_object(text: str) -> bool:
 
 
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) for each non-blank line after the first `first`, numbered from 1."""
+    """
+    Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Unpacks
+    gzip and zstd, which the first bytes tell, because downloads lose or keep the packing.
+    """
     import fsspec
 
-    is_zstd = name.lower().endswith(".zst")
-    with fsspec.open(name, compression=None if is_zstd else "infer") as file:
-        if is_zstd:
+    with fsspec.open(name) as file:
+        # Without this buffer, every line of a file on the hub would copy megabytes.
+        lines: Any = io.BufferedReader(file, 2**20)
+        magic = lines.peek(4)[:4]
+        if magic.startswith(b"\x1f\x8b"):
+            lines = io.BufferedReader(gzip.GzipFile(fileobj=lines), 2**20)
+        elif magic == b"\x28\xb5\x2f\xfd" or magic[1:] == b"\x2a\x4d\x18":
             import pyarrow
 
             # fsspec's own zstd reader ends a truncated file without an error.
-            file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
-        # Without this buffer, every line of a file on the hub would copy megabytes.
-        lines = io.BufferedReader(file, 2**20)
-        for number, line in enumerate(islice(lines, first, None), first + 1):
-            if not line.isspace():
-                yield number, line
+            packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(lines, "r"), "zstd")
+            lines = io.BufferedReader(packed, 2**20)
+        try:
+            for number, line in enumerate(islice(lines, first, None), first + 1):
+                if not line.isspace():
+                    yield number, line
+        except OSError as error:
+            if "too much memory" not in str(error):
+                raise
+            smaller = "unzstd --long=31 -c FILE | zstd > NEW"
+            raise UserError(
+                f"{name}: has a zstd window above 128 MB; pack it anew: {smaller}"
+            ) from None
 
 
 def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     """Yield a text file as one row, or as several if <|endoftext|> separates them in a .txt."""
-    whole = decode(name, encoding)
+    content = Path(name).read_bytes()
+    stated = stated_encoding(content) if name.lower().endswith(".py") else None
+    try:
+        text, guess = decode(content, stated or encoding)
+    except UserError as error:
+        raise UserError(f"{name}: {error}; leave it out, or give its --encoding=NAME") from None
+    if guess and not stated:
+        warn(f"{name}: {guess}; or give --encoding=NAME")
+    # Normalise line ends, so that every operating system makes the same tokens.
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    whole = re.sub("(?m)^\ufeff", "", text)  # of each file, where several were joined
     texts = END_OF_TEXT.split(whole) if name.lower().endswith(".txt") else [whole]
     rows = [*filter(as_document, texts)]
     if len(texts) > 1:
@@ -463,20 +598,27 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
         yield Place(place.file, 0, row + 1), rows[row]
 
 
+def stated_encoding(content: bytes) -> str | None:
+    """Return the encoding that a Python file states in its first lines (PEP 263), if any."""
+    with contextlib.suppress(SyntaxError):
+        stated = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+        return None if stated.startswith("utf-8") else stated
+    return None
+
+
 def as_document(text: object, keeps_blank: bool = False) -> str | None:
     if not isinstance(text, str):
         return None
     return text if keeps_blank or (text and not text.isspace()) else None
 
 
-def decode(name: str, given: str | None) -> str:
+def decode(content: bytes, given: str | None) -> tuple[str, str]:
     """
-    Decode a text file: as UTF-16 if it begins with that byte-order mark, else as UTF-8, else in the
-    `given` encoding or FALLBACK, with a warning. Lines end in LF. Raises UserError if it is not
-    text.
+    Decode a text: as UTF-16 if it begins with that byte-order mark, else as UTF-8, else in the
+    `given` encoding or FALLBACK. Returns the text, and how it was guessed, "" for Unicode. Raises
+    UserError if it is not text.
     """
-    content = Path(name).read_bytes()
-    unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
+    unicode = unicode_of(content)
     problems = []
     for encoding in (unicode, given or FALLBACK):
         try:
@@ -485,23 +627,34 @@ def decode(name: str, given: str | None) -> str:
             at = getattr(error, "start", 0)  # some multi-byte codecs do not say where
             line = 1 + content[:at].count(b"\n")
             problem = f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
+            if encoding == "utf-8" and content[at : at + 2] in UTF16_MARKS:
+                problem += ", where a UTF-16 file was appended"
             if encoding == unicode and is_damaged(content):
-                hint = "to drop the broken bytes: iconv -c -f utf-8 -t utf-8 FILE > NEW"
-                raise UserError(f"{name}: {problem}; {hint}") from None
+                drop = f"iconv -c -f {encoding} -t utf-8 FILE > NEW"
+                raise UserError(f"{problem}; to drop the broken bytes: {drop}") from None
             problems.append(problem if isinstance(error, UnicodeError) else first_line(error))
             continue
-        controls = len(CONTROLS.findall(text))
-        if controls > 5 + MOST_CONTROLS * len(text):
+        if controls := too_many_controls(text):
             problems.append(f"{controls:,} NULs and control characters in {encoding}")
             if given:
                 continue
             break
-        if encoding != unicode:
-            words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
-            warn(f"{name}: {problems[0]}; read as {encoding}: {words!r}; or give --encoding=NAME")
-        # Normalise line ends, so that every operating system makes the same tokens.
-        return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    raise UserError(f"{name}: {'; '.join(problems)}; leave it out, or give its --encoding=NAME")
+        if encoding == unicode:
+            return text, ""
+        words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
+        return text, f"{problems[0]}; read as {encoding}: {words!r}"
+    raise UserError("; ".join(problems))
+
+
+def too_many_controls(text: str) -> int:
+    """Count the control characters of a text, or return 0 if they are few enough for a text."""
+    controls = len(CONTROLS.findall(text))
+    most = min(5 + MOST_CONTROLS * len(text), len(text) / 4)
+    return controls if controls > most else 0
+
+
+def unicode_of(content: bytes) -> str:
+    return "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
 
 
 def is_damaged(content: bytes) -> bool:
@@ -522,7 +675,7 @@ def column_types(schema) -> dict[str, str]:
 
 def jsonl_fields(name: str, field: str) -> dict[str, str]:
     """Return the fields and types of the first row without text."""
-    rows = (json.loads(line.decode().removeprefix("\ufeff")) for _, line in read_lines(name))
+    rows = (parse_line(line) for _, line in read_lines(name))
     row = next(row for row in rows if not as_document(row.get(field)))
     return {key: type(value).__name__ for key, value in row.items()}
 

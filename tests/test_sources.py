@@ -94,11 +94,9 @@ def test_links_are_followed_and_each_file_is_read_once_by_whatever_names():
     Path("notes/second.txt").hardlink_to("notes/book.txt")
     Path("notes/linked").symlink_to(Path("elsewhere").absolute())
     Path("elsewhere/deep/back").symlink_to(Path("notes").absolute())  # a circle
-    Path("notes/lost.txt").symlink_to("nothing.txt")
     Path("elsewhere/gone.txt").rename("notes/z.txt")
     result = prepare_text("notes", "elsewhere", "notes/second.txt", "--val_fraction=0.2")
     assert result.code == 0, result.err
-    assert "1 files are not read (.txt)" in result.err and "lost.txt" in result.err
     names = ["notes/book.txt", "notes/linked/deep/more.txt", "notes/z.txt"]
     assert [*manifest_of(Path("out"))["files"]] == names
     texts = ["notes/book.txt " * 30, "elsewhere/deep/more.txt " * 30, "elsewhere/gone.txt " * 30]
@@ -130,8 +128,121 @@ def test_names_that_begin_with_a_dot_are_skipped_and_counted_unless_they_are_giv
     Path("project/._c.txt").write_bytes(bytes(range(256)) * 9)  # what a Mac leaves: no text
     result = prepare_text("project", "project/d/.e.txt", "--val_fraction=0.2")
     assert result.code == 0, result.err
-    assert "4 names begin with a dot and are skipped, such as project/" in result.err
+    assert "4 names begin with a dot or _ and are skipped, such as project/" in result.err
     assert [*manifest_of(Path("out"))["files"]] == ["project/c.txt", "project/d/.e.txt"]
+
+
+def test_rows_in_what_begins_with_an_underscore_are_left_out_and_text_is_not():
+    """As Spark, Hive and pyarrow leave them out: they are of a job that was killed."""
+    for name in (
+        "part-0.parquet",
+        "_temporary/0/part-0.parquet",
+        "year=1/_spark_metadata/0.parquet",
+    ):
+        write_parquet(Path("table", name), [f"{name} {text}" for text in FILLING])
+    Path("table/_log").mkdir()
+    Path("table/_log/0.json").write_text('{"add": 1}\n{"add": 2}\n')
+    Path("table/_posts").mkdir()
+    Path("table/_posts/_a.md").write_text("a post " * 90)
+    for source in ("table", "table/**"):
+        result = prepare_text(source)
+        assert "3 names begin with a dot or _ and are skipped, such as table/_" in result.err
+        assert [*manifest_of(Path("out"))["files"]] == [
+            "table/_posts/_a.md",
+            "table/part-0.parquet",
+        ]
+        shutil.rmtree("out")
+    assert prepare_text("table/_temporary").code == 0  # which was named
+    result = prepare_rows("--source=table/year=1")
+    assert result.code == 2 and "names that begin with a dot or _" in result.err
+
+
+@pytest.mark.parametrize(
+    "log, library",
+    [
+        ("_delta_log/00000000000000000000.json", "deltalake"),
+        (".hoodie/hoodie.properties", "hudi"),
+        ("metadata/v1.metadata.json", "pyiceberg"),
+    ],
+)
+@pytest.mark.parametrize("source", [".", "year=1", "*/*.parquet", "year=1/old.parquet"])
+def test_the_files_of_a_table_with_a_log_are_refused_because_some_are_dead(log, library, source):
+    for name in ("old", "new"):
+        write_parquet(Path(f"table/year=1/{name}.parquet"), FILLING)
+    Path("table", log).parent.mkdir()
+    Path("table", log).write_text("{}")
+    os.chdir("table")
+    for result in (prepare_text(source), prepare_rows(f"--source={source}")):
+        assert_refused(f"table with a log ({log.split('/')[0]}", f"read it with {library}", result)
+
+
+NAMED_SPLITS = {
+    "the hub's parts": [f"data/{s}-00000-of-00001.jsonl" for s in ("train", "test", "validation")],
+    "folders": ["train/a.jsonl", "test/a.jsonl", "dev/a.jsonl"],
+    "text": ["TinyStories-train.txt", "TinyStories-valid.txt"],
+}
+
+
+@pytest.mark.parametrize("names", NAMED_SPLITS.values(), ids=NAMED_SPLITS)
+def test_files_named_test_or_validation_are_no_training_text_beside_train(names):
+    for name in [*names, "more.jsonl"]:
+        Path("copy", name).parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(dict(text=f"{name} {text}")) for text in FILLING]
+        Path("copy", name).write_text("\n".join(lines))
+    Path("copy/test.md").write_text("a page about tests\n" * 9)
+    for source in ("copy", "copy/**"):
+        result = prepare_text(source)
+        assert f"{len(names) - 1} files of test or validation are left out, such as" in result.err
+        read = {f"copy/{names[0]}", "copy/more.jsonl", "copy/test.md"}
+        assert {*manifest_of(Path("out"))["files"]} == read
+        shutil.rmtree("out")
+    assert prepare_text("copy", *(f"copy/{name}" for name in names)).code == 0
+    assert len(manifest_of(Path("out"))["files"]) == len(names) + 2  # by their names, they are read
+
+
+def test_a_folder_of_tests_alone_is_read():
+    write_parquet(Path("copy/test-00000-of-00001.parquet"), FILLING)
+    assert rows_of("copy") == FILLING
+
+
+@pytest.mark.parametrize("name", ["notes/lost.txt", "notes/lost.parquet", "notes/linked"])
+@pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
+def test_a_link_to_nothing_is_missing_text(prepare, name):
+    write_parquet(Path("notes/a.parquet"), FILLING)
+    Path(name).symlink_to("/mnt/stick/away")
+    Path("notes/photo.jpg").symlink_to("/mnt/stick/photo.jpg")  # would not be read
+    flag = "--source=" if prepare is prepare_rows else ""
+    for source in ("notes", "notes/*", name):
+        if name != "notes/lost.txt" or prepare is prepare_text:
+            result = prepare(flag + source)
+            assert_refused(f"{name}: a link to /mnt/stick/away, which is not there", "1", result)
+
+
+def test_a_part_of_one_row_is_read_and_an_empty_one():
+    Path("source").mkdir()
+    for n, text in enumerate(FILLING):
+        Path(f"source/part-{n:05}-ab12.json").write_text(json.dumps(dict(text=text)) + "\n")
+    Path("source/part-00099-ab12.json").write_text("")
+    Path("source/000000000000.json").write_text(json.dumps(dict(text="BigQuery's")))
+    assert rows_of("source") == ["BigQuery's", *FILLING]
+
+
+HINTS = {
+    "enwik8": "if it is plain text, type mv enwik8 enwik8.txt;",
+    "book.pdf": "save it as text first",
+    "book.txt.gz": "packed; type gunzip -k book.txt.gz;",
+    "two books.zip": "packed; type unzip 'two books.zip';",
+    "pipe.txt": "pipe.txt: not a file",
+}
+
+
+@pytest.mark.parametrize("name, said", HINTS.items())
+def test_a_file_of_another_kind_is_told_what_to_do(name, said):
+    if name == "pipe.txt":
+        os.mkfifo(name)
+    else:
+        Path(name).write_text("words " * 90)
+    assert_refused(said, name, prepare_text(name))
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"7" * 64 + b"\nsize 42\n"
@@ -202,6 +313,29 @@ def test_another_encoding_is_given_for_what_is_not_unicode(encoding):
     check_documents(*splits, [JAPANESE, GERMAN])
 
 
+def test_a_python_file_states_its_encoding():
+    """In its first or second line (PEP 263). One that states none is guessed."""
+    texts = [f"#!python\n# -*- coding: {name} -*-\n" + text for name, text in STATED.items()]
+    for n, (encoding, text) in enumerate(zip(STATED, texts, strict=True)):
+        Path(f"{n}.py").write_bytes(text.encode(encoding))
+    result = prepare_text("*.py", "--encoding=cp1251")
+    assert (result.code, result.err) == (0, "")
+    check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
+
+
+STATED = {"koi8-r": "x = 'Привет мир'\n" * 30, "latin-1": "x = 'é'\n" * 30, "iso2022_jp": JAPANESE}
+
+
+def test_the_byte_order_marks_of_joined_files_are_no_text():
+    for encoding in ("utf-8-sig", "utf-16"):
+        Path("a.txt").write_bytes(GERMAN.encode(encoding) * 2)
+        result = prepare_text("a.txt", "--val_fraction=0.2")
+        assert (result.code, result.err) == (0, "")
+        splits = [stored_texts(Path("out"), split) for split in ("val", "train")]
+        check_documents(*splits, [GERMAN * 2])
+        shutil.rmtree("out")
+
+
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 def test_a_text_file_with_end_of_text_between_its_stories_is_as_many_documents(tokenizer):
     if tokenizer == "gpt2":
@@ -237,6 +371,7 @@ UNREADABLE = {
     "half a letter": (JAPANESE.encode("utf-16") + b"a", "line 41 is not utf-16"),
     "UTF-16 without a mark": ("a line\n".encode("utf-16-le") * 99, "NULs"),
     "encoded twice": (GERMAN.encode("cp1252").decode("latin1").encode(), "control characters"),
+    "UTF-16 appended": (GERMAN.encode() + GERMAN.encode("utf-16"), "a UTF-16 file was appended"),
     "an image": (bytes(range(256)) * 99, "a.txt"),
 }
 
@@ -269,6 +404,7 @@ def test_blanks_are_no_document_in_any_form():
 ROWS = {
     "other keys, nested": (b'{"id": 7, "meta": {"a": [1, {"text": 2}]}, "text": "words"}', "words"),
     "a byte-order mark": (b'\xef\xbb\xbf{"text": "words"}', "words"),
+    "two of them": (b'\xef\xbb\xbf\xef\xbb\xbf{"text": "words"}', "words"),
     "Windows' line end": (b'{"text": "words"}\r', "words"),
     "escapes": (rb'{"text": "caf\u00e9 \ud83d\ude42\n"}', "café 🙂\n"),
     "a lone surrogate": (rb'{"text": "a \ud83d b"}', "a ? b"),
@@ -310,7 +446,7 @@ BROKEN = {
     "a string": (b'"text"', "not a JSON object"),
     "too deep": (b'{"a":' * 100_000, "recursion"),
     "Latin-1": ('{"text": "café"}'.encode("latin-1"), "iconv"),
-    "UTF-16": ('{"text": "words"}'.encode("utf-16"), "iconv"),
+    "UTF-16": ('{"text": "words"}'.encode("utf-16"), "iconv -f UTF-16 -t utf-8"),
 }
 
 
@@ -336,6 +472,9 @@ MENDED = {
     "commas": (lambda rows: ",\n".join(map(json.dumps, rows)), 1),
     "commas, Windows": (lambda rows: ", \r\n".join(map(json.dumps, rows)), 1),
     "an old Mac's": (lambda rows: "\r".join(map(json.dumps, rows)), 1),
+    "joined files": (lambda rows: "\ufeff".join(map(json.dumps, rows)), 1),
+    "one line": (lambda rows: "".join(map(json.dumps, rows)), 1),
+    "spaces": (lambda rows: " ".join(map(json.dumps, rows)), 1),
     "a comma later": (lambda rows: "{}\n\n" + ",\n".join(map(json.dumps, rows)), 3),
 }
 
@@ -382,11 +521,82 @@ def test_parquet_holds_text_in_any_of_its_types(kind):
     assert rows_of("a.parquet") == ["café", *FILLING]
 
 
-def test_invalid_utf8_in_parquet_becomes_the_replacement_character():
-    broken = pa.array([b"caf\xe9 \xff", b"fine"] * 50, pa.binary())
-    text = pa.StringArray.from_buffers(len(broken), *broken.buffers()[1:])
-    pq.write_table(pa.table({"text": text}), "a.parquet")
-    assert rows_of("a.parquet") == ["caf\ufffd \ufffd", "fine"] * 50
+def write_bytes_column(name: str, rows: list[bytes], kind=None) -> None:
+    """A parquet file of these bytes, perhaps declared as strings, which pyarrow does not check."""
+    column = pa.array(rows, pa.binary())
+    if kind == "string":
+        column = pa.StringArray.from_buffers(len(column), *column.buffers()[1:])
+    pq.write_table(pa.table({"text": column}), name)
+
+
+WINDOWS = [f"{n}: Der Händler prüft die Maße – größer – für das Café." for n in range(90)]
+RUSSIAN = [f"{n}: Корабль вышел в море." for n in range(90)]
+CP1252 = "in a row, line 1 is not utf-8: b'\\xe4ndler p'; read as cp1252: 'Händler prüft"
+COLUMNS = {
+    "UTF-8": (WINDOWS, "utf-8", [], ""),
+    "Windows'": (WINDOWS, "cp1252", [], CP1252),
+    "given": (RUSSIAN, "koi8-r", ["--encoding=koi8-r"], "read as koi8-r: 'Корабль"),
+    "UTF-16": (RUSSIAN, "utf-16", [], ""),
+    "UTF-16 without a mark": (
+        WINDOWS,
+        "utf-16-le",
+        ["--encoding=utf-16-le"],
+        "as utf-16-le: 'Händ",
+    ),
+    "UTF-16 of ASCII": (FILLING, "utf-16-be", ["--encoding=utf-16-be"], "read as utf-16-be: ''"),
+}
+
+
+@pytest.mark.parametrize("kind", ["string", "binary"])
+@pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
+@pytest.mark.parametrize("texts, encoding, flags, said", COLUMNS.values(), ids=COLUMNS)
+def test_bytes_of_parquet_are_decoded_as_those_of_a_text_file(
+    kind, prepare, texts, encoding, flags, said
+):
+    write_bytes_column("a.parquet", [text.encode(encoding) for text in texts], kind)
+    result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet", *flags)
+    assert result.code == 0 and result.err.count("\n") == bool(said), result.err
+    assert said in result.err
+    check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
+
+
+NO_TEXT = {
+    "packed": (
+        [zlib.compress(text.encode() * 3) for text in WINDOWS],
+        "90 of the first 90 rows hold",
+    ),
+    "Windows' UTF-16": ([text.encode("utf-16-le") for text in WINDOWS], "rows hold no text"),
+    "UTF-16 of ASCII": ([text.encode("utf-16-le") for text in FILLING], "are full of NULs"),
+}
+
+
+@pytest.mark.parametrize("rows, said", NO_TEXT.values(), ids=NO_TEXT)
+@pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
+def test_bytes_of_parquet_that_are_no_text_are_refused(prepare, rows, said):
+    write_bytes_column("a.parquet", rows)
+    result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet")
+    assert result.code == 2 and said in result.err and not Path("out").exists()
+    assert "--encoding=NAME" in result.err
+
+
+def test_rows_of_jsonl_that_are_full_of_nuls_are_refused():
+    rows = [dict(text=text.encode("utf-16-le").decode("latin-1")) for text in FILLING]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_refused("60 of the first 60 rows are full of NULs", "a.jsonl", prepare_text("a.jsonl"))
+
+
+def test_single_rows_of_parquet_that_are_no_text_stop_nothing_and_are_said():
+    cut = "Größe ‒ große Straße".encode()[:-1] + b"\xc3"  # in the middle of a letter
+    write_bytes_column("a.parquet", [cut, bytes(range(256)), cut, *(t.encode() for t in FILLING)])
+    result = prepare_rows("--source=a.parquet")
+    assert result.code == 0
+    assert [line.partition(";")[0] for line in result.err.splitlines()] == [
+        "warning: a.parquet: in a row, broken UTF-8 becomes U+FFFD",
+        f"warning: a.parquet: in a row, line 2 is not utf-8: {bytes(range(128, 136))}",
+        "warning: a.parquet: 1 of 63 rows hold no text in the field and are left out",
+    ]
+    texts = stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train")
+    assert texts == ["Größe ‒ große Straß\ufffd"] * 2 + FILLING
 
 
 def test_rows_without_text_are_counted_and_a_file_that_is_mostly_without_is_refused():
@@ -450,6 +660,29 @@ def flushed(ending: str, content: bytes) -> bytes:
     zstandard = pytest.importorskip("zstandard")
     packer = zstandard.ZstdCompressor().compressobj()
     return packer.compress(content) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
+@pytest.mark.parametrize(
+    "pack, name", [("gzip", "a.jsonl"), ("zstd", "a.jsonl"), ("", "a.jsonl.gz")]
+)
+def test_what_is_packed_is_told_by_its_bytes(pack, name):
+    """A browser unpacks a .gz and keeps its name."""
+    write_lines(f"b.jsonl{dict(gzip='.gz', zstd='.zst').get(pack, '')}", ROW_LINES)
+    next(Path().glob("b.*")).rename(name)
+    assert rows_of(name) == FILLING
+
+
+ROW_LINES = [json.dumps(dict(text=text)).encode() for text in FILLING]
+
+
+def test_zst_with_a_large_window_says_how_to_pack_it_anew():
+    """As the dumps of Reddit, which zstd itself reads only with --long=31."""
+    zstandard = pytest.importorskip("zstandard")
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    packed = packer.compress(b"\n".join(ROW_LINES)) + packer.flush()
+    Path("a.jsonl.zst").write_bytes(packed)
+    assert_refused("zstd window above 128 MB", "unzstd --long=31", prepare_text("a.jsonl.zst"))
 
 
 def test_zst_in_several_frames_is_read_to_its_end():

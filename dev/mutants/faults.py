@@ -1606,8 +1606,8 @@ FAULTS = [
     Fault(
         "few_rows_without_text_refuse_a_file",
         "data/sources.py",
-        "if seen < FIRST_ROWS and is_checked and self.is_whole(file, group):",
-        "if seen < FIRST_ROWS and is_checked:",
+        "if len(first) < FIRST_ROWS and is_checked and self.is_whole(file, group):",
+        "if len(first) < FIRST_ROWS and is_checked:",
         "test_prepare.py::test_a_row_group_without_text_is_no_wrong_field[shuffled]",
     ),
     Fault(
@@ -2151,8 +2151,8 @@ FAULTS = [
     Fault(
         "a_zst_that_was_cut_is_whole",
         "data/sources.py",
-        'is_zstd = name.lower().endswith(".zst")',
-        "is_zstd = False",
+        'pyarrow.CompressedInputStream(pyarrow.PythonFile(lines, "r"), "zstd")',
+        '__import__("fsspec.compression").compression.compr["zstd"](lines)',
         "test_sources.py::test_a_file_that_was_cut_ends_in_the_librarys_own_words[a line-zst-Truncated]",
     ),
     Fault(
