@@ -218,6 +218,33 @@ def test_a_link_to_nothing_is_missing_text(prepare, name):
             assert_refused(f"{name}: a link to /mnt/stick/away, which is not there", "1", result)
 
 
+SAVED = {
+    "train beside others": (["dev", "test", "train"], "{load_from_disk('story/train').to_parquet("),
+    "none named train": (
+        ["test", "unsupervised"],
+        "for SPLIT take test or unsupervised; {load_from_disk('story/SPLIT').to_parquet('story/",
+    ),
+}
+
+
+@pytest.mark.parametrize("splits, said", SAVED.values(), ids=SAVED)
+def test_a_folder_that_save_to_disk_made_is_converted_from_its_training_split(splits, said):
+    for split in splits:
+        Path("story", split).mkdir(parents=True)
+        for name in ("data-00000-of-00002.arrow", "data-00001-of-00002.arrow", "state.json"):
+            Path("story", split, name).write_text("{}")
+    Path("story/dataset_dict.json").write_text(json.dumps(dict(splits=splits)))
+    said = said.replace("{", 'convert it to parquet: python -c "from datasets import *; ')
+    assert_refused("story: ", said, prepare_text("story"))
+
+
+def test_of_csv_files_only_those_of_training_are_converted():
+    Path("table").mkdir()
+    for name in ("test.csv", "train.csv", "valid.csv"):
+        Path("table", name).write_text("text\nwords\n")
+    assert_refused("table: ", "data_files='table/train.csv', split='train')", prepare_text("table"))
+
+
 def test_a_part_of_one_row_is_read_and_an_empty_one():
     Path("source").mkdir()
     for n, text in enumerate(FILLING):
