@@ -34,7 +34,7 @@ from common.console import Parser, UserError, duration, percent, run_main, table
 from configurator import FIELDS, UNREACHED, Config
 from reports import seeds
 from reports.picture import count4, millions, save_picture
-from reports.runs import Run, learning_curve, loss_at, number, open_run, percentile, reach
+from reports.runs import Run, has_band, learning_curve, loss_at, number, open_run, percentile, reach
 from training.gpus import resolve_gpu, row_peak
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
@@ -317,11 +317,47 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
 
 
 # -----------------------------------------------------------------------------
+# Beside a band
+
+
+def judge_by_band(run: Run, band: Run) -> str:
+    """
+    Say whether a run's val losses are inside the band at all evaluations that both have, or what to
+    set so that they can be compared: all settings in the band's CSV must be the run's too.
+    """
+    name = f"the band of {band.name}"
+    ours = run.config | dict(dataset=dataset_name(run))
+    other = [f"--{key}={value}" for key, value in band.config.items() if ours.get(key) != value]
+    its, i, j = np.intersect1d(run.eval["iter"], band.eval["iter"], return_indices=True)
+    losses, lows, highs = run.eval["val_loss"][i], band.eval["low"][j], band.eval["high"][j]
+    if other:
+        problem = f"train with {' '.join(other)}"
+    elif not len(its):
+        often = band.eval["iter"][0]
+        problem = f"no evaluation yet at an iteration of both; set --eval_interval={often:.0f}"
+    else:
+        problem = why_losses_do_not_compare([run, band])
+    if problem:
+        return f"{run.name}: not comparable with {name}: {problem}"
+    for it, loss, low, high in zip(its, losses, lows, highs, strict=True):
+        if not low <= loss <= high:  # NaN is outside too
+            off = f"{max(low - loss, loss - high):.4f} outside {name} ({low:.4f} to {high:.4f})"
+            found = f"{run.name}: val loss {loss:.4f} at iteration {it:,.0f} is {off}"
+            return f"{found}; see docs/first_hour.md"
+    many = f"{len(its)} evaluations that both have, the last at iteration {its[-1]:,.0f}"
+    return f"{run.name}: inside {name} at all {many}"
+
+
+# -----------------------------------------------------------------------------
 # Which losses are comparable
 
 
 def is_nanogpt(run: Run) -> bool:
     return run.start.get("program") == "nanoGPT"
+
+
+def evaluates_random_tokens(run: Run) -> bool:
+    return is_nanogpt(run) and "eval_tokens" not in run.config
 
 
 def dataset_name(run: Run) -> str | None:
@@ -352,19 +388,20 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
             return f"{log} does not name its dataset; add a line dataset = 'NAME' to it"
         if len(set(names)) > 1:
             return "different datasets"
-    if len({eval_settings(run, ours) for run in ours}) > 1:
+    fixed = [run for run in runs if not evaluates_random_tokens(run)]
+    if len({eval_settings(run) for run in fixed}) > 1:
         return "different evaluation settings; choose the same eval_tokens"
     return ""
 
 
-def eval_settings(run: Run, runs: list[Run]) -> tuple:
+def eval_settings(run: Run) -> tuple:
     """
     Return the settings that an evaluation's loss depends on, besides the model and the split: the
     number of tokens evaluated, and keys that a user has added with names that begin with eval_.
     """
     config = Config(**run.config)
     windows = max(config.eval_size // config.block_size, 1)
-    if all(other.start.get("val_tokens") for other in runs):
+    if run.start.get("val_tokens"):
         windows = min(windows, (run.start["val_tokens"] - 1) // config.block_size)
     ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
     own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
@@ -426,7 +463,7 @@ def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
         bits = why_bits_do_not_compare(runs)
         of_bits = f"neither are bits per byte: {bits}" if bits else "bits per byte are"
         warnings.append(f"losses are not comparable: {reason}; {of_bits}")
-    elif any(map(is_nanogpt, runs)) and len(runs) > 1:
+    elif any(map(evaluates_random_tokens, runs)) and len(runs) > 1:
         warnings.append(
             "nanoGPT evaluates on random batches, and published runs on other validation tokens, "
             "so a difference of 0.03 means nothing; if you have nanoGPT's ckpt.pt, evaluate it "
@@ -466,6 +503,10 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
     print_table(rows, names)
     for warning in warnings:
         warn(warning)
+    for band in filter(has_band, runs):
+        for run in runs:
+            if not has_band(run):
+                print(judge_by_band(run, band))
     values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
     verdicts = {row.key: said for row in rows if (said := row.verdict(names))}
     return dict(runs=values, verdicts=verdicts, warnings=warnings)

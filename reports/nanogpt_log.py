@@ -19,10 +19,14 @@ NANOGPT_DATASET = "openwebtext"  # nanoGPT's default, which it does not print
 
 N = r"-?(?:[\d.]+|nan|inf)"
 STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms(?:, mfu ({N})%)?", re.MULTILINE)
-EVAL = re.compile(rf"^step (\d+): train loss {N}, val loss ({N})", re.MULTILINE)
+EVAL = re.compile(
+    rf"^step (\d+): train loss {N}, val loss ({N})(?:, low ({N}), high ({N}))?", re.MULTILINE
+)
 SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
-# iter,loss,ms,mfu,train_loss,val_loss: see results/public_runs
-CSV_ROW = re.compile(rf"^(\d+),({N})?,({N})?,({N})?,({N})?,({N})?$", re.MULTILINE)
+# iter,loss,ms,mfu,train_loss,val_loss, of several runs also low,high,sd: see results/public_runs
+CSV_ROW = re.compile(
+    rf"^(\d+),({N})?,({N})?,({N})?,({N})?,({N})?(?:,({N}),({N}),{N})?$", re.MULTILINE
+)
 SETTING = re.compile(r"^(Overriding: )?(\w+) *= *([^#=\n]+?) *(?:#.*)?$", re.MULTILINE)
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # nanoGPT's config files contain no other formula
 
@@ -63,7 +67,8 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
         world_size=1 if is_all_work else None,
     )
     records = read_lines(text, tokens_per_iter)
-    if any(record["kind"] == "eval" and math.isnan(record["seconds"]) for record in records):
+    pauses = [record["seconds"] for record in records if record["kind"] == "eval"]
+    if STEP.search(text) and any(map(math.isnan, pauses)):
         warnings.append(
             f"{path}: the time of evaluations and checkpoints is unknown, because the log lacks "
             "iterations with them or without them; `time` is n/a or does not include them"
@@ -72,12 +77,16 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
 
 
 def console_lines(row: re.Match) -> str:
-    """Return the lines that nanoGPT would print for a CSV row, with a save at each evaluation."""
-    it, loss, ms, mfu, train_loss, val_loss = row.groups()
+    """
+    Return the lines that nanoGPT would print for a CSV row, with a save at each evaluation, and the
+    band of several runs' val losses.
+    """
+    it, loss, ms, mfu, train_loss, val_loss, low, high = row.groups()
     lines = []
     if val_loss:
-        lines.append(f"step {it}: train loss {train_loss or 'nan'}, val loss {val_loss}")
-        if it != "0":
+        band = f", low {low}, high {high}" if low else ""
+        lines.append(f"step {it}: train loss {train_loss or 'nan'}, val loss {val_loss}{band}")
+        if it != "0" and not band:
             lines.append("saving checkpoint to a file")
     if loss:
         lines.append(f"iter {it}: loss {loss}, time {ms}ms, mfu {mfu}%")
@@ -140,7 +149,7 @@ def flops_of_one_gpu(text: str) -> float:
     before the first evaluation after an iteration are used, and later lines only if there are no
     others.
     """
-    evaluated = {0, *(int(it) for it, _ in EVAL.findall(text))}
+    evaluated = {0, *(int(it) for it, *_ in EVAL.findall(text))}
     first = STEP.search(text)
     begun = first.end() if first else 0
     later = [match.start() for match in EVAL.finditer(text, begun)]
@@ -165,7 +174,7 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
     compilation.
     """
     steps: dict[int, tuple[float, float]] = {}  # the later line, if a resume repeats one
-    evals: dict[int, float] = {}
+    evals: dict[int, list[float]] = {}  # val_loss, low, high
     launches = set()  # the first iteration of each launch
     last = (math.inf, False)
     for line in sorted([*STEP.finditer(text), *EVAL.finditer(text)], key=re.Match.start):
@@ -176,7 +185,7 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
         if is_step:
             steps[it] = float(line[2]), float(line[3])
         else:
-            evals[it] = float(line[2])
+            evals[it] = [float(value or "nan") for value in line.groups()[1:]]
     plain_ms = [ms for it, (_, ms) in steps.items() if it > 0 and it not in evals]
     usual_ms = statistics.median(plain_ms or [math.nan])
     seen_ms = {it: steps[it][1] - usual_ms for it in evals.keys() & steps.keys() - launches}
@@ -196,13 +205,16 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
             # at iteration 0 nanoGPT evaluates but does not save; that time counts as startup
             pause_ms = seen_ms.get(it, usual_pause_ms) if it > 0 else 0.0
             pauses_ms += pause_ms
+            val_loss, low, high = evals[it]
             records.append(
                 dict(
                     kind="eval",
                     iter=it,
                     tokens=tokens,
                     hours=(it * usual_ms + pauses_ms) / 3.6e6,
-                    val_loss=evals[it],
+                    val_loss=val_loss,
+                    low=low,
+                    high=high,
                     seconds=pause_ms / 1000 if seen_ms or it == 0 else math.nan,
                 )
             )

@@ -1,5 +1,5 @@
 """
-Draw runs: losses and speed over tokens, and val loss over time.
+Draw runs: losses and speed over tokens, and val loss over time or beside a band.
 
 A run starts `python -m reports.picture OUT_DIR` to draw its own picture.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from common.child import end_with_parent
 from common.console import UserError, count
 from common.files import replacing
-from reports.runs import Run, learning_curve, read_run
+from reports.runs import Run, has_band, learning_curve, read_run
 
 PICTURE_POINTS = 600  # at most this many points per line, so that a long run stays readable
 # Okabe and Ito's colours, and markers, for colour-blind readers (jfly.uni-koeln.de/color)
@@ -40,9 +40,13 @@ def save_picture(runs: list[Run], path: Path) -> None:
 def draw(figure, runs: list[Run]) -> None:
     """
     Draw losses and tok/s over tokens, and val loss over time. Each run has a colour and a marker;
-    its train loss is a pale line, its val loss a line with markers.
+    its train loss is a pale line, its val loss a line with markers. If a published run has a band,
+    which is too narrow to see among the losses, draw the differences from its mean instead of the
+    time.
     """
-    panels = figure.subplot_mosaic([["losses", "time"], ["speed", "speed"]], height_ratios=(5, 2.5))
+    places = [["losses", "right"], ["speed", "speed"]]
+    panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5))
+    band = next(filter(has_band, runs), None)
     longest = max(run.hours or 0 for run in runs)
     time_unit, units_per_hour = ("hours", 1) if longest >= 1 else ("minutes", 60)
     settled = []  # losses after the first 2%; the fall from ln V would flatten the rest of the plot
@@ -50,18 +54,29 @@ def draw(figure, runs: list[Run]) -> None:
         line = dict(color=COLORS[i % len(COLORS)])
         marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4)
         tokens, losses = thin_out(run.step["tokens"], run.step["loss"])
-        hours, vals = learning_curve(run, "hours")
+        at, vals = learning_curve(run, "tokens")
         panels["losses"].plot(tokens, losses, linewidth=1, alpha=0.6, **line)
-        panels["losses"].plot(*learning_curve(run, "tokens"), label=heading(run), **marked)
-        panels["time"].plot(hours * units_per_hour, vals, **marked)
+        panels["losses"].plot(at, vals, label=heading(run), **marked)
+        if band:
+            means = learning_curve(band, "tokens")
+            both, i, j = np.intersect1d(at, means[0], return_indices=True)
+            panels["right"].plot(both, vals[i] - means[1][j], **marked)
+            low, high = (run.eval[side] - run.eval["val_loss"] for side in ("low", "high"))
+            panels["right"].fill_between(run.eval["tokens"], low, high, alpha=0.2, **line)
+        else:
+            hours, timed = learning_curve(run, "hours")
+            panels["right"].plot(hours * units_per_hour, timed, **marked)
         speeds = thin_out(run.step["tokens"], run.step["tokens_per_sec"])
         panels["speed"].plot(*speeds, linewidth=1, **line)
-        for x, y in ((tokens, losses), (hours, vals)):
+        for x, y in ((tokens, losses), (at, vals)):
             settled.append(y[x >= 0.02 * np.max(x, initial=0)])
     finish(panels["losses"], "tokens", "loss, nats per token")
     if len(shown := np.concatenate(settled)):
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
-    finish(panels["time"], time_unit, "val loss, nats per token")
+    if band:
+        finish(panels["right"], "tokens", "val loss minus the band's mean")
+    else:
+        finish(panels["right"], time_unit, "val loss, nats per token")
     finish(panels["speed"], "tokens", "tokens per second")
     # start the axis at 0, so that differences in speed look as large as they are
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])

@@ -22,7 +22,7 @@ INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of the
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {
     "step": "iter tokens tokens_after hours loss step_ms tokens_per_sec mfu mem_gib".split(),
-    "eval": "iter tokens hours val_loss bits_per_byte seconds".split(),
+    "eval": "iter tokens hours val_loss bits_per_byte seconds low high".split(),
     "checkpoint": "iter seconds".split(),
 }
 # Interpolate over gaps of at most this fraction of the progress so far. For a loss that falls like
@@ -37,8 +37,9 @@ class Run:
 
     `start` is the last start record; `end` is empty while the run trains and after a kill. `step`,
     `eval` and `checkpoint` are columns, ordered by iteration: one array per value, NaN if unknown.
-    `config` has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown;
-    `hours` includes iterations, evaluations and checkpoints.
+    Only published means of several runs have a band of val losses, from `low` to `high`. `config`
+    has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown; `hours`
+    includes iterations, evaluations and checkpoints.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
@@ -130,6 +131,10 @@ def percentile(values: np.ndarray, q: float) -> float | None:
 
 def highest(step: np.ndarray, evals: np.ndarray, end: float | None) -> float | None:
     return percentile(np.concatenate([step, evals, [number(end)]]), 100)
+
+
+def has_band(run: Run) -> bool:
+    return bool(np.isfinite(run.eval["low"]).any())
 
 
 # -----------------------------------------------------------------------------

@@ -740,6 +740,95 @@ def test_the_figures_of_a_run_are_those_that_happened(kind, tmp_path):
 
 
 # -----------------------------------------------------------------------------
+# The band of a recipe that others ran several times
+
+BAND = """\
+# dataset = 'd'
+# max_iters = 30
+# eval_tokens = 4096
+# tokens_per_iter = 1000
+# tokens per iteration will be: 1,000
+iter,loss,ms,mfu,train_loss,val_loss,low,high,sd
+10,,,,,4.00,3.90,4.10,0.02
+20,,,,,3.50,3.45,3.55,0.01
+30,,,,,3.00,2.98,3.02,0.01
+"""
+NOT_COMPARABLE = "not comparable with the band of ten"
+
+
+@pytest.fixture
+def band(tmp_path) -> Path:
+    path = tmp_path / "ten.csv"
+    path.write_text(BAND)
+    return path
+
+
+@pytest.mark.parametrize(
+    "losses, said",
+    [
+        ({10: 4.10, 20: 3.46, 30: 3.0}, "inside the band of ten at all 3 evaluations"),
+        ({10: 3.9, 20: 3.5}, "inside the band of ten at all 2 evaluations"),  # still training
+        ({10: 4.25, 20: 9.0}, "val loss 4.2500 at iteration 10 is 0.1500 outside the band of ten"),
+        ({10: 4.0, 15: 9.0, 20: 3.41}, "val loss 3.4100 at iteration 20 is 0.0400 outside"),
+        ({10: 4.0, 20: math.nan}, "val loss nan at iteration 20 is nan outside"),
+        ({7: 4.0, 14: 3.5}, f"{NOT_COMPARABLE}: no evaluation yet at an iteration of both; set "),
+    ],
+)
+def test_the_last_line_says_whether_a_run_is_inside_the_band(losses, said, band, tmp_path):
+    a = write_run(tmp_path / "a", {0: 8.0} | losses, max_iters=30, tokens_per_iter=1000)
+    result = run("compare.py", a, band)
+    assert result.code == 0 and result.err == ""
+    last = result.out.splitlines()[-1]
+    assert last.startswith(f"a: {said}")
+    assert ("docs/first_hour.md" in last) == ("outside" in said)
+    assert ("--eval_interval=10" in last) == (NOT_COMPARABLE in said)
+
+
+@pytest.mark.parametrize(
+    "start, config, said",
+    [
+        (dict(), dict(dataset="data/other"), "train with --dataset=d"),
+        (dict(), dict(eval_tokens=8192), "train with --eval_tokens=4096"),
+        (dict(tokens_per_iter=500), dict(tokens_per_iter=500), "train with --tokens_per_iter=1000"),
+        (dict(), dict(max_iters=20, eval_tokens=0), "train with --max_iters=30 --eval_tokens=4096"),
+        (dict(val_tokens=2000), dict(), "different evaluation settings; choose the same"),
+        (dict(), dict(dataset="elsewhere/d"), ""),
+    ],
+)
+def test_a_run_with_other_settings_than_the_bands_gets_no_verdict(
+    start, config, said, band, tmp_path
+):
+    settings = dict(max_iters=30, tokens_per_iter=1000) | config
+    a = write_run(tmp_path / "a", {0: 8.0, 10: 5.0}, start=start, **settings)
+    last = run("compare.py", a, band).out.splitlines()[-1]
+    assert last.startswith(f"a: {NOT_COMPARABLE}: {said}" if said else "a: val loss 5.0000")
+
+
+def test_losses_of_other_eval_tokens_than_the_bands_are_not_compared(band, tmp_path):
+    a = write_run(tmp_path / "a", {0: 8.0, 10: 5.0}, eval_tokens=8192)
+    table = Table(a, band)
+    assert table.verdicts["best_val_loss"] == NO
+    assert [line.partition(";")[0] for line in table.warnings] == [
+        "losses are not comparable: different evaluation settings"
+    ]
+
+
+def test_the_picture_has_the_band_and_the_difference_from_its_mean(band, tmp_path):
+    from matplotlib.axes import Axes
+
+    a = write_run(tmp_path / "a", {0: 8.0, 10: 4.05, 15: 3.8, 20: 3.4})
+    fill = mock.patch.object(Axes, "fill_between", autospec=True, side_effect=Axes.fill_between)
+    with fill as filled:
+        lines = drawn(a, band, f"--png={tmp_path / 'both.png'}")
+    at, difference = lines[2]
+    assert [*at] == [10_000, 20_000] and [*difference] == pytest.approx([0.05, -0.1])
+    _, at, low, high = filled.call_args.args
+    assert [*at] == [10_000, 20_000, 30_000]
+    assert [*low] == pytest.approx([-0.1, -0.05, -0.02])
+    assert [*high] == pytest.approx([0.1, 0.05, 0.02])
+
+
+# -----------------------------------------------------------------------------
 # The picture
 
 
