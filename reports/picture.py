@@ -58,9 +58,9 @@ def draw(figure, runs: list[Run]) -> None:
         panels["losses"].plot(tokens, losses, linewidth=1, alpha=0.6, **line)
         panels["losses"].plot(at, vals, label=heading(run), **marked)
         if band:
-            means = learning_curve(band, "tokens")
-            both, i, j = np.intersect1d(at, means[0], return_indices=True)
-            panels["right"].plot(both, vals[i] - means[1][j], **marked)
+            mean_at, means = learning_curve(band, "tokens")
+            both, ours, theirs = np.intersect1d(at, mean_at, return_indices=True)
+            panels["right"].plot(both, vals[ours] - means[theirs], **marked)
             low, high = (run.eval[side] - run.eval["val_loss"] for side in ("low", "high"))
             panels["right"].fill_between(run.eval["tokens"], low, high, alpha=0.2, **line)
         else:

@@ -166,6 +166,17 @@ def test_a_public_run_has_the_speed_and_the_losses_of_its_log(name, loss, speed,
     assert seen.start["flops_per_token"] * rate / 58.3e12 == pytest.approx(mfu, abs=2e-3)
 
 
+def test_the_mean_of_ten_public_runs_has_their_band_and_no_time():
+    seen = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
+    assert seen.warnings == [] and seen.hours is None and len(seen.checkpoint["iter"]) == 0
+    assert (seen.iterations, seen.tokens) == (3250, 3250 * 524_288)
+    # embedding, head with bias, gains; each block 12 x 768^2 weights, 9 x 768 biases, 2 gains
+    size = 2 * 50304 * 768 + 50304 + 2 * 768 + 12 * (12 * 768**2 + 9 * 768 + 2 * 768)
+    assert seen.start["parameters"] == size
+    at_250 = {key: seen.eval[key][1] for key in ("iter", "val_loss", "low", "high")}
+    assert at_250 == dict(iter=250, val_loss=4.09784, low=4.06784, high=4.12784)
+
+
 def test_a_run_of_ours_is_laid_beside_a_public_one(tmp_path):
     """Row by row at the evaluations of both, with the notice that the validation tokens differ."""
     out = tmp_path / "gpt124m"

@@ -3,6 +3,7 @@ Figures on the pages: those that were measured are the ones in the json files of
 that are estimated are what `bench.py plan` computes.
 """
 
+import csv
 import math
 import re
 import shlex
@@ -118,6 +119,23 @@ def test_a_figure_that_is_another_one_is_found():
     assert holds(row, [1089.4, 2.0851, 1.764, 2.93])
     for wrong in ([1089.4, 1.764, 2.0851], [1089.4, 2.0951, 1.764, 2.93], [1088, 2.09, 1.76, 2.93]):
         assert not holds(row, wrong)
+
+
+def test_the_band_of_the_public_runs_follows_its_rule():
+    """Each limit is 3 x factor x sd from the mean, but at least 0.03 early on and 0.01 later."""
+    *_, spread = result("rows")["order_spread"]["rows"]
+    name = "results/public_runs/fineweb_124m_muon_h100.csv"
+    lines = [line for line in read(name).splitlines() if not line.startswith("#")]
+    limits = {}
+    for row in csv.DictReader(lines):
+        it, mean, sd = int(row["iter"]), float(row["val_loss"]), float(row["sd"])
+        least = min(max(0.03 - 0.02 * (it - 250) / 250, 0.01), 0.03)
+        width = max(3 * spread["factor"] * sd, least)
+        limits[it] = float(row["low"]), float(row["high"])
+        assert limits[it] == pytest.approx((mean - width, mean + width), abs=6e-6), it
+    # by hand: 4.09784 and 3.27866, with 0.03 and 0.01
+    assert limits[250] == (4.06784, 4.12784) and limits[3250] == (3.26866, 3.28866)
+    assert shows("results/public_runs/README.md", [spread["factor"]])
 
 
 def test_the_lines_of_the_quickstart_follow_from_each_other():
