@@ -13,13 +13,13 @@ the val losses.
 If order and initial weights act independently, a run with its own order differs from the mean of N
 runs that share another order by sqrt(2 ours^2 - theirs^2 + theirs^2 / N), where ours and theirs are
 the two standard deviations: the variance of the order counts twice, once for each order. `factor`
-is this over `theirs`, with variances averaged over all evaluations.
+is this over theirs, from `ratio`, the geometric mean of ours / theirs over the evaluations.
 """
 
 import json
 import sys
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import geometric_mean, mean, stdev
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # import from the root
@@ -93,20 +93,20 @@ def main() -> None:
     torch.set_num_threads(1)
     data = open_dataset(sys.argv[1])
     batches = [*eval_batches(data.val, EVAL_TOKENS, SETTINGS)]
-    variance = {}
+    spread = {}
     for side, (has_own_order, kept_in) in SIDES.items():
         found = []
         for seed in range(1, 1 + int((sys.argv[2:] or [8])[0])):
             found.append(train(data, batches, seed, seed * has_own_order, kept_in))
             print(side, seed, found[-1], file=sys.stderr, flush=True)
         columns = {it: [losses[it] for losses in found] for it in EVALUATED.values()}
-        variance[side] = mean(stdev(column) ** 2 for column in columns.values())
+        spread[side] = [stdev(column) for column in columns.values()]
         means = {f"mean at {it:,}": round(mean(column), 4) for it, column in columns.items()}
         spreads = {f"sd at {it:,}": round(stdev(column), 4) for it, column in columns.items()}
         print(json.dumps({"side": side, "runs": len(found)} | means | spreads))
-    ratio2 = variance["ours"] / variance["theirs"]
-    factor = (2 * ratio2 - 1 + 1 / PUBLIC_RUNS) ** 0.5
-    print(json.dumps(dict(ratio=round(ratio2**0.5, 2), factor=round(factor, 2))))
+    ratio = geometric_mean(a / b for a, b in zip(spread["ours"], spread["theirs"], strict=True))
+    factor = (2 * ratio**2 - 1 + 1 / PUBLIC_RUNS) ** 0.5
+    print(json.dumps(dict(ratio=round(ratio, 2), factor=round(factor, 2))))
 
 
 if __name__ == "__main__":
