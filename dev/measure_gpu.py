@@ -4,28 +4,42 @@ include commands of docs/first_hour.md.
 
     python dev/measure_gpu.py                for an RTX 4070, or any card with 8 GB or more
     python dev/measure_gpu.py 4090           with another card's configs: 3060, a100, h200, t4
-    python dev/measure_gpu.py --minutes=40   all rows, for example on a rented card
+    python dev/measure_gpu.py --minutes=50   all rows, for example on a rented card
     python dev/measure_gpu.py --dry_run      check on a CPU, with tiny models, that the rows run
 
-Needs requirements-dev.txt, 4 GB of disk and no network. Each row is a command in its own process;
-if one fails or takes too long, the next still runs. The file is written after each row. Run the
-command again to measure the missing rows.
+Needs requirements-dev.txt, 4 GB of disk and no network. Each row is a command in its own process,
+and beside it stand the GPU's clocks, power and memory by nvidia-smi. If a row fails or takes too
+long, the next still runs. The file is written after each row. Run the command again to measure the
+missing rows.
 """
 
 import argparse
+import contextlib
 import getpass
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "measured"
 PYTHON = sys.executable
-CARDS = ["4070", "3060", "4090", "a100", "h200", "t4"]
+# Twice the micro-batch of the card's GPT-2 config, and tokens per iteration. With fewer tokens the
+# optimizer would weigh more than in a real run, above all Muon.
+CARDS = {
+    "4070": (16, 262144),
+    "3060": (16, 262144),
+    "4090": (32, 524288),
+    "a100": (64, 524288),
+    "h200": (64, 524288),
+    "t4": (16, 262144),
+}
 # prints torch's name for the GPU, or an empty line if torch sees none
 DEVICE = """
 import torch
@@ -33,34 +47,39 @@ found = "mps" if torch.backends.mps.is_available() else ""
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else found)
 """
 SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.max"
+BESIDE = "index,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used,utilization.gpu"
+BESIDE_SECONDS = 5  # between two lines of nvidia-smi
+EXACT = "bit_equal or never_waits"
 # Tests that compile GPT-124M take as long as all other tests together, so they are a separate row.
 REAL_SHAPES = "compiled_bfloat16 or data_parallel"
-TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=2", "--n_head=2"]
+TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=6", "--n_head=2"]
 TINY += ["--n_embd=32", "--block_size=16", "--batch_size=1"]
 LOG_LINES = 200  # how many of a row's last lines to keep
 
 
 def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tuple[int, list]]:
-    """Return each row's time limit in seconds and its command, the most valuable rows first."""
-    tokens = eval_tokens = 65536
-    machine, sizes, tables, only = [], [], [], []  # extra flags
+    """
+    Return each row's time limit in seconds and its command, the most valuable rows first. The
+    limits allow for compiling on two CPU cores.
+    """
+    twice, tokens = CARDS[options.card]
+    train_tokens = eval_tokens = 65536
+    machine, sizes, only = [], [], []  # extra flags
     if options.dry_run:
-        tokens = 32
-        eval_tokens = 256
+        twice, tokens, train_tokens, eval_tokens = 2, 32, 32, 256
         machine = ["--device=cpu", "--compile=False"]
         sizes = TINY
-        tables = ["--value_tables=1", "--bigram_rows=64"]
         only = ["--collect-only"]
     elif device == "mps":
         machine = sizes = ["--dtype=float32", "--compile=False"]
     classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]
-    fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes, *tables]
+    fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes]
 
     def bench(*arguments: str, script: str = "bench.py") -> list[str]:
         size = f"--tokens_per_iter={tokens}"
         return [PYTHON, f"{ROOT / script}", *arguments, size, "--dataset=random"]
 
-    train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={tokens // 2}"]
+    train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={train_tokens}"]
     train += ["--dataset=python_stdlib", "--lr_decay_iters=50", "--warmup_iters=10"]
     train += [
         "--log_interval=5",
@@ -70,25 +89,32 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     ]
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
-    pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "gpu", "-k"]
+    trace = f"--profile={work / 'trace.json'}"  # its table of kernels is in the row's log
     found = {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
-        "check": (150, [PYTHON, f"{ROOT / 'bench.py'}", "check", *machine]),
-        "step": (180, bench(*classic)),
-        "train": (180, [*train, "--max_iters=40"]),
-        "resume": (120, [*train, "--max_iters=50"]),
-        "plan": (120, bench("plan", *classic)),
-        "gpu_tests": (420, [*pytest, "-m", "gpu", "-k", f"not ({REAL_SHAPES})"]),
-        "sweep": (180, bench("sweep", *classic, "--compile=False", "--trials=1")),
+        "check": (240, [PYTHON, f"{ROOT / 'bench.py'}", "check", *machine]),
+        "step": (240, bench(*classic, trace)),
+        "step_twice_the_batch": (240, bench(*classic, f"--batch_size={twice}")),
+        "fast_step": (300, bench(*fast, trace)),
+        "train": (240, [*train, "--max_iters=40"]),
+        "resume": (180, [*train, "--max_iters=50"]),
+        "exact": (300, [*pytest, EXACT]),
         # the rows below do not fit into ten minutes
-        "fast_step": (180, bench(*fast)),
-        "real_shapes": (420, [*pytest, "-m", "gpu", "-k", REAL_SHAPES]),
+        "real_shapes": (420, [*pytest, REAL_SHAPES]),
+        "gpu_tests": (420, [*pytest, f"not ({EXACT} or {REAL_SHAPES})"]),
+        "half_accumulators": (420, bench(*classic, script="dev/half_accumulators.py")),
         "compiled_sweep": (600, bench("sweep", *classic, "--trials=2")),
+        "plan": (120, bench("plan", *classic)),
+        "sweep": (300, bench("sweep", *classic, "--compile=False", "--trials=1")),
     }
     if options.nanogpt:
         nanogpt = f"--nanogpt={options.nanogpt.resolve()}"
         found["peer"] = (600, bench(*classic, nanogpt, script="dev/compare_nanogpt.py"))
+    compare_modded = ROOT / "dev" / "compare_modded.py"
+    if options.modded and compare_modded.exists():
+        found["modded"] = (600, [PYTHON, f"{compare_modded}", f"{options.modded.resolve()}"])
     if not Path(fast[0]).exists():
         del found["fast_step"]
     return found
@@ -101,28 +127,64 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
     if command[1:] and command[1] in (
         f"{ROOT / 'bench.py'}",
         f"{ROOT / 'dev/compare_nanogpt.py'}",
+        f"{ROOT / 'dev/half_accumulators.py'}",
     ):
         command = [*command, f"--json={figures}"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-    with log.open("wb") as output:
-        try:
-            done = subprocess.run(
-                command, cwd=work, env=environment, timeout=seconds, stdout=output, stderr=output
-            )
-            code = done.returncode
-        except subprocess.TimeoutExpired:
-            code = f"ended after {seconds:.0f} s"
-        except OSError as error:  # the program is not installed
-            code = str(error)
+    with watched_gpu(work / f"{name}.smi") as beside:
+        code = run(command, log, seconds)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     row = dict(command=" ".join(command).replace(PYTHON, "python"))
     row |= dict(exit=code, seconds=round(time.monotonic() - began, 1), log=lines[-LOG_LINES:])
+    row["nvidia_smi"] = beside.read_text(encoding="utf-8").splitlines()
     records = work / "run" / "metrics.jsonl"
     if figures.exists():
         row["figures"] = json.loads(figures.read_text(encoding="utf-8"))
     elif name == "resume" and records.exists():  # includes the records of the row "train"
         row["figures"] = [json.loads(line) for line in records.read_text("utf-8").splitlines()]
     return row
+
+
+def run(command: list[str], log: Path, seconds: float) -> int | str:
+    """Run a command with its output in `log`. Returns its exit code, or why there is none."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    with log.open("wb") as output:
+        options = dict(cwd=log.parent, env=environment, stdout=output, stderr=output)
+        try:
+            process = subprocess.Popen(command, start_new_session=True, **options)
+        except OSError as error:  # the program is not installed
+            return str(error)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"ended after {seconds:.0f} s"
+        finally:
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all that it has started, which could keep the GPU's memory."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def watched_gpu(path: Path) -> Iterator[Path]:
+    """Let nvidia-smi, if there is one, write the GPU's state to `path` every few seconds."""
+    query = ["nvidia-smi", f"--query-gpu={BESIDE}", "--format=csv", "-l", f"{BESIDE_SECONDS}"]
+    with path.open("wb") as output:
+        try:
+            process = subprocess.Popen(query, stdout=output, stderr=output)
+        except OSError:
+            yield path
+            return
+        try:
+            yield path
+        finally:
+            process.kill()
+            process.wait()
 
 
 def without_names(value):
@@ -153,15 +215,22 @@ def output_of(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("card", nargs="?", choices=CARDS, default="4070")
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to measure in turn")
-    parser.add_argument("--dry_run", action="store_true")
-    options = parser.parse_args(argv)
+    add = parser.add_argument
+    add("card", nargs="?", choices=CARDS, default="4070")
+    add("--minutes", type=float, default=10)
+    add("--copy_to", type=Path, help="a folder that gets a copy of the file after each row")
+    add("--nanogpt", type=Path, help="a checkout of nanoGPT to measure in turn")
+    add("--modded", type=Path, help="modded-nanogpt's train_gpt_simple.py, to compare losses with")
+    add("--dry_run", action="store_true")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_arguments(argv)
     if not output_of(PYTHON, "-c", "import torch; print(torch.__version__)"):
         print("error: this Python has no torch; activate the venv first", file=sys.stderr)
         return 2
@@ -173,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
     commit = output_of("git", "describe", "--always", "--dirty") or "unknown"
     work = OUT / re.sub(r"\W+", "_", f"{device} {options.card} {commit}")
     work.mkdir(parents=True, exist_ok=True)
+    if options.copy_to:
+        options.copy_to.mkdir(parents=True, exist_ok=True)
     path = work.with_suffix(".json")
     found = dict(device=device, card=options.card, commit=commit, rows={})
     if path.exists():
@@ -190,6 +261,9 @@ def main(argv: list[str] | None = None) -> int:
         print(*row["log"][-3:], f"{name}: exit {row['exit']}, {row['seconds']} s", sep="\n")
         found["rows"][name] = without_names(row)
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if options.copy_to:
+            shutil.copy(path, options.copy_to)
+    (work / "trace.json").unlink(missing_ok=True)
     if found["rows"].get("resume", {}).get("exit") == 0:
         for checkpoint in (work / "run").glob("*.pt"):
             checkpoint.unlink()
