@@ -64,6 +64,19 @@ def test_nothing_waits_for_the_device_between_log_lines(tokens, tmp_path):
     assert few < waits(6, 1) <= few + 4 * numbers
 
 
+def test_with_grad_clip_0_the_gradients_are_only_measured(tokens, tmp_path):
+    """Multiplying all of them by 1.0 would take a millisecond of each iteration on a GPU."""
+
+    def multiplied(grad_clip: float) -> bool:
+        out_dir = tmp_path / f"{grad_clip}"
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(**TINY | dict(max_iters=2, grad_clip=grad_clip), dataset=tokens, out_dir=out_dir)
+        assert all(norm > 0 for norm in column(out_dir, "step", "grad_norm"))
+        return any(event.name == "aten::_foreach_mul_" for event in profile.events())
+
+    assert multiplied(1.0) and not multiplied(0.0)
+
+
 # -----------------------------------------------------------------------------
 # Compilers, by what torch.compile makes of a call of the model
 
