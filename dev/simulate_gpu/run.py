@@ -32,7 +32,6 @@ GIB = 2**30
 # name, compute capability, SMs, GiB, KiB of shared memory a block and SM, MiB of L2, threads on it
 CARDS = {
     "4070": "NVIDIA GeForce RTX 4070|8|9|46|12|99|100|36|1536",
-    "3060": "NVIDIA GeForce RTX 3060|8|6|28|12|99|100|3|1536",
     "t4": "Tesla T4|7|5|40|15|64|64|4|1024",
     "a100": "NVIDIA A100-SXM4-80GB|8|0|108|80|163|164|40|2048",
     "h200": "NVIDIA H200|9|0|132|140|227|228|50|2048",
