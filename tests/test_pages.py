@@ -149,6 +149,7 @@ def test_powershell_asks_nothing_where_a_block_is_pasted():
 def test_everybody_runs_the_same_tests():
     (command,) = re.findall("^pytest .*$", read(README), re.MULTILINE)
     assert command in read(".ci/run") and command in read("CONTRIBUTING.md")
+    assert f"\nuv run --extra dev {command}\n" in read("docs/install.md")
     jobs = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
     steps = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
     assert ".ci/run" in steps["linux"] and command in steps["others"]
