@@ -82,7 +82,10 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
         inside = sorted({f for path in map(Path, paths) for f in files_in(path, hidden)}, key=str)
         hidden += [f for f in inside if is_leftover(f, root)]
         inside = [f for f in inside if not is_leftover(f, root)]
-        if dead := [f for f in inside if is_dead_link(f, endings)]:
+        # A link to nothing is missing text, if it is named like text or may be a folder.
+        dead = [f for f in inside if f.is_symlink() and not f.exists()]
+        wanted = (*endings, Path(name).name.lower())
+        if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
             link = f"{dead[0]}: a link to {os.readlink(dead[0])}, which is not there"
             problems.append(f"{link} (one of {len(dead):,}); get that file, or delete the link")
             continue
@@ -126,14 +129,15 @@ def without_tests(files: list[Path], root: Path) -> tuple[list[Path], list[Path]
     """
     Divide files into those to read, and those named test or validation if others are named train.
     """
-    by_split: dict[str, list[Path]] = {"": [], "train": [], "test": []}
-    for file in files:
-        words = SPLITS.findall(file.relative_to(root).as_posix().lower())
-        split = "" if not words or file.suffix in (".md", ".py") else words[-1]
-        by_split[split if split in by_split else "test"].append(file)
-    if not by_split["train"]:
+    names = {f: f.relative_to(root).as_posix().lower() for f in files}
+    splits = {f: (SPLITS.findall(name) or [""])[-1] for f, name in names.items()}
+    # A page or an article may have these words in its title. Then other articles have none.
+    titled = (".md", ".py") if all(splits[f] for f in files if f.suffix == ".txt") else TEXT_FILES
+    named = {f: split for f, split in splits.items() if split and f.suffix not in titled}
+    if "train" not in named.values():
         return files, []
-    return sorted(by_split[""] + by_split["train"], key=str), by_split["test"]
+    tests = {f for f, split in named.items() if split != "train"}
+    return [f for f in files if f not in tests], sorted(tests)
 
 
 def refuse_tables(files: list[str]) -> None:
@@ -143,12 +147,6 @@ def refuse_tables(files: list[str]) -> None:
             if glob.glob(os.path.join(glob.escape(str(folder)), log)):
                 held = f"{folder}: a table with a log ({log}), whose files also hold dead rows"
                 raise UserError(f"{held}; read it with {library} and write new parquet files first")
-
-
-def is_dead_link(file: Path, endings: tuple[str, ...]) -> bool:
-    """Return True for a link to a missing file that would be read, or that may be a folder."""
-    may_be_read = file.name.lower().endswith(endings) or not file.suffix
-    return may_be_read and file.is_symlink() and not file.exists()
 
 
 def files_in(path: Path, hidden: list[Path]) -> Iterator[Path]:
@@ -323,7 +321,7 @@ class Source:
             raise UserError(f"{name}: {held}; {list_fields(fields)}; give --text_field=NAME")
         if 2 * (garbled := sum(bool(too_many_controls(text or "")) for text in first)) > len(first):
             held = f"{garbled:,} {of} are full of NULs and control characters"
-            raise UserError(f"{name}: {held}; give another --text_field, or --encoding=NAME")
+            raise UserError(f"{name}: {held}; give another --text_field or, of parquet, --encoding")
 
     def row_groups(self) -> list[int]:
         """Count the row groups of each file, reading only the footers of parquet files."""
