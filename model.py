@@ -247,8 +247,8 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, targets, chunk, cap, dtype, *head) -> Tensor:
-        head = [p.detach().to(dtype).requires_grad_() for p in head]
+    def forward(ctx, x, targets, chunk, cap, dtype, *weights) -> Tensor:
+        head = [weight.detach().to(dtype).requires_grad_() for weight in weights]
         wide = torch.promote_types(dtype, torch.float32)
         dweight = torch.zeros_like(head[0], dtype=wide)
         dbias = []  # one per chunk: a running sum would compile to a kernel that needs all logits

@@ -252,7 +252,8 @@ def missing_dataset_message(name: str, tokens: int) -> str:
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
         return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
-    fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
+    records = "--dataset=fineweb --order=records " if name == "fineweb_records" else ""
+    fineweb = f"prepare_fineweb.py {records}--tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     make = command_line("python", *f"data/{command}".split(), f"--out={folder}")
     ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or make it with"

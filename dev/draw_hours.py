@@ -36,7 +36,7 @@ def draw(path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(8, 2.8), sharex=True, sharey=True)
-    titles = ("the config: max_iters = 2475", f"--hours={HOURS}")
+    titles = ("the config: max_iters = 3250", f"--hours={HOURS}")
     for panel, title, flags in zip(panels, titles, ([], [f"--hours={HOURS}"]), strict=True):
         for pace, width in zip(PACES, WIDTHS, strict=True):
             hours, lr = rates(flags, pace)

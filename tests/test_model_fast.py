@@ -113,7 +113,9 @@ def plain_logits(
             for h in range(config.n_head):
                 cut = slice(h * hs, (h + 1) * hs)
                 keys = torch.stack([turn(rms(row), s) for s, row in enumerate(k[:, cut])])
-                for quarter in (1, 3) if config.bigram_rows else ():  # they do not turn: those of the token before
+                for quarter in (
+                    (1, 3) if config.bigram_rows else ()
+                ):  # they do not turn: those of the token before
                     still = slice(quarter * hs // 4, (quarter + 1) * hs // 4)
                     keys[1:, still] = keys[:-1, still].clone()
                 out = []

@@ -537,8 +537,8 @@ def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
     """As many tokens as the run reads; with hours as many as at the fastest speed, rounded up."""
     monkeypatch.chdir(tmp_path)
     config = ROOT / "config/fast124m_4070.py"
-    command = "prepare_fineweb.py --tokens="
-    for more, tokens in (([], "1.3B"), (["--hours=8"], "2B"), (["--hours=1"], "200M")):
+    command = "prepare_fineweb.py --dataset=fineweb --order=records --tokens="
+    for more, tokens in (([], "1.7B"), (["--hours=8"], "2B"), (["--hours=1"], "200M")):
         told = run("bench.py", "plan", config, "--gpu=4070", *more)
         assert f"{command}{tokens} " in told.err, told
     told = run("bench.py", "plan", config, "--gpu=4070", "--dataset_tokens=10B")

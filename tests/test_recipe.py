@@ -1,8 +1,10 @@
 """Whole runs of the fast recipe against the second trainer in recipe.py."""
 
 import pytest
-from program import checkpoint, column, train, write_tokens
+from program import ROOT, checkpoint, column, train, write_tokens
 from recipe import Trainer
+
+from configurator import load_config
 
 ITERATIONS = 12
 # config/fast_quickstart.py made small: all of its kinds of weights, a schedule with all its parts
@@ -106,3 +108,35 @@ def test_every_number_of_a_fast_run_is_that_of_the_second_trainer(
         for name, weight in weights[it].items():
             moved = (weight - first[name]).norm()
             assert (saved[name] - weight).norm() <= tolerance * moved, (it, name)
+
+
+# what modded-nanogpt's train_gpt_simple.py sets (optimizer track, result 36)
+PUBLIC = dict(
+    n_layer=12,
+    n_head=6,
+    n_embd=768,
+    value_tables=0,
+    bigram_rows=0,
+    block_size=1024,
+    iter_tokens=524288,
+    learning_rate=0.025,
+    muon_momentum=0.95,
+    head_lr=0.004,
+    weight_decay=0.001,
+    beta1=0.8,
+    beta2=0.95,
+    grad_clip=0.0,
+    max_iters=3250,
+    warmup_iters=0,
+    lr_schedule="wsd",
+    decay_fraction=0.7,
+    min_lr=0.0,
+    eval_tokens=10485760,
+    dropout=0.0,
+) | dict(model="fast", bias=True, optimizer="plain_muon")
+
+
+@pytest.mark.parametrize("gpu", ["3060", "4070", "4090", "a100", "h200"])
+def test_the_124m_configs_train_what_the_public_runs_trained(gpu):
+    c = load_config([f"{ROOT}/config/fast124m_{gpu}.py"])
+    assert {name: getattr(c, name) for name in PUBLIC} == PUBLIC

@@ -127,8 +127,8 @@ DATA = [
     ),
     # as many tokens as the run reads, within what FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
-    ("train.py config/fast124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=1.3B"),
-    ("train.py config/fast124m_4070.py --device=cpu --hours=8", "prepare_fineweb.py --tokens=2B"),
+    ("train.py config/fast124m_4070.py --device=cpu", "--order=records --tokens=1.7B"),
+    ("train.py config/fast124m_4070.py --device=cpu --hours=8", "--order=records --tokens=2B"),
     ("train.py tiny.py --block_size=512", "block_size val 250"),
     ("train.py tiny.py --dataset=short_val", "block_size val 10"),
 ]
