@@ -1,5 +1,5 @@
 """
-Convert weights between Hugging Face's GPT-2, nanoGPT's checkpoints and this program's.
+Convert weights between Hugging Face's GPT-2, nanoGPT's checkpoints and Nightshift's.
 
     python convert.py hf-to-ckpt DIR OUT.pt         DIR holds config.json and model.safetensors, or
                                                     is a name such as gpt2-xl
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as to_safetensors
 
-from common.console import Parser, UserError, run_main, say
+from common.console import COMMAND, Parser, UserError, run_main, say
 from common.files import replacing
 from data.tokenizer import GPT2_VOCAB, Tokenizer
 from model import GPT
@@ -39,6 +39,7 @@ from training.pretrained import (
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # The fast model's code. An export contains X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
+TRANSFORMERS = "pip install 'transformers>=5'"
 # Relative to the largest logit. Rounding in float32 changes logits by 1e-6 in trained models and by
 # 7e-6 with ten times larger weights. The exact GELU in place of the tanh one changes them by 1e-4.
 TOLERANCE = 2e-5
@@ -143,7 +144,8 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
     try:
         exported = open_export(weights, hf)
     except ImportError:
-        say("logits: not checked: pip install transformers (5 or newer)")
+        problem = "the export is written but not checked, because transformers is missing"
+        say(f"{problem}; to check it, install that and convert again{COMMAND}{TRANSFORMERS}")
         return
     generator = torch.Generator().manual_seed(0)
     # use a full context, because a sliding window shows only in texts longer than the window
@@ -160,8 +162,8 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
             "logits() of model_fast.py; make it compute what your forward() adds"
         )
     raise UserError(
-        f"logits differ by {difference:.2g}: model.py does not compute GPT-2, and transformers has "
-        "no class for that model; share the checkpoint and model.py (docs/sampling.md)"
+        f"logits differ by {difference:.2g}: this model is no longer GPT-2, so transformers cannot "
+        "compute it; share the checkpoint and model.py instead (docs/sampling.md)"
     )
 
 
@@ -189,12 +191,12 @@ def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
     strange = [
         *found["unexpected_keys"],
         *found["missing_keys"],
-        *found["mismatched_keys"],  # each with the two shapes
+        *(name for name, *_ in found["mismatched_keys"]),  # followed by the two shapes
     ]
     if strange:
         raise UserError(
-            f"{len(strange)} tensors are not GPT-2's, such as {strange[0]}; transformers has no "
-            "class for that model; share the checkpoint and model.py (docs/sampling.md)"
+            f"{len(strange)} tensors are not GPT-2's, such as {strange[0]}, so transformers cannot "
+            "load this model; share the checkpoint and model.py instead (docs/sampling.md)"
         )
     return exported.eval()
 
@@ -342,8 +344,8 @@ def to_ckpt(source: str, out: str) -> str:
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("mode", choices=("hf-to-ckpt", "ckpt-to-hf", "nanogpt-to-ckpt"))
-    parser.add_argument("source")
-    parser.add_argument("out")
+    parser.add_argument("source", help="what to read")
+    parser.add_argument("out", help="the file or folder to write")
     args = parser.parse_args(argv)
     convert = ckpt_to_hf if args.mode == "ckpt-to-hf" else to_ckpt
     if NANOGPTS in convert(args.source, args.out):

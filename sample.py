@@ -41,8 +41,10 @@ END_OF_TEXT = "<|endoftext|>"
 @dataclass
 class SampleConfig:
     """
-    python sample.py --out_dir=out/quickstart
-    python sample.py --init_from=gpt2 --start="Once upon a time"
+    Print samples from a trained model. In a terminal, without --start, it asks for prompts.
+
+        python sample.py --out_dir=out/quickstart
+        python sample.py --init_from=gpt2 --start="Once upon a time"
     """
 
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
@@ -52,13 +54,14 @@ class SampleConfig:
     max_new_tokens: int = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 200  # draw from the k likeliest tokens only; 0: from all
-    top_p: float = 1.0  # draw from the likeliest tokens that add up to this probability; 1: all
+    top_p: float = 1.0  # draw from the likeliest tokens that together have this probability; 1: all
     seed: int = 1337  # random seed
-    device: str = "auto"  # auto | cuda | cuda:1 | mps | cpu
-    dtype: str = "auto"  # dtype of the weights: auto | float32 | bfloat16 | float16
+    device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
+    dtype: str = "auto"  # dtype of the weights; auto: the fastest here
     compile: bool = False  # torch.compile the model, which is slow to start
-    # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
+    # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
+    # Not a key: the names of the keys that a flag set
     typed: frozenset[str] = field(default=frozenset(), compare=False)
 
 
@@ -141,7 +144,11 @@ def main(argv: list[str]) -> int:
     prompts = ask_prompts() if is_typed else [read_prompt(c.start)]
     # In a training config, auto and scratch also mean the run in out_dir.
     from_run = c.init_from in ("resume", "auto", "scratch")
-    state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
+    try:
+        state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
+    except UserError as error:
+        flag = "--out_dir" if from_run else "--init_from"
+        raise UserError(*(f"{flag}={problem}" for problem in error.problems)) from None
     text = Tokenizer(state["tokenizer"])
     model = load_model(state, c)
     vocab = state["vocab"]  # before padding

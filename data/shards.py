@@ -252,12 +252,17 @@ def missing_dataset_message(name: str, tokens: int) -> str:
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
         return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
+    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or make it with"
+    return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
+
+
+def preparation(name: str, tokens: int) -> str:
+    """Return the command that makes a missing dataset, for the end of a message."""
     records = "--dataset=fineweb --order=records " if name == "fineweb_records" else ""
     fineweb = f"prepare_fineweb.py {records}--tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
-    make = command_line("python", *f"data/{command}".split(), f"--out={folder}")
-    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or make it with"
-    return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{COMMAND}{make}"
+    out = f"--out={dataset_folder(name)}"
+    return COMMAND + command_line("python", *f"data/{command}".split(), out)
 
 
 def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:

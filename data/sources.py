@@ -106,7 +106,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     if others:
         kinds = ", ".join(sorted({f.suffix or f.name for f in others.values()})[:5])
         first = next(iter(others.values()))
-        warn(f"{len(others):,} files are not read ({kinds}), such as {first}")
+        what = f"{len(others):,} files of other types ({kinds}), such as {first}"
+        warn(f"skipping {what}; to include them, save them as text")
     if hidden:
         hidden = sorted(set(hidden))  # a pattern may find a folder and what is in it
         warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")

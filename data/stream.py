@@ -117,7 +117,9 @@ class Stream:
         if self.holds(wanted):
             return True
         if code is not None:
-            ended = f"the preparation of {self.folder} has ended ({code}); {CONTINUE}"
+            ended = (
+                f"the process that prepares {self.folder} stopped with exit code {code}; {CONTINUE}"
+            )
             raise RunError(*(line.replace(CONTINUE, hint) for line in self.errors or [ended]))
         return False
 

@@ -165,7 +165,7 @@ def check_folder(plan: Plan) -> None:
     if (folder / "manifest.json").exists():
         check_manifest(plan, read_manifest(folder))
     elif any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
-        raise UserError(f"{folder}: holds files of another program; choose another folder")
+        raise UserError(f"{folder}: holds files of another program; give another folder with --out")
 
 
 def check_manifest(plan: Plan, manifest: dict) -> None:
@@ -432,7 +432,9 @@ def encode(
         for future in pending:
             yield from future.result()
     except UserError as error:
-        raise RunError(*(f"{problem}; then {CONTINUE}" for problem in error.problems)) from None
+        raise RunError(
+            *(f"{problem}; once that is fixed, {CONTINUE}" for problem in error.problems)
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -31,7 +31,7 @@ from common.console import (
     warn,
 )
 from configurator import UNREACHED, Config, resolve
-from data.shards import MOST_TOKENS, missing_dataset_message, open_dataset, vocab_where_missing
+from data.shards import MOST_TOKENS, open_dataset, preparation, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.memory import (
@@ -82,8 +82,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add plan's own flags to bench.py's parser."""
     pace = parser.add_mutually_exclusive_group()
     add = parser.add_argument
-    add("--gpu", metavar="NAME", help="such as 4070, or all (default: measure this machine)")
-    add("--gpus", type=parse_count, default=1, metavar="N", help="number of GPUs (default: 1)")
+    add("--gpu", metavar="NAME", help="such as 4070; all: every known GPU (default: this machine)")
+    add("--gpus", type=parse_count, default=1, help="number of GPUs (default: 1)")
     add("--link_gbits", type=float, metavar="G", help="speed of the link between GPUs, in Gbit/s")
     pace.add_argument(
         "--iter_seconds",
@@ -96,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="take the seconds per iteration from an out_dir or nanoGPT's console output",
     )
-    add("--dataset_tokens", type=parse_count, metavar="N", help="such as 10B, to compute epochs")
+    add("--dataset_tokens", type=parse_count, help="such as 10B, to compute epochs")
     add("--watts", type=float, metavar="W", help="power of one GPU, to compute the energy")
     add("--price_kwh", type=float, metavar="P", help="price per kWh, to compute the energy's cost")
     add("--price_hour", type=float, metavar="P", help="price per GPU hour, to compute the rent")
@@ -577,6 +577,7 @@ def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
     return [
         *table_lines(rows),
         "mfu: see docs/plan.md; batch_size: the largest that fits, estimated",
+        "another GPU: give its pace, --iter_seconds=S or --from_run=RUN",
     ]
 
 
@@ -634,8 +635,8 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
-        problem = missing_dataset_message(config.dataset, math.ceil(tokens / unit) * unit)
-        print_err(f"note: no dataset yet, so epochs are unknown; {problem}")
+        make = preparation(config.dataset, math.ceil(tokens / unit) * unit)
+        print_err(f"note: no dataset yet, so epochs are unknown; prepare it with{make}")
     return p
 
 

@@ -368,7 +368,8 @@ def test_without_transformers_an_export_is_written_and_not_checked(tmp_path, mon
     for model in (random_gpt(), random_fast()):
         folder = tmp_path / type(model).__name__
         out = convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 100), folder)
-        assert "not checked: pip install transformers" in out
+        assert "not checked, because transformers is missing" in out
+        assert "\n    pip install 'transformers>=5'\n" in out
         assert (folder / "model.safetensors").exists()
 
 

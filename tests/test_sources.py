@@ -77,7 +77,7 @@ def test_files_folders_and_patterns_in_the_order_given_each_once():
     Path("deep/e.jsonl").write_text(json.dumps(dict(text="in a row " * 9)))
     result = prepare_text("b.txt", "deep", "*.md", "b.txt", "deep/c.py", "--val_fraction=0.2")
     assert result.code == 0, result.err
-    assert "1 files are not read (.jpg), such as deep/photo.jpg" in result.err
+    assert "skipping 1 files of other types (.jpg), such as deep/photo.jpg" in result.err
     order = ["b.txt", "deep/D.TXT", "deep/c.py", "deep/e.jsonl", "a.md"]
     assert [*manifest_of(Path("out"))["files"]] == order
     texts = [f"{name} " * 30 for name in order]

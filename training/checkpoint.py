@@ -154,7 +154,7 @@ def prune(out_dir: Path, keep: int) -> None:
         try:
             patiently(path.unlink, True)  # True: missing_ok
         except PermissionError as error:  # on Windows, while open elsewhere; the next save retries
-            warn(f"{path}: cannot be deleted now: {error.strerror}")
+            warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
 
 
 def link(path: Path, name: Path) -> None:

@@ -17,7 +17,7 @@ import csv
 import re
 from pathlib import Path
 
-from common.console import UserError
+from common.console import COMMAND, UserError
 
 GIB = 2**30
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
@@ -83,16 +83,16 @@ def resolve_gpu(typed: str) -> dict[str, str]:
     named = {word for word in asked if not MEMORY.fullmatch(word)}
     candidates = [row for row in rows if named and named <= row_words(row)]
     if not candidates:
-        raise UserError(
-            f"gpu: {typed!r} is not in {GPU_TABLE.name}; python bench.py plan --gpu=all lists its "
-            "cards; for any other card, give plan the pace: --iter_seconds=S or --from_run=RUN"
-        )
+        listing = f"{COMMAND}python bench.py plan --gpu=all"
+        raise UserError(f"gpu: {typed!r} is unknown; to list the known ones, type{listing}")
     fewest_words = min(len(row_words(row)) for row in candidates)
     candidates = [row for row in candidates if len(row_words(row)) == fewest_words]
     found = [row for row in candidates if asked <= row_words(row)]  # rows with the typed memory
     if not found or len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
-        options = [f"'{short_name(row)}, {row['memory_gib']}GB'" for row in found or candidates]
-        raise UserError(f"gpu: {typed!r} could be {' or '.join(options)}")
+        options = [
+            f"--gpu='{short_name(row)} {row['memory_gib']}GB'" for row in found or candidates
+        ]
+        raise UserError(f"gpu: {typed!r} is more than one card; type {' or '.join(options)}")
     return found[0]
 
 

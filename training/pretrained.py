@@ -73,13 +73,16 @@ def load_weights(model, state: dict) -> None:
     source = state.get("source", "the checkpoint")
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: list(tensor.shape) for name, tensor in state["model"].items()}
-    for name in wanted | given:
-        found = given.get(name, "missing")
-        asked = wanted.get(name, "none")
-        if found != asked:
+    hint = "use the config and the model.py that it was trained with"
+    if missing := [name for name in wanted if name not in given]:
+        raise UserError(f"{source}: has no weight {missing[0]}, which its model needs; {hint}")
+    for name, shape in given.items():
+        if name not in wanted:
+            raise UserError(f"{source}: has a weight {name}, which its model does not use; {hint}")
+        if shape != wanted[name]:
             raise UserError(
-                f"{source}: {name} is {found}, but {asked} in the model of its config; "
-                "use the config and the model.py that it was trained with"
+                f"{source}: weight {name} has shape {shape}, but the model built from its config "
+                f"needs {wanted[name]}; {hint}"
             )
     model.load_state_dict(state["model"])
     for name, weight in model.named_parameters():
@@ -110,7 +113,9 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     if (path / "ckpt.pt").is_file():
         return path / "ckpt.pt"
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
-    hint = "give a checkpoint, an out_dir, a Hugging Face folder or gpt2"
+    if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
+        what += f", but in {', '.join(runs)}"
+    hint = "give a checkpoint, a run's folder, a Hugging Face folder or gpt2"
     meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_SIZES))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
@@ -227,7 +232,11 @@ def read_hf(folder: Path) -> dict:
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
     """Return the model config of a config.json. Raises UserError if model.py cannot compute it."""
     if hf.get("model_type") != "gpt2":
-        raise UserError(f"{folder}: its model_type is {hf.get('model_type')!r}, not gpt2")
+        kind = hf.get("model_type")
+        raise UserError(
+            f"{folder}: holds a {kind!r} model; only models in GPT-2's format can be loaded, "
+            "such as gpt2-medium"
+        )
     for key, allowed in GPT2_SETTINGS.items():
         value = hf.get(key, allowed[0])
         if value not in allowed:

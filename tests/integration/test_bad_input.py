@@ -187,8 +187,9 @@ OF_A_RUN = [*ARCHITECTURE, "block_size=8", "pad_vocab_multiple=1", "optimizer=mu
 OF_A_RUN += ["stream=True"]
 
 TOOLS = [
-    ("sample.py --out_dir=nowhere", "nowhere no such"),
-    ("sample.py --out_dir=empty", "empty no checkpoint"),
+    ("sample.py --out_dir=nowhere", "--out_dir=nowhere no such"),
+    ("sample.py --out_dir=empty", "--out_dir=empty no checkpoint"),
+    ("sample.py --out_dir=.", "--out_dir=. no checkpoint run"),
     ("sample.py --out_dir=run --device=cpu --temprature=1", "--temprature temperature"),
     ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "nowhere.txt"),
@@ -211,8 +212,8 @@ TOOLS = [
     ("bench.py plan tiny.py --gpu=rtx9999", "gpu rtx9999"),
     ("bench.py plan tiny.py --gpu=4070 --gpus=0", "gpus '0'"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours -1"),
-    ("bench.py plan tiny.py --gpu=7900XTX", "gpu 7900XTX --gpu=all --iter_seconds --from_run"),
-    ("bench.py plan tiny.py --gpu=m2", "gpu m2 --gpu=all --iter_seconds --from_run"),
+    ("bench.py plan tiny.py --gpu=7900XTX", "gpu 7900XTX plan --gpu=all"),
+    ("bench.py plan tiny.py --gpu=m2", "gpu m2 plan --gpu=all"),
     ("bench.py plan tiny.py --gpu=3080", "gpu 3080 10GB 12GB"),
     ("bench.py plan tiny.py --gpu=T4 --dtype=bfloat16", "dtype T4 --dtype=float16"),
     ("bench.py plan tiny.py --gpu=b100 --dtype=bfloat16", "gpu peak B100 --iter_seconds"),

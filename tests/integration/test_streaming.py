@@ -200,7 +200,9 @@ def test_a_killed_preparation_ends_the_run_with_one_line_and_a_checkpoint(progra
     preparation.kill()
     code, _, err = finish(process)
     assert code == 1
-    assert re.fullmatch(r"error: the preparation of .* ended \((-9|15)\); --init_from=.*\n", err)
+    assert re.fullmatch(
+        r"error: the process that prepares .* exit code (-9|15); --init_from=.*\n", err
+    )
     assert checkpoints(work / "out")[-1] > 10
 
 
