@@ -1,14 +1,11 @@
 """
-Convert weights between Hugging Face's GPT-2, nanoGPT's checkpoints and Nightshift's.
+Convert this program's or nanoGPT's weights to Hugging Face's GPT-2.
 
-    python convert.py hf-to-ckpt DIR OUT.pt         DIR holds config.json and model.safetensors, or
-                                                    is a name such as gpt2-xl
-    python convert.py ckpt-to-hf CKPT DIR           DIR, new or empty, can then be opened with
-                                                    AutoModelForCausalLM and AutoTokenizer
-    python convert.py nanogpt-to-ckpt IN.pt OUT.pt  IN.pt is nanoGPT's ckpt.pt
+    python convert.py ckpt-to-hf CKPT DIR
 
-CKPT is a checkpoint or a run's out_dir. train.py and sample.py read a converted file with
---init_from=OUT.pt. Code in the input files is never executed.
+CKPT is a checkpoint, a run's out_dir or nanoGPT's ckpt.pt. DIR, new or empty, can then be opened
+with AutoModelForCausalLM and AutoTokenizer. Nothing needs converting in the other direction: give
+train.py or sample.py --init_from=PATH. Code in the input files is never executed.
 """
 
 import common  # must precede torch  # noqa: F401  isort: skip
@@ -22,15 +19,13 @@ from safetensors.torch import save as to_safetensors
 
 from common.console import COMMAND, Parser, UserError, run_main, say
 from common.files import replacing
-from data.tokenizer import GPT2_VOCAB, Tokenizer
+from data.tokenizer import GPT2_VOCAB, Tokenizer, bpe_of_merges
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training import checkpoint
 from training.pretrained import (
     GPT2_SETTINGS,
     NANOGPTS,
     TRANSPOSED,
-    load_pretrained,
     load_weights,
     read_weights,
 )
@@ -202,7 +197,7 @@ def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
 
 
 def hf_config(state: dict) -> dict:
-    """Build config.json. Its key tokenizer_spec is our own and lets hf-to-ckpt read the export."""
+    """Build config.json. Its key tokenizer_spec is our own and lets --init_from read it."""
     config = config_from_dict(state["model_config"])
     eot = end_of_text(state["tokenizer"])
     hf = {
@@ -302,7 +297,6 @@ def write_gpt2_tokenizer(folder: Path) -> bool:
     Write vocab.json and merges.txt, and tokenizer.json, which most programs read instead. Returns
     False if OpenAI's files are out of reach.
     """
-    import tokenizers
     from tiktoken.load import read_file_cached
 
     try:
@@ -312,43 +306,21 @@ def write_gpt2_tokenizer(folder: Path) -> bool:
         return False
     (folder / "vocab.json").write_bytes(vocab)
     (folder / "merges.txt").write_bytes(merges)
-    model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    bpe = tokenizers.Tokenizer(model)
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    bpe.add_special_tokens(["<|endoftext|>"])
-    bpe.save(str(folder / "tokenizer.json"))
+    bpe_of_merges(folder).save(str(folder / "tokenizer.json"))
     return True
 
 
-# -----------------------------------------------------------------------------
-# To a checkpoint
-
-
-def to_ckpt(source: str, out: str) -> str:
-    """
-    Write weights as a checkpoint that can be trained from, but not resumed. Returns a description
-    of the weights' source. Raises UserError if the file exists, or if the weights cannot be read or
-    do not fit.
-    """
-    path = Path(out)
-    if path.exists():
-        raise UserError(f"{path}: exists; choose another name")
-    state = load_pretrained(source)
-    filled_model(state)  # weights that do not fit would otherwise fail only in train.py
-    checkpoint.save(state, path)
-    say(f"{path}: written; train or sample from it with --init_from={path}")
-    return state["source"]
-
-
 def main(argv: list[str]) -> None:
+    if argv[:1] in (["hf-to-ckpt"], ["nanogpt-to-ckpt"]):  # modes of version 0.2
+        there = argv[1] if len(argv) > 1 else "PATH"
+        hint = f"train.py and sample.py read the weights as they are, with --init_from={there}"
+        raise UserError(f"{argv[0]}: no longer needed; {hint}")
     parser = Parser(description=__doc__)
-    parser.add_argument("mode", choices=("hf-to-ckpt", "ckpt-to-hf", "nanogpt-to-ckpt"))
+    parser.add_argument("mode", choices=("ckpt-to-hf",))
     parser.add_argument("source", help="what to read")
     parser.add_argument("out", help="the file or folder to write")
     args = parser.parse_args(argv)
-    convert = ckpt_to_hf if args.mode == "ckpt-to-hf" else to_ckpt
-    if NANOGPTS in convert(args.source, args.out):
+    if NANOGPTS in ckpt_to_hf(args.source, args.out):
         say("note: nanoGPT uses the exact GELU, GPT-2 the tanh one: logits differ by up to 1e-3")
 
 

@@ -39,7 +39,7 @@ from configurator import FIELDS, UNREACHED, Config, config_values, read_config, 
 from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
@@ -228,7 +228,7 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
         return
     source = c.out_dir if resumed else c.init_from
     theirs, ours = weights["tokenizer"], data.tokenizer
-    if theirs != ours and "unknown" not in (theirs["kind"], ours["kind"]):
+    if not same_tokenizer(theirs, ours):
         kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
         raise UserError(f"dataset: {data.source} has {kinds}; give data made with that one")
     if resumed and resumed["data_fingerprint"] != data.fingerprint:

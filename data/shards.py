@@ -30,7 +30,7 @@ from common.console import (
     raise_if_any,
     say,
 )
-from common.files import is_lfs_pointer, read_json, replacing
+from common.files import read_json, refuse_lfs_pointer, replacing
 from configurator import Config
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, read_bpe, read_meta
 
@@ -66,8 +66,7 @@ def split_of(name: str) -> str | None:
 def open_shard(path: Path) -> Shard:
     """Read a shard's header and check it against the file size. Raises UserError."""
     size = path.stat().st_size
-    if is_lfs_pointer(path):
-        raise UserError(f"{path}: a git-lfs pointer, not the shard; type git lfs pull there")
+    refuse_lfs_pointer(path)
     if path.suffix == ".npy":
         return open_npy(path, size)
     with open(path, "rb") as file:

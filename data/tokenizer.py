@@ -7,6 +7,7 @@ bpe, byte, char or unknown. A bpe spec also has `json`, the text of a tokenizer.
 `tokenizers` library; a char spec has `itos`, the list of characters by id, or of words.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -21,8 +22,12 @@ from typing import Any
 import numpy as np
 
 from common.console import UserError, say
+from common.files import read_json, refuse_lfs_pointer
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
+GPT2_SHA256 = (
+    "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"  # of its vocabulary
+)
 BYTE_VOCAB = 256
 MOST_IDS = 65_536  # shards store ids as uint16
 SAMPLE_MB = 50  # text to train bpe:N on, at most
@@ -70,7 +75,11 @@ class Tokenizer:
         elif self.kind == "bpe":
             self.bpe, self.vocab, self.eot = load_bpe(spec["json"], path)
         else:
-            raise UserError("tokenizer: unknown; copy data/NAME/meta.pkl beside the weights")
+            raise UserError(
+                "tokenizer: unknown; copy tokenizer.json into the weights' folder (transformers "
+                "makes one: AutoTokenizer.from_pretrained('IN').save_pretrained('OUT')), or, for "
+                "nanoGPT's ckpt.pt, data/NAME/meta.pkl beside it"
+            )
 
     def encode(self, text: str) -> np.ndarray | list[int]:
         """Return the ids of a text, without special tokens. Threads may call this concurrently."""
@@ -140,11 +149,40 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
 
 
 def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
-    """Read a tokenizer.json into a spec. Raises UserError, with `hint` at the end."""
+    """
+    Read a tokenizer.json, or the tokenizer in a Hugging Face folder, into a spec. Raises UserError,
+    with `hint` at the end.
+    """
     try:
-        return dict(kind="bpe", json=path.read_bytes().decode(errors="replace"))
+        if (path / "vocab.json").exists() and not (path / "tokenizer.json").exists():
+            return dict(kind="bpe", json=bpe_of_merges(path).to_str())
+        file = path / "tokenizer.json" if path.is_dir() else path
+        refuse_lfs_pointer(file)
+        return dict(kind="bpe", json=file.read_bytes().decode(errors="replace"))
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {hint}") from None
+        raise UserError(f"{error.filename}: {error.strerror}; {hint}") from None
+
+
+def bpe_of_merges(folder: Path):
+    """
+    Build the library's tokenizer from vocab.json and merges.txt, as GPT-2 has them, with the tokens
+    in added_tokens.json, if there are any. Raises UserError and OSError.
+    """
+    import tokenizers  # lazily, as tiktoken above
+
+    vocab, merges, added = (folder / f for f in ("vocab.json", "merges.txt", "added_tokens.json"))
+    ids = read_json(vocab, "get it again")
+    refuse_lfs_pointer(merges)
+    try:
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"{folder}: the tokenizers library refuses its files ({error})") from None
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens([name for name in ENDS if name in ids])
+    more = read_json(added, "get it again") if added.exists() else {}
+    bpe.add_special_tokens(sorted(more, key=more.__getitem__))
+    return bpe
 
 
 def load_bpe(content: str, path: str | Path):
@@ -250,6 +288,57 @@ def sample_text(texts: Iterable[str | None], skip: int, total: int) -> Iterator[
 
 
 # -----------------------------------------------------------------------------
+# The tokenizer of weights
+
+
+def fit_tokenizer(spec: dict, rows: int, path: Path) -> tuple[int, dict]:
+    """
+    Return how many of an embedding's `rows` are ids of this tokenizer, and its spec, which is
+    GPT-2's for any file with exactly GPT-2's tokens. `path` is where the spec came from. Raises
+    UserError if a text could get an id that has no row.
+    """
+    if spec["kind"] != "bpe":
+        sizes = dict(gpt2=GPT2_VOCAB, byte=BYTE_VOCAB, char=len(spec.get("itos", "")))
+        return min(rows, sizes.get(spec["kind"], rows)), spec
+    vocab, added = vocabulary(spec, path)
+    in_text = len(vocab) + sum(not token["special"] for token in added if token["id"] >= len(vocab))
+    if in_text > rows:
+        problem = f"its tokenizer has {in_text:,} ids, its weights only {rows:,} rows"
+        raise UserError(f"{path}: {problem}; give the tokenizer that they were trained with")
+    ids = min(rows, max([len(vocab), *(token["id"] + 1 for token in added)]))
+    is_gpt2 = ids == GPT2_VOCAB and identity(spec) == dict(kind="gpt2")
+    return ids, dict(kind="gpt2") if is_gpt2 else spec
+
+
+def same_tokenizer(theirs: dict, ours: dict) -> bool:
+    """
+    Return whether two specs give a text the same ids, as far as is known. Tokens that were added to
+    a finished tokenizer do not count, because hardly any text contains them.
+    """
+    return "unknown" in (theirs["kind"], ours["kind"]) or identity(theirs) == identity(ours)
+
+
+def identity(spec: dict) -> dict:
+    """Return what makes a tokenizer another one: its kind and its tokens."""
+    if spec["kind"] != "bpe":
+        return spec
+    vocab, _ = vocabulary(spec)
+    digest = hashlib.sha256(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
+    return dict(kind="gpt2") if digest == GPT2_SHA256 else dict(kind="bpe", sha256=digest)
+
+
+def vocabulary(spec: dict, path: str | Path = "tokenizer.json") -> tuple[Any, list[dict]]:
+    """Return the tokens of a bpe spec's model and those added to them. Raises UserError."""
+    try:
+        content = json.loads(spec["json"])
+        return content["model"]["vocab"], content["added_tokens"]
+    except (ValueError, LookupError, TypeError):
+        raise UserError(
+            f"{path}: not a tokenizer of the tokenizers library; get it again"
+        ) from None
+
+
+# -----------------------------------------------------------------------------
 # nanoGPT's meta.pkl
 
 
@@ -264,6 +353,7 @@ def read_meta(path: Path) -> tuple[int, dict]:
         def find_class(self, module, name):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
+    refuse_lfs_pointer(path)
     try:
         with open(path, "rb") as file:
             meta = PlainUnpickler(file).load()

@@ -26,10 +26,13 @@ from transformers import (
     GPT2LMHeadModel,
     pipeline,
 )
-from weights import TRANSPOSED, random_gpt2
+from weights import TRANSPOSED, own_bpe, random_gpt2
 
+from common.console import UserError
+from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
+from training.pretrained import load_pretrained, load_weights
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -85,6 +88,14 @@ def loaded(path: Path) -> GPT | FastGPT:
     return model
 
 
+def imported(source: Path) -> GPT | FastGPT:
+    """The model that --init_from=SOURCE gives."""
+    state = load_pretrained(str(source))
+    model = build_model(config_from_dict(state["model_config"])).eval()
+    load_weights(model, state)
+    return model
+
+
 def opened(folder: Path) -> GPT2LMHeadModel:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
@@ -115,8 +126,7 @@ def test_an_exported_model_gives_the_same_logits(tied, bias, vocab, tmp_path):
     assert exported.config.tie_word_embeddings == tied
     assert_same_logits(model, exported, vocab)
     assert (tmp_path / "hf" / "model.safetensors").stat().st_mode & 0o044  # for colleagues too
-    convert("hf-to-ckpt", tmp_path / "hf", tmp_path / "new" / "back.pt")
-    assert_same_logits(loaded(tmp_path / "new" / "back.pt"), exported, vocab)
+    assert_same_logits(imported(tmp_path / "hf"), exported, vocab)
 
 
 @pytest.mark.parametrize("model", [random_gpt, random_fast])
@@ -150,28 +160,6 @@ def test_an_export_of_bytes_writes_text_as_its_page_shows(tmp_path, monkeypatch)
         AutoTokenizer.from_pretrained("anna-hf")
 
 
-def own_bpe(end: str = "<|endoftext|>") -> tokenizers.Tokenizer:
-    """
-    A byte-level BPE of 300 ids. Unless told not to, it puts end-of-text before each text and cuts
-    it after four tokens.
-    """
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[end],
-        initial_alphabet=bpe.pre_tokenizer.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["the cat sat on the mat, that is where the cat sat"] * 2, trainer)
-    bpe.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{end} $A", special_tokens=[(end, 0)]
-    )
-    bpe.enable_truncation(4)
-    return bpe
-
-
 TEXT = "the cat 's naïve:  café — 12345 tokens,\n\n\tand did n't ✓ <tags> ."
 
 
@@ -194,9 +182,9 @@ def test_a_tokenizer_of_ones_own_goes_with_the_weights(model, tmp_path):
     assert tokenizer.model_max_length == config["n_positions"]
     assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eos_token_id == 0
     if model is random_gpt:  # on the way back it is the one that the data was made with
-        convert("hf-to-ckpt", folder, tmp_path / "back.pt")
-        back = torch.load(tmp_path / "back.pt", weights_only=True)
-        assert (back["vocab"], back["tokenizer"]) == (vocab, dict(kind="bpe", json=spec))
+        back = load_pretrained(str(folder))
+        assert back["vocab"] == vocab
+        assert same_tokenizer(back["tokenizer"], dict(kind="bpe", json=spec))
 
 
 def test_what_other_programs_ask_of_a_gpt2_folder_is_there(tmp_path):
@@ -607,14 +595,12 @@ def test_the_hubs_own_gpt2_layout_is_read(tmp_path):
         weights[f"h.{i}.attn.bias"] = torch.ones(16, 16).tril().view(1, 1, 16, 16)
         weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, file, metadata={"format": "pt"})
-    convert("hf-to-ckpt", tmp_path / "hf", tmp_path / "x.pt")
-    assert_same_logits(loaded(tmp_path / "x.pt"), reference, 128)
+    assert_same_logits(imported(tmp_path / "hf"), reference, 128)
 
 
 def test_gpt2s_vocabulary_is_recognised(tmp_path):
     random_gpt2(tmp_path / "hf", vocab_size=50257, n_embd=8, n_layer=1)
-    convert("hf-to-ckpt", tmp_path / "hf", tmp_path / "x.pt")
-    state = torch.load(tmp_path / "x.pt", weights_only=True)
+    state = load_pretrained(str(tmp_path / "hf"))
     assert state["model_config"]["vocab_size"] == state["vocab"] == 50257
     assert state["tokenizer"] == dict(kind="gpt2")
 
@@ -622,8 +608,7 @@ def test_gpt2s_vocabulary_is_recognised(tmp_path):
 def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    result = run("convert.py", "hf-to-ckpt", "gpt2", tmp_path / "x.pt")
-    assert_refused(result, "gpt2: cannot be fetched")
+    assert_refused(run("sample.py", "--init_from=gpt2"), "gpt2: cannot be fetched")
 
 
 @pytest.mark.parametrize(
@@ -645,8 +630,8 @@ def test_weights_that_are_not_those_of_their_config_are_refused(config, word, tm
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | config))
-    assert_refused(run("convert.py", "hf-to-ckpt", folder, tmp_path / "out.pt"), word)
-    assert not (tmp_path / "out.pt").exists()
+    with pytest.raises(UserError, match=re.escape(word)):
+        imported(folder)
 
 
 def test_a_fast_checkpoint_with_other_tensors_is_refused(tmp_path):
@@ -702,11 +687,8 @@ def write_meta(folder: Path, **changes) -> None:
 
 def test_nanogpts_checkpoint_is_read_within_its_gelu(tmp_path):
     reference = nanogpt_checkpoint(tmp_path / "ckpt.pt")
-    new = tmp_path / "new" / "x.pt"  # it makes the folder
-    assert "up to 1e-3" in convert("nanogpt-to-ckpt", tmp_path / "ckpt.pt", new)
-    for source in (tmp_path / "ckpt.pt", new):  # so says an export, whichever way they came
-        assert "up to 1e-3" in convert("ckpt-to-hf", source, tmp_path / f"{source.stem}-hf")
-    model = loaded(new)
+    assert "up to 1e-3" in convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "out")
+    model = imported(tmp_path / "ckpt.pt")
     # these weights are far larger than trained ones
     assert_same_logits(model, reference, 128, tolerance=1e-2)
     for block in model.transformer.h:
@@ -720,9 +702,8 @@ def test_the_padding_of_nanogpts_vocabulary_is_no_token_and_is_not_exported(tmp_
     weights = GPT(GPTConfig(**sizes)).state_dict()
     state = dict(model=weights, model_args=sizes | dict(dropout=0.0), iter_num=7, config={})
     torch.save(state, tmp_path / "ckpt.pt")
-    convert("nanogpt-to-ckpt", tmp_path / "ckpt.pt", tmp_path / "x.pt")
-    assert torch.load(tmp_path / "x.pt", weights_only=True)["vocab"] == 50257
-    convert("ckpt-to-hf", tmp_path / "x.pt", tmp_path / "hf")
+    assert load_pretrained(str(tmp_path / "ckpt.pt"))["vocab"] == 50257
+    convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
     (rows, _) = load_file(tmp_path / "hf/model.safetensors")["wte.weight"].shape
     assert rows == 50257
@@ -732,11 +713,10 @@ def test_nanogpts_characters_come_with_it_and_run_no_code(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     nanogpt_checkpoint(Path("ckpt.pt"))
     write_meta(Path("data/shakespeare"))
-    convert("nanogpt-to-ckpt", "ckpt.pt", "x.pt")
     characters = dict(kind="char", itos=[chr(i) for i in range(128)])
-    assert torch.load("x.pt", weights_only=True)["tokenizer"] == characters
+    assert load_pretrained("ckpt.pt")["tokenizer"] == characters
     write_meta(Path("data/shakespeare"), stoi=Payload())
-    assert_refused(run("convert.py", "nanogpt-to-ckpt", "ckpt.pt", "y.pt"), "meta.pkl")
+    assert_refused(run("sample.py", "--init_from=ckpt.pt"), "meta.pkl")
     assert not Path("executed").exists()
 
 

@@ -4,6 +4,7 @@ What the tests of weights share: transformers' GPT-2 as the reference, and how a
 
 from pathlib import Path
 
+import tokenizers
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -55,3 +56,25 @@ def assert_refused(script, main, *arguments, words: tuple[str, ...] = ()) -> Non
         err,
     )
     assert all(word in err[0] for word in words), (arguments, err)
+
+
+def own_bpe(end: str = "<|endoftext|>") -> tokenizers.Tokenizer:
+    """
+    A byte-level BPE of fewer than 300 ids. Unless told not to, it puts end-of-text before each text
+    and cuts it after four tokens.
+    """
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[end],
+        initial_alphabet=bpe.pre_tokenizer.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["the cat sat on the mat, that is where the cat sat"] * 2, trainer)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{end} $A", special_tokens=[(end, 0)]
+    )
+    bpe.enable_truncation(4)
+    return bpe

@@ -12,6 +12,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -21,12 +22,13 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
-from common.console import RunError, UserError, warn
+from common.console import COMMAND, RunError, UserError, warn
 from common.files import (
     fsync_folder,
     lack_of_space,
     patiently,
     read_record,
+    refuse_lfs_pointer,
     remove_temporaries,
     replacing,
     try_lock,
@@ -58,6 +60,40 @@ def save(state: dict, path: Path) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
+# Writes the weights of a checkpoint like nanoGPT's again, as plain values
+REWRITE = (
+    "python -c \"import torch; s = torch.load('OLD.pt', 'cpu', weights_only=False); "
+    "torch.save(dict(model=s['model'], model_args=s.get('model_args') or vars(s['config'])), "
+    "'NEW.pt')\""
+)
+# How other files begin that are taken for a checkpoint, and what they are
+BEGINNINGS = {
+    b"PK": "cut short or damaged, or a zip archive of another kind",
+    b"\x80": "a pickle, as torch.save wrote before 1.6; if you trust it:" + COMMAND + REWRITE,
+    b"GGUF": "a GGUF file; give the Hugging Face folder that it was made from",
+    (20240326).to_bytes(4, "little"): (
+        "weights of llm.c; its dev/eval/export_hf.py makes a Hugging Face folder of them"
+    ),
+    (20240520).to_bytes(4, "little"): "a shard of tokens, not weights",
+    b"\x1f\x8b": "compressed by gzip; unpack it",
+    b"\x89HDF": "an HDF5 file, as Keras writes; give PyTorch's weights",
+    b"<": "a web page, not weights; download it again",
+}
+
+
+def what_is(path: Path) -> str:
+    """Say what a file is that does not load, by its first bytes, and what to do with it."""
+    refuse_lfs_pointer(path)
+    with open(path, "rb") as file:
+        begins = file.read(16)
+    for beginning, what in BEGINNINGS.items():
+        if begins.startswith(beginning):
+            return what
+    if begins[8:9] == b"{":  # after the length of the JSON
+        return "safetensors weights; give their folder, or if they are cut short, get them again"
+    return f"damaged, or of another program; it begins with {begins!r}" if begins else "empty"
+
+
 def load(path: Path) -> dict:
     """
     Return the state in a file after verifying its checksums. No code from the file is executed.
@@ -67,13 +103,16 @@ def load(path: Path) -> dict:
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
-    except Exception as error:  # a damaged file can raise anything
-        raise UserError(f"{path}: cut short or damaged ({error})") from None
+    except Exception:  # a damaged file can raise anything
+        raise UserError(f"{path}: {what_is(path)}") from None
     if record:
         raise UserError(f"{path}: bytes of its record {record} have changed")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # written by another program, or contains code
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
+            problem = f"contains {code[1]}, and loading that could run code"
+            raise UserError(f"{path}: {problem}; if you trust it:{COMMAND}{REWRITE}") from None
         problem = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
         raise UserError(f"{path}: {problem}") from None
     if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights

@@ -8,10 +8,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from common.console import UserError, did_you_mean
+from common.console import UserError, dead_link, did_you_mean
 from common.files import read_json
 from data.shards import dataset_folder
-from data.tokenizer import GPT2_VOCAB, read_meta
+from data.tokenizer import GPT2_VOCAB, fit_tokenizer, read_bpe, read_meta
 from model import GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from training import checkpoint
@@ -34,6 +34,8 @@ GPT2_SETTINGS = dict(
     scale_attn_by_inverse_layer_idx=(False,),
 )
 NO_TOKENIZER = dict(kind="unknown")
+# What torch.compile, DistributedDataParallel, FSDP and activation checkpointing put into the names
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 NANOGPTS = " of nanoGPT"  # marks weights trained by nanoGPT in the description of their source
 
 
@@ -113,6 +115,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     if (path / "ckpt.pt").is_file():
         return path / "ckpt.pt"
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
+    what = dead_link(path) or what
     if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
         what += f", but in {', '.join(runs)}"
     hint = "give a checkpoint, a run's folder, a Hugging Face folder or gpt2"
@@ -150,7 +153,8 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
     try:
         state = read_hf(path) if path.is_dir() else read_checkpoint(path)
         if state["tokenizer"]["kind"] == "unknown":
-            state["tokenizer"] = find_characters(state, path)
+            dataset = state.get("config", {}).get("dataset", "")
+            state["tokenizer"] = find_characters(path, state["vocab"], dataset)
         return state | dict(source=describe_source(state, path))
     except UserError:
         raise
@@ -163,8 +167,6 @@ def describe_source(state: dict, path: Path) -> str:
     Describe where weights come from, as far as is known: out/x/ckpt-00001500.pt, iteration 1,500,
     val loss 1.4851.
     """
-    if "source" in state:  # written by convert.py
-        return f"{path}, from {state['source']}"
     words = str(path)
     iter_num = state.get("progress", state).get("iter_num")
     if iter_num is not None:
@@ -176,20 +178,36 @@ def describe_source(state: dict, path: Path) -> str:
     return words
 
 
-def find_characters(state: dict, path: Path) -> dict:
+def find_characters(path: Path, vocab: int, dataset: str) -> dict:
     """
     Find a nanoGPT meta.pkl with as many characters as the model, and return its tokenizer; one of
     kind unknown if there is none. Looks next to the weights at `path`, and for the checkpoint's
     dataset in data/NAME of every folder above them and of the current folder.
     """
-    name = state.get("config", {}).get("dataset", "")
-    above = [folder / "data" / name for folder in path.resolve().parents]
-    for folder in (path, path.parent, *above, dataset_folder(name)):
+    above = [folder / "data" / dataset for folder in path.resolve().parents]
+    for folder in (path, path.parent, *above, dataset_folder(dataset)):
         if (folder / "meta.pkl").is_file():
-            vocab, tokenizer = read_meta(folder / "meta.pkl")
-            if vocab == state["vocab"]:
+            found, tokenizer = read_meta(folder / "meta.pkl")
+            if found == vocab:
                 return tokenizer
     return NO_TOKENIZER
+
+
+def guess_tokenizer(path: Path, rows: int, dataset: str = "") -> tuple[int, dict]:
+    """
+    Return the vocabulary size and the tokenizer of weights that come without one: those of a
+    meta.pkl that fits, or GPT-2's for 50257 rows or, padded, 50304; otherwise all rows, with an
+    unknown tokenizer.
+    """
+    tokenizer = find_characters(path, rows, dataset)
+    if tokenizer == NO_TOKENIZER and rows in (GPT2_VOCAB, 50304):
+        return GPT2_VOCAB, dict(kind="gpt2")
+    return rows, tokenizer
+
+
+def plain_name(name: str) -> str:
+    """Return a weight's name without the parts that wrappers of the model have added."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 # -----------------------------------------------------------------------------
@@ -201,6 +219,7 @@ def read_hf(folder: Path) -> dict:
     Read a Hugging Face GPT-2 from config.json and model.safetensors. Raises UserError if a file is
     missing or model.py cannot compute the model.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     hf = read_json(folder / "config.json", hint="get it again")
@@ -210,9 +229,14 @@ def read_hf(folder: Path) -> dict:
             f"{folder}: no model.safetensors; make one with transformers: GPT2LMHeadModel."
             f"from_pretrained({str(folder)!r}).save_pretrained('NEW', max_shard_size='50GB')"
         )
+    file = folder / "model.safetensors"
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"{file}: {checkpoint.what_is(file)} ({error})") from None
     weights = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        name = name.removeprefix("transformer.")
+    for name, tensor in tensors.items():
+        name = plain_name(name).removeprefix("transformer.")
         if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # a causal mask, which older versions of transformers stored
         if name != "lm_head.weight":
@@ -221,18 +245,32 @@ def read_hf(folder: Path) -> dict:
         weights[name] = tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    vocab, tokenizer = guess_vocabulary(config.vocab_size)
-    if "tokenizer_spec" in hf:  # written by convert.py
-        vocab, tokenizer = config.vocab_size, hf["tokenizer_spec"]
+    vocab, tokenizer = find_tokenizer(folder, config.vocab_size, hf.get("tokenizer_spec"))
     return dict(
         model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
     )
 
 
+def find_tokenizer(folder: Path, rows: int, exported: dict | None) -> tuple[int, dict]:
+    """
+    Return the vocabulary size and the tokenizer of a Hugging Face folder whose embedding has this
+    many rows: by its files, by what convert.py has `exported` in its config.json, or by a guess.
+    Raises UserError if they are not those of the weights.
+    """
+    files = {path.name for path in folder.iterdir()}
+    if files & {"tokenizer.json", "vocab.json"}:
+        return fit_tokenizer(read_bpe(folder, "get it again"), rows, folder)
+    if exported:
+        return fit_tokenizer(exported, rows, folder)
+    if any(name == "vocab.txt" or name.endswith(".model") for name in files):
+        return rows, NO_TOKENIZER  # WordPiece and SentencePiece, which only transformers reads
+    return guess_tokenizer(folder, rows)
+
+
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
     """Return the model config of a config.json. Raises UserError if model.py cannot compute it."""
-    if hf.get("model_type") != "gpt2":
-        kind = hf.get("model_type")
+    kind = hf.get("model_type", "gpt2" if "n_embd" in hf else None)  # old files do not say it
+    if kind != "gpt2":
         raise UserError(
             f"{folder}: holds a {kind!r} model; only models in GPT-2's format can be loaded, "
             "such as gpt2-medium"
@@ -260,13 +298,18 @@ def read_checkpoint(path: Path) -> dict:
     if "model_config" in state:
         return state
     if "model_args" not in state:
-        raise UserError(f"{path}: not a checkpoint of this program or of nanoGPT")
+        raise UserError(
+            f"{path}: not a checkpoint of this program or of nanoGPT, because it has no model_args "
+            f"(but {', '.join(map(str, [*state][:3]))}); save a dict with model, the state dict "
+            "under nanoGPT's names, and model_args, the dict of GPTConfig's values"
+        )
     config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():
         if not name.endswith(".attn.bias"):  # a causal mask, which old checkpoints contain
-            weights[name.removeprefix("_orig_mod.")] = tensor.float()  # torch.compile's prefix
-    vocab, tokenizer = guess_vocabulary(config.vocab_size)
+            weights[plain_name(name)] = tensor.float()
+    dataset = state.get("config", {}).get("dataset", "")
+    vocab, tokenizer = guess_tokenizer(path, config.vocab_size, dataset)
     return dict(
         model=weights,
         model_config=config_to_dict(config),
@@ -276,13 +319,3 @@ def read_checkpoint(path: Path) -> dict:
         iter_num=state.get("iter_num"),
         val_loss=state.get("best_val_loss"),  # nanoGPT saves right after its best evaluation
     )
-
-
-def guess_vocabulary(vocab_size: int) -> tuple[int, dict]:
-    """
-    Guess the vocabulary size and the tokenizer from an embedding's rows: GPT-2's for 50257 rows or,
-    padded, 50304; otherwise all rows, with an unknown tokenizer.
-    """
-    if vocab_size in (GPT2_VOCAB, 50304):
-        return GPT2_VOCAB, dict(kind="gpt2")
-    return vocab_size, NO_TOKENIZER

@@ -1199,14 +1199,14 @@ FAULTS = [
         "training/pretrained.py",
         "    scale_attn_weights=(True,),\n",
         "",
-        "integration/test_bad_input.py::test_a_bad_start_is_one_line_a_problem_and_writes_nothing[convert.py hf-to-ckpt unscaled out.pt]",
+        "integration/test_bad_input.py::test_a_bad_start_is_one_line_a_problem_and_writes_nothing[sample.py --init_from=unscaled]",
     ),
     Fault(
         "import_of_sharded_weights_without_a_hint",
         "training/pretrained.py",
         'if not (folder / "model.safetensors").is_file():',
         "if False:",
-        "integration/test_bad_input.py::test_a_bad_start_is_one_line_a_problem_and_writes_nothing[convert.py hf-to-ckpt old_format out.pt]",
+        "integration/test_bad_input.py::test_a_bad_start_is_one_line_a_problem_and_writes_nothing[sample.py --init_from=old_format]",
     ),
     # Chosen again, by somebody who had not read the tests either
     Fault(
@@ -1983,8 +1983,8 @@ FAULTS = [
     Fault(
         "nanogpts_padding_is_vocabulary",
         "training/pretrained.py",
-        "    if vocab_size in (GPT2_VOCAB, 50304):",
-        "    if vocab_size == GPT2_VOCAB:",
+        "and rows in (GPT2_VOCAB, 50304):",
+        "and rows == GPT2_VOCAB:",
         "test_convert.py::test_the_padding_of_nanogpts_vocabulary_is_no_token_and_is_not_exported",
     ),
     Fault(

@@ -165,7 +165,7 @@ def test_without_its_characters_the_message_says_where_to_put_them(nanogpt):
     where = f"--out_dir={nanogpt / 'out-shakespeare-char'}"
     table = (nanogpt / "data" / "shakespeare_char" / "meta.pkl").rename(nanogpt / "kept.pkl")
     result = run("sample.py", where, *SHORT)
-    assert result.code == 2 and "copy data/NAME/meta.pkl beside the weights" in result.err
+    assert result.code == 2 and "data/NAME/meta.pkl beside it" in result.err
     table.rename(nanogpt / "out-shakespeare-char" / "meta.pkl")
     assert run("sample.py", where, *SHORT).code == 0
 

@@ -73,6 +73,5 @@ def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
     assert figures["iterations"] == 30
     assert f"{1500 * 32 * 64:,}" in plan
 
-    end(begin("convert.py", "hf-to-ckpt", "hf", "back.pt"))
-    assert end(begin("sample.py", "--init_from=back.pt", *greedy)) == text
+    assert end(begin("sample.py", "--init_from=hf", *greedy)) == text
     assert not (home / "network_was_asked").exists()

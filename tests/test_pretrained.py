@@ -1,0 +1,254 @@
+"""
+Weights of others as people have them: which tokenizer is theirs, names from wrappers, and files
+that are something else. transformers is the reference for tokenizers; convert.py: test_convert.py.
+"""
+
+import json
+import pickle
+import re
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GPT2Tokenizer
+from weights import own_bpe, random_gpt2
+
+import convert
+from common.console import UserError
+from data.tokenizer import Tokenizer, pick_tokenizer, same_tokenizer
+from model import GPT, GPTConfig
+from training.checkpoint import REWRITE
+from training.pretrained import load_pretrained
+
+SMALL = dict(n_layer=1, n_head=2, n_embd=8, n_positions=16)
+OWN = own_bpe().get_vocab_size()
+TEXT = "the cat sat on the mat, naïve\n"
+
+
+def write_own(folder, files: str) -> None:
+    """A tokenizer of OWN ids, as newer or as older versions of transformers save it."""
+    bpe = own_bpe()
+    if files == "tokenizer.json":
+        bpe.save(str(folder / files))
+    else:
+        bpe.model.save(str(folder))
+
+
+@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
+def test_the_tokenizer_in_the_folder_is_that_of_the_weights(files, tmp_path):
+    """They have as many rows as GPT-2, so a guess from that number would say GPT-2's."""
+    random_gpt2(tmp_path, **SMALL, vocab_size=50257)
+    write_own(tmp_path, files)
+    state = load_pretrained(str(tmp_path))
+    text = Tokenizer(state["tokenizer"])
+    reference = own_bpe()
+    reference.no_truncation()
+    ids = reference.encode(TEXT, add_special_tokens=False).ids
+    assert list(text.encode(TEXT)) == ids
+    assert state["vocab"] == OWN  # the other rows are no tokens
+    # data made with the file or the folder fits, GPT-2's does not
+    given = pick_tokenizer(str(tmp_path), tmp_path)
+    assert same_tokenizer(state["tokenizer"], given.spec)
+    assert same_tokenizer(state["tokenizer"], dict(kind="bpe", json=reference.to_str()))
+    assert not same_tokenizer(state["tokenizer"], dict(kind="gpt2"))
+    assert not same_tokenizer(state["tokenizer"], dict(kind="byte"))
+
+
+@pytest.mark.parametrize(
+    "rows, pad, vocab, kind",
+    [
+        (50257, False, 50257, "gpt2"),
+        (50257, True, 50257, "gpt2"),  # a [PAD] without a row, which no text contains
+        (50304, False, 50257, "gpt2"),
+        (50258, True, 50258, "bpe"),
+        (50264, True, 50258, "bpe"),
+    ],
+)
+def test_gpt2s_own_tokenizer_is_recognised_in_resized_models(rows, pad, vocab, kind, tmp_path):
+    if not convert.write_gpt2_tokenizer(tmp_path):
+        pytest.skip("needs GPT-2's files in tiktoken's cache")
+    if pad:
+        theirs = GPT2Tokenizer.from_pretrained(tmp_path)
+        theirs.add_special_tokens({"pad_token": "[PAD]"})
+        theirs.save_pretrained(tmp_path)
+    random_gpt2(tmp_path, **SMALL, vocab_size=rows)
+    state = load_pretrained(str(tmp_path))
+    assert (state["vocab"], state["tokenizer"]["kind"]) == (vocab, kind)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert list(Tokenizer(state["tokenizer"]).encode(TEXT)) == reference.encode(TEXT)
+    assert same_tokenizer(state["tokenizer"], dict(kind="gpt2"))
+
+
+def test_added_tokens_of_an_old_folder_are_tokens(tmp_path):
+    random_gpt2(tmp_path, **SMALL, vocab_size=OWN + 2)
+    write_own(tmp_path, "vocab.json")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<b>": OWN + 1, "<a>": OWN}))
+    state = load_pretrained(str(tmp_path))
+    assert state["vocab"] == OWN + 2
+    assert Tokenizer(state["tokenizer"]).decode([OWN, OWN + 1]) == "<a><b>"
+
+
+def test_a_tokenizer_with_more_ids_than_rows_is_refused(tmp_path):
+    random_gpt2(tmp_path, **SMALL, vocab_size=OWN - 1)
+    write_own(tmp_path, "tokenizer.json")
+    with pytest.raises(UserError, match=f"{OWN} ids.* {OWN - 1} rows"):
+        load_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "spiece.model", "tokenizer.model"])
+def test_a_tokenizer_that_only_transformers_reads_is_not_guessed(name, tmp_path):
+    random_gpt2(tmp_path, **SMALL, vocab_size=50257)
+    (tmp_path / name).write_text("[UNK]\n")
+    state = load_pretrained(str(tmp_path))
+    assert (state["vocab"], state["tokenizer"]) == (50257, dict(kind="unknown"))
+    with pytest.raises(UserError, match="tokenizer.json into the weights' folder"):
+        Tokenizer(state["tokenizer"])
+
+
+def test_an_export_resized_by_others_samples_no_id_without_a_token(tmp_path):
+    random_gpt2(tmp_path, **SMALL, vocab_size=260)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= dict(tokenizer_spec=dict(kind="byte"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = load_pretrained(str(tmp_path))
+    assert (state["vocab"], state["tokenizer"]) == (256, dict(kind="byte"))
+
+
+def test_a_config_from_before_model_types_is_read(tmp_path):
+    random_gpt2(tmp_path, **SMALL)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_pretrained(str(tmp_path))["model_config"]["n_embd"] == 8
+
+
+# -----------------------------------------------------------------------------
+# nanoGPT's checkpoints
+
+ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, dropout=0.0)
+
+
+def nanogpt_state(vocab_size: int) -> dict:
+    torch.manual_seed(0)
+    args = dict(ARGS, vocab_size=vocab_size)
+    weights = GPT(GPTConfig(**args)).state_dict()
+    return dict(model=weights, model_args=args, iter_num=5, config=dict(dataset="x"))
+
+
+@pytest.mark.parametrize("rows", [50257, 50304])
+def test_a_meta_pkl_of_as_many_tokens_as_gpt2_wins_over_the_guess(rows, tmp_path):
+    torch.save(nanogpt_state(rows), tmp_path / "ckpt.pt")
+    assert load_pretrained(str(tmp_path))["tokenizer"] == dict(kind="gpt2")
+    itos = {i: chr(0x4E00 + i) for i in range(rows)}
+    meta = dict(vocab_size=rows, itos=itos, stoi={c: i for i, c in itos.items()})
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    state = load_pretrained(str(tmp_path))
+    assert state["vocab"] == rows
+    assert Tokenizer(state["tokenizer"]).decode([0, rows - 1]) == itos[0] + itos[rows - 1]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "_orig_mod.{}.{}",
+        "module.{}.{}",
+        "module._orig_mod.{}.{}",
+        "_orig_mod.module.{}.{}",
+        "_fsdp_wrapped_module.{}._fsdp_wrapped_module.{}",
+        "{}._orig_mod.{}",
+        "{}._checkpoint_wrapped_module.{}",
+    ],
+)
+def test_names_from_wrappers_of_the_model_are_read(wrapped, tmp_path):
+    state = nanogpt_state(65)
+    expected = state["model"]
+    names = {name: wrapped.format(*name.rsplit(".", 1)) for name in expected}
+    torch.save(state | dict(model={names[n]: t for n, t in expected.items()}), tmp_path / "ckpt.pt")
+    weights = load_pretrained(str(tmp_path))["model"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_names_from_wrappers_are_read_in_a_hugging_face_folder(tmp_path):
+    random_gpt2(tmp_path, **SMALL)
+    expected = load_pretrained(str(tmp_path))["model"]
+    file = tmp_path / "model.safetensors"
+    weights = {f"_orig_mod.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    weights = load_pretrained(str(tmp_path))["model"]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+# -----------------------------------------------------------------------------
+# Files that are something else
+
+
+class Settings:
+    pass
+
+
+def write_foreign_files(folder) -> None:
+    state = nanogpt_state(65)
+    header = np.zeros(256, "<i4")
+    header[:2] = 20240326, 3
+    (folder / "llm.c").write_bytes(header.tobytes() + bytes(999))
+    header[:2] = 20240520, 1
+    (folder / "shard").write_bytes(header.tobytes() + bytes(999))
+    torch.save(state, folder / "legacy", _use_new_zipfile_serialization=False)
+    save_file({"a": torch.zeros(3)}, folder / "safetensors")
+    (folder / "gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(99))
+    (folder / "page").write_text("<!DOCTYPE html><html>404</html>")
+    (folder / "gzip").write_bytes(b"\x1f\x8b" + bytes(99))
+    (folder / "tensorflow").write_bytes(np.arange(1, 99, dtype="f4").tobytes())
+    (folder / "empty").write_bytes(b"")
+    torch.save(state, folder / "cut")
+    (folder / "cut").write_bytes((folder / "cut").read_bytes()[:-100])
+    torch.save(state["model"], folder / "state_dict")
+    torch.save(dict(state_dict=state["model"], epoch=1, global_step=5), folder / "lightning")
+    torch.save(state | dict(best_val_loss=np.float64(2.5)), folder / "numpy")
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("llm.c", "weights of llm.c.*export_hf.py"),
+        ("shard", "tokens, not weights"),
+        ("legacy", "before 1.6.*torch.save"),
+        ("safetensors", "safetensors weights; give their folder"),
+        ("gguf", "GGUF.*Hugging Face folder"),
+        ("page", "web page.*download it again"),
+        ("gzip", "gzip; unpack it"),
+        ("tensorflow", r"another program; it begins with b'\\x00\\x00\\x80\?"),
+        ("empty", "empty"),
+        ("cut", "cut short or damaged"),
+        ("state_dict", "no model_args.*transformer.wte.weight"),
+        ("lightning", "no model_args.*state_dict, epoch, global_step"),
+        ("numpy", r"contains numpy.*scalar.*if you trust it.*weights_only=False"),
+    ],
+)
+def test_a_file_of_another_program_is_called_what_it_is(name, words, tmp_path):
+    write_foreign_files(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_pretrained(str(tmp_path / name))
+    (line,) = error.value.args
+    assert str(tmp_path / name) in line
+    assert re.search(words, line, re.DOTALL), line
+
+
+def test_the_command_in_the_message_writes_a_checkpoint_that_is_read(tmp_path, monkeypatch):
+    """Also for build-nanogpt's, whose config is an object instead of model_args."""
+    monkeypatch.chdir(tmp_path)
+    state = nanogpt_state(65)
+    settings = Settings()
+    settings.__dict__ |= state["model_args"]
+    others = dict(model=state["model"], config=settings)
+    code = REWRITE.split('"')[1]
+    for given in (state | dict(iter_num=np.int64(5)), others):
+        torch.save(given, "OLD.pt")
+        with pytest.raises(UserError, match="if you trust it"):
+            load_pretrained("OLD.pt")
+        exec(code, {})
+        weights = load_pretrained("NEW.pt")["model"]
+        assert all(torch.equal(weights[name], tensor) for name, tensor in state["model"].items())
