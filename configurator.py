@@ -213,6 +213,18 @@ KIND_NAMES = {
 # Files and flags
 
 
+def launched(name: str, default: int) -> int:
+    """
+    Return one of the numbers that torchrun puts into the environment. Raises UserError for a value
+    that another launcher has left there.
+    """
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or (text == "0" and name.endswith("SIZE")):
+        hint = f"unset {name}, or start with torchrun"
+        raise UserError(f"{name}={text!r} in the environment is not a number of torchrun; {hint}")
+    return int(text)
+
+
 def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     """
     Read a command line into a Config and fill in the values that follow from other keys.
@@ -220,7 +232,7 @@ def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     problem.
     """
     config = read_config(argv, other_flags=other_flags)
-    config, problems = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
+    config, problems = resolve(config, launched("WORLD_SIZE", 1))
     raise_if_any(problems)
     if config.tokens_per_iter not in (0, config.iter_tokens):
         print_err(batch_line(config))
@@ -292,6 +304,8 @@ def read_flag(
         raise UserError(f"{argument}: flags are written --key=value")
     if not equals and left and not left[0].startswith("--") and not left[0].endswith(".py"):
         text = left.pop(0)
+    if name in ("local-rank", "local_rank"):
+        raise UserError(f"--{name}: from torch.distributed.launch; start with torchrun instead")
     if name not in known:
         meant = did_you_mean(OTHER_NAMES.get(name, name), [*known, *other_flags], "--")
         raise UserError(f"--{name}: unknown key{meant}")

@@ -23,6 +23,13 @@ EVAL = re.compile(
     rf"^step (\d+): train loss {N}, val loss ({N})(?:, low ({N}), high ({N}))?", re.MULTILINE
 )
 SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# a line of nanoGPT's after something else
+PREFIXED = re.compile(
+    r"^(.+?)(?=iter \d+: loss|step \d+: train loss|saving checkpoint to|Overriding: "
+    r"|tokens per iteration will be|number of parameters: |num (?:non-)?decayed parameter)",
+    re.MULTILINE,
+)
 # iter,loss,ms,mfu,train_loss,val_loss, of several runs also low,high,sd: see results/public_runs
 CSV_ROW = re.compile(
     rf"^(\d+),({N})?,({N})?,({N})?,({N})?,({N})?(?:,({N}),({N}),{N})?$", re.MULTILINE
@@ -37,7 +44,7 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     CSV, lines that begin with # hold what nanoGPT printed before the first iteration. Raises
     UserError for a file of another program, and OSError.
     """
-    text = read_text(path)
+    text = without_prefixes(read_text(path))
     if ", tok/s " in text:
         raise UserError(f"{path}: this is train.py's console output; give the run's out_dir")
     warnings = []
@@ -74,6 +81,16 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
             "iterations with them or without them; `time` is n/a or does not include them"
         )
     return [start, *records], warnings
+
+
+def without_prefixes(text: str) -> str:
+    """
+    Remove what torchrun, srun, loggers and terminals put around the lines: prefixes such as
+    `[default0]:` or a time, colours, and progress bars, which return the carriage.
+    """
+    text = ANSI.sub("", text).replace("\r", "\n")
+    found = {re.sub(r"\d+", r"\\d+", re.escape(match[1])) for match in PREFIXED.finditer(text)}
+    return re.sub(f"^(?:{'|'.join(found)})", "", text, flags=re.MULTILINE) if found else text
 
 
 def console_lines(row: re.Match) -> str:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from program import finish, start
 from torch import Tensor
 
 import model
@@ -318,6 +319,34 @@ def test_a_compiler_that_lacks_a_package_names_it(missing, monkeypatch, tmp_path
         problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
     assert missing in problem and "sudo apt install g++ python3-dev" in problem
     assert "cuda_utils" not in problem
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other compilers")
+def test_a_space_in_the_environments_path_is_named(monkeypatch):
+    def broken(*batch):
+        raise subprocess.CalledProcessError(1, ["g++", "-L/home/me/my", "projects/venv"])
+
+    monkeypatch.setattr(sys, "prefix", "/home/me/my projects/venv")
+    with mock.patch("torch.compile", lambda call: broken):
+        gpt = build_model(MODELS["gpt2"])
+        problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
+    assert "a space: /home/me/my projects/venv" in problem
+
+
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_variable_that_turns_the_compiler_off_is_named(variable):
+    """Eager code passes any comparison with itself. torch reads one of the two at its import."""
+    code = (
+        "import torch, train; from training.compiled import try_compiling; "
+        "from training import hardware; from configurator import Config; "
+        "from model import GPT, GPTConfig; "
+        "model = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=8)); "
+        "hw = hardware.set_up(Config(device='cpu', dtype='float32')); "
+        "print(try_compiling(model, 2, 64, hw))"
+    )
+    result = finish(start("-c", code, cold=True, **{variable: "1"}))
+    assert result.code == 0, result.err
+    assert result.out == f"torch.compile compiled nothing; unset {variable}\n"
 
 
 def test_with_dropout_the_evaluation_is_compared():

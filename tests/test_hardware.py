@@ -757,10 +757,14 @@ def test_the_compiler_reads_the_switch_that_is_set():
     assert finish(switched).out == f"{torch.__version__ >= '2.15'}\n"
 
 
-@pytest.mark.parametrize("home", ["home", "none"])
+@pytest.mark.parametrize("home", ["home", "my home", "none"])
 def test_compiled_code_is_kept_in_a_home_that_can_be_written(home, fresh_linux, tmp_path):
-    """A container's user may have none, and torch makes the folder when it is imported."""
-    (tmp_path / "home").mkdir()
+    """
+    A container's user may have none, and torch makes the folder when it is imported. torch's
+    compiler cannot use a path with a space.
+    """
+    for name in ("home", "my home"):
+        (tmp_path / name).mkdir()
     os.environ["HOME"] = os.environ["USERPROFILE"] = str(tmp_path / home)
     set_environment()
     expected = f"{tmp_path}/home/.cache/torchinductor" if home == "home" else None

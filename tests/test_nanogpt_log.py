@@ -194,3 +194,39 @@ def test_a_run_of_ours_is_laid_beside_a_public_one(tmp_path):
     rows = json.loads(table.read_text())["runs"]
     at_1000 = [rows[name]["val_loss_at_iter/1000"] for name in ("gpt124m", "edu_124m_rtx4070")]
     assert at_1000 == [3.9, 4.0375]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "[default0]:{}",
+        "[rank0]: {}",
+        "0: {}",
+        "{}\r",
+        "2026-03-01 12:00:07,123 INFO {}",
+        "Mar  1 12:00:07 node03 run.sh[812]: {}",
+        "\x1b[32m{}\x1b[0m",
+        "\x1b[2K 12%|##  | 3/25 [00:01]\r{}",
+        " 12%|##  | 3/25 [00:01]{}",
+        '{{"log": "{}\\n", "stream": "stdout"}}',
+    ],
+)
+@pytest.mark.parametrize("begin", [0, 700])
+def test_a_log_is_read_through_what_other_programs_put_around_its_lines(wrap, begin, tmp_path):
+    """From the first line or, after a restart under another launcher, from a later one."""
+    lines = launch(10, 2000).splitlines()
+    plain = read(tmp_path, "\n".join(lines))
+    lines[begin // 10 :] = [wrap.format(line) for line in lines[begin // 10 :]]
+    seen = read(tmp_path, "\n".join(lines))
+    assert seen.iterations == plain.iterations == 2001
+    assert len(seen.eval["iter"]) == 5
+    assert seen.eval["seconds"].sum() == pytest.approx(4 * PAUSE_MS / 1000)
+    assert seen.hours == plain.hours
+    assert len(seen.checkpoint["iter"]) == 4
+
+
+def test_settings_behind_a_prefix_are_read(tmp_path):
+    """Lines of a printed config file, which nothing but the prefix of the others tells apart."""
+    text = "batch_size = 12\nOverriding: n_layer = 3\n" + launch(10, 2000)
+    seen = read(tmp_path, "".join(f"[default0]:{line}\n" for line in text.splitlines()))
+    assert (seen.config["batch_size"], seen.config["n_layer"]) == (12, 3)

@@ -22,7 +22,7 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
-from common.console import COMMAND, RunError, UserError, warn
+from common.console import COMMAND, RunError, UserError, dead_link, warn
 from common.files import (
     fsync_folder,
     lack_of_space,
@@ -48,9 +48,7 @@ class OtherFormat(UserError):
 def save(state: dict, path: Path) -> None:
     """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}  # tied weights count once
-    if shortage := lack_of_space(path.parent, sum(sizes.values())):
+    if shortage := lack_of_space(path.parent, size_of(state)):
         raise OSError(errno.ENOSPC, shortage)
     with replacing(path) as file:
         try:
@@ -58,6 +56,12 @@ def save(state: dict, path: Path) -> None:
         except RuntimeError as error:
             # after a failed write, torch's archive writer hides the OSError behind its own error
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def size_of(state: dict) -> int:
+    """Return the bytes of all tensors in a state."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())  # tied ones once
 
 
 # Writes the weights of a checkpoint like nanoGPT's again, as plain values
@@ -155,6 +159,8 @@ def find_newest(out_dir: Path) -> Path | None:
     damaged checkpoint. If all are damaged, raises UserError, so that a run never silently starts
     from scratch.
     """
+    if gone := dead_link(out_dir):
+        raise UserError(f"{out_dir}: {gone}")
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         try:
@@ -256,7 +262,12 @@ class Saver:
         try:
             save_newest(state, path, self.keep, is_best, check=not self.has_saved)
         except OSError as error:
-            return f"checkpoint {it} is not saved: {error.strerror or error}"
+            problem = f"checkpoint {it} is not saved: {error.strerror or error}"
+            if error.errno == errno.EFBIG:  # waiting for room would not help
+                limit = f"{self.out_dir} takes no file of {size_of(state):,} bytes"
+                hint = f"give another --out_dir, or raise ulimit -f; {resume_hint(self.out_dir)}"
+                raise RunError(f"{problem}; {limit}; {hint}") from None
+            return problem
         except UserError as error:  # from reading back the first checkpoint
             raise RunError(f"{error}; this disk does not return what was written to it") from None
         self.has_saved = True

@@ -4,10 +4,12 @@ Compile the model, and check that compiled code computes the same as eager code.
 
 import contextlib
 import os
+import re
 import shutil
 import statistics
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +84,8 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     Returns why compiled code cannot be used here, "" if it can. Weights, gradients, buffers and
     random states stay as they were. Raises WrongKernels, or torch's error if memory runs out.
     """
+    from torch._dynamo.utils import counters  # lazily, because this imports torch's compiler
+
     compile_model(model)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
@@ -89,6 +93,9 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
         if isinstance(error, WrongKernels) or is_out_of_memory(error):
             raise
         return reason_of(error)
+    if not counters["stats"]["unique_graphs"]:  # what ran was eager code
+        names = [name for name in sorted(os.environ) if re.match("TORCH(_COMPILE|DYNAMO)_", name)]
+        return f"torch.compile compiled nothing; unset {', '.join(names)}"
     return ""
 
 
@@ -105,6 +112,10 @@ def reason_of(error: Exception) -> str:
             return "there is no g++; sudo apt install g++ python3-dev"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "there is no Python.h; sudo apt install g++ python3-dev"
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+        for place in (sys.prefix, cache):
+            if re.search(r"\s", place):  # torch up to 2.13 does not quote paths
+                return f"torch's compiler cannot use a path with a space: {place}; move it"
     if reason.endswith("raised:"):  # torch wraps a backend's error, which is on the next line
         reason = " ".join(lines[:2])
     if sys.platform == "win32" and "riton" in reason:  # torch for Windows does not include Triton

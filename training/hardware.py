@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from common.console import UserError, say, warn
-from configurator import Config, divisors
+from configurator import Config, divisors, launched
 from model import GPTConfig
 from model_fast import build_model
 from training.gpus import GIB, find_row, row_peak
@@ -52,9 +52,11 @@ MEASURED = "measured"  # peak_source if the peak was measured instead of looked 
 MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 # Defaults that torch reads when it first compiles or allocates. The user's own values win.
-if os.access(os.path.expanduser("~"), os.W_OK):  # a container may give its user no home
+home = os.path.expanduser("~")
+# A container may give its user no home, and torch's compiler cannot use a path with a space.
+if os.access(home, os.W_OK) and not re.search(r"\s", home):
     # torch's default is in /tmp, which is emptied at reboot
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/torchinductor"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
 if sys.platform == "win32":
     os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # 260-character limit
     # otherwise Intel's runtime, part of some numpy builds, kills the process on Ctrl-C
@@ -178,7 +180,7 @@ def check_device(config: Config) -> list[str]:
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
         return [f"device: {wanted}, but {seen}; {cuda_hint()}, or --device=cpu"]
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    here = launched("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     if kind != "cpu" and gpus and here > gpus:
         return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]

@@ -500,11 +500,11 @@ class Tracker:
         self.writer: Any = None
         with self.warn_on_failure():
             if self.kind == "wandb":
-                import wandb
+                from wandb import init  # not of a mere folder named wandb, which imports too
 
                 id_file = Path(config.out_dir, "wandb_id.txt")
                 run_id = id_file.read_text() if purge_from and id_file.exists() else ""
-                self.writer = wandb.init(
+                self.writer = init(
                     id=run_id or None,
                     resume="allow",
                     allow_val_change=True,  # keys may change on a resume

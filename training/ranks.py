@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import RunError, UserError, print_err, warn
+from configurator import launched
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
 # For all other collectives. The ranks wait in one while rank 0 downloads weights, for example.
 HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
+SLOW_START = 10.0  # seconds before a line that says which processes are missing
 SLOW_EXCHANGE = 60.0  # seconds before a warning that averaging the first gradients is slow
 # NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
 # in Docker, whose shared memory is only 64 MB by default.
@@ -44,18 +46,37 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.rank = 0
-        self.local_rank = 0
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.world_size = launched("WORLD_SIZE", 1)
+        self.rank = launched("RANK", 0)
+        self.local_rank = launched("LOCAL_RANK", 0)
+        if self.rank >= self.world_size:
+            given = f"RANK={self.rank} in the environment, but WORLD_SIZE={self.world_size}"
+            raise UserError(f"{given}; unset both, or start with torchrun")
         if self.world_size > 1:
             self.join()
         self.is_main = self.rank == 0  # the process that decides, logs and saves
 
     def join(self) -> None:
-        self.rank = int(os.environ.get("RANK", 0))  # torch reports missing variables
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                given = f"WORLD_SIZE={self.world_size} is set, but {name} is not"
+                raise UserError(f"{given}; unset WORLD_SIZE, or start with torchrun")
+        place = f"{os.environ['MASTER_ADDR']}:{launched('MASTER_PORT', 0)}"
+        line = f"waiting for {self.world_size} processes at {place}"
+        hint = "if this is the only one, unset WORLD_SIZE"
+        waiting = threading.Timer(SLOW_START, print_err, [f"{line}; {hint}"])
+        waiting.start()
+        try:
+            self.meet()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"{line} failed ({reason}); start all of them, or {hint}") from None
+        finally:
+            waiting.cancel()
         if self.rank > 0:
             sys.stdout = open(os.devnull, "w")
+
+    def meet(self) -> None:
         # torchrun keeps one store across restarts, and that store still holds the addresses of dead
         # processes. A prefix per restart hides them; without it, restarts occasionally fail.
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))

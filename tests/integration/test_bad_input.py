@@ -165,7 +165,7 @@ FOLDERS = [
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "bad_sha"),
     ("train.py tiny.py --init_from=nowhere.pt", "nowhere.pt no such"),
     ("train.py tiny.py --init_from=scrath", "scrath scratch"),
-    ("train.py tiny.py --init_from=evil.pt", "evil.pt not a checkpoint"),
+    ("train.py tiny.py --init_from=evil.pt", "evil.pt contains getattr trust"),
     ("train.py tiny.py --init_from=unknown.pt", "unknown.pt nanoGPT"),
     ("train.py tiny.py --init_from=cut.pt", "cut.pt damaged"),
     ("train.py tiny.py --init_from=flipped.pt", "flipped.pt changed"),
@@ -240,31 +240,51 @@ TOOLS = [
     ("compare.py old.log --gpu=4711", "gpu 4711"),
     ("compare.py old.log --gpu=3080", "gpu 3080 10GB 12GB"),
     ("compare.py old.log --gpu=2070", "gpu 2070 bfloat16 certain"),
+    ("sample.py --init_from=lfs/hf", "lfs/hf/config.json git-lfs pointer git lfs pull"),
+    ("sample.py --init_from=lfs/bin", "lfs/bin/model.safetensors git-lfs git lfs pull"),
+    ("sample.py --out_dir=lfs/run2", "lfs/run2/best.pt git-lfs pointer git lfs pull"),
+    ("train.py tiny.py --dataset=lfs/chars2", "lfs/chars2/meta.pkl git-lfs git lfs pull"),
+    ("sample.py --init_from=gone", "gone link /nowhere/runs not there"),
+    ("train.py tiny.py --out_dir=gone", "gone link /nowhere/runs not there"),
+    ("train.py tiny.py --out_dir=gone/x", "gone link /nowhere/runs not there"),
+    ("train.py tiny.py --init_from=resume --out_dir=gone/x", "gone link /nowhere/runs not there"),
+    ("train.py tiny.py --dataset=./gone", "gone link /nowhere/runs not there"),
+    ("train.py tiny.py --local-rank=0", "--local-rank torchrun"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
     ("convert.py ckpt-to-hf nowhere out", "nowhere no such"),
     ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
     ("convert.py ckpt-to-hf unknown.pt out", "unknown.pt nanoGPT"),
     ("convert.py ckpt-to-hf evil.pt out", "evil.pt"),
-    ("convert.py hf-to-ckpt nowhere out.pt", "nowhere no such"),
-    ("convert.py hf-to-ckpt empty out.pt", "empty config.json"),
+    ("convert.py hf-to-ckpt nowhere out.pt", "hf-to-ckpt no longer --init_from=nowhere"),
+    ("convert.py nanogpt-to-ckpt ckpt.pt", "nanogpt-to-ckpt --init_from=ckpt.pt"),
     ("convert.py ckpt-to-hf flipped.pt out", "flipped.pt changed"),
     ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight finite"),
     ("convert.py ckpt-to-hf empty out", "empty no checkpoint"),
     ("convert.py ckpt-to-hf run book.txt", "book.txt"),
-    ("convert.py hf-to-ckpt llama out.pt", "llama gpt2"),
-    ("convert.py hf-to-ckpt fast_export out.pt", "nightshift_fast gpt2"),
-    ("convert.py hf-to-ckpt relu out.pt", "activation_function relu"),
-    ("convert.py hf-to-ckpt unscaled out.pt", "scale_attn_weights False"),
-    ("convert.py hf-to-ckpt by_layer out.pt", "scale_attn_by_inverse_layer_idx True"),
-    ("convert.py hf-to-ckpt torn_config out.pt", "torn_config JSON"),
-    ("convert.py hf-to-ckpt old_format out.pt", "model.safetensors save_pretrained max_shard_size"),
-    ("convert.py hf-to-ckpt cut_weights out.pt", "cut_weights not a model"),
-    ("convert.py nanogpt-to-ckpt nowhere.pt out.pt", "nowhere.pt no such"),
-    ("convert.py nanogpt-to-ckpt evil.pt out.pt", "evil.pt"),
-    ("convert.py nanogpt-to-ckpt run/best.pt unknown.pt", "unknown.pt exists"),
+    ("sample.py --init_from=llama", "llama gpt2"),
+    ("sample.py --init_from=fast_export", "nightshift_fast gpt2"),
+    ("sample.py --init_from=relu", "activation_function relu"),
+    ("sample.py --init_from=unscaled", "scale_attn_weights False"),
+    ("sample.py --init_from=by_layer", "scale_attn_by_inverse_layer_idx True"),
+    ("sample.py --init_from=torn_config", "torn_config JSON"),
+    ("sample.py --init_from=old_format", "model.safetensors save_pretrained max_shard_size"),
+    ("sample.py --init_from=cut_weights", "cut_weights/model.safetensors damaged"),
 ]
 
+# what another launcher may leave in the environment
+LEFTOVERS = [
+    ("WORLD_SIZE=", "WORLD_SIZE '' unset WORLD_SIZE torchrun"),
+    ("WORLD_SIZE=0", "WORLD_SIZE '0' unset WORLD_SIZE torchrun"),
+    ("WORLD_SIZE=two", "WORLD_SIZE 'two' unset WORLD_SIZE torchrun"),
+    ("WORLD_SIZE=2", "WORLD_SIZE=2 RANK is not unset WORLD_SIZE torchrun"),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_PORT=29500", "MASTER_ADDR is not unset"),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=b", "MASTER_PORT 'b' unset"),
+    ("WORLD_SIZE=1 RANK=3", "RANK=3 WORLD_SIZE=1 unset torchrun"),
+    ("RANK=-1", "RANK '-1' unset RANK"),
+    ("LOCAL_RANK=", "LOCAL_RANK '' unset LOCAL_RANK"),
+    ("LOCAL_WORLD_SIZE=", "LOCAL_WORLD_SIZE '' unset LOCAL_WORLD_SIZE"),
+]
 ROWS = "data/prepare_fineweb.py --tokenizer=byte --out=out --source"
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt no such"),
@@ -376,6 +396,13 @@ def write_runs() -> None:
     shutil.copy("evil.pt", "evil_run/ckpt-00000002.pt")
     Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)
     torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
+    Path("gone").symlink_to("/nowhere/runs")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:7\nsize 548105171\n"
+    for name in ("hf/config.json", "bin/model.safetensors", "run2/best.pt", "chars2/meta.pkl"):
+        Path("lfs", name).parent.mkdir(parents=True)
+        Path("lfs", name).write_text(pointer)
+    Path("lfs/bin/config.json").write_text('{"model_type": "gpt2"}')
+    Path("lfs/bin/tokenizer.json").write_text(pointer)
 
 
 def write_hugging_faces_folders() -> None:
@@ -507,6 +534,14 @@ import ctypes
 version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(version_3, none) == 0
 """
+
+
+@pytest.mark.parametrize("row", LEFTOVERS, ids=[row[0] for row in LEFTOVERS])
+def test_what_another_launcher_left_is_named_with_what_to_unset(row, world, monkeypatch):
+    variables, words = row
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    check(world, monkeypatch, "train.py tiny.py", words)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")

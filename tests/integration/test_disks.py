@@ -127,6 +127,23 @@ def best_logged(out_dir: Path) -> int:
 # Full disks
 
 
+def test_a_disk_that_takes_no_file_so_large_ends_the_run(tokens, tmp_path):
+    """FAT32 takes 4 GB, for example. Waiting for room would not help."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        result = run_tiny(tokens, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.code == 1
+    (error,) = lines(result.err, "error: ")
+    end = r"takes no file of ([\d,]+) bytes; give another --out_dir"
+    found = re.search(rf"checkpoint 4 is not saved: .* {end}", error)
+    assert found and int(found[1].replace(",", "")) > 30_000
+    assert not leftovers(tmp_path / "run")
+
+
 def seems_empty():
     """As with a quota: the disk tells of free room, and a write fails in the middle of the file."""
     statvfs = os.statvfs

@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -41,9 +42,26 @@ from program import (
     write_tokens,
 )
 
+from common.console import UserError
 from training.ranks import Ranks
 
 pytest.importorskip("fcntl", reason="signals of POSIX")
+
+
+def test_a_process_that_waits_for_the_others_says_so_and_ends(monkeypatch, capsys):
+    """The variables are complete, but nobody else was started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    values = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    for name, value in (values | dict(MASTER_PORT=port)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("training.ranks.SLOW_START", 0.2)
+    monkeypatch.setattr("training.ranks.TIMEOUT", datetime.timedelta(seconds=2))
+    with pytest.raises(UserError, match="1/2 clients joined.*unset WORLD_SIZE"):
+        Ranks()
+    assert f"waiting for 2 processes at 127.0.0.1:{port}" in capsys.readouterr().err
+
 
 TINY = TINY_RUN | dict(
     gradient_accumulation_steps=4,

@@ -171,10 +171,12 @@ def test_a_tracker_that_fails_costs_one_warning(failing, tiny, tmp_path, monkeyp
     assert checkpoints(tmp_path / "run")[-1] == 8
 
 
+@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder's
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_a_tracker_that_is_missing_costs_one_warning(tracker, tiny, tmp_path, monkeypatch):
+def test_a_tracker_that_is_missing_costs_one_warning(tracker, found, tiny, tmp_path, monkeypatch):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "wandb", found)
     result = train(**tiny, tracker=tracker)
     (line,) = warnings(result.err)
     assert f"pip install {tracker}" in line
