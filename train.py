@@ -644,13 +644,14 @@ def main(
 ) -> int:
     began = time.perf_counter() - import_seconds
 
-    # Which run is this? Rank 0 reads the command and finds the checkpoint; then all ranks load it
+    # Which run is this? Rank 0 reads the command, finds the checkpoint and verifies its checksums;
+    # then all ranks read it
     ranks = Ranks()
     asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
     newest = ranks.on_main(newest_checkpoint, asked)
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
-    resumed = ranks.main_first(checkpoint.load, newest) if newest else None  # the state of this run
+    resumed = ranks.main_first(checkpoint.read, newest) if newest else None  # the state of this run
     weights = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
     c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
 
@@ -847,7 +848,7 @@ def explain(error: Exception, argv: list[str]) -> str:
         return lost_rank(error)
     c = read_config(argv)
     newest = newest_checkpoint(c)
-    resumed = checkpoint.load(newest) if newest else None  # the checkpoint decides some keys
+    resumed = checkpoint.read(newest) if newest else None  # the checkpoint decides some keys
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     c = config_of_run(c, resumed, resumed, world_size)
     return hardware.out_of_memory_line(c, world_size)

@@ -99,11 +99,7 @@ def what_is(path: Path) -> str:
 
 
 def load(path: Path) -> dict:
-    """
-    Return the state in a file after verifying its checksums. No code from the file is executed.
-    Tensors are memory-mapped, so they are read on first use, and processes on one machine share
-    their pages. Raises UserError if the file is damaged.
-    """
+    """Verify a file's checksums, which reads all of it, then read() it. Raises UserError."""
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
@@ -111,6 +107,15 @@ def load(path: Path) -> dict:
         raise UserError(f"{path}: {what_is(path)}") from None
     if record:
         raise UserError(f"{path}: bytes of its record {record} have changed")
+    return read(path)
+
+
+def read(path: Path) -> dict:
+    """
+    Return the state in a file without verifying its checksums. No code from the file is executed.
+    Tensors are memory-mapped, so they are read on first use, and processes on one machine share
+    their pages. Raises UserError if the file is no checkpoint.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # written by another program, or contains code

@@ -3,7 +3,9 @@
 import re
 import shutil
 import signal
+import zipfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -41,6 +43,21 @@ def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_contin
     result = finish(start(script, *again, f"--max_iters={saved + 2}", cwd=tmp_path))
     assert result.code == 0, result.err
     assert column(tmp_path / "run", "step", "iter") == [*range(saved + 2)]
+
+
+def test_a_resume_verifies_the_checksums_of_its_checkpoint_once(tokens, tmp_path):
+    """A second time would take seconds for a checkpoint of gigabytes."""
+    arguments = dict(SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run")
+    train(**arguments | dict(max_iters=2))
+    verified, testzip = [], zipfile.ZipFile.testzip
+
+    def verify(file):
+        verified.append(Path(file.filename).name)
+        return testzip(file)
+
+    with mock.patch("zipfile.ZipFile.testzip", verify):
+        train(**arguments | dict(max_iters=4), init_from="resume")
+    assert verified == ["ckpt-00000002.pt", "ckpt-00000004.pt"]  # the second one after its save
 
 
 def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(tokens, tmp_path):
