@@ -43,7 +43,7 @@ from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
-from training.clock import Clock, Position, Speedometer
+from training.clock import Clock, Position
 from training.compiled import compile_and_check
 from training.hardware import Hardware
 from training.log import Log
@@ -389,13 +389,9 @@ def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | Non
 
 
 def is_best(progress: Progress) -> bool:
-    """
-    Return whether the weights of this iteration have the lowest validation loss so far. Before the
-    next iteration, that is also true of the untrained model and of a resumed best checkpoint.
-    """
+    """Return whether the weights of this iteration have a lower val_loss than any saved before."""
     is_evaluated = progress.evaluated_at == progress.iter_num
-    is_improved = progress.val_loss < progress.best_val_loss
-    return is_evaluated and (is_improved or progress.best_iter == progress.iter_num)
+    return is_evaluated and progress.val_loss < progress.best_val_loss
 
 
 def save_due(c: Config, now: Position, progress: Progress, saved: Saved, stop: str | None) -> bool:
@@ -581,13 +577,13 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
     )
 
 
-def save(state: dict, best: bool, stop: str | None, c, saver, signals, log, ranks) -> str:
+def save(state: dict, stop: str | None, c, saver, signals, log, ranks) -> str:
     """
     Save the state on rank 0. Returns "" or how the disk failed, on every rank. At the end of a run
     (`stop`), waits until the disk has room. A signal, also the one that stopped the run, ends the
     wait after one attempt, because whoever sent it wants the machine back. Raises RunError then.
     """
-    while (problem := ranks.on_main(saver.save, state, best)) and stop:
+    while (problem := ranks.on_main(saver.save, state)) and stop:
         if signals.stop_asked():
             ranks.fail(f"{problem}; make room; {checkpoint.resume_hint(c.out_dir)}")
         hint = "trying again every minute; Ctrl-C gives up and frees the device"
@@ -705,7 +701,6 @@ def main(
         ranks.on_main(warn_of_higher_rate, c, clock, resumed)
     # A thread begins to read ahead, from the sequence at which the run stands
     batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    speedometer = Speedometer(clock, hw, progress.iter_num, progress.tokens)
     del resumed, weights  # frees the loaded checkpoint
     clock.lap("start-up")  # book the seconds since the last lap
 
@@ -724,11 +719,12 @@ def main(
     if compiles:
         log.report_compile(progress.iter_num, seconds, compile_problem)
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
-    autocast = hw.autocast()
     skips_in_a_row = torch.zeros((), device=hw.device)  # updates skipped since the last applied
     skips_since_line = torch.zeros((), device=hw.device)
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
-    clock.begin_schedule()  # the time before this counts for hours, but not for the learning rate
+    # Measure speed from here on. In a new run, the schedule begins too: the time so far counts for
+    # hours, but not for the learning rate
+    clock.begin_iterations(progress)
 
     while True:
         it = progress.iter_num
@@ -770,12 +766,11 @@ def main(
         if save_due(c, now, progress, saved, stop):
             clock.lap("steps")
             check_finite(eval_model, it, c, ranks)
-            best = is_best(progress)  # if so, best.pt becomes the same file
             to_save = progress
-            if best:  # a best loss counts only once its checkpoint is on disk
+            if is_best(progress):  # makes the checkpoint best.pt too; counts only once it is saved
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
             state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, hw, ranks)
-            problem = save(state, best, stop, c, saver, signals, log, ranks)
+            problem = save(state, stop, c, saver, signals, log, ranks)
             del state  # or an optimizer could not free the tensors that it replaces
             if not problem:
                 progress = to_save
@@ -796,7 +791,7 @@ def main(
             group["lr"] = get_lr(it, c, now.share, group["initial_lr"])
         micro_batches = batches.take(accum)
         loss_sum, grad_norm = train_step(
-            ddp_model, optimizer, scaler, micro_batches, c.grad_clip, autocast
+            ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
         is_skipped = ~grad_norm.isfinite()  # the same on all ranks, because gradients are averaged
         skips_in_a_row = (skips_in_a_row + 1) * is_skipped
@@ -813,13 +808,12 @@ def main(
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
             # speed since the last line, including waits for data but not evaluations and saves
-            speed = speedometer.read(progress.iter_num, progress.tokens, batches.waited, ranks)
+            speed = clock.lap_iterations(progress, batches.waited, hw.peak_memory_gib(), ranks)
             clock.expect("iteration", speed.iter_seconds)
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
-            norm = grad_norm.item()
-            log.report_step(it, tokens_before, progress.tokens, loss, lr, norm, speed)
+            log.report_step(it, tokens_before, progress.tokens, loss, lr, grad_norm.item(), speed)
             if skipped := int(skips_since_line):
                 reason = "a gradient was not finite"
                 log.warn(it, f"{skipped} updates skipped since the last line: {reason}")
@@ -833,7 +827,7 @@ def main(
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     # the final evaluation and save may have used more memory than the iterations did
-    (mem_gib,) = ranks.max(hw.peak_memory_gib() or 0.0)
+    (mem_gib,) = ranks.max(hw.peak_memory_gib())
     log.finish(stop, stop in COMPLETE, progress, batches.waited, mem_gib)
     saver.close()
     signals.close()

@@ -1,12 +1,15 @@
 """The clock of a run, by itself. Whole nights: test_nights.py; with a whole run: integration/."""
 
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from configurator import Config
-from training.clock import Clock, Position
+from training.clock import Clock, Position, Speed, clock_time
+
+BEGINNING = SimpleNamespace(iter_num=0, tokens=0)  # the fields of a Progress that a clock reads
 
 
 def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None) -> Clock:
@@ -20,13 +23,15 @@ def test_an_until_that_passes_while_torch_is_imported_is_not_tomorrows(monkeypat
     now = datetime(2026, 3, 4, 7, 0, 20).timestamp()
     monkeypatch.setattr(time, "time", lambda: now)
     assert clock_at(30, Config(until="07:00"), monkeypatch).left() == pytest.approx(-20)
+    # but typed at 07:00:00, it is
+    assert clock_at(20, Config(until="07:00"), monkeypatch).left() == 24 * 3600 - 20
 
 
 def test_a_run_that_is_stopped_before_its_last_update_makes_it_on_a_resume(monkeypatch):
     """The resume takes longer than what was left. The rate would not come down to min_lr."""
     c = Config(hours=1)
     clock = clock_at(0, c, monkeypatch)
-    clock.begin_schedule()
+    clock.begin_iterations(BEGINNING)
     for what, seconds in dict(iteration=60, evaluation=10, checkpoints=10).items():
         clock.expect(what, seconds)
     clock.advance(clock.position(0).share)
@@ -62,6 +67,8 @@ POSITIONS = {
     # until the last update must begin, there is one more iteration, or just not
     "before the last update but one": (HOUR, TIMED, 3359, 95, 2959 / 3020, False),
     "before the last update": (HOUR, TIMED, 3360, 95, 1, False),
+    # an update ends and nothing of the time for it is left
+    "when the last update must begin": (HOUR, TIMED, 3420, 95, 1, False),
     "after the hour": (HOUR, TIMED, 3700, 95, 1, False),
 }
 
@@ -70,13 +77,14 @@ POSITIONS = {
 def test_the_share_and_the_spare_time_follow_from_the_durations(name, monkeypatch):
     c, estimates, seconds, it, share, has_spare_time = POSITIONS[name]
     clock = clock_at(400, c, monkeypatch)
-    clock.begin_schedule()
+    clock.begin_iterations(BEGINNING)
     clock.estimates.update(estimates)
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
     found = clock.position(it)
     assert found.share == pytest.approx(share, abs=1e-12)
     assert found.has_spare_time == has_spare_time
-    assert not found.time_is_up  # no update was made at share 1
+    clock.advance(0.999)
+    assert not clock.position(it).time_is_up  # no update was made at share 1
     clock.advance(1.0)
     # 180 seconds before the hour the last update must have begun
     assert clock.position(it).time_is_up == (c.by_clock and seconds > 3420)
@@ -88,7 +96,7 @@ def test_a_position_is_the_same_however_often_one_asks(monkeypatch):
     clock = clock_at(30, HOUR, monkeypatch)
     changes = [
         lambda: clock.lap("start-up"),
-        clock.begin_schedule,
+        lambda: clock.begin_iterations(BEGINNING),
         lambda: clock.expect("evaluation", 50),
         lambda: clock.advance(0.3),
         clock.restart_save_timer,
@@ -132,7 +140,7 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     assert clock.left() == 8 * 3600
     monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
     assert clock.lap("start-up") == 50
-    clock.begin_schedule()
+    clock.begin_iterations(BEGINNING)
     clock.advance(0.25)
     clock.expect("iteration", 9)
     monkeypatch.setattr(time, "perf_counter", lambda: 80.0)
@@ -141,7 +149,7 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
 
     now += 12 * 3600
     later = clock_at(7, c, monkeypatch, resumed)
-    later.begin_schedule()
+    later.begin_iterations(BEGINNING)
     assert later.state_dict() == clock.state_dict()
     assert (later.share, later.setup_seconds, later.estimates) == (0.25, 50, dict(iteration=9))
     assert later.left() == -4 * 3600
@@ -152,3 +160,36 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).share == 0
     assert clock_at(7, Config(hours=1), monkeypatch, resumed).left() == 3600 - 87
     assert clock_at(7, Config(), monkeypatch, resumed).left() == float("inf")
+
+
+class Slower:
+    """Two ranks, of which the other takes and waits twice as long and uses half the memory."""
+
+    def max(self, elapsed, waited, mem_gib):
+        return [2 * elapsed, 2 * waited, max(mem_gib, mem_gib / 2)]
+
+
+def test_a_speed_is_of_the_iterations_since_the_last_line_on_the_slowest_rank(monkeypatch):
+    """Seven iterations were made by an earlier launch. A lap waits for the device."""
+    now, waits = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    resumed = dict(clock={}, ledger=dict(steps=500.0))
+    clock = Clock(0.0, lambda: waits.append(now[0]), HOUR, resumed)
+    clock.begin_iterations(SimpleNamespace(iter_num=7, tokens=700))
+    now[0] = 30.0
+    speed = clock.lap_iterations(SimpleNamespace(iter_num=10, tokens=1000), 6.0, 4.5, Slower())
+    assert speed == Speed(20.0, 4.0, 300 / 60, 4.5)
+    now[0] = 130.0
+    clock.lap("evaluation")  # no part of an iteration
+    now[0] = 138.0
+    speed = clock.lap_iterations(SimpleNamespace(iter_num=12, tokens=1200), 7.0, 4.6, Slower())
+    assert speed == Speed(8.0, 1.0, 200 / 16, 4.6)
+    assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
+    assert waits == [30.0, 130.0, 138.0]
+
+
+def test_a_time_of_day_is_rounded_to_a_minute_and_has_a_date_if_it_is_not_today(monkeypatch):
+    noon = datetime.now().replace(hour=12, minute=0, second=0, microsecond=0)
+    monkeypatch.setattr(time, "time", noon.timestamp)
+    assert [clock_time(s) for s in (-500, 0, 29, 31, 3600)] == 3 * ["12:00"] + ["12:01", "13:00"]
+    assert clock_time(24 * 3600) == f"{noon + timedelta(days=1):12:00 on %Y-%m-%d}"

@@ -253,11 +253,12 @@ class Saver:
             self.unwritten = missing_lines(path, resumed["unwritten"])
         self.metrics = open(path, "ab", buffering=0)
 
-    def save(self, state: dict, is_best: bool) -> str:
+    def save(self, state: dict) -> str:
         """
-        Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns "" or,
-        if the disk is full or failing, the reason why nothing was saved. The first checkpoint of a
-        launch is read back; raises RunError if the file turns out damaged.
+        Save `state` as the newest checkpoint and, if it is of best_iter, as best.pt too. Returns ""
+        or, if the disk is full or failing, the reason why nothing was saved. Older checkpoints are
+        deleted before the write to make room, but at least one stays until the write has succeeded.
+        The first checkpoint of a launch is read back; raises RunError if the file is damaged.
         """
         it = state["progress"]["iter_num"]
         if not self.out_dir.exists():
@@ -265,7 +266,13 @@ class Saver:
         path = checkpoint_path(self.out_dir, it)
         state = state | dict(unwritten=self.unwritten.decode())
         try:
-            save_newest(state, path, self.keep, is_best, check=not self.has_saved)
+            prune(self.out_dir, max(1, self.keep - 1))
+            save(state, path)
+            if not self.has_saved:
+                load(path)
+            prune(self.out_dir, self.keep)
+            if state["progress"]["best_iter"] == it:
+                link(path, path.with_name("best.pt"))
         except OSError as error:
             problem = f"checkpoint {it} is not saved: {error.strerror or error}"
             if error.errno == errno.EFBIG:  # waiting for room would not help
@@ -302,22 +309,6 @@ class Saver:
         for file in (self.metrics, self.lock):
             if file:
                 file.close()
-
-
-def save_newest(state: dict, path: Path, keep: int, is_best: bool, check: bool) -> None:
-    """
-    Save `state` as the newest checkpoint and delete all but the newest `keep`. If `is_best`, also
-    make the file best.pt. Older checkpoints are deleted before the write to make room, but at least
-    one stays until the write has succeeded. With `check`, the file is read back. Raises OSError if
-    the disk is full or failing.
-    """
-    prune(path.parent, max(1, keep - 1))
-    save(state, path)
-    if check:
-        load(path)
-    prune(path.parent, keep)
-    if is_best:
-        link(path, path.with_name("best.pt"))
 
 
 def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:

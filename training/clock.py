@@ -31,6 +31,16 @@ class Position:
     has_spare_time: bool = True  # for another evaluation or save besides the final ones
 
 
+@dataclass
+class Speed:
+    """Holds means over the iterations between two log lines."""
+
+    iter_seconds: float  # includes waiting for data
+    wait_seconds: float  # the part of iter_seconds spent waiting for data
+    tokens_per_sec: float  # across all ranks
+    mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
+
+
 class Clock:
     """
     Keeps a ledger in which each second of the run, across all launches, belongs to exactly one
@@ -55,7 +65,7 @@ class Clock:
         self.save_timer_began = began
         # The rest is for runs with hours or until
         saved = resumed["clock"] if resumed else {}
-        # seconds used before the first iteration; None until begin_schedule()
+        # seconds used before the first iteration; None until begin_iterations()
         self.setup_seconds: float | None = saved.get("setup_seconds")
         self.deadline: float | None = None
         if c.until:
@@ -133,10 +143,27 @@ class Clock:
         self.seconds[category] += seconds
         return seconds
 
-    def begin_schedule(self) -> None:
-        """Count a new run's share from now on. A resumed run continues its schedule."""
+    def begin_iterations(self, progress) -> None:
+        """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
+        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0)
         if self.setup_seconds is None:
             self.setup_seconds = self.used()
+
+    def lap_iterations(self, progress, waited: float, mem_gib: float, ranks) -> Speed:
+        """
+        Book a lap of steps, and return the speed since the last call, as seen by the slowest rank.
+        Evaluations and checkpoints do not lower the speed, because they are booked to other
+        categories. Every rank must call this. `waited` is how many seconds this launch waited for
+        data, and `mem_gib` this rank's peak memory.
+        """
+        self.lap("steps")
+        line = (progress.iter_num, progress.tokens, self.seconds["steps"], waited)
+        iterations, trained, elapsed, waited = (
+            after - before for after, before in zip(line, self.last_line, strict=True)
+        )
+        self.last_line = line
+        elapsed, waited, mem_gib = ranks.max(elapsed, waited, mem_gib)
+        return Speed(elapsed / iterations, waited / iterations, trained / elapsed, mem_gib)
 
     def advance(self, share: float) -> None:
         """Remember the share at which an update was made."""
@@ -154,43 +181,6 @@ class Clock:
     def restart_save_timer(self) -> None:
         """Count seconds_since_save from now on."""
         self.save_timer_began = time.perf_counter()
-
-
-@dataclass
-class Speed:
-    """Holds means over the iterations between two log lines."""
-
-    iter_seconds: float  # includes waiting for data
-    wait_seconds: float  # the part of iter_seconds spent waiting for data
-    tokens_per_sec: float  # across all ranks
-    mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
-
-
-class Speedometer:
-    """
-    Measures training speed between two log lines. Evaluations and checkpoints do not lower the
-    speed, because the clock books them to other categories.
-    """
-
-    def __init__(self, clock: Clock, hw, iter_num: int, tokens: int):
-        self.clock = clock
-        self.hw = hw
-        self.before = (iter_num, tokens, clock.seconds["steps"], 0.0)
-
-    def read(self, iter_num: int, tokens: int, waited: float, ranks) -> Speed:
-        """
-        Wait for the device, book the time since the last lap as steps, and return the speed since
-        the last call, as seen by the slowest rank. Every rank must call this. `iter_num`, `tokens`
-        and `waited` (the seconds spent waiting for data) are running totals.
-        """
-        self.clock.lap("steps")
-        now = (iter_num, tokens, self.clock.seconds["steps"], waited)
-        iterations, trained, elapsed, waited = (
-            after - before for after, before in zip(now, self.before, strict=True)
-        )
-        self.before = now
-        elapsed, waited, mem_gib = ranks.max(elapsed, waited, self.hw.peak_memory_gib() or 0.0)
-        return Speed(elapsed / iterations, waited / iterations, trained / elapsed, mem_gib)
 
 
 def clock_time(seconds: float) -> str:

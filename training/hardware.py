@@ -134,16 +134,16 @@ class Hardware:
         """Wait until the device has finished all queued work."""
         getattr(torch, self.device.type).synchronize()
 
-    def peak_memory_gib(self) -> float | None:
-        """Return the peak GPU memory or, on Linux, the peak process memory; None if unknown."""
+    def peak_memory_gib(self) -> float:
+        """Return the peak GPU memory or, on Linux, the peak process memory; 0 if unknown."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory() / GIB
         if sys.platform == "linux":
             peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-            return int(peak[1]) * 1024 / GIB if peak else None
-        return None
+            return int(peak[1]) * 1024 / GIB if peak else 0.0
+        return 0.0
 
     def memory_gib(self) -> float | None:
         """Return a CUDA GPU's total memory; None on other devices, which share the system's."""

@@ -277,8 +277,8 @@ FAULTS = [
     Fault(
         "one_checkpoint_more_is_kept",
         "training/checkpoint.py",
-        "    prune(path.parent, keep)\n",
-        "    prune(path.parent, keep + 1)\n",
+        "prune(self.out_dir, self.keep)\n",
+        "prune(self.out_dir, self.keep + 1)\n",
         "integration/test_disks.py::test_the_newest_are_kept_and_the_best[1]",
     ),
     # -----------------------------------------------------------------------------
@@ -589,8 +589,8 @@ FAULTS = [
     Fault(
         "j_last_save_is_tried_once",
         "train.py",
-        "(problem := ranks.on_main(saver.save, state, best)) and stop:",
-        "(problem := ranks.on_main(saver.save, state, best)) and False:",
+        "(problem := ranks.on_main(saver.save, state)) and stop:",
+        "(problem := ranks.on_main(saver.save, state)) and False:",
         "integration/test_disks.py::test_the_last_save_waits_until_there_is_room[with room-4]",
     ),
     Fault(
@@ -710,7 +710,7 @@ FAULTS = [
     Fault(
         "no_room_is_made_before_a_save",
         "training/checkpoint.py",
-        "    prune(path.parent, max(1, keep - 1))\n",
+        "            prune(self.out_dir, max(1, self.keep - 1))\n",
         "",
         "integration/test_disks.py::test_a_disk_with_the_room_that_the_page_names_is_enough[True-True]",
     ),
@@ -787,8 +787,8 @@ FAULTS = [
     Fault(
         "tokens_before_a_resume_count_as_this_launch",
         "training/clock.py",
-        'self.before = (iter_num, tokens, clock.seconds["steps"], 0.0)',
-        'self.before = (iter_num, 0, clock.seconds["steps"], 0.0)',
+        'self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0)',
+        'self.last_line = (progress.iter_num, 0, self.seconds["steps"], 0.0)',
         "integration/test_losses.py::test_tokens_speed_and_epochs_are_those_of_the_batches_trained_on",
     ),
     Fault(
@@ -1890,7 +1890,7 @@ FAULTS = [
     Fault(
         "the_peak_is_that_of_the_last_line",
         "train.py",
-        "    (mem_gib,) = ranks.max(hw.peak_memory_gib() or 0.0)\n",
+        "    (mem_gib,) = ranks.max(hw.peak_memory_gib())\n",
         "    mem_gib = 1.0\n",
         "integration/test_console.py::test_the_figures_of_a_resumed_run_are_the_whole_runs_or_this_launchs",
     ),
