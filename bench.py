@@ -391,8 +391,10 @@ def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]
         table.append([row["name"], batch, *speed, *cells, *load])
     say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
     say(*table_lines(table))
-    by = "CPU time, because other programs change the wall-clock time" if is_cpu else "time"
-    say(f"median iterations of train.py, compared by {by}; turns: {len(last['paces'])}")
+    line = f"median iterations of train.py over {len(last['paces'])} rounds"
+    if is_cpu:
+        line += "; speedups compare CPU time, because other programs change the wall-clock time"
+    say(line)
 
 
 def times(ratio: float, span: list[float]) -> list[str]:
@@ -578,8 +580,12 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     """Parse a mode's own flags. Returns them and the remaining arguments for load_config."""
     parser = Parser(
         usage=" ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split()),
-        description=__doc__ if mode == "" else None,
-        epilog="Configuration keys: python train.py --help (plan also takes --hours and --until)",
+        # of a mode: what this docstring says about it
+        description=__doc__
+        if mode == ""
+        else "\n".join(re.findall(f".*bench.py {mode} .*", __doc__)),
+        epilog="Configuration keys: python train.py --help"
+        + ("; --hours=8 or --until=07:00 plans how many tokens fit" if mode == "plan" else ""),
     )
     add = parser.add_argument
     add("--json", metavar="PATH", help="write all figures as JSON")
@@ -589,7 +595,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if mode in ("sweep", "ladder"):
-        add("--trials", type=parse_count, default=3, metavar="N", help="turns per row (default: 3)")
+        add("--trials", type=parse_count, default=3, help="rounds over all rows (default: 3)")
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
     if mode == "ladder":
@@ -612,7 +618,8 @@ def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
         mode, *rest = argv
         if mode not in MODES:
-            hint = did_you_mean(mode, MODES)
+            configs = map(str, Path("config").glob("*.py"))
+            hint = did_you_mean(mode, [*MODES, *configs])
             raise UserError(
                 f"{mode}: no such mode; give check, sweep, ladder, plan or a config file{hint}"
             )

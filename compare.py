@@ -513,19 +513,18 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(
-        description="Print and draw the figures of one run, or of several side by side."
-    )
+    parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="an out_dir, or nanoGPT's console output")
-    seeds_help = "runs of the base: are the other runs better, over several seeds of each?"
+    run_help = "an out_dir, its metrics.jsonl, nanoGPT's console output, or a CSV file of one"
+    add("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
+    seeds_help = "baseline runs, one per seed: prints whether the other runs are better"
     add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)
     add(
         "--loss",
         type=float,
         help="show tokens and time to this val loss (default: the lowest that all runs reach)",
     )
-    add("--gpu", help="compute missing MFUs for this card, such as 4070")
+    add("--gpu", metavar="NAME", help="compute missing MFUs for this card, such as 4070")
     add("--png", type=Path, help="write the picture here (default for one out_dir: its loss.png)")
     add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)

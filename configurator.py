@@ -27,7 +27,15 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.console import UserError, did_you_mean, print_err, raise_if_any, run_main
+from common.console import (
+    COMMAND,
+    UserError,
+    command_line,
+    did_you_mean,
+    print_err,
+    raise_if_any,
+    run_main,
+)
 from common.files import read_text
 
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with Muon
@@ -38,8 +46,10 @@ UNREACHED = 2**40
 @dataclass(frozen=True)
 class Config:
     """
-    python train.py config/gpt124m_4070.py --batch_size=4
-    python train.py config/quickstart.py --max_iters=500 --out_dir=out/short
+    Train a GPT. Ctrl-C saves and stops the run; with init_from=auto the same command resumes it.
+
+        python train.py config/gpt124m_4070.py --batch_size=4
+        python train.py config/quickstart.py --max_iters=500 --out_dir=out/short
     """
 
     # I/O
@@ -55,7 +65,7 @@ class Config:
     keep_checkpoints: int = 2  # how many of the newest checkpoints to keep, besides best.pt
     # Logging
     log_interval: int = 1  # iterations between log lines
-    tracker: str = "none"  # none, wandb or tensorboard, in addition to metrics.jsonl
+    tracker: str = "none"  # a dashboard to report to, in addition to metrics.jsonl
     wandb_project: str = "owt"  # project name in wandb
     wandb_run_name: str = "gpt2"  # run name in wandb
     # Data
@@ -68,7 +78,7 @@ class Config:
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
     # Model
-    model: str = "gpt2"  # gpt2, or fast, which reaches the same loss with fewer tokens
+    model: str = "gpt2"  # GPT-2, or a newer model that needs fewer tokens for the same loss
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads; must divide n_embd
     n_embd: int = 768  # channels of the residual stream (width)
@@ -82,8 +92,8 @@ class Config:
     bigram_rows: int = 0  # with model=fast: rows of the bigram embedding; 0: none
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
-    optimizer: str = "adamw"  # adamw; muon or plain_muon (without NorMuon) for hidden matrices
-    learning_rate: float = 6e-4  # peak rate; with Muon: of hidden matrices, default 0.025
+    optimizer: str = "adamw"  # AdamW, or Muon for hidden matrices; plain_muon: without NorMuon
+    learning_rate: float = 6e-4  # peak rate; with Muon: of the hidden matrices, and 0.025 if unset
     head_lr: float = 0.004  # with Muon: peak rate of the output head
     muon_momentum: float = 0.95  # with Muon: its momentum
     weight_decay: float = 0.1  # on matrices and embeddings; with Muon: embeddings and head
@@ -92,24 +102,25 @@ class Config:
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
-    hours: float = 0.0  # train for this many hours instead of max_iters
+    hours: float = 0.0  # train for this many hours instead of max_iters; 0: off
     until: str = ""  # train until this time, such as 07:00, instead of max_iters
     max_minutes: float = 0.0  # save and stop this launch after this many minutes; 0: off
-    lr_schedule: str = "cosine"  # cosine, linear, constant, or wsd (constant, then linear)
+    lr_schedule: str = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
-    dtype: str = "auto"  # float32, bfloat16, float16, or auto: the fastest here
+    dtype: str = "auto"  # dtype of the matmuls; auto: the fastest here
     compile: bool | str = True  # use torch.compile; required: end the run if it does not work
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # for initial weights, dropout and data order
     peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up, or measure it
-    # Not keys, but sets of key names: those that a file or a flag set, and those that a flag set.
+    # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
+    # Not a key: the names of the keys that a flag set
     typed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
@@ -200,7 +211,7 @@ METAVARS: dict[Any, str] = {
     float: "X",
     str: "TEXT",
 }
-HELP_COLUMN = 39  # column at which --help explains a flag
+HELP_COLUMN = 44  # column at which --help explains a flag
 KIND_NAMES = {
     bool | str: "true, false or required",
     bool: "true or false",
@@ -279,8 +290,8 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     """
-    Translate nanoGPT's names among the keys that a file, a flag or a checkpoint sets. If both names
-    are set, ours wins.
+    Translate nanoGPT's key names into ours. `found` holds what a file, a flag or a checkpoint sets.
+    If it sets both names, ours wins.
     """
     keys = {name: value for name, value in found.items() if name not in NANOGPT_FIELDS}
     if "wandb_log" in found:
@@ -329,7 +340,9 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         files = map(str, Path("config").glob("*.py"))
         raise UserError(f"{path}: no such config file{did_you_mean(meant, files)}")
     if path.suffix != ".py":
-        raise UserError(f"{path}: not a config file; data/prepare_text.py makes one for your text")
+        make = ["python", "data/prepare_text.py", path, f"--write=config/{path.stem}.py"]
+        problem = f"{path}: not a config file; if it is text, make a config for it with"
+        raise UserError(f"{problem}{COMMAND}{command_line(*make)}")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # Pass the values so far as builtins, so that `variables` will hold only what the file sets.
     variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}
@@ -560,17 +573,22 @@ def config_text(config: Config) -> str:
     return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
-def describe_keys(keys: type) -> dict[str, dict[str, str]]:
-    """Return each key's meaning, by heading and name, from the dataclass's comments."""
+def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
+    """
+    Return each key's default, as its line in the dataclass writes it, and its meaning, from the
+    comment of that line, by heading and name. A default that switches something off is "off".
+    """
     known = find_keys(keys)
     heading = ""  # sample.py's keys have none
-    found: dict[str, dict[str, str]] = {heading: {}}
+    found: dict[str, dict[str, tuple[str, str]]] = {heading: {}}
     for line in inspect.getsource(keys).splitlines():
         if title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
             heading = title[1]
             found[heading] = {}
-        elif (key := re.match(r"    (\w+): .* = .*  # (.+)", line)) and key[1] in known:
-            found[heading][key[1]] = key[2]
+        elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
+            name, default, meaning = key[1], key[2].strip('"').removesuffix(".0"), key[3]
+            is_off = default == "" or (default == "0" and "0: off" in meaning)
+            found[heading][name] = ("off" if is_off else default, meaning)
     return found
 
 
@@ -581,13 +599,11 @@ def print_help(keys: type = Config) -> None:
     print(inspect.cleandoc(keys.__doc__ or ""))
     known = find_keys(keys)
     for heading, meanings in describe_keys(keys).items():
-        if heading:
-            print(f"\n{heading}:")
-        for name, meaning in meanings.items():
-            default = known[name].default
-            shown = repr(default) if default in ("", "\n") else default
-            flag = f"  --{name}={'PATH' if name in PATHS else METAVARS[known[name].type]}"
-            text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{shown})"
+        print(f"\n{heading}:" if heading else "")
+        for name, (default, meaning) in meanings.items():
+            values = "PATH" if name in PATHS else METAVARS[known[name].type]
+            flag = f"  --{name}={'|'.join(CHOICES[name]) if name in CHOICES else values}"
+            text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"
             text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
             print(text.replace("\xa0", " "))  # \xa0 kept "(default: ...)" on one line
 

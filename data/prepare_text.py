@@ -9,10 +9,9 @@ library, which needs no download.
     python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
 
 Each text file is one document, and so is each row of a .jsonl or .parquet file. Text files are
-UTF-8, or UTF-16 with a byte-order mark; anything else is read with --encoding, with a warning.
---val_fraction of the text is held out for validation: short documents and the ends of long ones,
-spread over the text. With a single document its end is held out. bpe:N trains a tokenizer on the
-text. In the code, divide() chooses the validation text and sources.py reads the files.
+UTF-8, or UTF-16 with a byte-order mark; others are read with --encoding. --val_fraction of the text
+is held out for validation: short documents and the ends of long ones, spread over the text. With a
+single document its end is held out. bpe:N trains a tokenizer on the text.
 """
 
 import argparse
@@ -112,7 +111,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("files", nargs="*", help="files, folders, patterns (default: Python's standard library)")
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
-    add("--out", type=Path, help="folder to write to (default: data/NAME, as the config or text)")
+    add(
+        "--out", type=Path, help="folder to write to (default: data/NAME, after the config or text)"
+    )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
     add("--val_fraction", type=float, default=0.05, help="fraction held out (default: %(default)s)")
     add("--encoding", help=f"for text that is not Unicode (default: {FALLBACK}, with a warning)")

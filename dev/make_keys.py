@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import FIELDS, Config, describe_keys  # noqa: E402
+from configurator import CHOICES, Config, describe_keys  # noqa: E402
 
 PAGE = ROOT / "docs" / "keys.md"
 HEADING = "## All keys\n"
@@ -18,13 +18,13 @@ HEADING = "## All keys\n"
 
 def list_keys() -> str:
     """Return the keys by heading, one line each, in Markdown."""
-    text = ""
+    text = "\nEach key has its default in brackets, followed by its other values if they are few.\n"
     for heading, meanings in describe_keys(Config).items():
         if heading:
             text += f"\n### {heading}\n\n"
-        for name, meaning in meanings.items():
-            default = str(FIELDS[name].default) or '""'
-            text += f"- **`{name}`** (`{default}`): {meaning}\n"
+        for name, (default, meaning) in meanings.items():
+            values = dict.fromkeys([default, *CHOICES.get(name, ())])
+            text += f"- **`{name}`** ({', '.join(f'`{value}`' for value in values)}): {meaning}\n"
     return text
 
 

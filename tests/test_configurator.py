@@ -17,6 +17,7 @@ from configurator import (
     config_text,
     count_micro_batches,
     load_config,
+    parse_value,
     read_config,
 )
 
@@ -286,9 +287,17 @@ def test_every_key_has_a_meaning_and_help_lists_it():
     result = run("train.py", "--help")
     assert result.code == 0
     for name, f in FIELDS.items():
-        default = re.escape(str(f.default) or "''")
-        pattern = rf"^  --{name}=\S+ +\w[^()]+(\([^()]+\)[^()]*)*\(default:\s+{default}\)$"
-        assert re.search(pattern, result.out, re.MULTILINE), name
+        pattern = rf"^  --{name}=\S+ +\w[^$]+?\(default:\s+(\S+)\)$"
+        default = re.search(pattern, result.out, re.MULTILINE)[1]
+        assert default == "off" or parse_value(default, f.type) == f.default, name
+
+
+def test_help_prints_a_keys_choices_and_says_off():
+    out = run("train.py", "--help").out
+    assert re.search(r"^  --model=gpt2\|fast  ", out, re.MULTILINE)
+    assert re.search(r"^  --tracker=none\|wandb\|tensorboard  ", out, re.MULTILINE)
+    for name in ("hours", "until", "max_minutes", "tokens_per_iter"):
+        assert re.search(rf"^  --{name}=[^-]*\(default:\s+off\)$", out, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)
