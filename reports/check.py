@@ -4,8 +4,8 @@ bench.py check: does this machine train correctly, and as fast as it should?
 Two small models train for a few iterations on the device with train.py's own train_step, and again
 on the CPU, where gradients are computed in float64. Losses and gradients must agree within the
 dtype's rounding. Then both models are compiled and compared with eager code, as at the start of a
-run. A matmul and a copy are timed and compared with the GPU's data sheet. The last line is one of
-three: it trains right; it trains right but slowly because ...; do not train here because ...
+run. A matmul and a copy are timed and compared with the GPU's data sheet. The verdict is one of
+three: trains correctly; trains correctly but slowly because ...; do not train here because ...
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.console import UserError, say
+from common.console import COMMAND, UserError, say
 from configurator import Config, load_config
 from data.loader import Batch, to_batch
 from model_fast import build_model
@@ -98,8 +98,9 @@ def verdict(name: str, wrong: list[str], slow: list[str]) -> str:
     if wrong:
         return f"do not train here because {'; '.join(wrong)}"
     if slow:
-        return f"{name} trains right but slowly because {'; '.join(slow)}"
-    return f"{name} trains right"
+        slow = sorted(slow, key=lambda reason: COMMAND in reason)  # a command ends the line
+        return f"{name} trains correctly but slowly because {'; '.join(slow)}"
+    return f"{name} trains correctly"
 
 
 # -----------------------------------------------------------------------------

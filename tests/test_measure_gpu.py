@@ -144,7 +144,7 @@ def test_a_dry_run_brings_back_every_row_and_keeps_no_checkpoint(tmp_path, monke
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     failed = {name: row for name, row in rows.items() if row["exit"] != 0 and name != "driver"}
     assert not failed
-    assert rows["check"]["figures"]["verdict"].startswith("this machine trains right")
+    assert rows["check"]["figures"]["verdict"].startswith("this machine trains correctly")
     for name in ("step", "step_twice_the_batch", "fast_step"):
         assert rows[name]["figures"]["tokens_per_sec"] > 0
     for name in ("step", "fast_step"):  # with the time of each kernel

@@ -22,7 +22,7 @@ from timeit import default_timer
 import numpy as np
 import torch
 
-from common.console import UserError, say, warn
+from common.console import COMMAND, UserError, say, warn
 from configurator import Config, divisors, launched
 from model import GPTConfig
 from model_fast import build_model
@@ -220,13 +220,14 @@ def no_gpu_problem(config: Config) -> list[str]:
     if not is_for_gpu or config.eval_only or choose_device(config, local_rank=0).type != "cpu":
         return []
     tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
-    return [f"device: torch sees no GPU, and {tokens}; {cuda_hint()}, or --device=cpu"]
+    anyway = "--device=cpu trains anyway"
+    return [f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}"]
 
 
 def cuda_hint() -> str:
     """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
     if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
-        return f"it has no CUDA: {CUDA_BUILD}"
+        return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
     return old_driver() or "check the driver with nvidia-smi"
 
 
