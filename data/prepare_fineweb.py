@@ -31,16 +31,7 @@ if __name__ == "__main__":
 from common.console import Parser, count, parse_count, run_main, say, warn
 from data.order import ORDERS, Shuffled, choose_held_out, list_groups
 from data.shards import read_manifest
-from data.sources import (
-    FALLBACK,
-    FIELD,
-    FIRST_ROWS,
-    ROW_FILES,
-    Place,
-    Source,
-    hub_files,
-    local_files,
-)
+from data.sources import FIELD, FIRST_ROWS, ROW_FILES, Place, Source, hub_files, local_files
 from data.stream import Allowance
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
@@ -64,10 +55,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--val_tokens", type=parse_count, help="validation tokens (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
-    add(
-        "--encoding",
-        help=f"for parquet text that is not Unicode (default: {FALLBACK}, with a warning)",
-    )
+    add("--encoding", help="for parquet text that is not Unicode (default: a guess, said)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
@@ -128,8 +116,8 @@ def main(argv: list[str]) -> None:
     source = Source(files, arguments.text_field, arguments.encoding, keeps_blank=is_records)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
         pass
-    settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
-    settings |= dict(encoding=arguments.encoding)
+    settings: dict[str, Any] = dict(revision=revision)
+    settings |= dict(text_field=arguments.text_field, encoding=arguments.encoding)
     settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)
     documents: Callable[[Place], Iterator[Document]]
     documents = lambda place: starmap(Document, source.rows(place))  # noqa: E731

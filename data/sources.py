@@ -570,10 +570,8 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
         except OSError as error:
             if "too much memory" not in str(error):
                 raise
-            smaller = "unzstd --long=31 -c FILE | zstd > NEW"
-            raise UserError(
-                f"{name}: has a zstd window above 128 MB; pack it anew: {smaller}"
-            ) from None
+            smaller = "pack it anew: unzstd --long=31 -c FILE | zstd > NEW"
+            raise UserError(f"{name}: has a zstd window above 128 MB; {smaller}") from None
 
 
 def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
