@@ -257,7 +257,8 @@ def test_a_file_in_an_older_encoding_is_refused(tmp_path):
     """Read with a letter replaced, it would train in another folder."""
     (tmp_path / "old.py").write_text("out_dir = 'out/Gr\u00f6\u00dfe'", "cp1252")
     (problem,) = problems_of(str(tmp_path / "old.py"))
-    assert "old.py:1: UnicodeDecodeError" in problem
+    # a UnicodeDecodeError; Python 3.13 names only the codec
+    assert re.search("old.py:1: .*(UnicodeDecodeError|codec failed)", problem)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

@@ -757,8 +757,8 @@ def test_the_next_command_is_one_that_suits_the_dataset(tmp_path, monkeypatch):
 def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
     """Such as a log file on a full disk: the data are complete, so the exit code is 0."""
     (tmp_path / "a.txt").write_text("a line\n" * 200)
-    code = "import runpy, sys; sys.stdout = open('/dev/full', 'w'); sys.argv = sys.argv[1:]\n"
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = "import runpy, sys; sys.stdout = sys.full = open('/dev/full', 'w')\n"
+    code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [str(ROOT / "data/prepare_text.py"), f"{tmp_path}/a.txt", f"--out={tmp_path / 'out'}"]
     result = finish(start("-c", code, *words))
     assert (result.code, result.err) == (0, "")

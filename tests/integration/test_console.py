@@ -102,7 +102,7 @@ def test_a_run_that_ends_well_writes_nothing_to_stderr(tokens, tmp_path):
     keys = TINY | dict(block_size=16, dataset=tokens, out_dir=tmp_path / "run", warmup_iters=0)
     code = "import atexit, gc, runpy; atexit.register(lambda: print('kept', gc.get_freeze_count()))"
     code += "; runpy.run_path('train.py', run_name='__main__')"
-    ended = finish(start("-c", code, *flags(**keys), cold=True))
+    ended = finish(start("-c", code, *flags(**keys), cold=True), timeout=300)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.endswith("\nkept 0\n")
 
