@@ -588,12 +588,12 @@ def plan(tmp_path, *arguments: str) -> dict:
 def test_plan_tells_what_the_hours_hold(tmp_path):
     """
     At 10 s an iteration 8 hours hold 2,880 of them less what evaluations and checkpoints take. An
-    evaluation reads 2 * 2,097,152 tokens, at three times the speed of training, which is 52,429
-    tokens a second: 26.7 s.
+    evaluation reads 2 * 10,485,760 tokens, at three times the speed of training, which is 52,429
+    tokens a second: 133.3 s.
     """
     found = plan(tmp_path, "config/fast124m_4070.py", "--hours=8", "--iter_seconds=10")
     assert found["hours_total"] == pytest.approx(8, rel=0.005)
-    pauses = found["evaluations"] * 26.67 + found["checkpoints"] * found["checkpoint_seconds"]
+    pauses = found["evaluations"] * 133.33 + found["checkpoints"] * found["checkpoint_seconds"]
     assert found["max_iters"] == pytest.approx(2880 - pauses / 10, rel=0.005)
     assert found["total_tokens"] == found["max_iters"] * 524288
     # train.py's own intervals: a twentieth of the time, and ten minutes
