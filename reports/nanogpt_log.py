@@ -19,9 +19,8 @@ NANOGPT_DATASET = "openwebtext"  # nanoGPT's default, which it does not print
 
 N = r"-?(?:[\d.]+|nan|inf)"
 STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms(?:, mfu ({N})%)?", re.MULTILINE)
-EVAL = re.compile(
-    rf"^step (\d+): train loss {N}, val loss ({N})(?:, low ({N}), high ({N}))?", re.MULTILINE
-)
+LOSSES = rf"val loss (?P<val_loss>{N})(?:, low (?P<low>{N}), high (?P<high>{N}))?"
+EVAL = re.compile(rf"^step (\d+): train loss {N}, {LOSSES}", re.MULTILINE)
 SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # a line of nanoGPT's after something else
@@ -191,7 +190,7 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
     compilation.
     """
     steps: dict[int, tuple[float, float]] = {}  # the later line, if a resume repeats one
-    evals: dict[int, list[float]] = {}  # val_loss, low, high
+    evals: dict[int, dict[str, float]] = {}  # val_loss, low, high
     launches = set()  # the first iteration of each launch
     last = (math.inf, False)
     for line in sorted([*STEP.finditer(text), *EVAL.finditer(text)], key=re.Match.start):
@@ -202,7 +201,7 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
         if is_step:
             steps[it] = float(line[2]), float(line[3])
         else:
-            evals[it] = [float(value or "nan") for value in line.groups()[1:]]
+            evals[it] = {key: float(loss or "nan") for key, loss in line.groupdict().items()}
     plain_ms = [ms for it, (_, ms) in steps.items() if it > 0 and it not in evals]
     usual_ms = statistics.median(plain_ms or [math.nan])
     seen_ms = {it: steps[it][1] - usual_ms for it in evals.keys() & steps.keys() - launches}
@@ -222,16 +221,13 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
             # at iteration 0 nanoGPT evaluates but does not save; that time counts as startup
             pause_ms = seen_ms.get(it, usual_pause_ms) if it > 0 else 0.0
             pauses_ms += pause_ms
-            val_loss, low, high = evals[it]
             records.append(
                 dict(
                     kind="eval",
                     iter=it,
                     tokens=tokens,
                     hours=(it * usual_ms + pauses_ms) / 3.6e6,
-                    val_loss=val_loss,
-                    low=low,
-                    high=high,
+                    **evals[it],
                     seconds=pause_ms / 1000 if seen_ms or it == 0 else math.nan,
                 )
             )
