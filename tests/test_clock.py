@@ -60,6 +60,7 @@ POSITIONS = {
     "one of them timed": (HOUR, dict(checkpoints=20), 1400, 50, 1000 / (3200 - 56), True),
     # max_iters are nearer than the hour
     "before max_iters": (Config(hours=1, max_iters=101), TIMED, 1400, 50, 0.5, True),
+    "at the last of two iterations": (Config(hours=1, max_iters=2), TIMED, 1400, 1, 1, True),
     "at one iteration in all": (Config(hours=1, max_iters=1), {}, 400, 0, 0, True),
     # 361 and 360 seconds are left, which is 2 * 180
     "just before the spare time ends": (HOUR, TIMED, 3239, 90, 2839 / 3020, True),
@@ -89,6 +90,16 @@ def test_the_share_and_the_spare_time_follow_from_the_durations(name, monkeypatc
     # 180 seconds before the hour the last update must have begun
     assert clock.position(it).time_is_up == (c.by_clock and seconds > 3420)
     assert found.launch_minutes == seconds / 60
+
+
+def test_a_run_whose_time_is_over_after_the_start_up_makes_one_update(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 4000.0)
+    clock = Clock(began=300.0, synchronize=lambda: None, c=HOUR, resumed=None)
+    clock.begin_iterations(BEGINNING)
+    first = clock.position(0)
+    assert (first.share, first.time_is_up, first.launch_minutes) == (1, False, 3700 / 60)
+    clock.advance(first.share)
+    assert clock.position(1).time_is_up
 
 
 def test_a_position_is_the_same_however_often_one_asks(monkeypatch):
@@ -157,8 +168,11 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     assert later.training_hours() == pytest.approx(37 / 3600)
     other = clock_at(7, Config(until="13:00"), monkeypatch, resumed)
     assert other.left() == 2 * 3600
+    monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
+    assert later.since_launch() == 17 and later.lap("compile") == 17
+    assert later.training_hours() == pytest.approx(30 / 3600)
     assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).share == 0
-    assert clock_at(7, Config(hours=1), monkeypatch, resumed).left() == 3600 - 87
+    assert clock_at(7, Config(hours=2), monkeypatch, resumed).left() == 7200 - 87
     assert clock_at(7, Config(), monkeypatch, resumed).left() == float("inf")
 
 
