@@ -546,13 +546,11 @@ def gradient_of_nan(backward_pass: int):
 
 
 MUON = dict(model="fast", optimizer="muon", tie_weights=False, value_tables=1, bigram_rows=64)
-
-
 PLAIN = MUON | dict(optimizer="plain_muon", bias=True)
-KINDS = {"": dict(), "half": dict(dtype="float16"), "muon": MUON, "plain_muon": PLAIN}
+OPTIMIZERS = {"": dict(), "half": dict(dtype="float16"), "muon": MUON, "plain_muon": PLAIN}
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_gradient_that_is_not_finite_changes_nothing(kind, tokens, tmp_path):
     config = BASE | kind | dict(checkpoint_interval=1, eval_interval=100, max_iters=8)
     with gradient_of_nan(backward_pass=5 * 3 + 2):  # a micro-batch of iteration 5
