@@ -581,7 +581,7 @@ def save(state: dict, stop: str | None, c, saver, signals, log, ranks) -> str:
     """
     Save the state on rank 0. Returns "" or how the disk failed, on every rank. At the end of a run
     (`stop`), waits until the disk has room. A signal, also the one that stopped the run, ends the
-    wait after one attempt, because whoever sent it wants the machine back. Raises RunError then.
+    wait: whoever sent it wants the device back, so only one attempt is made. Then raises RunError.
     """
     while (problem := ranks.on_main(saver.save, state)) and stop:
         if signals.stop_asked():
@@ -684,14 +684,14 @@ def main(
     # Files, clock, log and batches. From here on out_dir belongs to this run
     saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints)
     if not c.eval_only:
-        # Locks out_dir and deletes unfinished files. A new run renames an old log there. A resume
-        # drops the log records that it will write again, renames damaged checkpoints after its own
-        # and, if a kill came before best.pt was linked to that one, links it
+        # Lock out_dir, and delete temporary files. In a new run, rename the log of an earlier one.
+        # On a resume, drop the log records that the run will write again, rename damaged
+        # checkpoints that are newer than `resumed`, and link best.pt if a kill prevented that
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
     clock = Clock(began, hw.synchronize, c, resumed)
-    # Measure an unknown peak again, and keep the better result. One measurement beside another
-    # program, such as one that was just ending, has led to an mfu of 171%
+    # If no data sheet gives the peak, measure it again and keep the better result. A single
+    # measurement while the machine was busy has led to an mfu of 171%
     hw.find_peak_flops(saved_peak_flops)
     log = Log(c, clock, hw, ranks, saver.write_record)
     ranks.on_main(log.open, progress.iter_num)  # log.txt and the tracker
@@ -699,7 +699,7 @@ def main(
     log.begin(model, data, progress.iter_num, progress.tokens, compiles, resumed, weights)
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed)
-    # A thread begins to read ahead, from the sequence at which the run stands
+    # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, weights  # frees the loaded checkpoint
     clock.lap("start-up")  # book the seconds since the last lap
@@ -728,16 +728,17 @@ def main(
 
     while True:
         it = progress.iter_num
-        # Rank 0 reads its clock for all ranks, because ranks that decide differently would
-        # deadlock. With hours or until, now.share is how much of the schedule is done: 0 at the
-        # first update, 1 at the last, and get_lr() follows it. It is the time past, divided by the
-        # time until the last update, or it / max_iters if a flag's max_iters come sooner. The final
-        # evaluation and save must fit after that update, so each clock.expect() below moves the
-        # learning rate. now.has_spare_time is whether they fit twice, so that one of each can be
-        # made now. In other runs share stays 0, and there is always spare time
+        # Every rank has a clock, but only rank 0's counts, because ranks that decide differently
+        # would deadlock. With hours or until, now.share is how much of the schedule is done: 0 at
+        # the first update, 1 at the last. It is the time so far divided by the time of the last
+        # update, or it / max_iters if a max_iters flag ends the run sooner. The last update leaves
+        # room for a final evaluation and save, which are expected to take as long as the ones
+        # before (1% of the time each before the first). So each clock.expect() below changes share
+        # and with it the learning rate. now.has_spare_time says whether they fit twice: now and at
+        # the end. In runs without hours or until, share stays 0 and there is always spare time
         now = ranks.on_main(clock.position, it)
 
-        # stop? `stop` is the reason or None. A signal or unreadable data may still set it below
+        # `stop` is the reason to stop here, or None. An interrupted evaluation may still set it
         stop = why_stop(c, now, progress)
         if not stop:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
@@ -767,7 +768,7 @@ def main(
             clock.lap("steps")
             check_finite(eval_model, it, c, ranks)
             to_save = progress
-            if is_best(progress):  # makes the checkpoint best.pt too; counts only once it is saved
+            if is_best(progress):  # the checkpoint becomes best.pt too; until then, it is not best
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
             state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, hw, ranks)
             problem = save(state, stop, c, saver, signals, log, ranks)
@@ -781,7 +782,7 @@ def main(
                 log.warn(it, f"{problem}; trying again within a minute")
             saved.failed = bool(problem)
             clock.lap("checkpoints")
-            clock.restart_save_timer()  # even after a failed save
+            clock.restart_save_timer()  # also after a failed save: the next try is due in 30 s
 
         if stop:
             break

@@ -475,6 +475,12 @@ def test_a_run_that_diverges_says_so_once_for_all_ranks(tiny):
     assert "learning_rate" in line
 
 
+def test_a_warning_about_the_keys_appears_once_for_all_ranks(tiny):
+    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(max_iters=1, warmup_iters=5))))
+    assert [result.code for result in results] == [0, 0]
+    assert "".join(result.err for result in results).count("warning: warmup_iters:") == 1
+
+
 # seconds pass fast; in the third second of the wait one rank gets a signal
 WAITING = """
     seconds = 0
