@@ -25,13 +25,13 @@ from common.console import UserError, say
 from common.files import read_json, refuse_lfs_pointer
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
-GPT2_SHA256 = (
-    "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"  # of its vocabulary
-)
+# of GPT-2's vocabulary, see identity()
+GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
 BYTE_VOCAB = 256
 MOST_IDS = 65_536  # shards store ids as uint16
 SAMPLE_MB = 50  # text to train bpe:N on, at most
 TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: train N ids on up to {SAMPLE_MB} MB"
+MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_pretrained('OUT')"
 # What tokenizers call end-of-text; those that we train use the first name
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 # A lossless tokenizer returns this text unchanged: what tidying up would change, a long word, and
@@ -76,9 +76,8 @@ class Tokenizer:
             self.bpe, self.vocab, self.eot = load_bpe(spec["json"], path)
         else:
             raise UserError(
-                "tokenizer: unknown; copy tokenizer.json into the weights' folder (transformers "
-                "makes one: AutoTokenizer.from_pretrained('IN').save_pretrained('OUT')), or, for "
-                "nanoGPT's ckpt.pt, data/NAME/meta.pkl beside it"
+                f"tokenizer: unknown; copy tokenizer.json into the weights' folder ({MAKE_JSON}), "
+                "or, for nanoGPT's ckpt.pt, data/NAME/meta.pkl beside it"
             )
 
     def encode(self, text: str) -> np.ndarray | list[int]:
@@ -194,7 +193,8 @@ def load_bpe(content: str, path: str | Path):
 
         bpe = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises nothing more specific
-        raise UserError(f"{path}: the tokenizers library refuses it ({error})") from None
+        problem = f"the tokenizers library refuses it ({error})"
+        raise UserError(f"{path}: {problem}; give a tokenizer.json ({MAKE_JSON})") from None
     bpe.no_truncation()
     bpe.no_padding()
     if hasattr(bpe.model, "dropout"):
@@ -301,11 +301,13 @@ def fit_tokenizer(spec: dict, rows: int, path: Path) -> tuple[int, dict]:
         sizes = dict(gpt2=GPT2_VOCAB, byte=BYTE_VOCAB, char=len(spec.get("itos", "")))
         return min(rows, sizes.get(spec["kind"], rows)), spec
     vocab, added = vocabulary(spec, path)
-    in_text = len(vocab) + sum(not token["special"] for token in added if token["id"] >= len(vocab))
-    if in_text > rows:
-        problem = f"its tokenizer has {in_text:,} ids, its weights only {rows:,} rows"
+    # other special tokens, such as a [PAD] that somebody added, are in no text
+    used = [token for token in added if token["content"] in ENDS or not token["special"]]
+    needed, ids = (max([len(vocab), *(t["id"] + 1 for t in tokens)]) for tokens in (used, added))
+    if needed > rows:
+        problem = f"its tokenizer has {needed:,} ids, its weights only {rows:,} rows"
         raise UserError(f"{path}: {problem}; give the tokenizer that they were trained with")
-    ids = min(rows, max([len(vocab), *(token["id"] + 1 for token in added)]))
+    ids = min(rows, ids)
     is_gpt2 = ids == GPT2_VOCAB and identity(spec) == dict(kind="gpt2")
     return ids, dict(kind="gpt2") if is_gpt2 else spec
 

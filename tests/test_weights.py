@@ -97,6 +97,16 @@ def test_a_tokenizer_with_more_ids_than_rows_is_refused(tmp_path):
         load_pretrained(str(tmp_path))
 
 
+def test_an_end_of_text_without_a_row_is_refused(tmp_path):
+    """As in a German GPT-2 on the hub, whose config.json says a row too few."""
+    random_gpt2(tmp_path, **SMALL, vocab_size=OWN)
+    bpe = own_bpe("<s>")
+    bpe.add_special_tokens(["<|endoftext|>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=f"{OWN + 1} ids.* {OWN} rows"):
+        load_pretrained(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["vocab.txt", "spiece.model", "tokenizer.model"])
 def test_a_tokenizer_that_only_transformers_reads_is_not_guessed(name, tmp_path):
     random_gpt2(tmp_path, **SMALL, vocab_size=50257)

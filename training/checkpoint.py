@@ -80,7 +80,6 @@ BEGINNINGS = {
     ),
     (20240520).to_bytes(4, "little"): "a shard of tokens, not weights",
     b"\x1f\x8b": "compressed by gzip; unpack it",
-    b"\x89HDF": "an HDF5 file, as Keras writes; give PyTorch's weights",
     b"<": "a web page, not weights; download it again",
 }
 

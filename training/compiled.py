@@ -94,8 +94,10 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
             raise
         return reason_of(error)
     if not counters["stats"]["unique_graphs"]:  # what ran was eager code
-        names = [name for name in sorted(os.environ) if re.match("TORCH(_COMPILE|DYNAMO)_", name)]
-        return f"torch.compile compiled nothing; unset {', '.join(names)}"
+        names = [
+            name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if name in os.environ
+        ]
+        return f"torch.compile compiled nothing{'; unset ' if names else ''}{', '.join(names)}"
     return ""
 
 
