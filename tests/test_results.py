@@ -84,18 +84,15 @@ def study_figures():
 
 
 def ranges():
-    """The same shares on the pages that give only their ranges."""
+    """The same shares on the page that gives only their ranges."""
     for studies in (("transfer", "transfer_again"), ("transfer_sources",)):
         percent, sizes = [], []
-        for by in ("fast", "no_tables"):
+        for by in ("no_tables", "fast"):
             rows = [row for study in studies for row in shares("classic", by, study).values()]
             percent += [100 * f(row["share"] for row in rows) for f in (min, max)]
             sizes = sorted({row["matrices"] / 1e6 for row in rows})
         yield "docs/fast_recipe.md", [*dict.fromkeys((sizes[0], sizes[-1])), *percent]
         if "transfer_again" in studies:
-            of, to = percent[:2], percent[2:]
-            yield "README.md", of
-            yield "README.md", to
             yield "docs/fast_recipe.md", stored()
 
 
