@@ -310,10 +310,10 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     """
     Return the learning rate of iteration `it`. The rate warms up to `peak`, then decays to min_lr.
 
-    A run with hours or until does not know its number of iterations. It is predicted as it / share,
-    which assumes the pace so far; `share` is how much of the schedule is done: 0 at the first
-    update, 1 at the last, counting the time of evaluations and saves too. Such a run warms up for
-    at most a tenth of its iterations.
+    A run with hours or until does not know its number of iterations. The number is predicted as
+    `it / share`, which assumes that the pace stays the same. `share` says how much of the schedule
+    is done: 0 at the first update, 1 at the last, counting the time of evaluations and saves too.
+    Such a run warms up for at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or c.max_iters
     warmup: float = c.warmup_iters
@@ -619,7 +619,8 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
         hint = f"--init_from={c.out_dir} with another --out_dir starts from its weights alone"
         raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=ours))
-    # copy: CPU tensors are memory-mapped to the checkpoint, which could otherwise never be freed
+    # Clone CPU tensors. They are mapped from the checkpoint file, and would keep it open for the
+    # whole run.
     for moments in optimizer.state.values():
         for name, moment in moments.items():
             if isinstance(moment, Tensor) and moment.device.type == "cpu":

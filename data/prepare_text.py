@@ -126,7 +126,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--write={arguments.write}: give the name of a .py file")
     if arguments.write and arguments.write.exists():
         parser.error(f"--write={arguments.write}: exists; give another name, or leave out --write")
-    if arguments.write and not str(arguments.write).isprintable():  # the file quotes it
+    # The config file's comments name its own path.
+    if arguments.write and not str(arguments.write).isprintable():
         parser.error(f"--write={arguments.write}: has characters that cannot be printed")
     if arguments.write and arguments.tokenizer == "gpt2":
         parser.error("--write: not with --tokenizer=gpt2; to fine-tune GPT-2, see docs/own_text.md")

@@ -461,7 +461,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
 
 
 # -----------------------------------------------------------------------------
-# For people
+# Printing the plan
 
 
 def hours_text(hours: float) -> str:

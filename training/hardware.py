@@ -448,7 +448,7 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
 
 @contextlib.contextmanager
 def preserving_state(model, device: torch.device) -> Iterator[None]:
-    """Restore random states and buffers afterwards, and clear gradients."""
+    """Run the body of the `with`, then restore random states and buffers, and clear gradients."""
     random_states = get_rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
