@@ -232,7 +232,7 @@ def launched(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or (text == "0" and name.endswith("SIZE")):
         hint = f"unset {name}, or start with torchrun"
-        raise UserError(f"{name}={text!r} in the environment is not a number of torchrun; {hint}")
+        raise UserError(f"{name}={text!r} in the environment was not set by torchrun; {hint}")
     return int(text)
 
 

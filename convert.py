@@ -140,7 +140,7 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
         exported = open_export(weights, hf)
     except ImportError:
         problem = "the export is written but not checked, because transformers is missing"
-        say(f"{problem}; to check it, install that and convert again{COMMAND}{TRANSFORMERS}")
+        say(f"{problem}; to check it, install it and convert again{COMMAND}{TRANSFORMERS}")
         return
     generator = torch.Generator().manual_seed(0)
     # use a full context, because a sliding window shows only in texts longer than the window

@@ -14,7 +14,7 @@ model = "fast"
 n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768
-bias = True  # and gains in the norms
+bias = True  # biases in all layers, and gains in the norms
 value_tables = 0  # 3 and bigram_rows = 131072 add lookup tables: see docs/fast_recipe.md
 bigram_rows = 0
 block_size = 1024

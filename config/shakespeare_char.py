@@ -3,7 +3,7 @@
 # python train.py config/shakespeare_char.py
 out_dir = "out/shakespeare_char"
 init_from = "auto"  # the same command starts the run and resumes it
-dataset = "shakespeare_char"  # nanoGPT's folder, or --dataset=../nanoGPT/data/shakespeare_char
+dataset = "shakespeare_char"  # or nanoGPT's folder: --dataset=../nanoGPT/data/shakespeare_char
 
 model = "fast"
 n_layer = 3

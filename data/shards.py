@@ -154,7 +154,8 @@ class ShardTokens:
                     file.seek(shard.header_bytes + 2 * offset)
                     size = file.readinto(piece)
             except OSError as error:  # a failing disk, or a network share that went away
-                raise RunError(f"{shard.path}: {error.strerror}; resume once readable") from None
+                problem = f"{shard.path}: {error.strerror}"
+                raise RunError(f"{problem}; once it can be read, resume the run") from None
             if size != piece.nbytes:
                 raise RunError(f"{shard.path}: cut short: it changed since the run began")
             filled += len(piece)

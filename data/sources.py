@@ -119,8 +119,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
 
 def is_leftover(file: Path, root: Path) -> bool:
     """
-    Return True for rows in what begins with `_` below `root`. Spark, Hive and pyarrow skip such
-    names too, because they hold the rows of killed jobs and the table's own notes.
+    Return True for a file of rows if its name, or that of a folder below `root`, begins with `_`.
+    Spark, Hive and pyarrow skip such names too: they hold rows of killed jobs, or the table's log.
     """
     inside = file.relative_to(root).parts
     return file.name.lower().endswith(ROW_FILES) and any(part.startswith("_") for part in inside)
@@ -142,7 +142,7 @@ def without_tests(files: list[Path], root: Path) -> tuple[list[Path], list[Path]
 
 
 def refuse_tables(files: list[str]) -> None:
-    """Raise UserError if parquet files belong to a table with a log of which rows are dead."""
+    """Raise UserError if parquet files belong to a table whose log says which rows are deleted."""
     for folder in {folder for file in files for folder in Path(file).absolute().parents}:
         for library, log in TABLE_LOGS.items():
             if glob.glob(os.path.join(glob.escape(str(folder)), log)):
@@ -547,7 +547,7 @@ def is_object(text: str) -> bool:
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """
     Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Unpacks
-    gzip and zstd, which the first bytes tell, because downloads lose or keep the packing.
+    gzip and zstd by a file's first bytes, because downloads may unpack it and keep its name.
     """
     import fsspec
 

@@ -206,7 +206,7 @@ def load_bpe(content: str, path: str | Path):
     if vocab > MOST_IDS:
         raise UserError(f"{path}: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
     if not ends:
-        raise UserError(f"{path}: has none of the special tokens {', '.join(ENDS)}")
+        raise UserError(f"{path}: has no token that ends a text, such as {', '.join(ENDS)}")
     return bpe, vocab, ends[0]
 
 

@@ -36,8 +36,8 @@ from training.compiled import (
 )
 from training.hardware import Hardware
 
-# Large enough for the GPU kernels of a real run, and small enough for float64 on a slow CPU. Two
-# different sequences, because with one a kernel could step wrongly from sequence to sequence unseen
+# Large enough for the GPU kernels of a real run, and small enough for float64 on a slow CPU. A
+# batch has two different sequences, so that a kernel that confuses sequences is noticed.
 SIZES = dict(n_layer=2, n_embd=768, block_size=1024, batch_size=2)
 SIZES_ON_A_CPU = dict(n_layer=2, n_embd=128, block_size=64, batch_size=4)
 RECIPES = {

@@ -486,6 +486,8 @@ def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, hin
     monkeypatch.setattr(sys, "platform", platform)
     (problem,) = hardware.check_device(Config(device="cuda"))
     assert hint in problem
+    if hint == CUDA_BUILD:  # alone on the last line, so that it can be copied
+        assert problem.splitlines()[-1].strip() == hardware.CUDA_BUILD
 
 
 @pytest.fixture
@@ -514,7 +516,7 @@ def driver(monkeypatch):
 DRIVERS = {  # the version that it tells, and what a person reads
     "too old": (12080, "for CUDA 12.8, this torch for CUDA 13; update the driver to 580 or newer"),
     "old, but for CUDA 12": (12080, f"torch {torch.__version__.partition('+')[0]} for CUDA 12"),
-    "older still": (11080, "update the driver to 580 or newer, or --device=cpu"),
+    "older still": (11080, "update the driver to 580 or newer"),
     "new enough": (13000, "check the driver with nvidia-smi"),
     "newer": (14010, "check the driver with nvidia-smi"),
     "a stand-in": (0, "check the driver with nvidia-smi"),

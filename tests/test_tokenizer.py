@@ -305,7 +305,7 @@ TOKENIZER_FILES = {
     "65,537 ids": (lambda: edited(many_ids), "has 65,537 ids, shards hold 65,536 at most"),
     "no end-of-text": (
         lambda: edited(lambda c: c["added_tokens"].clear()),
-        "has none of the special tokens <|endoftext|>, ",
+        "has no token that ends a text, such as <|endoftext|>, ",
     ),
     "lower case": (
         lambda: edited(lambda c: c.update(normalizer={"type": "Lowercase"})),

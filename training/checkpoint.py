@@ -59,9 +59,9 @@ def save(state: dict, path: Path) -> None:
 
 
 def size_of(state: dict) -> int:
-    """Return the bytes of all tensors in a state."""
+    """Return the bytes of all tensors in a state, counting tied ones once."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())  # tied ones once
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 # Writes the weights of a checkpoint like nanoGPT's again, as plain values

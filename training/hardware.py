@@ -179,11 +179,11 @@ def check_device(config: Config) -> list[str]:
     kind, _, number = wanted.partition(":")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
-        return [f"device: {wanted}, but {seen}; {cuda_hint()}, or --device=cpu"]
+        return [f"device: {wanted}, but {seen} (--device=cpu trains without); {cuda_hint()}"]
     here = launched("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     if kind != "cpu" and gpus and here > gpus:
-        return [f"nproc_per_node: {here} processes, but {gpus} GPUs here"]
+        return [f"nproc_per_node: {gpus} GPUs here are too few for {here} processes; start {gpus}"]
     device = choose_device(config, local_rank=0)
     if device.type == "cuda" and not has_kernels(device):
         name = torch.cuda.get_device_name(device)
