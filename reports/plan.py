@@ -185,7 +185,7 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     if not card.peak_tflops:
         raise UserError(f"gpu: unknown peak of a {card.name} in {card.dtype}; {hint}")
     if not flops:
-        raise UserError(f"model: FLOPs not counted; {hint}")
+        raise UserError(f"model: its FLOPs cannot be counted; {hint}")
     at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12)
     if config.recompute:
         # The blocks' forward pass runs twice; it is a third of their work.
