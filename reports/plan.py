@@ -123,7 +123,7 @@ class Card:
     peak_tflops: float | None
     memory_gib: float | None = None
     link_gbs: float = PCIE_GBS
-    published_mfu: tuple[float, ...] = ()  # fractions
+    published_mfu: tuple[float, ...] = ()  # of the peak; empty if nobody has published one
     published_by: str = ""
 
 
