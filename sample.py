@@ -87,7 +87,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
     Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
     a char tokenizer does not know are left out with a warning. Raises UserError if its table holds
-    words, which cannot spell the prompt.
+    words, which cannot spell the prompt. Warns if a tokenizer.json changes it.
     """
     if unknown := text.unknown(prompt):
         words = [word for word in text.spec["itos"] if len(word) > 1]
@@ -95,6 +95,8 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
             held = f"the model's meta.pkl holds words such as {words[0]!r} and {words[-1]!r}"
             raise UserError(f"start: {held}, and none with {unknown!r}; choose another --start")
         warn(f"start: characters the model does not know are left out: {unknown!r}")
+    if text.kind == "bpe" and (read := text.decode(text.encode(prompt))) != prompt:
+        warn(f"start: the weights' tokenizer reads it as {read!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:

@@ -10,7 +10,9 @@ import struct
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from program import run
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Tokenizer
 from weights import own_bpe, random_gpt2
@@ -115,6 +117,18 @@ def test_a_tokenizer_that_only_transformers_reads_is_not_guessed(name, tmp_path)
     assert (state["vocab"], state["tokenizer"]) == (50257, dict(kind="unknown"))
     with pytest.raises(UserError, match="tokenizer.json into the weights' folder"):
         Tokenizer(state["tokenizer"])
+
+
+def test_a_prompt_that_the_weights_tokenizer_changes_is_shown_as_it_is_read(tmp_path):
+    random_gpt2(tmp_path, **SMALL, vocab_size=3)
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0)]
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    unigram.add_special_tokens(["</s>"])
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    keys = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu")
+    result = run("sample.py", f"--init_from={tmp_path}", "--start=Hello", *keys)
+    assert result.code == 0
+    assert "reads it as '<unk>'" in result.err
 
 
 def test_an_export_resized_by_others_samples_no_id_without_a_token(tmp_path):
