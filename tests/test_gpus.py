@@ -136,8 +136,7 @@ def test_memory_is_within_a_twentieth_of_the_allocators(name):
 
 # GiB that the allocator reserved on a simulated RTX 4070 with expandable_segments:False
 ON_WINDOWS = {
-    "4070-fast": 9.725,
-    "4070-fast-eager": 9.918,
+    "4070-fast-tables": 9.725,
     "4070-gpt2": 5.533,
     "4070-gpt2-eager": 5.508,
 }

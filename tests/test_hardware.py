@@ -92,7 +92,8 @@ COUNTS = {
     ("gpt124m_4070", "--tie_weights=True"): 12 * (LAYER + ATTENTION) + HEAD,
     # a look-up table costs no FLOPs
     ("gpt124m_4070", "--tie_weights=False"): 12 * (LAYER + ATTENTION) + HEAD,
-    ("fast124m_4070", "--seed=1"): 12 * (LAYER + ATTENTION) + HEAD + GATES,
+    ("fast124m_4070", "--seed=1"): 12 * (LAYER + ATTENTION) + HEAD,
+    ("fast124m_4070", "--value_tables=3"): 12 * (LAYER + ATTENTION) + HEAD + GATES,
 }
 
 
