@@ -159,7 +159,13 @@ def main(argv: list[str]) -> int:
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)
     for prompt in prompts:
-        ids = encode(prompt, text)
+        try:
+            ids = encode(prompt, text)
+        except UserError as error:
+            if not is_typed:
+                raise
+            warn(str(error))  # and ask for another prompt
+            continue
         window = model.config.block_size
         if len(ids) > window:
             print_err(f"start: {len(ids):,} tokens; the model sees only the last {window:,}")

@@ -25,13 +25,16 @@ def cores_are_taken() -> bool:
     siblings = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     cores = len({path.read_text() for path in siblings})  # torch starts one thread per core
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() else cores or cpus
+    threads = int(asked) if asked.isdecimal() else cores or cpus
     if threads == 1:  # it never waits
         return False
     others = []
     for _ in range(READINGS):
         # the load average lags behind by a minute, and an installation has just raised it
-        running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        try:
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        except OSError:  # a hardened container hides it
+            return False
         others.append(int(running) - 1)  # without this thread
         time.sleep(PAUSE)
     return sorted(others)[READINGS // 2] > cpus - threads

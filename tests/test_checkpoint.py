@@ -3,6 +3,9 @@
 import errno
 import json
 
+import pytest
+
+from training import checkpoint
 from training.checkpoint import Saver
 
 
@@ -35,3 +38,15 @@ def test_records_that_a_full_disk_cut_again_and_again_are_whole_lines_in_the_end
         assert len(written) == (2 if saver.metrics.is_full else it + 1)
     saver.close()
     assert [*map(json.loads, written)] == records
+
+
+@pytest.mark.parametrize("newest", ["a dead link", "a folder"])
+def test_the_checkpoint_before_one_that_cannot_be_opened_is_resumed(newest, tmp_path, capsys):
+    good, bad = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
+    checkpoint.save(dict(progress={}), good)
+    if newest == "a folder":
+        bad.mkdir()
+    else:
+        bad.symlink_to(tmp_path / "gone")
+    assert checkpoint.find_newest(tmp_path) == good
+    assert f"{bad}: cannot be read (" in capsys.readouterr().err

@@ -145,7 +145,7 @@ def test_a_resume_has_the_threads_that_the_run_began_with(two_threads, tmp_path,
 def test_omp_num_threads_overrules_the_checkpoint(two_threads, tmp_path, monkeypatch):
     keys = begin(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "resume: OMP_NUM_THREADS = 1 (the checkpoint had 2)\n" in train(**keys).out
+    assert "resume: 1 threads (the checkpoint had 2)\n" in train(**keys).out
     assert torch.get_num_threads() == checkpoint(tmp_path / "run", 4)["threads"] == 1
 
 
@@ -157,4 +157,11 @@ def test_a_checkpoint_without_the_number_resumes_with_torchs(two_threads, tmp_pa
     del state["threads"]
     torch.save(state, path)
     assert "OMP_NUM_THREADS" not in train(**keys).out
+    assert torch.get_num_threads() == 1
+
+
+def test_a_machine_with_fewer_cores_keeps_its_own_threads(two_threads, tmp_path, monkeypatch):
+    keys = begin(tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert "resume: 1 threads (the checkpoint had 2)\n" in train(**keys).out
     assert torch.get_num_threads() == 1

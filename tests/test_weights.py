@@ -276,3 +276,11 @@ def test_the_command_in_the_message_writes_a_checkpoint_that_is_read(tmp_path, m
         exec(code, {})
         weights = load_pretrained("NEW.pt")["model"]
         assert all(torch.equal(weights[name], tensor) for name, tensor in state["model"].items())
+
+
+def test_another_programs_meta_pkl_above_the_weights_is_not_read(tmp_path):
+    """As in ~/data, which is above the hub's cache."""
+    random_gpt2(tmp_path / "cache" / "m", **SMALL, vocab_size=50257)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "meta.pkl").write_bytes(pickle.dumps([1, 2]))
+    assert load_pretrained(str(tmp_path / "cache" / "m"))["tokenizer"] == dict(kind="gpt2")

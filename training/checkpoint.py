@@ -86,9 +86,12 @@ BEGINNINGS = {
 
 def what_is(path: Path) -> str:
     """Say what a file is that does not load, by its first bytes, and what to do with it."""
-    refuse_lfs_pointer(path)
-    with open(path, "rb") as file:
-        begins = file.read(16)
+    try:
+        refuse_lfs_pointer(path)
+        with open(path, "rb") as file:
+            begins = file.read(16)
+    except OSError as error:  # a failing disk, a dead link or a folder
+        return f"cannot be read ({error.strerror})"
     for beginning, what in BEGINNINGS.items():
         if begins.startswith(beginning):
             return what

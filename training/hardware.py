@@ -370,13 +370,14 @@ def keep_freed_memory() -> None:
 def keep_threads(saved: int | None) -> None:
     """
     Make a resumed run compute with as many threads as before, because another number changes the
-    last bits of sums. The user's OMP_NUM_THREADS overrules the checkpoint.
+    last bits of sums. OMP_NUM_THREADS overrules the checkpoint, and so does a machine with fewer
+    cores, where so many threads would wait for one another.
     """
     here = torch.get_num_threads()
-    if saved in (None, here):
+    if saved is None or saved == here:
         return
-    if "OMP_NUM_THREADS" in os.environ:
-        say(f"resume: OMP_NUM_THREADS = {here} (the checkpoint had {saved})")
+    if "OMP_NUM_THREADS" in os.environ or saved > (os.cpu_count() or 1):
+        say(f"resume: {here} threads (the checkpoint had {saved})")
     else:
         torch.set_num_threads(saved)
         say(f"resume: {saved} threads, as in the checkpoint; OMP_NUM_THREADS={here} overrules it")

@@ -184,8 +184,11 @@ def find_characters(path: Path, vocab: int, dataset: str) -> dict:
     kind unknown if there is none. Looks next to the weights at `path`, and for the checkpoint's
     dataset in data/NAME of every folder above them and of the current folder.
     """
-    above = [folder / "data" / dataset for folder in path.resolve().parents]
-    for folder in (path, path.parent, *above, dataset_folder(dataset)):
+    folders = [path, path.parent]
+    if dataset:
+        folders += [folder / "data" / dataset for folder in path.resolve().parents]
+        folders.append(dataset_folder(dataset))
+    for folder in folders:
         if (folder / "meta.pkl").is_file():
             found, tokenizer = read_meta(folder / "meta.pkl")
             if found == vocab:
