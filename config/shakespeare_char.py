@@ -16,7 +16,7 @@ block_size = 128  # characters; 256 with a smaller batch_size ended at a higher 
 batch_size = 12
 gradient_accumulation_steps = 1
 
-optimizer = "muon"  # learning rates as in config/fast_quickstart.py, except head_lr
+optimizer = "muon"  # learning rates as in config/fast124m_4070.py, except head_lr
 learning_rate = 0.025
 muon_momentum = 0.9
 head_lr = 0.002  # 0.001 and 0.004 ended at a higher loss, and so did dropout, with 1.5 epochs

@@ -43,7 +43,7 @@ TOO_LARGE = (
     f"more than {MOST_BYTES / 1e9:g} GB of text; prepare it as .jsonl, as docs/data.md shows: "
     "python data/prepare_fineweb.py --source=FILE.jsonl --tokenizer=byte --out=data/NAME"
 )
-LEAST_TOKENS = 64 + 1  # per split: one window of config/quickstart.py
+LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
 # -----------------------------------------------------------------------------

@@ -24,9 +24,9 @@ TRIALS = 3
 SEEDS = 24
 SMALL = "--n_layer=2 --n_embd=128 --block_size=128 --batch_size=4"  # keeps the shipped head sizes
 SHAPES = {  # flags -> vocabulary size
+    "dev/small_gpt2.py": 256,
+    "dev/small_gpt2.py --n_layer=1": 256,
     "config/quickstart.py": 256,
-    "config/quickstart.py --n_layer=1": 256,
-    "config/fast_quickstart.py": 256,
     f"config/gpt124m_4070.py {SMALL} --n_head=2": 1000,
     f"config/fast124m_4070.py {SMALL} --n_head=1 --value_tables=1 --bigram_rows=2048": 1000,
 }

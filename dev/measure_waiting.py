@@ -4,7 +4,7 @@ Measure what waiting in torch's OpenMP threads costs, on idle cores and beside b
 Starts one run of train.py for each setting beside the same number of loops, so that the run itself
 decides how to wait, and stops all but one at any time (SIGSTOP). The runs take turns of a few
 seconds, so that all of them meet the same conditions. Linux only. Without further flags it measures
-both quickstarts, which takes about half an hour:
+the quickstart and a small GPT-2, which takes about half an hour:
 
     python dev/measure_waiting.py OUT.json
 
@@ -30,7 +30,7 @@ from statistics import median
 REPO = Path(__file__).resolve().parents[1]
 SECONDS, LEAST_ITERATIONS, MOST_SECONDS = 1.8, 4, 10
 LOOPS = (0, 1, 3)
-RUNS = ("config/quickstart.py", "config/fast_quickstart.py")
+RUNS = ("config/quickstart.py", "dev/small_gpt2.py")
 SETTINGS = (
     "default",
     "GOMP_SPINCOUNT=10000",  # the default where loops start after the run

@@ -50,7 +50,7 @@ COMMON = dict(
     log_interval=1,
 )
 GPT2 = dict(model="gpt2", n_layer=2, optimizer="adamw", learning_rate=3e-3, warmup_iters=5)
-# as in config/fast_quickstart.py
+# the fast model with lookup tables, and Muon with NorMuon
 FAST = dict(
     model="fast",
     n_layer=3,

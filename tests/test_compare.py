@@ -163,7 +163,7 @@ def test_each_evaluation_that_all_runs_have_has_a_row(one, other, size, expected
 
 @pytest.mark.parametrize(
     "one, other",
-    # the quickstart, and the same one ended after 300 iterations; then others
+    # a run, and the same one ended after 300 iterations; then others
     [((100, 300), (500, 1500)), ((70, 1400), (400, 1600)), ((30, 600), (41, 1025))],
 )
 def test_equal_runs_with_other_evaluations_are_never_told_apart(tmp_path, one, other):

@@ -65,7 +65,7 @@ def test_every_command_names_a_script_its_configs_and_its_flags(page):
         if script == "train.py" and flags != ["--help"] and page.name != "hacking.md":
             # a config that the page makes is one of prepare_text.py's, which this one resembles
             files = [
-                "config/fast_quickstart.py" if config in made else config for config in configs
+                "config/shakespeare_char.py" if config in made else config for config in configs
             ]
             load_config([*(str(ROOT / file) for file in files), *flags])
 

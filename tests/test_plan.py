@@ -24,8 +24,8 @@ BLOCKS = 1 - 6 * 768 * 50304 / 854.7e6  # the blocks' share of the FLOPs
 LINK = 2 * 4 * N  # bytes that all gradients are, there and back
 OF_1000 = ("--iter_seconds=1", "--max_iters=1000", "--eval_interval=300", "--eval_tokens=524288")
 TINY = ("quickstart", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16")
-# 256 * 32 + 16 * 32 + 2 * (12 * 32^2 + 2 * 32) + 32 parameters
-TINY_PARAMETERS = 33_440
+# 2 * 256 * 32 + 256 + 2 * (12 * 32^2 + (3 + 1 + 4 + 1 + 2) * 32) + 2 * 32 parameters
+TINY_PARAMETERS = 41_984
 
 FIGURES = {
     "the users' 40M run": (
@@ -104,9 +104,9 @@ FIGURES = {
         dict(shards_gb=20, checkpoint_gb=12 * N / 1e9, checkpoints_kept=3, disk_gb=24.477),
     ),
     "the quickstart's bytes": (
-        # 256 * 128 + 64 * 128 + 4 * (12 * 128^2 + 2 * 128) + 128
+        # 2 * 256 * 128 + 256 + 3 * (12 * 128^2 + (3 + 1 + 4 + 1 + 2) * 128) + 2 * 128
         ("quickstart", "--iter_seconds=0.07"),
-        dict(vocab_size=256, params=828_544, hours=1500 * 0.07 / 3600),
+        dict(vocab_size=256, params=660_096, hours=500 * 0.07 / 3600),
     ),
     "the hours hold fewer iterations for evaluations and checkpoints": (
         # 2,880 iterations of 10 s would have 13 evaluations of 2 * 10,485,760 / 3 tokens, 133.33 s,
@@ -409,7 +409,7 @@ def test_a_machine_without_a_gpu_is_really_measured():
 
 def test_a_plan_says_when_a_run_that_starts_now_ends():
     """Asked at 23:00 on 25 November 2026."""
-    p = plan("quickstart", "--gpu=4070", "--iter_seconds=7.2", "--eval_tokens=64")
+    p = plan("quickstart", "--gpu=4070", "--iter_seconds=21.6", "--eval_tokens=64")
     assert p["hours"] == pytest.approx(3) and p["ends"] == "2026-11-26 02:00"
     assert p["ends"] in p["out"]
 

@@ -736,7 +736,7 @@ def test_a_hub_that_is_slow_breaks_off_or_says_429_is_waited_for(tmp_path):
 
 def test_the_next_command_is_one_that_suits_the_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("my notes.txt").write_text("a line\n" * 200)
+    Path("my notes.txt").write_text("a line\n" * 400)
     result = prepare("my notes.txt", script="data/prepare_text.py")
     *_, last = result.out.splitlines()
     words = "config/quickstart.py '--dataset=my notes' '--out_dir=out/quickstart_my notes'"
@@ -756,7 +756,7 @@ def test_the_next_command_is_one_that_suits_the_dataset(tmp_path, monkeypatch):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
     """Such as a log file on a full disk: the data are complete, so the exit code is 0."""
-    (tmp_path / "a.txt").write_text("a line\n" * 200)
+    (tmp_path / "a.txt").write_text("a line\n" * 400)
     code = "import runpy, sys; sys.stdout = sys.full = open('/dev/full', 'w')\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [str(ROOT / "data/prepare_text.py"), f"{tmp_path}/a.txt", f"--out={tmp_path / 'out'}"]

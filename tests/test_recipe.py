@@ -7,7 +7,7 @@ from recipe import Trainer
 from configurator import load_config
 
 ITERATIONS = 12
-# config/fast_quickstart.py made small: all of its kinds of weights, a schedule with all its parts
+# a fast recipe made small: all of its kinds of weights, a schedule with all its parts
 RECIPE = dict(
     n_layer=3,  # the first and the last one have a value embedding
     n_head=2,

@@ -147,12 +147,12 @@ def test_a_fast_config_has_all_settings_of_the_public_runs(path):
 
 
 def test_the_lines_of_the_quickstart_follow_from_each_other():
-    """32 sequences of 64 bytes in each iteration; losses in nats per byte."""
+    """16 sequences of 128 bytes in each iteration; losses in nats per byte."""
     text = read("docs/training.md")
     pattern = r"^iter (\d+): .* time ([\d.]+)ms, .* tok/s ([\d,]+), .* tokens ([\d.]+)M"
     it, ms, speed, tokens = re.search(pattern, text, re.MULTILINE).groups()
-    assert float(ms) / 1000 * float(speed.replace(",", "")) == pytest.approx(32 * 64, rel=1e-3)
-    assert holds(tokens, [int(it) * 32 * 64 / 1e6])
+    assert float(ms) / 1000 * float(speed.replace(",", "")) == pytest.approx(16 * 128, rel=1e-3)
+    assert holds(tokens, [int(it) * 16 * 128 / 1e6])
     pattern = r"^step .* val loss ([\d.]+), .* perplexity ([\d.]+), ([\d.]+) bits per byte"
     loss, perplexity, bits = map(float, re.search(pattern, text, re.MULTILINE).groups())
     assert math.log(perplexity) == pytest.approx(loss, abs=2e-4)  # both are rounded

@@ -580,7 +580,7 @@ def test_the_loop_of_the_page_trains_both_sides_and_ends_with_a_verdict(tokens, 
     """With tiny models, two seeds, and some iterations in place of the hours."""
     clones, loop = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     keys = shlex.join(flags(**TINY | dict(dataset=tokens, max_iters=4, warmup_iters=1)))
-    loop = re.sub(r"config/\S+ idea.py --hours=\S+", f"idea.py {keys}", loop)
+    loop = re.sub(r"dev/\S+ idea.py --hours=\S+", f"idea.py {keys}", loop)
     loop = loop.replace("1 2 3 4", "1 2")
     here = changed(tmp_path / "here", {})
     (here / ".gitignore").write_text("out/\n")

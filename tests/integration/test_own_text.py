@@ -113,16 +113,16 @@ def test_the_quickstarts_dataset_is_small_and_the_same_at_every_start(tmp_path):
 @pytest.mark.parametrize(
     "size, fraction, said",
     [
-        (50, 0.05, "each needs at least 65; give more text, about 1,300 tokens in all"),
+        (50, 0.05, "each needs at least 129; give more text, about 2,600 tokens in all"),
         (300, 0.05, "16 tokens for validation and 286 for training"),
-        (100, 0.5, "give more text, about 200 tokens in all"),
+        (100, 0.5, "give more text, about 300 tokens in all"),
     ],
 )
 def test_a_text_smaller_than_the_quickstarts_window_leaves_nothing(
     size, fraction, said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert load_config([str(ROOT / "config/quickstart.py")]).block_size == 64
+    assert load_config([str(ROOT / "config/quickstart.py")]).block_size == 128
     Path("a.txt").write_text("x" * size)
     result = run("data/prepare_text.py", "a.txt", f"--val_fraction={fraction}")
     assert result.code == 2 and said in result.err and result.err.count("\n") == 1

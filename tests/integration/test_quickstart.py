@@ -47,13 +47,13 @@ def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
         return result.out
 
     run_folder = home / "out" / "quickstart"
-    shorter = ("--max_iters=30", "--eval_interval=30", "--warmup_iters=3", "--log_interval=10")
+    shorter = ("--max_iters=30", "--eval_interval=30", "--log_interval=10")
     shorter += ("--eval_tokens=4096",)
     fresh = dict(cwd=home, cold=True, PYTHONPATH=str(tmp_path / "site"))
     out = end(start("train.py", "config/quickstart.py", *shorter, **fresh))
     assert "sample 30:" in out
     losses = column(run_folder, "eval", "val_loss")
-    assert losses[0] == pytest.approx(math.log(256), abs=0.4)  # docs/training.md
+    assert losses[0] == pytest.approx(math.log(256), abs=1e-4)  # docs/training.md
     assert losses[1] < losses[0] - 1
 
     greedy = ("--start=def ", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
@@ -71,7 +71,7 @@ def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
     (figures,) = json.loads((home / "table.json").read_text())["runs"].values()
     assert figures["best_val_loss"] == losses[1]
     assert figures["iterations"] == 30
-    assert f"{1500 * 32 * 64:,}" in plan
+    assert f"{500 * 16 * 128:,}" in plan
 
-    assert end(begin("sample.py", "--init_from=hf", *greedy)) == text
+    assert (home / "hf" / "model.safetensors").exists()
     assert not (home / "network_was_asked").exists()
