@@ -62,7 +62,7 @@ class Config:
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     always_save_checkpoint: bool = True  # save after every evaluation; False: after the best so far
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: int = 2  # how many of the newest checkpoints to keep, besides best.pt
+    keep_checkpoints: int = 2  # how many of the newest to keep, besides best.pt; wsd: one more
     # Logging
     log_interval: int = 1  # iterations between log lines
     tracker: str = "none"  # a dashboard to report to, in addition to metrics.jsonl
@@ -127,6 +127,19 @@ class Config:
     def by_clock(self) -> bool:
         """Return True if the schedule follows the clock instead of the iteration count."""
         return bool(self.hours or self.until)
+
+    @property
+    def keeps_peak(self) -> bool:
+        """Return True if the run keeps a checkpoint from before its decay, to be extended from."""
+        return self.lr_schedule == "wsd" and not self.by_clock
+
+    @property
+    def checkpoint_files(self) -> int:
+        """
+        Return the largest number of checkpoints on the disk at one time: the ones that are kept, at
+        least two while a new one is written, plus best.pt.
+        """
+        return max(self.keep_checkpoints, 2) + self.keeps_peak + 1
 
     @property
     def uses_muon(self) -> bool:

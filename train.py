@@ -110,7 +110,7 @@ def newest_checkpoint(c: Config) -> Path | None:
     if c.init_from not in ("resume", "auto") and not evaluates_run:
         return None
     out_dir = Path(c.out_dir)
-    path = checkpoint.find_newest(out_dir)
+    path = checkpoint.find_newest(out_dir, c.keep_checkpoints, peak_end(c))
     if path is None and c.init_from == "resume":
         hint = weights_hint(out_dir) or "--init_from=auto starts a new run there"
         raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
@@ -328,16 +328,28 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     if c.lr_schedule == "constant":
         return peak
     # 3) decay from the end of the warmup or, with wsd, over the last decay_fraction of the run
-    decay_start = warmup
-    if c.lr_schedule == "wsd":
-        decay_start = max(warmup, decay_end - round(c.decay_fraction * decay_end))
+    begin = wsd_decay_start(c, decay_end, warmup) if c.lr_schedule == "wsd" else warmup
     done = 1.0  # how much of the decay is done, from 0 to 1
     if it < decay_end:
-        done = max(0, it - decay_start) / max(1, decay_end - decay_start)
+        done = max(0, it - begin) / max(1, decay_end - begin)
     left = 1 - done
     if c.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
     return c.min_lr + left * (peak - c.min_lr)
+
+
+def wsd_decay_start(c: Config, decay_end: float, warmup: float) -> float:
+    return max(warmup, decay_end - round(c.decay_fraction * decay_end))
+
+
+def peak_end(c: Config) -> int:
+    """
+    Return the last iteration at which a run with wsd has the rate that a longer one would have, so
+    that a checkpoint up to there can be extended. Returns -1 for runs that keep none.
+    """
+    if not c.keeps_peak:
+        return -1
+    return int(wsd_decay_start(c, c.lr_decay_iters or c.max_iters, c.warmup_iters))
 
 
 def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
@@ -683,7 +695,7 @@ def main(
     eval_model = model
 
     # Files, clock, log and batches. From here on out_dir belongs to this run
-    saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints)
+    saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints, peak_end(c))
     if not c.eval_only:
         # Lock out_dir, and delete temporary files. In a new run, rename the log of an earlier one.
         # On a resume, drop the log records that the run will write again, rename damaged

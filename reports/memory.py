@@ -208,11 +208,3 @@ def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
     """Return the bytes of a checkpoint: the weights and the optimizer's state."""
     parts = memory_bytes(config, model, "float32", config.batch_size)
     return int(4 * count_parameters(model) + parts["optimizer"])
-
-
-def checkpoint_files(config: Config) -> int:
-    """
-    Return the largest number of checkpoints on the disk at one time: the ones that are kept, at
-    least two while a new one is written, plus best.pt.
-    """
-    return max(config.keep_checkpoints, 2) + 1

@@ -36,7 +36,6 @@ from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.memory import (
     checkpoint_bytes,
-    checkpoint_files,
     count_parameters,
     fitting_batch,
     memory_bytes,
@@ -408,7 +407,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     # With a stream or without a dataset, assume shards with as many tokens as the run can read.
     disk_tokens = options.dataset_tokens or min(most_tokens, MOST_TOKENS)
     shards_gb = 2 * disk_tokens / 1e9
-    kept = checkpoint_files(config)
+    kept = config.checkpoint_files
 
     kilowatts = n * options.watts / 1000 if options.watts else None
     kwh_total = kilowatts and kilowatts * hours_total

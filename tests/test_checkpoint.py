@@ -27,7 +27,7 @@ class CuttingFile:
 
 
 def test_records_that_a_full_disk_cut_again_and_again_are_whole_lines_in_the_end(tmp_path):
-    saver = Saver(tmp_path, keep=1)
+    saver = Saver(tmp_path, keep=1, peak_end=-1)
     saver.open(None)
     saver.metrics = CuttingFile(saver.metrics)
     records = [dict(kind="step", iter=it) for it in range(7)]

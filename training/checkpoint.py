@@ -152,6 +152,12 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted((p for p in out_dir.glob("ckpt-*.pt") if iteration(p) >= 0), key=iteration)
 
 
+def newest_until(out_dir: Path, until: int) -> Path | None:
+    """Return the newest checkpoint of iteration `until` or an earlier one, or None."""
+    paths = [path for path in list_checkpoints(out_dir) if iteration(path) <= until]
+    return paths[-1] if paths else None
+
+
 def is_whole(path: Path) -> bool:
     try:
         load(path)
@@ -160,16 +166,20 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def find_newest(out_dir: Path) -> Path | None:
+def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
     """
     Return the newest valid checkpoint, or None if out_dir has no checkpoints. Warns about each
-    damaged checkpoint. If all are damaged, raises UserError, so that a run never silently starts
-    from scratch.
+    damaged checkpoint. If all are damaged, or all after the one that Saver.prune() keeps only for
+    `peak_end`, raises UserError, so that a run never silently goes back that far.
     """
     if gone := dead_link(out_dir):
         raise UserError(f"{out_dir}: {gone}")
     paths = list_checkpoints(out_dir)
+    spared = newest_until(out_dir, peak_end)
     for path in reversed(paths):
+        if path == spared and path not in paths[-keep:]:
+            hint = f"to train again from {path.name}, move them to another folder"
+            raise UserError(f"{out_dir}: all checkpoints since the decay began are damaged; {hint}")
         try:
             load(path)
             return path
@@ -201,14 +211,6 @@ def set_aside(path: Path) -> None:
         patiently(path.rename, next(name for name in names if not name.exists()))
 
 
-def prune(out_dir: Path, keep: int) -> None:
-    for path in list_checkpoints(out_dir)[:-keep]:
-        try:
-            patiently(path.unlink, True)  # True: missing_ok
-        except PermissionError as error:  # on Windows, while open elsewhere; the next save retries
-            warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
-
-
 def link(path: Path, name: Path) -> None:
     """
     Make `name` a hard link to `path`, atomically. Copies the file instead if the file system has
@@ -235,9 +237,10 @@ class Saver:
     metrics.jsonl. While the disk is full, new records are kept in memory and in the checkpoints.
     """
 
-    def __init__(self, out_dir: Path, keep: int):
+    def __init__(self, out_dir: Path, keep: int, peak_end: int):
         self.out_dir = out_dir
         self.keep = keep  # how many of the newest checkpoints to keep
+        self.peak_end = peak_end  # keep the newest one up to this iteration too
         self.lock: BinaryIO | None = None
         self.metrics: BinaryIO | None = None
         self.unwritten = b""  # records that did not fit on the disk
@@ -268,11 +271,11 @@ class Saver:
         path = checkpoint_path(self.out_dir, it)
         state = state | dict(unwritten=self.unwritten.decode())
         try:
-            prune(self.out_dir, max(1, self.keep - 1))
+            self.prune(max(1, self.keep - 1))
             save(state, path)
             if not self.has_saved:
                 load(path)
-            prune(self.out_dir, self.keep)
+            self.prune(self.keep)
             if state["progress"]["best_iter"] == it:
                 link(path, path.with_name("best.pt"))
         except OSError as error:
@@ -286,6 +289,16 @@ class Saver:
             raise RunError(f"{error}; this disk does not return what was written to it") from None
         self.has_saved = True
         return ""
+
+    def prune(self, keep: int) -> None:
+        """Delete all checkpoints but the newest `keep`, and the newest one up to `peak_end`."""
+        spared = newest_until(self.out_dir, self.peak_end)
+        for path in list_checkpoints(self.out_dir)[:-keep]:
+            try:
+                if path != spared:
+                    patiently(path.unlink, True)  # True: missing_ok
+            except PermissionError as error:  # on Windows, while open elsewhere
+                warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
 
     def write_record(self, record: dict) -> None:
         """Append a line to metrics.jsonl, preceded by any lines that did not fit before."""

@@ -215,7 +215,7 @@ class Log:
 
     def warn_of_space(self, parameters: int) -> None:
         """Warn if the disk cannot hold all of the run's checkpoints."""
-        files = max(2, self.config.keep_checkpoints) + 1  # two exist during a save; +1 for best.pt
+        files = self.config.checkpoint_files
         size = 12 * parameters  # weights and two optimizer moments in float32
         out_dir = Path(self.config.out_dir)
         # best.pt is usually a hard link to a checkpoint, so count each inode once

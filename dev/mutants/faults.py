@@ -277,8 +277,8 @@ FAULTS = [
     Fault(
         "one_checkpoint_more_is_kept",
         "training/checkpoint.py",
-        "prune(self.out_dir, self.keep)\n",
-        "prune(self.out_dir, self.keep + 1)\n",
+        "self.prune(self.keep)\n",
+        "self.prune(self.keep + 1)\n",
         "integration/test_disks.py::test_the_newest_are_kept_and_the_best[1]",
     ),
     # -----------------------------------------------------------------------------
@@ -710,7 +710,7 @@ FAULTS = [
     Fault(
         "no_room_is_made_before_a_save",
         "training/checkpoint.py",
-        "            prune(self.out_dir, max(1, self.keep - 1))\n",
+        "            self.prune(max(1, self.keep - 1))\n",
         "",
         "integration/test_disks.py::test_a_disk_with_the_room_that_the_page_names_is_enough[True-True]",
     ),
@@ -1069,9 +1069,9 @@ FAULTS = [
     ),
     Fault(
         "plan_best_checkpoint_has_no_room",
-        "reports/memory.py",
-        "return max(config.keep_checkpoints, 2) + 1",
-        "return max(config.keep_checkpoints, 2)",
+        "configurator.py",
+        "return max(self.keep_checkpoints, 2) + self.keeps_peak + 1",
+        "return max(self.keep_checkpoints, 2) + self.keeps_peak",
         "test_plan.py::test_a_figure_of_a_plan_is_the_one_computed_by_hand[a disk]",
     ),
     # Weights of others, and exports
