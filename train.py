@@ -46,7 +46,7 @@ from training import checkpoint, hardware
 from training.clock import Clock, Position
 from training.compiled import compile_and_check
 from training.hardware import Hardware
-from training.log import Log
+from training.log import Log, say_extension
 from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process, lost_rank
 
@@ -191,20 +191,26 @@ def keep_values(
     return replace(c, **values), problems
 
 
+def config_before(resumed: dict) -> Config:
+    return Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
+
+
 def is_done(c: Config, resumed: dict) -> bool:
     """Return whether the run has already finished and this launch adds no time or iterations."""
     it = resumed["progress"]["iter_num"]
-    before = resumed["config"]
-    same_end = (c.hours, c.until) == (before["hours"], before["until"])
+    before = config_before(resumed)
+    same_end = (c.hours, c.until) == (before.hours, before.until)
     time_is_up = c.by_clock and same_end and resumed["clock"]["share"] >= 1
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
-def say_done(c: Config, resumed: dict) -> None:
+def say_done(c: Config, resumed: dict, data: Dataset, world_size: int) -> None:
     it = resumed["progress"]["iter_num"]
     key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
     done = f"all {it:,} iterations are done"
     say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, another --out_dir")
+    longer = replace(c, max_iters=2 * it)
+    say_extension(longer, peak_end(config_before(resumed)), resumed, data, world_size)
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -352,10 +358,10 @@ def peak_end(c: Config) -> int:
     return int(wsd_decay_start(c, c.lr_decay_iters or c.max_iters, c.warmup_iters))
 
 
-def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
+def warn_of_higher_rate(c, clock: Clock, resumed: dict, data: Dataset, world_size: int) -> None:
     """Warn if a resume raises the learning rate, for example by extending a decayed run."""
     it = resumed["progress"]["iter_num"]
-    before = Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
+    before = config_before(resumed)
     share = resumed["clock"]["share"]
     old = get_lr(it, before, share, before.learning_rate)
     if (before.hours, before.until) != (c.hours, c.until):
@@ -364,6 +370,8 @@ def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
     if new > 1.01 * old:
         why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
+        if c.max_iters > before.max_iters:
+            say_extension(c, peak_end(before), resumed, data, world_size)
 
 
 # -----------------------------------------------------------------------------
@@ -615,7 +623,7 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     if rank < len(resumed["rng"]):
         hardware.set_rng_state(resumed["rng"][rank], hw.device)
     progress = Progress(**resumed["progress"])
-    before = Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
+    before = config_before(resumed)
     if before.eval_size != c.eval_size:
         progress.best_val_loss = math.inf  # losses on other tokens are not comparable
     if (before.hours, before.until) != (c.hours, c.until):
@@ -671,7 +679,7 @@ def main(
     hw.find_peak_flops(saved_peak_flops)
     data = open_data(c, resumed, weights, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
-        say_done(c, resumed)
+        say_done(c, resumed, data, ranks.world_size)
         return 0
     compiles = bool(c.compile) and hw.can_compile and not c.eval_only
 
@@ -711,7 +719,7 @@ def main(
     # Print the command, the device, the model, the data, the length of the run, and warnings
     log.begin(model, data, progress.iter_num, progress.tokens, compiles, resumed, weights)
     if resumed and not c.eval_only:
-        ranks.on_main(warn_of_higher_rate, c, clock, resumed)
+        ranks.on_main(warn_of_higher_rate, c, clock, resumed, data, ranks.world_size)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, weights  # frees the loaded checkpoint

@@ -25,7 +25,7 @@ from common.console import command_line, count, duration, keep_transcript, say, 
 from common.files import lack_of_space, plain
 from configurator import FIELDS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
-from training.checkpoint import checkpoint_path
+from training.checkpoint import checkpoint_path, iteration, newest_until
 from training.clock import Clock, Speed, clock_time
 from training.hardware import MEASURED, Hardware, count_flops, old_driver
 from training.ranks import Ranks
@@ -103,7 +103,7 @@ class Log:
         are left out; flags, and values derived from other keys or the checkpoint, are shown.
         """
         c = self.config
-        say(f"command: {self.command()}")
+        say(f"command: {launch_command(self.world_size)}")
         shown = [
             f"--{name}={value}"
             for name, value in config_values(c).items()
@@ -121,10 +121,6 @@ class Log:
                 break_on_hyphens=False,
             )
             say(*wrapped)
-
-    def command(self) -> str:
-        script = "python" if self.world_size == 1 else "torchrun ..."
-        return f"{script} {command_line(*sys.argv)}"
 
     def say_start(self, resumed: dict | None, weights: dict | None) -> None:
         """Print where the run starts and, on a resume, which keys differ from the checkpoint's."""
@@ -431,8 +427,8 @@ class Log:
             out_dir = f"--out_dir={self.config.out_dir}"
             say(f"sample: {command_line('python', 'sample.py', out_dir)}")
         if not complete and not self.config.eval_only:
-            more = "" if self.config.init_from == "auto" else " --init_from=resume"
-            say(f"to continue: {self.command()}{more}")
+            changes = {} if self.config.init_from == "auto" else dict(init_from="resume")
+            say(f"to continue: {launch_command(self.world_size, **changes)}")
         if self.tracker:
             self.tracker.close()
         if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
@@ -555,6 +551,41 @@ class Tracker:
                 self.writer.finish()
             elif self.kind == "tensorboard":
                 self.writer.close()
+
+
+def launch_command(world_size: int, **changes) -> str:
+    """Return the command that launched this run, with flags set to other values."""
+    script = "python" if world_size == 1 else "torchrun ..."
+    kept = [a for a in sys.argv if a.partition("=")[0].removeprefix("--") not in changes]
+    return f"{script} {command_line(*kept, *(f'--{k}={v}' for k, v in changes.items()))}"
+
+
+def say_extension(c: Config, peak_end: int, resumed: dict, data: Dataset, world_size: int) -> None:
+    """
+    Print how to extend a run to c.max_iters from its newest checkpoint up to `peak_end`, as if it
+    had been planned that long. Prints nothing if there is none, or if the run is not past it.
+    """
+    it, start = resumed["progress"]["iter_num"], newest_until(Path(c.out_dir), peak_end)
+    if not (c.keeps_peak and start and iteration(start) < it):
+        return
+    begin = iteration(start)
+    seconds = sum(resumed["ledger"][name] for name in ("steps", "evaluation", "checkpoints"))
+    again = f"{begin:,} to {it:,} are trained again ({duration(seconds * (it - begin) / it)})"
+    folder = f"{Path(c.out_dir)}_{c.max_iters}"
+    copy = "copy" if sys.platform == "win32" else "cp"
+    changes = dict(out_dir=folder, init_from="resume", max_iters=c.max_iters)
+    if c.lr_decay_iters:
+        changes["lr_decay_iters"] = c.max_iters
+    say(
+        f"to end like a run planned for {c.max_iters:,} iterations, resume a copy from before the "
+        f"decay; iterations {again}:",
+        f"    {command_line('mkdir', folder)}",
+        f"    {command_line(copy, start, folder)}",
+        f"    {command_line(copy, start.with_name('metrics.jsonl'), folder)}",
+        f"    {launch_command(world_size, **changes)}",
+    )
+    if not data.stream and (last := len(data.train) // c.iter_tokens) < c.max_iters:
+        say(f"the prepared tokens last for {last:,} iterations; then the run reads them again")
 
 
 def tokenizer_name(spec: dict) -> str:

@@ -4,19 +4,26 @@ before its decay, in a copy, and ends with the bits of a run that was planned th
 """
 
 import json
+import shlex
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from moments import before_updates
+from moments import before_updates, fill, free, watched
 from program import (
     TINY_RUN,
+    Result,
+    assert_same_run,
     checkpoints,
     column,
     finish,
+    finish_ranks,
     flags,
     run,
     start,
+    start_ranks,
     train,
     write_tokens,
 )
@@ -48,12 +55,52 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def planned(request, tokens, tmp_path_factory) -> tuple[int, Path]:
+    """A number of ranks, and their run that was planned for 24 iterations from the start."""
+    out_dir = tmp_path_factory.mktemp("planned")
+    launch(request.param, *flags(**NIGHT | dict(max_iters=24, dataset=tokens, out_dir=out_dir)))
+    return request.param, out_dir
+
+
+def launch(ranks: int, *arguments, script=("train.py",), code: int = 0) -> Result:
+    """Train in processes of their own. All must end with this exit code. Returns the first's."""
+    if ranks == 1:
+        results = [finish(start(*script, *arguments))]
+    else:
+        results = finish_ranks(start_ranks(ranks, *arguments, script=script))
+    assert [result.code for result in results] == [code] * ranks, results
+    return results[0]
+
+
 def moment(disk: Path, *steps) -> list[str]:
     return ["tests/moments.py", json.dumps(dict(disk=str(disk), steps=steps)), "train.py"]
 
 
+# Ctrl-C, on the first rank
+STOPPED = """
+    if n == 10 and RANK == "0":
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def commands(out: str) -> list[str]:
+    """The lines that are printed to be copied."""
+    return [line.strip() for line in out.splitlines() if line.startswith("    ")]
+
+
+def copy_as_printed(out: str) -> list[str]:
+    """Type the printed commands but the last, which trains. Returns the arguments of train.py."""
+    *copying, training = commands(out)
+    for command in copying:
+        subprocess.run(command, shell=True, check=True)
+    launcher, arguments = training.split("train.py ", 1)
+    assert launcher in ("python ", "torchrun ... ")
+    return shlex.split(arguments)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -80,6 +127,85 @@ def test_a_run_with_another_schedule_keeps_only_the_newest(changes, tokens, tmp_
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=1) | changes
     train(**keys)
     assert checkpoints(tmp_path / "run") == [12]
+    result = train(**keys)
+    assert "iterations are done" in result.out and not commands(result.out)
+
+
+def test_the_printed_commands_extend_a_run_as_if_it_had_been_planned_so(planned, tokens, tmp_path):
+    """The folder's name has a space. A kill comes before the decay, and another after it."""
+    ranks, longer = planned
+    out_dir = tmp_path / "a run"
+    arguments = flags(**NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=1))
+    if ranks == 1:
+        killed = moment(tmp_path, ("update", 6, "SIGKILL"))
+        launch(1, *arguments, script=killed, code=-signal.SIGKILL)
+    launch(ranks, *arguments)
+    before = files(out_dir)
+
+    asked = launch(ranks, *arguments)
+    assert files(out_dir) == before
+    assert "iterations 6 to 12 are trained again" in asked.out
+    assert "the prepared tokens last for 9 iterations" in asked.out
+    arguments = copy_as_printed(asked.out)
+    if ranks == 1:
+        killed = moment(tmp_path, ("update", 9, "SIGKILL"))
+        launch(1, *arguments, script=killed, code=-signal.SIGKILL)
+        assert checkpoints(tmp_path / "a run_24")[-1] == 14
+    result = launch(ranks, *arguments)
+    assert "raises" not in result.err
+    assert_same_run(longer, tmp_path / "a run_24", 24)
+    assert files(out_dir) == before  # the finished run stays
+
+
+def test_a_resume_that_raises_the_rate_prints_the_same_way(tokens, tmp_path):
+    keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run")
+    train(**keys)
+    asked = commands(train(**keys).out)
+    raised = train(**keys | dict(max_iters=24))
+    assert "raises it from 0.00e+00 to 1.00e-02" in raised.err
+    assert commands(raised.out)[:4] == asked
+
+
+def test_a_usable_model_this_morning_and_the_evening_goes_on_from_the_kept_checkpoint(
+    planned, tokens, tmp_path
+):
+    """An unfinished night is decayed at once in a copy, and then continued as it was planned."""
+    ranks, longer = planned
+    keys = NIGHT | dict(max_iters=24, dataset=tokens, out_dir=tmp_path / "night")
+    launch(ranks, *flags(**keys | dict(max_iters=24)), script=watched(STOPPED), code=130)
+    (tmp_path / "morning").mkdir()
+    for name in ("ckpt-00000010.pt", "metrics.jsonl"):
+        shutil.copy(tmp_path / "night" / name, tmp_path / "morning")
+    before = files(tmp_path / "night")
+    decayed = dict(max_iters=15, decay_fraction=0.33, out_dir=tmp_path / "morning")
+    launch(ranks, *flags(**keys | decayed))
+    rates = dict(column(tmp_path / "morning", "step", "iter", "lr"))
+    assert rates[9] == rates[10] == 0.01
+    assert [rates[it] for it in range(11, 15)] == pytest.approx([0.008, 0.006, 0.004, 0.002])
+    assert files(tmp_path / "night") == before
+    launch(ranks, *flags(**keys))
+    assert_same_run(longer, tmp_path / "night", 24)
+
+
+def test_a_disk_that_is_full_at_the_last_save_before_the_decay_leaves_the_one_before_it(
+    tokens, make_disk, tmp_path
+):
+    disk = make_disk(1 << 20)
+    keys = NIGHT | dict(dataset=tokens, out_dir=disk / "run", keep_checkpoints=1)
+    train(**keys | dict(max_iters=24, out_dir=tmp_path / "planned"))
+
+    def act(n, optimizer):
+        if n == 6:
+            fill(disk)
+        if n == 8:
+            free(disk)
+
+    with before_updates(act):
+        train(**keys)
+    assert checkpoints(disk / "run") == [4, 12]
+    asked = launch(1, *flags(**keys))
+    launch(1, *copy_as_printed(asked.out))
+    assert_same_run(tmp_path / "planned", disk / "run_24", 24)
 
 
 def test_a_disk_with_room_for_the_files_that_plan_counts_is_enough(tokens, make_disk, tmp_path):
