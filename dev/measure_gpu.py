@@ -104,7 +104,10 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         # the rows below do not fit into ten minutes
         "real_shapes": (420, [*pytest, REAL_SHAPES]),
         "gpu_tests": (420, [*pytest, f"not ({EXACT} or {REAL_SHAPES})"]),
-        "half_accumulators": (300, bench(*classic, "--trials=1", script=HALF)),
+        "half_accumulators": (
+            300,
+            bench(*classic, "--trials=1", script="dev/half_accumulators.py"),
+        ),
         "compiled_sweep": (600, bench("sweep", *classic, "--trials=2")),
         "plan": (120, bench("plan", *classic)),
         "sweep": (300, bench("sweep", *classic, "--compile=False", "--trials=1")),
