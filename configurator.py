@@ -197,11 +197,11 @@ MAY_BE_BLANK = ("until", "start")
 # Keys that only work with another key at one of these values; otherwise they must keep their
 # defaults
 ONLY_WITH = dict(
-    value_tables="model=fast",
-    bigram_rows="model=fast",
-    head_lr="optimizer=muon or plain_muon",
-    muon_momentum="optimizer=muon or plain_muon",
-    decay_fraction="lr_schedule=wsd",
+    value_tables=("model", "fast"),
+    bigram_rows=("model", "fast"),
+    head_lr=("optimizer", "muon", "plain_muon"),
+    muon_momentum=("optimizer", "muon", "plain_muon"),
+    decay_fraction=("lr_schedule", "wsd"),
 )
 # What other trainers call these keys, for suggestions
 OTHER_NAMES = dict(
@@ -552,10 +552,9 @@ def check_model(c: Config) -> list[str]:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is none of auto, off or a number like 1024")
-    for name, choice in ONLY_WITH.items():
-        key, _, values = choice.partition("=")
-        if getattr(c, key) not in values.split(" or ") and getattr(c, name) != FIELDS[name].default:
-            problems.append(f"{name}: only {choice} reads it; leave it out")
+    for name, (key, *values) in ONLY_WITH.items():
+        if getattr(c, key) not in values and getattr(c, name) != FIELDS[name].default:
+            problems.append(f"{name}: only {key}={' or '.join(values)} reads it; leave it out")
     if c.model == "fast":
         if 2 * c.value_tables > c.n_layer:
             most = c.n_layer // 2

@@ -50,8 +50,8 @@ from training.log import Log, say_extension
 from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process, lost_rank
 
-# Keys that decide the shapes and names of the weights: every key among the fields of the models'
-# configs unless FREE_ON_RESUME names it
+# Keys that decide the weights' shapes and names: all keys among the models' fields, except those in
+# FREE_ON_RESUME
 ARCHITECTURE = (
     "model",
     *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
@@ -255,8 +255,8 @@ def model_config(
 ) -> GPTConfig:
     """
     Return the model config. `vocab` is rounded up. Loaded `weights` decide the fields that are not
-    keys.
-    `flash` and `compiled` say whether this machine really does what the keys of those names ask.
+    keys. `flash` and `compiled` say whether this machine really does what the keys of those names
+    ask.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
@@ -600,8 +600,8 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
 def save(state: dict, stop: str | None, c, saver, signals, log, ranks) -> str:
     """
     Save the state on rank 0. Returns "" or how the disk failed, on every rank. At the end of a run
-    (`stop`), waits until the disk has room. A signal, also the one that stopped the run, ends the
-    wait: whoever sent it wants the device back, so only one attempt is made. Then raises RunError.
+    (`stop`), waits until the disk has room. After a signal it tries only once and then raises
+    RunError, because the sender wants the device back.
     """
     while (problem := ranks.on_main(saver.save, state)) and stop:
         if signals.stop_asked():
@@ -749,14 +749,12 @@ def main(
 
     while True:
         it = progress.iter_num
-        # Every rank has a clock, but only rank 0's counts, because ranks that decide differently
-        # would deadlock. With hours or until, now.share is how much of the schedule is done: 0 at
-        # the first update, 1 at the last. It is the time so far divided by the time of the last
-        # update, or it / max_iters if a max_iters flag ends the run sooner. The last update leaves
-        # room for a final evaluation and save, which are expected to take as long as the ones
-        # before (1% of the time each before the first). So each clock.expect() below changes share
-        # and with it the learning rate. now.has_spare_time says whether they fit twice: now and at
-        # the end. In runs without hours or until, share stays 0 and there is always spare time
+        # Rank 0's clock decides for all ranks; if each asked its own, they would deadlock. With
+        # hours or until, now.share is the part of the schedule that is done: 0 at the first update,
+        # 1 at the last, with room left for a final evaluation and save. get_lr() follows it, so
+        # each clock.expect() below moves the learning rate. now.has_spare_time says whether an
+        # evaluation and a save fit now and again at the end. In other runs, share stays 0 and there
+        # is always spare time
         now = ranks.on_main(clock.position, it)
 
         # `stop` is the reason to stop here, or None. An interrupted evaluation may still set it

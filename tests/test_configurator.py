@@ -216,14 +216,14 @@ def test_the_fast_model_unties_its_head_unless_told_otherwise():
 @pytest.mark.parametrize("name", ONLY_WITH)
 def test_a_key_that_nobody_reads_is_refused(name):
     """Whichever came first, the key or the choice; its default is no harm."""
-    choice, _, readers = ONLY_WITH[name].partition("=")
-    other = next(other for other in CHOICES[choice] if other not in readers.split(" or "))
+    choice, *readers = ONLY_WITH[name]
+    other = next(other for other in CHOICES[choice] if other not in readers)
     default = FIELDS[name].default
     value = 0.5 if FIELDS[name].type is float else 2
-    for reader in readers.split(" or "):
+    for reader in readers:
         assert load_config([f"--{choice}={reader}", f"--{name}={value}"])
     assert load_config([f"--{choice}={other}", f"--{name}={default}"])
-    problem = f"{name}: only {choice}={readers} reads it; leave it out"
+    problem = f"{name}: only {choice}={' or '.join(readers)} reads it; leave it out"
     assert problems_of(f"--{choice}={other}", f"--{name}={value}") == [problem]
     assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]
 

@@ -112,7 +112,12 @@ class Clock:
         return 3600 * self.c.hours - self.used() if self.c.hours else math.inf
 
     def position(self, it: int) -> Position:
-        """Return where the run stands before iteration `it`."""
+        """
+        Return where the run stands before iteration `it`. The share is the time so far divided by
+        the time of the last update, or it / max_iters if a max_iters flag ends the run sooner. The
+        last update leaves room for a final evaluation and save, which are expected to take as long
+        as the ones before; before the first, 1% of the time each.
+        """
         launch_minutes = self.since_launch() / 60
         since_save = time.perf_counter() - self.save_timer_began
         if not self.c.by_clock:
