@@ -428,15 +428,15 @@ FAULTS = [
     Fault(
         "a_more_hours_are_no_change",
         "train.py",
-        '(c.hours, c.until) == (before["hours"], before["until"])',
-        'c.until == before["until"]',
+        "(c.hours, c.until) == (before.hours, before.until)",
+        "c.until == before.until",
         "integration/test_time_limits.py::test_a_finished_run_does_nothing_more_until_it_is_given_more[hours]",
     ),
     Fault(
         "a_another_until_is_no_change",
         "train.py",
-        '(c.hours, c.until) == (before["hours"], before["until"])',
-        'c.hours == before["hours"]',
+        "(c.hours, c.until) == (before.hours, before.until)",
+        "c.hours == before.hours",
         "integration/test_time_limits.py::test_a_finished_run_does_nothing_more_until_it_is_given_more[until]",
     ),
     Fault(
@@ -2095,8 +2095,8 @@ FAULTS = [
     Fault(
         "a_later_until_of_a_finished_run_is_refused",
         "train.py",
-        'same_end = (c.hours, c.until) == (before["hours"], before["until"])',
-        'same_end = c.hours == before["hours"]',
+        "same_end = (c.hours, c.until) == (before.hours, before.until)",
+        "same_end = c.hours == before.hours",
         "integration/test_time_limits.py::test_a_finished_run_does_nothing_more_until_it_is_given_more[until]",
     ),
     Fault(
