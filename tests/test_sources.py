@@ -114,7 +114,7 @@ def test_on_a_disk_that_numbers_no_files_each_is_read_once(monkeypatch):
 
     Path("a").mkdir()
     for name in ("a/1.txt", "a/2.txt"):
-        Path(name).write_text(f"{name} words " * 90)
+        Path(name).write_text(f"{name} words " * 180)
     Path("a/again.txt").symlink_to("1.txt")
     monkeypatch.setattr(os, "stat", unnumbered)
     assert prepare_text("a", "a/2.txt").code == 0
@@ -309,7 +309,7 @@ def test_text_about_git_lfs_is_read_as_text():
 
 def test_home_may_be_written_as_a_tilde(work, monkeypatch):
     monkeypatch.setenv("HOME", str(work))
-    Path("a.txt").write_text("a line\n" * 300)
+    Path("a.txt").write_text("a line\n" * 600)
     assert run("data/prepare_text.py", "a.txt", "--out=~/mine").code == 0
     assert Path("mine/manifest.json").exists()
 
@@ -361,7 +361,7 @@ def test_a_python_file_states_its_encoding():
     check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
 
 
-STATED = {"koi8-r": "x = 'Привет мир'\n" * 30, "latin-1": "x = 'é'\n" * 30, "iso2022_jp": JAPANESE}
+STATED = {"koi8-r": "x = 'Привет мир'\n" * 60, "latin-1": "x = 'é'\n" * 60, "iso2022_jp": JAPANESE}
 
 
 def test_the_byte_order_marks_of_joined_files_are_no_text():

@@ -296,7 +296,7 @@ PREPARATION = [
     ("data/prepare_text.py cached --out=out", "cached load_dataset('arrow' to_parquet"),
     ("data/prepare_text.py book.txt binary.txt --out=out", "binary.txt --encoding"),
     ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "latin1.txt line 3 utf9"),
-    ("data/prepare_text.py short.txt --out=out", "short.txt 65 more text 1,300"),
+    ("data/prepare_text.py short.txt --out=out", "short.txt 129 more text 2,600"),
     ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl"),
     ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text body --text_field"),
     ("data/prepare_text.py lists.jsonl --out=out", "lists.jsonl text (list) --text_field"),
