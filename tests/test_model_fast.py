@@ -182,6 +182,20 @@ def test_the_fast_models_first_loss_is_ln_of_the_vocabulary():
     )
 
 
+def test_a_run_with_biases_and_gains_starts_where_the_public_runs_start():
+    """As in modded-nanogpt's train_gpt_simple.py, whose biases are 0 and whose gains are 1."""
+    torch.manual_seed(0)
+    config = replace(SMALL, bias=True, gains=True, n_embd=128, value_tables=0, bigram_rows=0)
+    for name, p in FastGPT(config).named_parameters():
+        if p.dim() == 1:
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
+            continue
+        is_zero = name.endswith(("c_proj.weight", "lm_head.weight"))
+        std = 0 if is_zero else 1 if "wte" in name else math.sqrt(0.33 / 128)
+        # 8,192 numbers and more: three of their standard errors, which are 1 / sqrt(2 n)
+        assert p.std().item() == pytest.approx(std, rel=0.025), name
+
+
 def test_parameters_of_the_124m_by_hand():
     """
     Five vocabulary matrices of 50304 x 768, a table of 1000 token pairs, 12 layers of 12 x 768^2,
