@@ -1,6 +1,6 @@
 """
-What the loop of train.py asks before each iteration: every answer by hand, and ten thousand nights
-of a loop that does nothing but ask.
+What the loop of train.py asks before each iteration, and where wsd's peak ends: every answer by
+hand, and ten thousand nights of a loop that does nothing but ask.
 """
 
 import copy
@@ -17,7 +17,9 @@ from train import (
     Progress,
     Saved,
     evaluation_due,
+    get_lr,
     is_best,
+    peak_end,
     save_due,
     why_stop,
 )
@@ -150,6 +152,34 @@ def test_a_save_is_due_at_its_interval_after_evaluations_and_at_the_end():
         assert not due(stop=stop, newest=(20, 10))  # it is on the disk already
     assert not due(stop="eval_only", keys=dict(eval_only=True))
     assert not due(15, stop="SIGTERM", keys=dict(eval_only=True))
+
+
+# max_iters, lr_decay_iters, warmup_iters, decay_fraction: the end of the peak, by hand
+PEAKS = {
+    (100, 0, 5, 0.4): 60,
+    (11, 0, 0, 0.4): 7,  # 4.4 of 11 iterations are rounded to 4
+    (11, 0, 0, 0.6): 4,  # 6.6 to 7
+    (100, 0, 70, 0.4): 70,  # no decay before the end of the warmup
+    (100, 50, 5, 0.4): 30,
+    (100, 200, 5, 0.4): 120,  # beyond the run
+    (100, 0, 5, 0.0): 100,
+    (100, 0, 5, 1.0): 5,
+}
+
+
+def test_a_run_can_be_extended_from_the_end_of_its_peak():
+    """Before it, each learning rate is a longer run's; after it, it is lower."""
+    for (max_iters, lr_decay_iters, warmup_iters, decay_fraction), last in PEAKS.items():
+        keys = dict(lr_schedule="wsd", warmup_iters=warmup_iters, decay_fraction=decay_fraction)
+        c = Config(**keys, max_iters=max_iters, lr_decay_iters=lr_decay_iters)
+        longer = Config(**keys | dict(decay_fraction=0.0), max_iters=1000)
+        assert twice(peak_end, c) == last
+        for it in range(last):  # the iterations of a checkpoint there
+            assert get_lr(it, c, 0.0, 1.0) == get_lr(it, longer, 0.0, 1.0)
+        assert get_lr(last + 1, c, 0.0, 1.0) < 1
+    wsd = Config(lr_schedule="wsd", max_iters=100)
+    for other in (dict(lr_schedule="cosine"), dict(lr_schedule="constant"), dict(hours=1)):
+        assert peak_end(replace(wsd, **other)) == -1
 
 
 # -----------------------------------------------------------------------------
