@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from program import run
+from program import ROOT, run
 from torch.nn import functional as F
 
+from configurator import Config, load_config
 from reports import check
 from training import compiled, hardware
 from training.compiled import WrongKernels, compile_model
@@ -46,6 +47,15 @@ SLOW = pytest.mark.slow
 )
 def test_a_machine_without_fault_trains_correctly(dtype, traced):
     assert verdict_of("--device=cpu", f"--dtype={dtype}") == RIGHT
+
+
+@pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast124m_4070")])
+def test_the_check_trains_the_model_and_the_optimizer_of_the_configs(recipe, config):
+    checked = Config(**check.RECIPES[recipe])
+    trained = load_config([f"{ROOT}/config/{config}.py"])
+    for key in ("model", "bias", "optimizer"):
+        assert getattr(checked, key) == getattr(trained, key), key
+    assert check.HEAD_SIZES[recipe] == trained.n_embd // trained.n_head
 
 
 # -----------------------------------------------------------------------------
