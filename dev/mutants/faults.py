@@ -412,8 +412,9 @@ FAULTS = [
     Fault(
         "norm_after_clipping",
         "train.py",
-        "grad_clip or math.inf)\n",
-        "grad_clip or math.inf).clamp(max=grad_clip)\n",
+        "clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)\n",
+        "clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)\n"
+        "        grad_norm = torch.nn.utils.get_total_norm(gradients)\n",
         "integration/test_losses.py::test_every_number_of_a_run_is_the_plain_trainers[gpt2]",
     ),
     Fault(
@@ -1162,8 +1163,8 @@ FAULTS = [
     Fault(
         "export_forgets_tables_of_new_tokens",
         "training/modeling_fast.py",
-        "(wte, *self.model.transformer.value_tables, head)",
-        "(wte, head)",
+        "(wte, *self.model.transformer.value_tables)]",
+        "(wte,)]",
         "test_convert.py::test_an_exported_fast_model_gets_more_tokens",
     ),
     Fault(
@@ -1174,10 +1175,10 @@ FAULTS = [
         "test_convert.py::test_a_bigram_row_for_each_pair_fixes_the_number_of_tokens",
     ),
     Fault(
-        "import_without_looking_at_the_weights",
-        "convert.py",
-        "    filled_model(state)  # weights",
-        "    pass  # weights",
+        "weights_of_other_shapes_are_left_to_torch",
+        "training/pretrained.py",
+        "        if shape != wanted[name]:\n",
+        "        if False:\n",
         "test_convert.py::test_weights_that_are_not_those_of_their_config_are_refused",
     ),
     Fault(
@@ -1268,8 +1269,8 @@ FAULTS = [
     Fault(
         "head_gradient_of_the_last_chunk_alone",
         "model.py",
-        "            dweight += dhead\n",
-        "            dweight = dhead\n",
+        "            dweight += dweight_part\n",
+        "            dweight = dweight_part\n",
         "integration/test_losses.py::test_every_number_of_a_run_is_the_plain_trainers[computed_otherwise]",
     ),
     Fault(
@@ -1487,8 +1488,8 @@ FAULTS = [
     Fault(
         "tied_weights_need_room_twice",
         "training/checkpoint.py",
-        "sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}",
-        "sizes = {id(tensor): tensor.nbytes for tensor in tensors}",
+        "{tensor.data_ptr(): tensor.nbytes for tensor in tensors}",
+        "{id(tensor): tensor.nbytes for tensor in tensors}",
         "integration/test_disks.py::test_a_checkpoint_that_just_fits_is_saved",
     ),
     Fault(
@@ -1797,8 +1798,8 @@ FAULTS = [
     Fault(
         "broken_lines_are_counted_without_blank_ones",
         "data/sources.py",
-        "        for number, line in enumerate(islice(lines, first, None), first + 1):\n            if not line.isspace():\n",
-        "        for number, line in enumerate((x for x in islice(lines, first, None) if x.strip()), first + 1):\n            if not line.isspace():\n",
+        "enumerate(islice(lines, first, None), first + 1):\n",
+        "enumerate((x for x in islice(lines, first, None) if x.strip()), first + 1):\n",
         "test_sources.py::test_a_broken_line_is_named_by_its_number_in_the_file",
     ),
     Fault(
@@ -2067,8 +2068,8 @@ FAULTS = [
     Fault(
         "muon_without_nesterov",
         "model_fast.py",
-        "orthogonalize(g.lerp_(m, mu), self.dtype)",
-        "orthogonalize(m, self.dtype)",
+        "orthogonalize(g.lerp_(m, mu), self.dtype, self.plain)",
+        "orthogonalize(m, self.dtype, self.plain)",
         "test_muon.py::test_a_matrix_moves_along_nesterovs_look_ahead",
     ),
     Fault(
