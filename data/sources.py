@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from common.console import UserError, command_line, raise_if_any, say, warn
-from common.files import UTF16_MARKS, is_lfs_pointer
+from common.files import UTF16_MARKS, is_lfs_pointer, refuse_lfs_pointer
 
 TEXT_FILES = (".txt", ".md", ".py")
 # Libraries that read tables whose files also hold dead rows, and the logs that tell which live
@@ -66,94 +66,100 @@ PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
-    List the files of paths, folders and patterns in the order given; within a folder or pattern,
-    sort by name. A file reachable under several names is listed once. Warns about what a folder or
-    pattern holds besides: files with other endings, names that begin with a dot, files of rows in
-    what begins with `_`, and the test and validation files beside training files. Raises UserError
-    if a name matches no file, and for dead links, git-lfs pointers and tables with a log.
+    List the files of paths, folders and patterns in the order given. A file reachable under several
+    names is listed once. Raises UserError with what is wrong with each name.
     """
     files: dict[tuple, str] = {}
-    problems, hidden, tests = [], list[Path](), list[Path]()
-    others: dict[str, Path] = {}
+    problems = []
     for name in names:
-        paths = [name] if os.path.lexists(name) else glob.glob(name, recursive=True)
-        # the file or folder that the user spelled out
-        root = Path(name if paths == [name] else os.path.dirname(re.split(r"[*?\[]", name)[0]))
-        inside = sorted({f for path in map(Path, paths) for f in files_in(path, hidden)}, key=str)
-        hidden += [f for f in inside if is_leftover(f, root)]
-        inside = [f for f in inside if not is_leftover(f, root)]
-        # A link to nothing is missing text, if it is named like text or may be a folder.
-        dead = [f for f in inside if f.is_symlink() and not f.exists()]
-        wanted = (*endings, Path(name).name.lower())
-        if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
-            link = f"{dead[0]}: a link to {os.readlink(dead[0])}, which is not there"
-            problems.append(f"{link} (one of {len(dead):,}); get that file, or delete the link")
-            continue
-        reads = {f: is_read(f, endings) for f in inside}
-        others |= {os.path.realpath(f): f for f in inside if not reads[f]}
-        found, left_out = without_tests([f for f in inside if reads[f]], root)
-        tests += left_out
-        if not found:
-            convert = how_to_convert(without_tests(inside, root)[0])
-            problems.append(f"{name}: {convert}; can read {', '.join(endings)}")
-        for file in found:
-            files.setdefault(file_id(str(file)), str(file))
+        try:
+            for file in files_of(name, endings):
+                files.setdefault(file_id(str(file)), str(file))
+        except UserError as error:
+            problems.append(str(error))
     raise_if_any(problems)
-    if pointers := [f for f in files.values() if is_lfs_pointer(Path(f))]:
-        held = f"{pointers[0]}: a git-lfs pointer, not the file itself"
-        raise UserError(f"{held} (one of {len(pointers):,}); type git lfs pull in its folder")
-    refuse_tables([f for f in files.values() if is_parquet(f)])
-    if others:
-        kinds = ", ".join(sorted({f.suffix or f.name for f in others.values()})[:5])
-        first = next(iter(others.values()))
-        what = f"{len(others):,} files of other types ({kinds}), such as {first}"
-        warn(f"skipping {what}; to include them, save them as text")
-    if hidden:
-        hidden = sorted(set(hidden))  # a pattern may find a folder and what is in it
-        warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
-    if tests:
-        held = f"{len(tests):,} files of test or validation are left out, such as {tests[0]}"
-        warn(f"{held}; to read them too, give their names")
     return list(files.values())
 
 
-def is_leftover(file: Path, root: Path) -> bool:
+def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     """
-    Return True for a file of rows if its name, or that of a folder below `root`, begins with `_`.
-    Spark, Hive and pyarrow skip such names too: they hold rows of killed jobs, or the table's log.
+    List the files of one path, folder or pattern, sorted by name. Warns about what it holds
+    besides: files with other endings, hidden ones, and the test and validation files beside
+    training files. Raises UserError if there is nothing to read, and for dead links, git-lfs
+    pointers and tables with a log.
     """
-    inside = file.relative_to(root).parts
-    return file.name.lower().endswith(ROW_FILES) and any(part.startswith("_") for part in inside)
+    paths = [name] if os.path.lexists(name) else glob.glob(name, recursive=True)
+    # the file or folder that the user spelled out
+    root = Path(name if paths == [name] else os.path.dirname(re.split(r"[*?\[]", name)[0]))
+    found = sorted({f for path in map(Path, paths) for f in files_in(path)}, key=str)
+    hidden = [f for f in found if is_hidden(f, root)]
+    shown = [f for f in found if not is_hidden(f, root)]
+    # A link to nothing is missing text, if it is named like text or may be a folder.
+    wanted = (*endings, Path(name).name.lower())
+    dead = [f for f in shown if f.is_symlink() and not f.exists()]
+    if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
+        link = f"{dead[0]}: a link to {os.readlink(dead[0])}, which is not there"
+        raise UserError(f"{link} (one of {len(dead):,}); get that file, or delete the link")
+    kinds = {f: is_read(f, endings) for f in shown}
+    readable = [f for f in shown if kinds[f]]
+    tests = test_files(readable, root)
+    if not readable:
+        convert = how_to_convert(sorted({*shown} - test_files(shown, root)))
+        raise UserError(f"{name}: {convert}; can read {', '.join(endings)}")
+    files = [f for f in readable if f not in tests]
+    for file in files:
+        refuse_lfs_pointer(file)
+    refuse_tables([f for f in files if is_parquet(str(f))])
+    if others := [f for f in shown if not kinds[f]]:
+        endings_found = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
+        what = f"{len(others):,} files of other types ({endings_found}), such as {others[0]}"
+        warn(f"skipping {what}; to include them, save them as text")
+    if hidden:
+        warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
+    if tests:
+        held = f"{len(tests):,} files of test or validation are left out, such as {min(tests)}"
+        warn(f"{held}; to read them too, give their names")
+    return files
 
 
-def without_tests(files: list[Path], root: Path) -> tuple[list[Path], list[Path]]:
+def is_hidden(file: Path, root: Path) -> bool:
     """
-    Divide files into those to read, and those named test or validation if others are named train.
+    Return True if a name below `root` begins with a dot or, for a file of rows, with `_`. Spark,
+    Hive and pyarrow skip such names too: they hold rows of killed jobs, or the table's log.
     """
-    names = {f: f.relative_to(root).as_posix().lower() for f in files}
-    splits = {f: (SPLITS.findall(name) or [""])[-1] for f, name in names.items()}
-    # A page or an article may have these words in its title. Then other articles have none.
-    titled = (".md", ".py") if all(splits[f] for f in files if f.suffix == ".txt") else TEXT_FILES
-    named = {f: split for f, split in splits.items() if split and f.suffix not in titled}
-    if "train" not in named.values():
-        return files, []
-    tests = {f for f, split in named.items() if split != "train"}
-    return [f for f in files if f not in tests], sorted(tests)
+    marks = (".", "_") if file.name.lower().endswith(ROW_FILES) else "."
+    return any(part.startswith(marks) for part in file.relative_to(root).parts)
 
 
-def refuse_tables(files: list[str]) -> None:
+def test_files(files: list[Path], root: Path) -> set[Path]:
+    """
+    Return the files named test or validation, if others are named train. A .txt counts only beside
+    a training text whose name begins alike, because an article may be about driving tests.
+    """
+    named = {}
+    for file in files:
+        name = file.relative_to(root).as_posix().lower()
+        if (words := [*SPLITS.finditer(name)]) and not name.endswith((".md", ".py")):
+            begins = name[: words[-1].start(1)] if name.endswith(".txt") else ""
+            named[file] = begins, words[-1][1]
+    trained = {begins for begins, split in named.values() if split == "train"}
+    return {f for f, (begins, split) in named.items() if split != "train" and begins in trained}
+
+
+def refuse_tables(files: list[Path]) -> None:
     """Raise UserError if parquet files belong to a table whose log says which rows are deleted."""
-    for folder in {folder for file in files for folder in Path(file).absolute().parents}:
+    paths = {path for file in files for path in (file.absolute(), file.resolve())}
+    for folder in {folder for path in paths for folder in path.parents}:
         for library, log in TABLE_LOGS.items():
             if glob.glob(os.path.join(glob.escape(str(folder)), log)):
                 held = f"{folder}: a table with a log ({log}), whose files also hold dead rows"
                 raise UserError(f"{held}; read it with {library} and write new parquet files first")
 
 
-def files_in(path: Path, hidden: list[Path]) -> Iterator[Path]:
+def files_in(path: Path) -> Iterator[Path]:
     """
-    Yield the file, or all files in a folder and its subfolders, following links. Names that begin
-    with a dot go to `hidden` instead. Raises OSError for a folder that cannot be read.
+    Yield the file, or all files in a folder and its subfolders, following links. Of a folder whose
+    name begins with a dot, yields only its name. Raises OSError for a folder that cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -168,9 +174,9 @@ def files_in(path: Path, hidden: list[Path]) -> Iterator[Path]:
             folders.clear()
             continue
         entered.add(file_id(folder))
-        hidden += [Path(folder, name) for name in folders + files if name.startswith(".")]
+        yield from (Path(folder, name) for name in files)
+        yield from (Path(folder, name) for name in folders if name.startswith("."))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
 def file_id(name: str) -> tuple:
@@ -310,19 +316,19 @@ class Source:
         return group is None or not is_parquet(name) or self.footer(name).num_row_groups == 1
 
     def check_field(self, file: int, first: list[str | None]) -> None:
-        """Raise UserError if most of the first rows of a file hold no text."""
+        """Raise UserError if most of the first rows of a file hold no text that can be read."""
         name = self.files[file]
-        of = f"of the first {len(first):,} rows"
-        if 2 * (without := first.count(None)) > len(first):
-            held = f"{without:,} {of} hold no text in the field {self.field}"
-            if is_parquet(name):
-                fields = column_types(self.footer(name).schema.to_arrow_schema())
-            else:
-                fields = jsonl_fields(name, self.field)
-            raise UserError(f"{name}: {held}; {list_fields(fields)}; give --text_field=NAME")
-        if 2 * (garbled := sum(bool(too_many_controls(text or "")) for text in first)) > len(first):
-            held = f"{garbled:,} {of} are full of NULs and control characters"
-            raise UserError(f"{name}: {held}; give another --text_field or, of parquet, --encoding")
+        without = sum(not is_text(text) for text in first)
+        if 2 * without <= len(first):
+            return
+        if is_parquet(name):
+            fields = column_types(self.footer(name).schema.to_arrow_schema())
+            hint = "give another --text_field or --encoding"
+        else:
+            fields, hint = jsonl_fields(name, self.field), "give --text_field=NAME"
+        rows = f"{without:,} of the first {len(first):,} rows"
+        held = f"{rows} hold no text in the field {self.field} that can be read"
+        raise UserError(f"{name}: {held}; {list_fields(fields)}; {hint}")
 
     def row_groups(self) -> list[int]:
         """Count the row groups of each file, reading only the footers of parquet files."""
@@ -435,13 +441,14 @@ class Source:
             text, trouble = decode(content, self.encoding)
             kind = "guessed"
         except UserError as error:
-            text, trouble, kind = None, f"{error}; rows like this one are left out", "left out"
+            hint = "leaving out rows like this one; or give another --encoding"
+            text, trouble, kind = None, f"{error}; {hint}", "left out"
             if is_damaged(content):
                 text = content.decode(unicode_of(content), errors="replace")
                 trouble, kind = "broken UTF-8 becomes U+FFFD", "damaged"
         if trouble and (name, kind) not in self.warned:
             self.warned.add((name, kind))
-            warn(f"{name}: in a row, {trouble}; or give --encoding=NAME")
+            warn(f"{name}: in a row, {trouble}")
         return text
 
     def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
@@ -583,7 +590,7 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     except UserError as error:
         raise UserError(f"{name}: {error}; leave it out, or give its --encoding=NAME") from None
     if guess and not stated:
-        warn(f"{name}: {guess}; or give --encoding=NAME")
+        warn(f"{name}: {guess}")
     # Normalise line ends, so that every operating system makes the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     whole = re.sub("(?m)^\ufeff", "", text)  # of each file, where several were joined
@@ -615,32 +622,37 @@ def decode(content: bytes, given: str | None) -> tuple[str, str]:
     `given` encoding or FALLBACK. Returns the text, and how it was guessed, "" for Unicode. Raises
     UserError if it is not text.
     """
-    unicode = unicode_of(content)
-    problems = []
-    for encoding in (unicode, given or FALLBACK):
-        try:
-            text = content.decode(encoding)
-        except (UnicodeError, LookupError) as error:
-            at = getattr(error, "start", 0)  # some multi-byte codecs do not say where
-            line = 1 + content[:at].count(b"\n")
-            problem = f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
-            if encoding == "utf-8" and content[at : at + 2] in UTF16_MARKS:
-                problem += ", where a UTF-16 file was appended"
-            if encoding == unicode and is_damaged(content):
-                drop = f"iconv -c -f {encoding} -t utf-8 FILE > NEW"
-                raise UserError(f"{problem}; to drop the broken bytes: {drop}") from None
-            problems.append(problem if isinstance(error, UnicodeError) else first_line(error))
-            continue
-        if controls := too_many_controls(text):
-            problems.append(f"{controls:,} NULs and control characters in {encoding}")
-            if given:
-                continue
-            break
-        if encoding == unicode:
-            return text, ""
-        words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
-        return text, f"{problems[0]}; read as {encoding}: {words!r}"
-    raise UserError("; ".join(problems))
+    unicode, other = unicode_of(content), given or FALLBACK
+    text, problem = try_decode(content, unicode)
+    if not problem:
+        return text, ""
+    if not text and is_damaged(content):
+        drop = f"iconv -c -f {unicode} -t utf-8 FILE > NEW"
+        raise UserError(f"{problem}; to drop the broken bytes: {drop}")
+    if text and not given:  # FALLBACK, too, would read the control characters
+        raise UserError(problem)
+    text, worse = try_decode(content, other)
+    if worse:
+        raise UserError(f"{problem}; {worse}")
+    words = " ".join(re.findall(r"\S*[^\x00-\x7f]\S*", text[:100_000]))[:40]
+    hint = "" if given else "; or give --encoding=NAME"
+    return text, f"{problem}; read as {other}: {words!r}{hint}"
+
+
+def try_decode(content: bytes, encoding: str) -> tuple[str, str]:
+    """Return the text, "" if it is not in this encoding, and what is wrong with it, if anything."""
+    try:
+        text = content.decode(encoding)
+    except LookupError as error:
+        return "", first_line(error)
+    except UnicodeError as error:
+        at = getattr(error, "start", 0)  # some multi-byte codecs do not say where
+        line = 1 + content[:at].count(b"\n")
+        problem = f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
+        joined = encoding == "utf-8" and content[at : at + 2] in UTF16_MARKS
+        return "", problem + (", where a UTF-16 file was appended" if joined else "")
+    controls = too_many_controls(text)
+    return text, f"{controls:,} NULs and control characters in {encoding}" if controls else ""
 
 
 def too_many_controls(text: str) -> int:
@@ -648,6 +660,10 @@ def too_many_controls(text: str) -> int:
     controls = len(CONTROLS.findall(text))
     most = min(5 + MOST_CONTROLS * len(text), len(text) / 4)
     return controls if controls > most else 0
+
+
+def is_text(text: str | None) -> bool:
+    return text is not None and not too_many_controls(text)
 
 
 def unicode_of(content: bytes) -> str:
@@ -673,7 +689,7 @@ def column_types(schema) -> dict[str, str]:
 def jsonl_fields(name: str, field: str) -> dict[str, str]:
     """Return the fields and types of the first row without text."""
     rows = (parse_line(line) for _, line in read_lines(name))
-    row = next(row for row in rows if not as_document(row.get(field)))
+    row = next(row for row in rows if not is_text(as_document(row.get(field))))
     return {key: type(value).__name__ for key, value in row.items()}
 
 

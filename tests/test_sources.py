@@ -165,12 +165,13 @@ def test_rows_in_what_begins_with_an_underscore_are_left_out_and_text_is_not():
         ("metadata/v1.metadata.json", "pyiceberg"),
     ],
 )
-@pytest.mark.parametrize("source", [".", "year=1", "*/*.parquet", "year=1/old.parquet"])
+@pytest.mark.parametrize("source", [".", "*/*.parquet", "year=1/old.parquet", "../link"])
 def test_the_files_of_a_table_with_a_log_are_refused_because_some_are_dead(log, library, source):
     for name in ("old", "new"):
         write_parquet(Path(f"table/year=1/{name}.parquet"), FILLING)
     Path("table", log).parent.mkdir()
     Path("table", log).write_text("{}")
+    os.symlink("table/year=1", "link")
     os.chdir("table")
     for result in (prepare_text(source), prepare_rows(f"--source={source}")):
         assert_refused(f"table with a log ({log.split('/')[0]}", f"read it with {library}", result)
@@ -180,24 +181,25 @@ NAMED_SPLITS = {
     "the hub's parts": [f"data/{s}-00000-of-00001.jsonl" for s in ("train", "test", "validation")],
     "folders": ["train/a.jsonl", "test/a.jsonl", "dev/a.jsonl"],
     "text": ["TinyStories-train.txt", "TinyStories-valid.txt"],
+    "text in folders": ["train/pos/0_9.txt", "test/pos/1_10.txt"],
 }
 
 
 @pytest.mark.parametrize("names", NAMED_SPLITS.values(), ids=NAMED_SPLITS)
 def test_files_named_test_or_validation_are_no_training_text_beside_train(names):
-    for name in [*names, "more.jsonl"]:
+    for name in [*names, "more.jsonl", "notes.txt"]:
         Path("copy", name).parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(dict(text=f"{name} {text}")) for text in FILLING]
         Path("copy", name).write_text("\n".join(lines))
     Path("copy/README.md").write_text("A dataset of stories\n" * 9)
-    read = ["README.md", "more.jsonl", names[0]]
+    read = ["README.md", "more.jsonl", "notes.txt", names[0]]
     for source in ("copy", "copy/**"):
         result = prepare_text(source)
         assert f"{len(names) - 1} files of test or validation are left out, such as" in result.err
         assert {*manifest_of(Path("out"))["files"]} == {f"copy/{name}" for name in read}
         shutil.rmtree("out")
     assert prepare_text("copy", *(f"copy/{name}" for name in names)).code == 0
-    assert len(manifest_of(Path("out"))["files"]) == len(names) + 2  # by their names, they are read
+    assert len(manifest_of(Path("out"))["files"]) == len(names) + 3  # by their names, they are read
 
 
 def test_pages_about_trains_and_tests_are_read_whole():
@@ -292,7 +294,7 @@ def test_a_git_lfs_pointer_is_recognised_in_place_of_any_file(ending):
     for n in range(60):
         Path(f"a/{n:02}.{ending}").write_bytes(POINTER)
     Path("a/b.txt").write_text("words " * 90)
-    assert_refused("one of 60", "git lfs pull", prepare_text("a"))
+    assert_refused("a/00", "git lfs pull", prepare_text("a"))
     if ending != "txt":
         assert_refused("a/00", "git lfs pull", prepare_rows("--source=a"))
 
@@ -604,7 +606,10 @@ NO_TEXT = {
         "90 of the first 90 rows hold",
     ),
     "Windows' UTF-16": ([text.encode("utf-16-le") for text in WINDOWS], "rows hold no text"),
-    "UTF-16 of ASCII": ([text.encode("utf-16-le") for text in FILLING], "are full of NULs"),
+    "UTF-16 of ASCII": (
+        [text.encode("utf-16-le") for text in FILLING],
+        "no text in the field text that can",
+    ),
 }
 
 
@@ -620,7 +625,7 @@ def test_bytes_of_parquet_that_are_no_text_are_refused(prepare, rows, said):
 def test_rows_of_jsonl_that_are_full_of_nuls_are_refused():
     rows = [dict(text=text.encode("utf-16-le").decode("latin-1")) for text in FILLING]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert_refused("60 of the first 60 rows are full of NULs", "a.jsonl", prepare_text("a.jsonl"))
+    assert_refused("60 of the first 60 rows hold no text", "text (str)", prepare_text("a.jsonl"))
 
 
 def test_single_rows_of_parquet_that_are_no_text_stop_nothing_and_are_said():
