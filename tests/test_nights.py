@@ -85,8 +85,8 @@ def test_an_evaluation_is_due_at_its_interval_and_when_the_run_is_complete():
 
 
 def test_a_run_by_the_clock_evaluates_once_in_each_twentieth_of_its_schedule():
-    def due(share, evaluated_share, it=7):
-        c = Config(hours=1, eval_interval=UNREACHED)
+    def due(share, evaluated_share, it=7, eval_interval=UNREACHED):
+        c = Config(hours=1, eval_interval=eval_interval)
         progress = Progress(iter_num=it, evaluated_at=3, evaluated_share=evaluated_share)
         return asked(evaluation_due, c, replace(IN_TIME, share=share), progress, None)
 
@@ -97,6 +97,8 @@ def test_a_run_by_the_clock_evaluates_once_in_each_twentieth_of_its_schedule():
     assert not due(0.96, 0.951) and due(1.0, 0.96)  # the last twentieth begins at 0.95
     assert not due(0.3, 0.5)  # the share may fall
     assert due(0.0, -1.0)  # the evaluations so far are of another schedule
+    # unless eval_interval is set
+    assert not due(0.9, 0.101, eval_interval=10) and due(0.9, 0.9, it=20, eval_interval=10)
 
 
 def test_the_best_weights_are_those_of_the_lowest_loss_that_are_evaluated_here():
