@@ -171,6 +171,8 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
     assert later.since_launch() == 17 and later.lap("compile") == 17
     assert later.training_hours() == pytest.approx(30 / 3600)
+    later.expect("iteration", 3)
+    assert resumed["clock"]["estimates"] == dict(iteration=9)  # the checkpoint stays what it was
     assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).share == 0
     assert clock_at(7, Config(hours=2), monkeypatch, resumed).left() == 7200 - 87
     assert clock_at(7, Config(), monkeypatch, resumed).left() == float("inf")
