@@ -123,7 +123,7 @@ class Clock:
         if not self.c.by_clock:
             return Position(launch_minutes, since_save)
         used, left = self.used(), self.left()
-        reserve = RESERVE * (used + max(0.0, left))
+        reserve = RESERVE * (used + left)
         closing = sum(self.estimates.get(name, reserve) for name in ("evaluation", "checkpoints"))
         iteration = self.estimates.get("iteration", 0.0)
         past = used - (self.setup_seconds or 0.0)
