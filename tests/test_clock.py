@@ -19,12 +19,12 @@ def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None
 
 
 def test_an_until_that_passes_while_torch_is_imported_is_not_tomorrows(monkeypatch):
-    """Typed at 06:59:50; the clock is made at 07:00:20."""
-    now = datetime(2026, 3, 4, 7, 0, 20).timestamp()
+    """Typed at 06:59:50.5; the clock is made at 07:00:20.5."""
+    now = datetime(2026, 3, 4, 7, 0, 20, 500_000).timestamp()
     monkeypatch.setattr(time, "time", lambda: now)
-    assert clock_at(30, Config(until="07:00"), monkeypatch).left() == pytest.approx(-20)
+    assert clock_at(30, Config(until="07:00"), monkeypatch).left() == pytest.approx(-20.5, abs=1e-3)
     # but typed at 07:00:00, it is
-    assert clock_at(20, Config(until="07:00"), monkeypatch).left() == 24 * 3600 - 20
+    assert clock_at(20.5, Config(until="07:00"), monkeypatch).left() == 24 * 3600 - 20.5
 
 
 def test_a_run_that_is_stopped_before_its_last_update_makes_it_on_a_resume(monkeypatch):
@@ -126,10 +126,11 @@ def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeyp
     assert clock.position(0).seconds_since_save == 70
     clock.lap("checkpoints")
     assert clock.position(0).seconds_since_save == 70
+    monkeypatch.setattr(time, "perf_counter", lambda: 72.0)
     clock.restart_save_timer()
     monkeypatch.setattr(time, "perf_counter", lambda: 75.0)
     assert clock.position(0) == Position(
-        launch_minutes=1.25, seconds_since_save=5, share=clock.position(0).share
+        launch_minutes=1.25, seconds_since_save=3, share=clock.position(0).share
     )
 
 
@@ -169,8 +170,11 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     other = clock_at(7, Config(until="13:00"), monkeypatch, resumed)
     assert other.left() == 2 * 3600
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
-    assert later.since_launch() == 17 and later.lap("compile") == 17
+    assert later.since_launch() == 17 and later.position(5).launch_minutes == 17 / 60
+    assert later.lap("compile") == 17
     assert later.training_hours() == pytest.approx(30 / 3600)
+    monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
+    assert later.lap("compile") == 3 and later.seconds["compile"] == 20
     later.expect("iteration", 3)
     assert resumed["clock"]["estimates"] == dict(iteration=9)  # the checkpoint stays what it was
     assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).share == 0
