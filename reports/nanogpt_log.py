@@ -150,9 +150,10 @@ def read_value(text: str, is_flag: bool):
 
 def count_parameters(text: str, config: dict) -> float:
     """Return the number of weights as metrics.jsonl counts them; NaN if the log lacks it."""
-    counted = re.findall(r"parameter tensors: \d+, with ([\d,]+) parameters", text)[-2:]
+    # each rank prints both lines
+    counted = dict(re.findall(r"num (\S+) parameter tensors: \d+, with ([\d,]+) parameters", text))
     if counted:
-        return float(sum(int(digits.replace(",", "")) for digits in counted))
+        return float(sum(int(digits.replace(",", "")) for digits in counted.values()))
     # nanoGPT's rounded figure leaves out the position embeddings
     positions = (config.get("block_size") or math.nan) * (config.get("n_embd") or math.nan)
     return 1e6 * find_number(r"number of parameters: ([\d.]+)M", text) + positions

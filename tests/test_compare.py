@@ -638,6 +638,12 @@ def test_nanogpts_evaluations_do_not_count_as_iterations(logs):
         ("n_layer", "dtype = 'float32'\nn_layer", dict(mfu=0.1293 * 312 / 29.1)),
         ("parameter tensors", "tensors", dict(parameters=40_560_000 + 1024 * 384)),
         ("will be", "were", dict(tokens_per_sec=None, mfu=None)),
+        # two ranks, each of which prints its sums
+        (
+            "compiling",
+            "num non-decayed parameter tensors: 25, with 1,000 parameters\ncompiling",
+            dict(parameters=40_951_000),
+        ),
     ],
 )
 def test_what_nanogpts_log_tells_and_what_it_does_not(old, new, figures, logs, tmp_path):
