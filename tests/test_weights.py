@@ -21,6 +21,7 @@ import convert
 from common.console import UserError
 from data.tokenizer import Tokenizer, pick_tokenizer, same_tokenizer
 from model import GPT, GPTConfig
+from model_fast import config_to_dict
 from training.checkpoint import REWRITE
 from training.pretrained import load_pretrained
 
@@ -171,6 +172,24 @@ def test_a_meta_pkl_of_as_many_tokens_as_gpt2_wins_over_the_guess(rows, tmp_path
     state = load_pretrained(str(tmp_path))
     assert state["vocab"] == rows
     assert Tokenizer(state["tokenizer"]).decode([0, rows - 1]) == itos[0] + itos[rows - 1]
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "ckpt-00000005.pt"])
+def test_a_tokenizer_copied_beside_a_checkpoint_is_that_of_its_weights(name, tmp_path):
+    """As the message about an unknown tokenizer says, also of a run on shards without one."""
+    state = nanogpt_state(50304)
+    if name != "ckpt.pt":
+        config = config_to_dict(GPTConfig(**state["model_args"]))
+        tokenizer = dict(kind="unknown")
+        state = dict(model=state["model"], model_config=config, vocab=50257, tokenizer=tokenizer)
+    torch.save(state, tmp_path / name)
+    write_own(tmp_path, "tokenizer.json")
+    weights = load_pretrained(str(tmp_path))
+    reference = own_bpe()
+    reference.no_truncation()
+    ids = reference.encode(TEXT, add_special_tokens=False).ids
+    assert list(Tokenizer(weights["tokenizer"]).encode(TEXT)) == ids
+    assert weights["vocab"] == OWN
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,7 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
     try:
         state = read_hf(path) if path.is_dir() else read_checkpoint(path)
         if state["tokenizer"]["kind"] == "unknown":
-            dataset = state.get("config", {}).get("dataset", "")
-            state["tokenizer"] = find_characters(path, state["vocab"], dataset)
+            state["vocab"], state["tokenizer"] = find_tokenizer(path, state["vocab"], state)
         return state | dict(source=describe_source(state, path))
     except UserError:
         raise
@@ -178,34 +177,41 @@ def describe_source(state: dict, path: Path) -> str:
     return words
 
 
-def find_characters(path: Path, vocab: int, dataset: str) -> dict:
+def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     """
-    Find a nanoGPT meta.pkl with as many characters as the model, and return its tokenizer; one of
-    kind unknown if there is none. Looks next to the weights at `path`, and for the checkpoint's
-    dataset in data/NAME of every folder above them and of the current folder.
+    Return the vocabulary size and the tokenizer of weights at `path` whose embedding has this many
+    rows: by the tokenizer's files beside them, by what convert.py has exported in config.json, or
+    by a nanoGPT meta.pkl with as many characters; all rows and NO_TOKENIZER if there is none.
+    Raises UserError if they are not those of the weights.
     """
-    folders = [path, path.parent]
-    if dataset:
-        folders += [folder / "data" / dataset for folder in path.resolve().parents]
+    folder = path if path.is_dir() else path.parent
+    if any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        return fit_tokenizer(read_bpe(folder, "get it again"), rows, folder)
+    if "tokenizer_spec" in state:
+        return fit_tokenizer(state["tokenizer_spec"], rows, folder)
+    folders = [folder]
+    if dataset := state.get("config", {}).get("dataset"):
+        folders += [above / "data" / dataset for above in path.resolve().parents]
         folders.append(dataset_folder(dataset))
-    for folder in folders:
-        if (folder / "meta.pkl").is_file():
-            found, tokenizer = read_meta(folder / "meta.pkl")
-            if found == vocab:
-                return tokenizer
-    return NO_TOKENIZER
+    for meta in [folder / "meta.pkl" for folder in folders]:
+        if meta.is_file():
+            found, tokenizer = read_meta(meta)
+            if found == rows:
+                return rows, tokenizer
+    return rows, NO_TOKENIZER
 
 
-def guess_tokenizer(path: Path, rows: int, dataset: str = "") -> tuple[int, dict]:
+def guess_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     """
-    Return the vocabulary size and the tokenizer of weights that come without one: those of a
-    meta.pkl that fits, or GPT-2's for 50257 rows or, padded, 50304; otherwise all rows, with an
-    unknown tokenizer.
+    Return what find_tokenizer() does or, if it finds none and the weights have 50257 rows or,
+    padded, 50304, GPT-2's.
     """
-    tokenizer = find_characters(path, rows, dataset)
-    if tokenizer == NO_TOKENIZER and rows in (GPT2_VOCAB, 50304):
+    vocab, tokenizer = find_tokenizer(path, rows, state)
+    # WordPiece and SentencePiece, which only transformers reads
+    others = [*path.glob("vocab.txt"), *path.glob("*.model")]
+    if tokenizer == NO_TOKENIZER and rows in (GPT2_VOCAB, 50304) and not others:
         return GPT2_VOCAB, dict(kind="gpt2")
-    return rows, tokenizer
+    return vocab, tokenizer
 
 
 def plain_name(name: str) -> str:
@@ -248,26 +254,10 @@ def read_hf(folder: Path) -> dict:
         weights[name] = tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    vocab, tokenizer = find_tokenizer(folder, config.vocab_size, hf.get("tokenizer_spec"))
+    vocab, tokenizer = guess_tokenizer(folder, config.vocab_size, hf)
     return dict(
         model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
     )
-
-
-def find_tokenizer(folder: Path, rows: int, exported: dict | None) -> tuple[int, dict]:
-    """
-    Return the vocabulary size and the tokenizer of a Hugging Face folder whose embedding has this
-    many rows: by its files, by what convert.py has `exported` in its config.json, or by a guess.
-    Raises UserError if they are not those of the weights.
-    """
-    files = {path.name for path in folder.iterdir()}
-    if files & {"tokenizer.json", "vocab.json"}:
-        return fit_tokenizer(read_bpe(folder, "get it again"), rows, folder)
-    if exported:
-        return fit_tokenizer(exported, rows, folder)
-    if any(name == "vocab.txt" or name.endswith(".model") for name in files):
-        return rows, NO_TOKENIZER  # WordPiece and SentencePiece, which only transformers reads
-    return guess_tokenizer(folder, rows)
 
 
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
@@ -311,8 +301,7 @@ def read_checkpoint(path: Path) -> dict:
     for name, tensor in state["model"].items():
         if not name.endswith(".attn.bias"):  # a causal mask, which old checkpoints contain
             weights[plain_name(name)] = tensor.float()
-    dataset = state.get("config", {}).get("dataset", "")
-    vocab, tokenizer = guess_tokenizer(path, config.vocab_size, dataset)
+    vocab, tokenizer = guess_tokenizer(path, config.vocab_size, state)
     return dict(
         model=weights,
         model_config=config_to_dict(config),
