@@ -517,7 +517,7 @@ def count_micro_batches(
     if accum % world_size:
         return accum, [
             f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
-            f"{world_size} processes; use a multiple of {world_size}"
+            f"{world_size} processes (WORLD_SIZE); use a multiple of {world_size}"
         ]
     return accum, []
 

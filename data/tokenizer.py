@@ -206,7 +206,7 @@ def load_bpe(content: str, path: str | Path):
     if vocab > MOST_IDS:
         raise UserError(f"{path}: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
     if not ends:
-        raise UserError(f"{path}: has no token that ends a text, such as {', '.join(ENDS)}")
+        raise UserError(f"{path}: has no special token that ends a text, such as {', '.join(ENDS)}")
     return bpe, vocab, ends[0]
 
 
@@ -219,7 +219,7 @@ def check_lossless(tokenizer: Tokenizer, path: str | Path) -> None:
     if bpe.normalizer:
         kind = type(bpe.normalizer).__name__
         hint = 'write "normalizer": null into the file, or choose another'
-        raise UserError(f"{path}: its normalizer, {kind}, changes text; {hint}")
+        raise UserError(f"{path}: its normalizer, {kind}, may change text; {hint}")
     splits = str(json.loads(tokenizer.spec["json"])["pre_tokenizer"])
     if "Removed" in splits or "CharDelimiterSplit" in splits:
         raise UserError(f"{path}: its pre_tokenizer removes text; choose another")

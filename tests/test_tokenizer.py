@@ -305,21 +305,21 @@ TOKENIZER_FILES = {
     "65,537 ids": (lambda: edited(many_ids), "has 65,537 ids, shards hold 65,536 at most"),
     "no end-of-text": (
         lambda: edited(lambda c: c["added_tokens"].clear()),
-        "has no token that ends a text, such as <|endoftext|>, ",
+        "has no special token that ends a text, such as <|endoftext|>, ",
     ),
     "lower case": (
         lambda: edited(lambda c: c.update(normalizer={"type": "Lowercase"})),
-        'its normalizer, Lowercase, changes text; write "normalizer": null into the file',
+        'its normalizer, Lowercase, may change text; write "normalizer": null into the file',
     ),
     "composed letters": (
         lambda: edited(lambda c: c.update(normalizer={"type": "NFC"})),
-        "its normalizer, NFC, changes text",
+        "its normalizer, NFC, may change text",
     ),
     "one letter replaced": (
         lambda: edited(
             lambda c: c.update(normalizer=dict(type="Replace", pattern={"String": "Q"}, content=""))
         ),
-        "its normalizer, Replace, changes text",
+        "its normalizer, Replace, may change text",
     ),
     "a byte missing": (  # as without initial_alphabet
         lambda: edited(lambda c: c["model"]["vocab"].pop("~")),
