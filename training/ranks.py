@@ -58,7 +58,7 @@ class Ranks:
 
     def join(self) -> None:
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
+            if not os.environ.get(name):
                 given = f"WORLD_SIZE={self.world_size} is set, but {name} is not"
                 raise UserError(f"{given}; unset WORLD_SIZE, or start with torchrun")
         place = f"{os.environ['MASTER_ADDR']}:{launched('MASTER_PORT', 0)}"
@@ -68,7 +68,7 @@ class Ranks:
         waiting.start()
         try:
             self.meet()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"{line} failed ({reason}); start all of them, or {hint}") from None
         finally:
