@@ -100,8 +100,7 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
         link = f"{dead[0]}: a link to {os.readlink(dead[0])}, which is not there"
         raise UserError(f"{link} (one of {len(dead):,}); get that file, or delete the link")
-    kinds = {f: is_read(f, endings) for f in shown}
-    readable = [f for f in shown if kinds[f]]
+    readable = [f for f in shown if is_read(f, endings)]
     tests = test_files(readable, root)
     if not readable:
         convert = how_to_convert(sorted({*shown} - test_files(shown, root)))
@@ -110,9 +109,9 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     for file in files:
         refuse_lfs_pointer(file)
     refuse_tables([f for f in files if is_parquet(str(f))])
-    if others := [f for f in shown if not kinds[f]]:
-        endings_found = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
-        what = f"{len(others):,} files of other types ({endings_found}), such as {others[0]}"
+    if others := sorted({*shown} - {*readable}):
+        kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
+        what = f"{len(others):,} files of other types ({kinds}), such as {others[0]}"
         warn(f"skipping {what}; to include them, save them as text")
     if hidden:
         warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
@@ -323,11 +322,11 @@ class Source:
             return
         if is_parquet(name):
             fields = column_types(self.footer(name).schema.to_arrow_schema())
-            hint = "give another --text_field or --encoding"
         else:
-            fields, hint = jsonl_fields(name, self.field), "give --text_field=NAME"
+            fields = jsonl_fields(name, self.field)
         rows = f"{without:,} of the first {len(first):,} rows"
         held = f"{rows} hold no text in the field {self.field} that can be read"
+        hint = "give --text_field=NAME or, of parquet, --encoding=NAME"
         raise UserError(f"{name}: {held}; {list_fields(fields)}; {hint}")
 
     def row_groups(self) -> list[int]:
@@ -441,8 +440,8 @@ class Source:
             text, trouble = decode(content, self.encoding)
             kind = "guessed"
         except UserError as error:
-            hint = "leaving out rows like this one; or give another --encoding"
-            text, trouble, kind = None, f"{error}; {hint}", "left out"
+            text, kind = None, "left out"
+            trouble = f"{error}; leaving out rows like this one; or give another --encoding"
             if is_damaged(content):
                 text = content.decode(unicode_of(content), errors="replace")
                 trouble, kind = "broken UTF-8 becomes U+FFFD", "damaged"

@@ -180,9 +180,10 @@ def describe_source(state: dict, path: Path) -> str:
 def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     """
     Return the vocabulary size and the tokenizer of weights at `path` whose embedding has this many
-    rows: by the tokenizer's files beside them, by what convert.py has exported in config.json, or
-    by a nanoGPT meta.pkl with as many characters; all rows and NO_TOKENIZER if there is none.
-    Raises UserError if they are not those of the weights.
+    rows: by the tokenizer's files beside them, by what convert.py has exported in config.json, by a
+    nanoGPT meta.pkl with as many characters, or by a guess that 50257 rows or, padded, 50304 are
+    GPT-2's; otherwise all rows and NO_TOKENIZER. `state` is the checkpoint or config.json. Raises
+    UserError if the tokenizer is not that of the weights.
     """
     folder = path if path.is_dir() else path.parent
     if any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
@@ -198,20 +199,12 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
             found, tokenizer = read_meta(meta)
             if found == rows:
                 return rows, tokenizer
-    return rows, NO_TOKENIZER
-
-
-def guess_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
-    """
-    Return what find_tokenizer() does or, if it finds none and the weights have 50257 rows or,
-    padded, 50304, GPT-2's.
-    """
-    vocab, tokenizer = find_tokenizer(path, rows, state)
     # WordPiece and SentencePiece, which only transformers reads
     others = [*path.glob("vocab.txt"), *path.glob("*.model")]
-    if tokenizer == NO_TOKENIZER and rows in (GPT2_VOCAB, 50304) and not others:
+    # this program's checkpoints name GPT-2's tokenizer if it is theirs
+    if rows in (GPT2_VOCAB, 50304) and not others and "model_config" not in state:
         return GPT2_VOCAB, dict(kind="gpt2")
-    return vocab, tokenizer
+    return rows, NO_TOKENIZER
 
 
 def plain_name(name: str) -> str:
@@ -254,7 +247,7 @@ def read_hf(folder: Path) -> dict:
         weights[name] = tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor
     if config.tie_weights and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    vocab, tokenizer = guess_tokenizer(folder, config.vocab_size, hf)
+    vocab, tokenizer = find_tokenizer(folder, config.vocab_size, hf)
     return dict(
         model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
     )
@@ -301,7 +294,7 @@ def read_checkpoint(path: Path) -> dict:
     for name, tensor in state["model"].items():
         if not name.endswith(".attn.bias"):  # a causal mask, which old checkpoints contain
             weights[plain_name(name)] = tensor.float()
-    vocab, tokenizer = guess_tokenizer(path, config.vocab_size, state)
+    vocab, tokenizer = find_tokenizer(path, config.vocab_size, state)
     return dict(
         model=weights,
         model_config=config_to_dict(config),
