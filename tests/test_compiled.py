@@ -322,15 +322,16 @@ def test_a_compiler_that_lacks_a_package_names_it(missing, monkeypatch, tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other compilers")
-def test_a_space_in_the_environments_path_is_named(monkeypatch):
+@pytest.mark.parametrize("prefix", ["/home/me/my projects/venv", "/home/o'brien/venv"])
+def test_a_space_or_quote_in_the_environments_path_is_named(prefix, monkeypatch):
     def broken(*batch):
         raise subprocess.CalledProcessError(1, ["g++", "-L/home/me/my", "projects/venv"])
 
-    monkeypatch.setattr(sys, "prefix", "/home/me/my projects/venv")
+    monkeypatch.setattr(sys, "prefix", prefix)
     with mock.patch("torch.compile", lambda call: broken):
         gpt = build_model(MODELS["gpt2"])
         problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
-    assert "a space: /home/me/my projects/venv" in problem
+    assert f"a space or quote: {prefix}" in problem
 
 
 @pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])

@@ -760,13 +760,13 @@ def test_the_compiler_reads_the_switch_that_is_set():
     assert finish(switched).out == f"{torch.__version__ >= '2.15'}\n"
 
 
-@pytest.mark.parametrize("home", ["home", "my home", "none"])
+@pytest.mark.parametrize("home", ["home", "my home", "o'brien", "none"])
 def test_compiled_code_is_kept_in_a_home_that_can_be_written(home, fresh_linux, tmp_path):
     """
     A container's user may have none, and torch makes the folder when it is imported. torch's
-    compiler cannot use a path with a space.
+    compiler cannot use a path with a space or quote.
     """
-    for name in ("home", "my home"):
+    for name in ("home", "my home", "o'brien"):
         (tmp_path / name).mkdir()
     os.environ["HOME"] = os.environ["USERPROFILE"] = str(tmp_path / home)
     set_environment()

@@ -112,8 +112,8 @@ def reason_of(error: Exception) -> str:
             return "there is no Python.h; sudo apt install g++ python3-dev"
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         for place in (sys.prefix, cache):
-            if re.search(r"\s", place):  # torch up to 2.13 does not quote paths
-                return f"torch's compiler cannot use a path with a space: {place}; move it"
+            if re.search(r"[\s'\"]", place):  # torch up to 2.13 does not quote paths
+                return f"torch's compiler cannot use a path with a space or quote: {place}; move it"
     if reason.endswith("raised:"):  # torch wraps a backend's error, which is on the next line
         reason = " ".join(lines[:2])
     if sys.platform == "win32" and "riton" in reason:  # torch for Windows does not include Triton

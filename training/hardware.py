@@ -53,8 +53,8 @@ MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 # Defaults that torch reads when it first compiles or allocates. The user's own values win.
 home = os.path.expanduser("~")
-# A container may give its user no home, and torch's compiler cannot use a path with a space.
-if os.access(home, os.W_OK) and not re.search(r"\s", home):
+# A container may give its user no home; torch's compiler cannot use a path with a space or quote.
+if os.access(home, os.W_OK) and not re.search(r"[\s'\"]", home):
     # torch's default is in /tmp, which is emptied at reboot
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
 if sys.platform == "win32":

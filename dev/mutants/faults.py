@@ -1984,8 +1984,8 @@ FAULTS = [
     Fault(
         "nanogpts_padding_is_vocabulary",
         "training/pretrained.py",
-        "and rows in (GPT2_VOCAB, 50304):",
-        "and rows == GPT2_VOCAB:",
+        "if rows in (GPT2_VOCAB, 50304) and",
+        "if rows == GPT2_VOCAB and",
         "test_convert.py::test_the_padding_of_nanogpts_vocabulary_is_no_token_and_is_not_exported",
     ),
     Fault(
