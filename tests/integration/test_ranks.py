@@ -629,7 +629,7 @@ def test_whatever_dies_ends_a_stream_with_one_line(victim, endless, tmp_path):
     results = finish_ranks(ranks)
     assert {result.code for result in results} <= {1, -signal.SIGKILL}
     (line,) = error_lines(*(result.err for result in results))
-    assert ("preparation" if victim == "preparation" else "another rank") in line
+    assert ("process that prepares" if victim == "preparation" else "another rank") in line
     with contextlib.suppress(psutil.NoSuchProcess):
         preparation.wait(timeout=120)
 
