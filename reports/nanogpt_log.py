@@ -150,8 +150,8 @@ def read_value(text: str, is_flag: bool):
 
 def count_parameters(text: str, config: dict) -> float:
     """Return the number of weights as metrics.jsonl counts them; NaN if the log lacks it."""
-    # each rank prints both lines
-    counted = dict(re.findall(r"num (\S+) parameter tensors: \d+, with ([\d,]+) parameters", text))
+    # two lines, of decayed and other tensors; each rank prints both
+    counted = dict(re.findall(r"parameter tensors: (\d+), with ([\d,]+) parameters", text))
     if counted:
         return float(sum(int(digits.replace(",", "")) for digits in counted.values()))
     # nanoGPT's rounded figure leaves out the position embeddings
