@@ -117,7 +117,9 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         found["peer"] = (600, bench(*classic, nanogpt, script="dev/compare_nanogpt.py"))
     compare_modded = ROOT / "dev" / "compare_modded.py"
     if options.modded and compare_modded.exists():
-        found["modded"] = (600, [PYTHON, f"{compare_modded}", f"{options.modded.resolve()}"])
+        real = "--n_layer=12 --n_head=6 --n_embd=768 --block_size=1024 --max_iters=60".split()
+        size = [] if options.dry_run else real
+        found["modded"] = (600, [PYTHON, f"{compare_modded}", f"{options.modded.resolve()}", *size])
     if not Path(fast[0]).exists():
         del found["fast_step"]
     return found

@@ -104,7 +104,25 @@ def stored() -> list[float]:
     return [min(times), max(times)]
 
 
-MEASURED = [*peer_figures(), *study_figures(), *ranges()]
+def h100_figures():
+    """Speed, MFU and memory of both recipes on an H100, and the two pairs with nanoGPT."""
+    rows, page = result("h100/measured")["rows"], "results/README.md"
+    for name in ("step", "fast_step"):
+        p = rows[name]["figures"]
+        rates = [round(rate, -2) for rate in (p["tokens_per_sec"], *p["tokens_per_sec_range"])]
+        yield page, [*rates, 100 * p["mfu"]]
+    yield page, [rows[name]["figures"]["mem_gib"] for name in ("step", "fast_step")]
+    peers = [result(f"h100/{name}") for name in ("peer", "peer_again")]
+    ratios = [p["speed_ratio"]["nanoGPT"] for p in peers]
+    yield page, [*ratios, peers[0]["memory_ratio"]["nanoGPT"]]
+    differences = [
+        result(f"h100/{name}")["float32"]["loss_difference"]
+        for name in ("compare_modded", "compare_modded_small")
+    ]
+    yield page, [x * 10 ** -math.floor(math.log10(x)) for x in differences]
+
+
+MEASURED = [*peer_figures(), *study_figures(), *ranges(), *h100_figures()]
 
 
 @pytest.mark.parametrize("page, values", MEASURED)
