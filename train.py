@@ -18,7 +18,6 @@ before the training loop. If a stopped run cannot save, it exits with 1.
 import atexit
 import gc
 import math
-import os
 import signal
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -35,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say, warn
-from configurator import FIELDS, UNREACHED, Config, config_values, read_config, resolve
+from configurator import FIELDS, UNREACHED, Config, config_values, launched, read_config, resolve
 from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
@@ -863,7 +862,7 @@ def explain(error: Exception, argv: list[str]) -> str:
     c = read_config(argv)
     newest = newest_checkpoint(c)
     resumed = checkpoint.read(newest) if newest else None  # the checkpoint decides some keys
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = launched("WORLD_SIZE", 1)
     c = config_of_run(c, resumed, resumed, world_size)
     return hardware.out_of_memory_line(c, world_size)
 
