@@ -84,7 +84,7 @@ MOST_SECONDS = 60.0  # after this long, uncounted lines included, one counted li
 # line covers at least one iteration.
 MICRO_BATCHES_PER_LINE = 10
 RANDOM_TOKENS = 2**22
-# what a measurement keeps of a run's start record
+# the start record's values that a measurement keeps
 OF_THE_MACHINE = ("device", "device_type", "dtype", "peak_tflops", "peak_source", "torch")
 KILLED = -9  # exit code after SIGKILL, which Linux sends when memory runs out
 

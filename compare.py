@@ -515,7 +515,7 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    run_help = "an out_dir, its metrics.jsonl, nanoGPT's console output, or a CSV file of one"
+    run_help = "an out_dir, its metrics.jsonl, nanoGPT's console output, or a public CSV file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
     seeds_help = "baseline runs, one per seed: prints whether the other runs are better"
     add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)

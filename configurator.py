@@ -62,7 +62,7 @@ class Config:
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     always_save_checkpoint: bool = True  # save after every evaluation; False: after the best so far
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: int = 2  # how many of the newest to keep, besides best.pt; wsd: one more
+    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt; with wsd: one more
     # Logging
     log_interval: int = 1  # iterations between log lines
     tracker: str = "none"  # a dashboard to report to, in addition to metrics.jsonl
@@ -93,7 +93,7 @@ class Config:
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: str = "adamw"  # AdamW, or Muon for hidden matrices; plain_muon: without NorMuon
-    learning_rate: float = 6e-4  # peak rate; with Muon: of the hidden matrices, and 0.025 if unset
+    learning_rate: float = 6e-4  # peak rate; with Muon: that of hidden matrices (0.025 if unset)
     head_lr: float = 0.004  # with Muon: peak rate of the output head
     muon_momentum: float = 0.95  # with Muon: its momentum
     weight_decay: float = 0.1  # on matrices and embeddings; with Muon: embeddings and head
@@ -601,7 +601,7 @@ def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
             name, default, meaning = key[1], key[2].strip('"').removesuffix(".0"), key[3]
             is_off = default == "" or (default == "0" and "0: off" in meaning)
             found[heading][name] = ("off" if is_off else default, meaning)
-    return found
+    return {title: meanings for title, meanings in found.items() if meanings}
 
 
 def print_help(keys: type = Config) -> None:

@@ -317,8 +317,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{argv[0]}: no longer needed; {hint}")
     parser = Parser(description=__doc__)
     parser.add_argument("mode", choices=("ckpt-to-hf",))
-    parser.add_argument("source", help="what to read")
-    parser.add_argument("out", help="the file or folder to write")
+    parser.add_argument("source", help="a checkpoint, a run's out_dir, or nanoGPT's ckpt.pt")
+    parser.add_argument("out", help="the folder to write, new or empty")
     args = parser.parse_args(argv)
     if NANOGPTS in ckpt_to_hf(args.source, args.out):
         say("note: nanoGPT uses the exact GELU, GPT-2 the tanh one: logits differ by up to 1e-3")

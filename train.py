@@ -89,9 +89,9 @@ class Progress:
 
 @dataclass
 class Saved:
-    """Records what is on the disk. Rank 0 saves, and all ranks learn what became of it."""
+    """Records what is on the disk. Rank 0 saves, and all ranks learn whether that worked."""
 
-    newest: tuple[int, int] | None  # that checkpoint's iteration, and its last evaluation's
+    newest: tuple[int, int] | None  # newest checkpoint: its iteration, that of its last evaluation
     failed: bool = False  # whether the last attempt to save failed
 
 

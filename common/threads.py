@@ -26,7 +26,7 @@ def cores_are_taken() -> bool:
     cores = len({path.read_text() for path in siblings})  # torch starts one thread per core
     asked = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(asked) if asked.isdecimal() else cores or cpus
-    if threads == 1:  # it never waits
+    if threads == 1:  # a single thread never waits
         return False
     others = []
     for _ in range(READINGS):
@@ -42,6 +42,6 @@ def cores_are_taken() -> bool:
 
 if sys.platform == "linux" and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     if cores_are_taken():
-        os.environ["OMP_WAIT_POLICY"] = "passive"  # sleep at once; log.py says so
+        os.environ["OMP_WAIT_POLICY"] = "passive"  # idle threads sleep at once; log.py reports this
     else:
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)

@@ -112,7 +112,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("files", nargs="*", help="files, folders, patterns (default: Python's standard library)")
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
     add(
-        "--out", type=Path, help="folder to write to (default: data/NAME, after the config or text)"
+        "--out",
+        type=Path,
+        help="folder to write to (default: data/NAME, named after the config or text)",
     )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
     add("--val_fraction", type=float, default=0.05, help="fraction held out (default: %(default)s)")

@@ -74,7 +74,7 @@ def open_shard(path: Path) -> Shard:
         header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     magic, version, tokens = header.tolist()
     header_bytes = 4 * HEADER_INTS
-    if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's: no header
+    if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's have no header
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
         begins = f"begins with {magic}, {version}, but a shard with {SHARD_MAGIC}, {SHARD_VERSION}"

@@ -34,11 +34,12 @@ from common.console import UserError, command_line, raise_if_any, say, warn
 from common.files import UTF16_MARKS, is_lfs_pointer, refuse_lfs_pointer
 
 TEXT_FILES = (".txt", ".md", ".py")
-# Libraries that read tables whose files also hold dead rows, and the logs that tell which live
+# Table formats whose files also hold deleted rows: the library that reads each format, and the log
+# that says which rows are valid
 TABLE_LOGS = dict(deltalake="_delta_log", hudi=".hoodie", pyiceberg="metadata/*.metadata.json")
 UNPACK = dict.fromkeys((".tar", ".tgz"), "tar xf") | {".zip": "unzip", ".zst": "unzstd"}
 UNPACK |= {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
-# Words in the names of files and folders that tell their split, as the hub's
+# Words in file and folder names that say which split a file belongs to, as on the hub
 SPLITS = re.compile(
     r"(?:^|[-._/0-9])(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?=[-._/0-9]|$)"
 )
@@ -94,7 +95,7 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     found = sorted({f for path in map(Path, paths) for f in files_in(path)}, key=str)
     hidden = [f for f in found if is_hidden(f, root)]
     shown = [f for f in found if not is_hidden(f, root)]
-    # A link to nothing is missing text, if it is named like text or may be a folder.
+    # A dead link stands for missing text if it has a text file's name or may be a folder.
     wanted = (*endings, Path(name).name.lower())
     dead = [f for f in shown if f.is_symlink() and not f.exists()]
     if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
@@ -116,7 +117,7 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     if hidden:
         warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
     if tests:
-        held = f"{len(tests):,} files of test or validation are left out, such as {min(tests)}"
+        held = f"{len(tests):,} test or validation files are left out, such as {min(tests)}"
         warn(f"{held}; to read them too, give their names")
     return files
 
@@ -447,7 +448,7 @@ class Source:
                 trouble, kind = "broken UTF-8 becomes U+FFFD", "damaged"
         if trouble and (name, kind) not in self.warned:
             self.warned.add((name, kind))
-            warn(f"{name}: in a row, {trouble}")
+            warn(f"{name}: in one of its rows, {trouble}")
         return text
 
     def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
@@ -592,7 +593,7 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
         warn(f"{name}: {guess}")
     # Normalise line ends, so that every operating system makes the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    whole = re.sub("(?m)^\ufeff", "", text)  # of each file, where several were joined
+    whole = re.sub("(?m)^\ufeff", "", text)  # byte-order marks; joined files may have several
     texts = END_OF_TEXT.split(whole) if name.lower().endswith(".txt") else [whole]
     rows = [*filter(as_document, texts)]
     if len(texts) > 1:

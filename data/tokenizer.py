@@ -25,7 +25,7 @@ from common.console import UserError, say
 from common.files import read_json, refuse_lfs_pointer
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
-# of GPT-2's vocabulary, see identity()
+# SHA-256 of GPT-2's vocabulary: see identity()
 GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
 BYTE_VOCAB = 256
 MOST_IDS = 65_536  # shards store ids as uint16
@@ -34,8 +34,8 @@ TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: train N ids on up to {SAM
 MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_pretrained('OUT')"
 # What tokenizers call end-of-text; those that we train use the first name
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-# A lossless tokenizer returns this text unchanged: what tidying up would change, a long word, and
-# a character for every byte that occurs in UTF-8
+# A tokenizer counts as lossless if it returns this text unchanged. The text holds what tidying up
+# would change, a long word, and a character for every byte that occurs in UTF-8
 PROBE = (
     "It's  12 Caf\u00e9s , don't .\n\t\u6f22\u5b57 \U0001f642 <|endoftext|> e\u0301 \ufb01 \u2581 "
 )
@@ -175,7 +175,8 @@ def bpe_of_merges(folder: Path):
     try:
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # the library raises nothing more specific
-        raise UserError(f"{folder}: the tokenizers library refuses its files ({error})") from None
+        problem = f"the tokenizers library cannot read its files ({error})"
+        raise UserError(f"{folder}: {problem}") from None
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     bpe.add_special_tokens([name for name in ENDS if name in ids])
@@ -193,12 +194,12 @@ def load_bpe(content: str, path: str | Path):
 
         bpe = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises nothing more specific
-        problem = f"the tokenizers library refuses it ({error})"
+        problem = f"the tokenizers library cannot read it ({error})"
         raise UserError(f"{path}: {problem}; give a tokenizer.json ({MAKE_JSON})") from None
     bpe.no_truncation()
     bpe.no_padding()
     if hasattr(bpe.model, "dropout"):
-        bpe.model.dropout = None  # it would give each preparation other tokens
+        bpe.model.dropout = None  # dropout would make each preparation's tokens different
     bpe.encode_special_tokens = True  # encode <|endoftext|> in a document as plain text
     vocab = 1 + max(bpe.get_vocab().values(), default=0)
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
@@ -336,7 +337,7 @@ def vocabulary(spec: dict, path: str | Path = "tokenizer.json") -> tuple[Any, li
         return content["model"]["vocab"], content["added_tokens"]
     except (ValueError, LookupError, TypeError):
         raise UserError(
-            f"{path}: not a tokenizer of the tokenizers library; get it again"
+            f"{path}: not a file of the tokenizers library; download or copy it again"
         ) from None
 
 
@@ -353,7 +354,7 @@ def read_meta(path: Path) -> tuple[int, dict]:
 
     class PlainUnpickler(pickle.Unpickler):
         def find_class(self, module, name):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
     refuse_lfs_pointer(path)
     try:

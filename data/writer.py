@@ -278,7 +278,8 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     files = len(manifest["files"])  # local files only
     of = f" of {files:,} files" if files > 1 else ""
     say(f"{folder}: {documents:,} documents{of}, {held} in {len(shards)} shards")
-    say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total / 1e6:,.1f} MB here")
+    on_disk = f"{2 * total / 1e6:,.1f} MB on disk"
+    say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {on_disk}")
     arguments: list[object] = [config]
     if config is None:
         recipe = "fast124m_4070.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"

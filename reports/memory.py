@@ -95,7 +95,8 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     )
     reserved = FRAGMENTATION * sum(allocated.values())
     if not config.compile:
-        # The last freed logits leave a gap as large as they were in the matmuls' dtype.
+        # The logits that are freed last leave a gap, of the size that logits have in the matmuls'
+        # dtype.
         reserved += element_bytes(dtype) * logits_at_once(model, tokens)
     return allocated | dict(fragmentation=reserved, context=CONTEXT_BYTES)
 

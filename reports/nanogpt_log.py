@@ -23,7 +23,7 @@ LOSSES = rf"val loss (?P<val_loss>{N})(?:, low (?P<low>{N}), high (?P<high>{N}))
 EVAL = re.compile(rf"^step (\d+): train loss {N}, {LOSSES}", re.MULTILINE)
 SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# a line that nanoGPT printed behind something else, such as a time stamp
+# a line of nanoGPT's with something before it, such as a timestamp
 PREFIXED = re.compile(
     r"^(.+?)(?=iter \d+: loss|step \d+: train loss|saving checkpoint to|Overriding: "
     r"|tokens per iteration will be|number of parameters: |num (?:non-)?decayed parameter)",

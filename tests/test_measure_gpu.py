@@ -128,7 +128,7 @@ def test_a_row_that_is_ended_takes_its_workers_along(measured):
     with contextlib.suppress(psutil.NoSuchProcess):
         worker = psutil.Process(int(found["row"]["log"][0]))
         deadline = time.monotonic() + 20  # a killed process takes a moment to end
-        while worker.status() != psutil.STATUS_ZOMBIE:  # ended, and nobody has asked how
+        while worker.status() != psutil.STATUS_ZOMBIE:  # it has exited, but is not reaped yet
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

@@ -266,7 +266,7 @@ def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypat
     assert result.code == 2 and result.err.count("\n") == 1 and "order" in result.err
     assert contents(Path("out")) == before
     said = prepare(*flags, "--tokens=14k", "--out=out").out
-    assert "was begun in the order prefix" in said
+    assert "continuing in the order prefix" in said
     prepare(*flags, "--order=prefix", "--tokens=14k", "--out=straight")
     for split in ("train", "val"):
         assert stored(Path("out"), split) == stored(Path("straight"), split)

@@ -195,7 +195,7 @@ def test_files_named_test_or_validation_are_no_training_text_beside_train(names)
     read = ["README.md", "more.jsonl", "notes.txt", names[0]]
     for source in ("copy", "copy/**"):
         result = prepare_text(source)
-        assert f"{len(names) - 1} files of test or validation are left out, such as" in result.err
+        assert f"{len(names) - 1} test or validation files are left out, such as" in result.err
         assert {*manifest_of(Path("out"))["files"]} == {f"copy/{name}" for name in read}
         shutil.rmtree("out")
     assert prepare_text("copy", *(f"copy/{name}" for name in names)).code == 0
@@ -571,7 +571,7 @@ def write_bytes_column(name: str, rows: list[bytes], kind=None) -> None:
 
 WINDOWS = [f"{n}: Der Händler prüft die Maße – größer – für das Café." for n in range(90)]
 RUSSIAN = [f"{n}: Корабль вышел в море." for n in range(90)]
-CP1252 = "in a row, line 1 is not utf-8: b'\\xe4ndler p'; read as cp1252: 'Händler prüft"
+CP1252 = "in one of its rows, line 1 is not utf-8: b'\\xe4ndler p'; read as cp1252: 'Händler prüft"
 COLUMNS = {
     "UTF-8": (WINDOWS, "utf-8", [], ""),
     "Windows'": (WINDOWS, "cp1252", [], CP1252),
@@ -634,8 +634,8 @@ def test_single_rows_of_parquet_that_are_no_text_stop_nothing_and_are_said():
     result = prepare_rows("--source=a.parquet")
     assert result.code == 0
     assert [line.partition(";")[0] for line in result.err.splitlines()] == [
-        "warning: a.parquet: in a row, broken UTF-8 becomes U+FFFD",
-        f"warning: a.parquet: in a row, line 2 is not utf-8: {bytes(range(128, 136))}",
+        "warning: a.parquet: in one of its rows, broken UTF-8 becomes U+FFFD",
+        f"warning: a.parquet: in one of its rows, line 2 is not utf-8: {bytes(range(128, 136))}",
         "warning: a.parquet: 1 of 63 rows hold no text in the field and are left out",
     ]
     texts = stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train")

@@ -298,10 +298,10 @@ def many_ids(content: dict) -> None:
 
 
 TOKENIZER_FILES = {
-    "no JSON": ("{", "the tokenizers library refuses it"),
-    "another JSON": ('{"vocab_size": 300}', "the tokenizers library refuses it"),
-    "cut short": (lambda: edited(lambda c: None)[:2000], "the tokenizers library refuses it"),
-    "no merges": (lambda: edited(lambda c: c["model"].pop("merges")), "library refuses it"),
+    "no JSON": ("{", "the tokenizers library cannot read it"),
+    "another JSON": ('{"vocab_size": 300}', "the tokenizers library cannot read it"),
+    "cut short": (lambda: edited(lambda c: None)[:2000], "the tokenizers library cannot read it"),
+    "no merges": (lambda: edited(lambda c: c["model"].pop("merges")), "library cannot read it"),
     "65,537 ids": (lambda: edited(many_ids), "has 65,537 ids, shards hold 65,536 at most"),
     "no end-of-text": (
         lambda: edited(lambda c: c["added_tokens"].clear()),

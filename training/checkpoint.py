@@ -64,13 +64,13 @@ def size_of(state: dict) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-# Writes the weights of a checkpoint like nanoGPT's again, as plain values
+# A command that saves only the weights and model_args of a checkpoint like nanoGPT's
 REWRITE = (
     "python -c \"import torch; s = torch.load('OLD.pt', 'cpu', weights_only=False); "
     "torch.save(dict(model=s['model'], model_args=s.get('model_args') or vars(s['config'])), "
     "'NEW.pt')\""
 )
-# How other files begin that are taken for a checkpoint, and what they are
+# Files that are mistaken for checkpoints: their first bytes, and what to say about them
 BEGINNINGS = {
     b"PK": "cut short or damaged, or a zip archive of another kind",
     b"\x80": "a pickle, as torch.save wrote before 1.6; if you trust it:" + COMMAND + REWRITE,
@@ -108,7 +108,7 @@ def load(path: Path) -> dict:
     except Exception:  # a damaged file can raise anything
         raise UserError(f"{path}: {what_is(path)}") from None
     if record:
-        raise UserError(f"{path}: bytes of its record {record} have changed")
+        raise UserError(f"{path}: is damaged: its record {record} has the wrong checksum")
     return read(path)
 
 

@@ -42,7 +42,8 @@ CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytor
 # would still call cuDNN, because the first variable is not part of the cache key.
 NO_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
 SHARED_MEMORY = 0.9  # the share of the free system memory that an integrated GPU may take
-# What torch, cuBLAS, Triton and the system say when memory runs out; the last two: Windows, MPS
+# How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
+# Windows' and MPS's
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
 # The NVIDIA driver that each CUDA version needs (docs.nvidia.com/deploy/cuda-compatibility)
@@ -58,7 +59,7 @@ if os.access(home, os.W_OK) and not re.search(r"[\s'\"]", home):
     # torch's default is in /tmp, which is emptied at reboot
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
 if sys.platform == "win32":
-    os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # 260-character limit
+    os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths: 260 characters at most
     # otherwise Intel's runtime, part of some numpy builds, kills the process on Ctrl-C
     os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
 # In torch 2.10 to 2.14, compiled code may lose norm gradients on a GPU (pytorch #193061)
@@ -394,7 +395,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callab
     while True:
         a = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
         seconds: list[float] = []
-        # the first run loads the kernel; float16 on a CPU may be a hundred times slower
+        # the first call also loads the kernel; in float16 a CPU may be a hundred times slower
         while len(seconds) < 5 and sum(seconds) < 0.1:
             synchronize()
             began = default_timer()

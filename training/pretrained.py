@@ -199,9 +199,9 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
             found, tokenizer = read_meta(meta)
             if found == rows:
                 return rows, tokenizer
-    # WordPiece and SentencePiece, which only transformers reads
+    # files of WordPiece and SentencePiece tokenizers, which only transformers reads
     others = [*path.glob("vocab.txt"), *path.glob("*.model")]
-    # this program's checkpoints name GPT-2's tokenizer if it is theirs
+    # Guess only for other programs' weights: our own checkpoints name their tokenizer.
     if rows in (GPT2_VOCAB, 50304) and not others and "model_config" not in state:
         return GPT2_VOCAB, dict(kind="gpt2")
     return rows, NO_TOKENIZER
