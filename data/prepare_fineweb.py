@@ -9,7 +9,8 @@ hub, into token shards.
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
 writes the same files. A larger --tokens adds to a finished folder; runs on it that are not finished
-can then no longer resume. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB of disk.
+can then no longer resume. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB
+of disk.
 """
 
 import argparse
