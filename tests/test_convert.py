@@ -1,6 +1,6 @@
 """
 convert.py: the same logits on either side, judged by transformers; folders that other programs
-read; weights that do not fit are refused. Bad command lines are in test_bad_starts.py.
+read; weights that do not fit are refused. Bad command lines are in test_bad_input.py.
 """
 
 import contextlib

@@ -261,7 +261,7 @@ def test_a_folder_is_read_as_it_is(name, tmp_path):
     assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == expected
 
 
-# beside a good val_000000.bin; more of them in test_bad_starts.py
+# beside a good val_000000.bin; more of them in test_bad_input.py
 BAD_FILES = {
     "wrong version": ("train_1.bin", shard(range(10), 20240520, 7, 10), "20240520, 7"),
     "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "11 tokens take"),

@@ -1,10 +1,16 @@
 """
-Which module may import which, what a start must not load, and that every script starts.
+Which module may import which, what a start must not load, that every script starts, and that the
+files which comments name exist.
 """
 
 import ast
+import io
+import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from program import ROOT, finish, start
@@ -114,3 +120,44 @@ def test_every_script_starts_where_nothing_of_this_project_is_imported():
     for name, process in started.items():
         code, out, err = finish(process)
         assert code == 0 and out and not err, f"{name}: {err}"
+
+
+FILE_NAME = re.compile(r"(?<![\w.*/<>{}$~-])[\w.-]+(?:/[\w.-]+)*\.(?:py|md|csv)\b")
+# in other projects, written by the command that the comment shows, or placeholders
+ELSEWHERE = {"train_gpt_simple.py", "finetune_shakespeare.py", "fineweb.py"}
+ELSEWHERE |= {"mine.py", "book.py", "book_bpe.py"}
+ELSEWHERE |= {"x.py", "X.py", "nightshift_X.py", "CONFIG.py", "SCRIPT.py"}
+
+
+def project_files(folder: Path = ROOT) -> Iterator[Path]:
+    """Yield the files of a checkout or an unpacked archive, without what .gitignore names."""
+    for path in folder.iterdir():
+        if path.is_file():
+            yield path
+        # each folder in data/ is a dataset
+        elif folder != ROOT / "data" and not path.name.startswith((".", "out", "__pycache__")):
+            yield from project_files(path)
+
+
+def comments_and_docstrings(code: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_comments_and_docstrings_name_only_files_that_exist():
+    files = [*project_files()]
+    names = {file.name for file in files}
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in files
+        if file.suffix == ".py"
+        for text in comments_and_docstrings(file.read_text("utf-8"))
+        for name in FILE_NAME.findall(text)
+        if name not in names and Path(name).name not in ELSEWHERE
+        if not (ROOT / name).exists() and not (file.parent / name).exists()
+    ]
+    assert missing == []
