@@ -1,18 +1,16 @@
 """
-Do the tests see? Plants the faults of faults.py one by one in copies of the program, and
-runs the test that must fail there.
+Plant the faults of faults.py one by one in a copy of the program, and run the test that must fail.
 
-    python dev/mutants/plant.py                    all of them
-    python dev/mutants/plant.py --only=clip        those with this in their names
-    python dev/mutants/plant.py --jobs=2           two at a time
+    python dev/mutants/plant.py                all of them
+    python dev/mutants/plant.py --only=fsync   those with this word in their line
 
-Prints a row for each: its name, the test that saw it, after how many seconds and by what, or NOT
-SEEN. A test that hangs or takes its process down has seen it too, and the row says so. Before that,
-all of these tests must pass on the unchanged program. Exit code 1 if they do not, or if a fault is
-not seen.
+First, all of these tests must pass on the unchanged copy. Then prints a row for each fault: what it
+is, its test, the seconds, and whether the test saw it. A test that hangs or whose process dies has
+seen it too. Exits with 1 if a fault is not seen or its function has changed.
 """
 
 import argparse
+import ast
 import os
 import shutil
 import signal
@@ -20,18 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 100  # one fault's test may take
-FAILED = 1  # pytest's exit code
+SECONDS = 100  # one test may take
+NOT_SEEN = {0: "NOT SEEN"} | dict.fromkeys(range(2, 6), "NO TEST RUN")  # pytest's exit codes
 
 
 def copy_program(folder: Path) -> None:
-    """Program, tests and pages, without what git ignores."""
+    """Copy program, tests and pages, without what git ignores."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in listed.rstrip("\0").split("\0"):
@@ -40,22 +38,44 @@ def copy_program(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def run_tests(folder: Path, tests: list[str], seconds: float) -> tuple[int | None, str]:
-    """pytest's exit code on these tests in a copy, None if it took longer; and its output."""
-    options = ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield the functions of a module, each with its name: `save`, or `Saver.save`."""
+    for child in ast.iter_child_nodes(node):
+        inside = prefix
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield prefix + child.name, child
+            inside = f"{prefix}{child.name}."
+        yield from functions(child, inside)
+
+
+def planted(fault: Fault) -> str:
+    """Return the file's text with the fault in its function."""
+    code = (ROOT / fault.file).read_text("utf-8")
+    function = dict(functions(ast.parse(code))).get(fault.function)
+    source = function and ast.get_source_segment(code, function)
+    if not source or source.count(fault.old) != 1:
+        sys.exit(f"{fault.file}: {fault.function} does not have once: {fault.old}")
+    changed = code.replace(source, source.replace(fault.old, fault.new))
+    ast.parse(changed)  # an error of syntax would be no fault that a test has to see
+    return changed
+
+
+def run_tests(folder: Path, *tests: str) -> int | None:
+    """Return pytest's exit code on these tests in the copy, or None if they hang."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        + [f"tests/{test}" for test in tests],
         cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        # compiled code of the fault before could count as up to date
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=sys.stderr if len(tests) > 1 else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,  # so that what the tests have started ends with them
     )
     try:
-        output, _ = process.communicate(timeout=seconds)
-        return process.returncode, output
+        return process.wait(timeout=SECONDS * len(tests))
     except subprocess.TimeoutExpired:
-        return None, ""
+        return None
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -64,73 +84,28 @@ def run_tests(folder: Path, tests: list[str], seconds: float) -> tuple[int | Non
         process.wait()
 
 
-def is_plantable(fault: Fault) -> bool:
-    count = (ROOT / fault.file).read_text("utf-8").count(fault.old)
-    if count != 1:
-        print(f"{fault.name}: {fault.file} has {count} times: {fault.old}")
-    return count == 1
-
-
-def plant(fault: Fault, folder: Path) -> None:
-    path = folder / fault.file
-    path.write_text(path.read_text("utf-8").replace(fault.old, fault.new), "utf-8")
-
-
-def verdict(code: int | None, output: str) -> tuple[bool, str]:
-    """Whether a fault was seen, and what to say about it."""
-    if code is None:
-        return True, f"hung for {SECONDS} s"
-    if code == FAILED:
-        errors = [line[1:].strip() for line in output.splitlines() if line.startswith("E ")]
-        return True, errors[0][:80] if errors else ""
-    if code == 0:
-        return False, "NOT SEEN"
-    if code < 0 or code > 5:  # beyond pytest's own: the test's process has ended
-        return True, f"ended the process with {code}"
-    return False, f"NO TEST RUN: {output.strip().splitlines()[-1]}"
-
-
-def look(fault: Fault, unchanged: Path, folder: Path) -> bool:
-    """Plant it in a copy, run its test, print its row. Returns whether it was seen."""
-    shutil.copytree(unchanged, folder)
-    plant(fault, folder)
-    began = time.perf_counter()
-    seen, remark = verdict(*run_tests(folder, [fault.test], SECONDS))
-    seconds = time.perf_counter() - began
-    shutil.rmtree(folder, ignore_errors=True)
-    print(" | ".join([fault.name, fault.test, f"{seconds:.0f}", remark]), flush=True)
-    return seen
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.strip().partition("\n\n")[0])
-    parser.add_argument("--only", default="", help="faults with this in their names")
-    parser.add_argument("--jobs", type=int, default=1, help="copies tested at the same time")
-    arguments = parser.parse_args()
-    faults = [fault for fault in FAULTS if arguments.only in fault.name]
-    if not faults:
-        parser.error(f"no fault has {arguments.only!r} in its name")
-    moved = [fault for fault in faults if not is_plantable(fault)]
-    faults = [fault for fault in faults if fault not in moved]
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        unchanged = Path(folder) / "unchanged"
-        copy_program(unchanged)
-        tests = list(dict.fromkeys(fault.test for fault in faults))
-        code, output = run_tests(unchanged, tests, seconds=SECONDS * len(tests))
-        if code != 0:
-            print(output)
-            print(f"not planted: these tests do not pass on the unchanged program ({code})")
-            return 1
-        print(f"{len(faults)} faults; all {len(tests)} tests pass without them")
-        print("fault | test | seconds | what it saw")
-
-        def look_at(fault: Fault) -> bool:
-            return look(fault, unchanged, Path(folder) / fault.name)
-
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            seen = list(pool.map(look_at, faults))
-    print(f"{sum(seen)} of {len(faults)} seen; {len(moved)} not planted, because their text moved")
-    return 0 if all(seen) and not moved else 1
+    parser.add_argument("--only", default="", help="faults with this word in their line")
+    only = parser.parse_args().only
+    changed = {f: planted(f) for f in FAULTS if only in f"{f.what} {f.file} {f.function}"}
+    if not changed:
+        parser.error(f"no fault has {only!r} in its line")
+    results = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        folder = Path(name)
+        copy_program(folder)
+        if run_tests(folder, *dict.fromkeys(fault.test for fault in changed)) != 0:
+            sys.exit("not planted: these tests do not pass on the unchanged program")
+        for fault, code in changed.items():
+            began = time.perf_counter()
+            (folder / fault.file).write_text(code, "utf-8")
+            results.append(NOT_SEEN.get(run_tests(folder, fault.test), "seen"))
+            shutil.copy2(ROOT / fault.file, folder / fault.file)
+            seconds = f"{time.perf_counter() - began:.0f}"
+            print(" | ".join([fault.what, fault.test, seconds, results[-1]]), flush=True)
+    print(f"{results.count('seen')} of {len(results)} seen")
+    return 0 if results.count("seen") == len(results) else 1
 
 
 if __name__ == "__main__":
