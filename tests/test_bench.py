@@ -147,7 +147,11 @@ def test_sweep_writes_the_fastest_as_a_config_of_the_keys_that_differ(children):
     assert unlike <= {"out_dir", "batch_size", "gradient_accumulation_steps"}
 
 
-@pytest.mark.parametrize("end", [CUDA_IS_FULL, "os.kill(os.getpid(), 9)"], ids=["torch", "linux"])
+@pytest.mark.parametrize(
+    "end",
+    [CUDA_IS_FULL, pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow)],
+    ids=["torch", "linux"],
+)
 def test_a_benchmark_that_runs_out_of_memory_is_a_row(end, children, monkeypatch):
     subprocess.Popen.code = failing(end, batch_size=2)
     keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
@@ -157,10 +161,8 @@ def test_a_benchmark_that_runs_out_of_memory_is_a_row(end, children, monkeypatch
     assert len(children) == 3  # the row is not tried again
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param({}, id="gpt2"), pytest.param(FAST, id="fast", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
 def test_ladder_has_every_row_and_total_gains_are_products(recipe, children):
     found, out = bench("ladder", "--trials=1", **TINY | dict(dtype="bfloat16"), **recipe)
     rows = found["rows"]

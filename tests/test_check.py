@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import slow_but
 from program import ROOT, run
 from torch.nn import functional as F
 
@@ -96,7 +97,9 @@ def plant(monkeypatch, fault) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", faulty)
 
 
-@pytest.mark.parametrize("fault, word", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize(
+    "fault, word", slow_but(KERNELS["an output"], of=KERNELS.values()), ids=KERNELS
+)
 def test_do_not_train_where_a_kernel_is_wrong(fault, word, monkeypatch):
     plant(monkeypatch, fault)
     line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
@@ -178,6 +181,7 @@ def test_wrong_compiled_code_makes_it_slow(monkeypatch):
 # Slow machines
 
 
+@pytest.mark.slow
 def test_a_matmul_below_half_of_the_data_sheet_is_slow(traced, tmp_path):
     json_file = tmp_path / "check.json"
     line = verdict_of(
@@ -187,6 +191,7 @@ def test_a_matmul_below_half_of_the_data_sheet_is_slow(traced, tmp_path):
     assert json.loads(json_file.read_text())["verdict"] == line
 
 
+@pytest.mark.slow
 def test_a_machine_whose_gpu_torch_does_not_see_is_slow(traced, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

@@ -487,7 +487,9 @@ def test_unequal_spreads_have_welchs_degrees_of_freedom():
     assert noise == pytest.approx(4.303 * math.sqrt(1.01 / 3), rel=2e-3)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize(
+    "count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_of_twenty_changes_that_do_nothing_about_one_seems_to(count):
     draws = np.random.RandomState(0).normal(3, 0.02, (4000, 2, count))
     told = [seeds.verdict(*seeds.difference(a.tolist(), b.tolist())) for a, b in draws]

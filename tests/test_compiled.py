@@ -199,8 +199,12 @@ def compiled_by(compiler, name: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("fault", "dtype"),
-    # half precision casts there anyway
-    [(f, d) for f in FAULTS for d in DTYPES if d == "float32" or "cast" not in f],
+    [
+        pytest.param(f, d, marks=[] if d == "float32" else pytest.mark.slow)
+        for f in FAULTS
+        for d in DTYPES
+        if d == "float32" or "cast" not in f  # half precision casts there anyway
+    ],
 )
 def test_a_fault_of_the_compiler_is_found_in_a_fresh_model(fault, dtype):
     """Whose head and projections are zero, in the fast model, and whose biases are, in GPT-2."""
@@ -234,6 +238,7 @@ class SummedInOrder(torch.autograd.Function):
         return dy * weight, sum((dy * x).flatten(0, -2))
 
 
+@pytest.mark.slow
 def test_a_sum_in_another_order_is_right_in_float32():
     """A norm's gradient adds up all tokens, and uncompiled code may happen to round it less."""
     layer_norm = torch.nn.functional.layer_norm
@@ -334,7 +339,10 @@ def test_a_space_or_quote_in_the_environments_path_is_named(prefix, monkeypatch)
     assert f"a space or quote: {prefix}" in problem
 
 
-@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+@pytest.mark.parametrize(
+    "variable",
+    ["TORCH_COMPILE_DISABLE", pytest.param("TORCHDYNAMO_DISABLE", marks=pytest.mark.slow)],
+)
 def test_a_variable_that_turns_the_compiler_off_is_named(variable):
     """Eager code passes any comparison with itself. torch reads one of the two at its import."""
     code = (

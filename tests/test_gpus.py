@@ -10,6 +10,7 @@ import runpy
 
 import pytest
 import torch
+from cases import slow_but
 from pages import plan, read
 from program import ROOT
 
@@ -123,7 +124,12 @@ def tensor_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     return sum(parts.values()) - parts["fragmentation"] - parts["context"]
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        "4070-gpt2-eager", "4070-fast-tables", "h200-fast-128", "4070-gpt2-dropout", of=SIMULATED
+    ),
+)
 def test_memory_is_within_a_twentieth_of_the_allocators(name):
     """Of the tensors at the peak, and within a tenth of what the allocator reserves for them."""
     row = SIMULATED[name]
@@ -202,16 +208,16 @@ SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
 HALF = dict(n_layer=4, n_embd=128, dtype="bfloat16")
 FAST = dict(model="fast", optimizer="muon", tie_weights=False)
 SHAPES = [
-    SMALL | dict(n_embd=256, loss_chunk="off", tie_weights=False),
     SMALL | dict(loss_chunk=256),
-    HALF,
-    SMALL | FAST,
-    HALF | dict(recompute=True),
     # few logits: the peak is in a block
-    HALF | dict(n_layer=8, recompute=True, vocab=64),
     SMALL | FAST | dict(n_layer=4, recompute=True, vocab=64),
 ]
 SLOW_SHAPES = [
+    SMALL | dict(n_embd=256, loss_chunk="off", tie_weights=False),
+    HALF,
+    SMALL | FAST,
+    HALF | dict(recompute=True),
+    HALF | dict(n_layer=8, recompute=True, vocab=64),
     SMALL | dict(vocab=50257),  # GPT-2's vocabulary
     SMALL | dict(optimizer="muon"),
     SMALL | FAST | dict(optimizer="adamw"),
@@ -266,7 +272,7 @@ def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
     "model, dtype, compiled",
     [
         *itertools.product(["gpt2"], ["float32", "bfloat16"], [False]),
-        ("fast", "float32", False),
+        pytest.param("fast", "float32", False, marks=pytest.mark.slow),
         *(
             pytest.param(model, dtype, True, marks=pytest.mark.slow)
             for model, dtype in itertools.product(["gpt2", "fast"], ["float32", "bfloat16"])
@@ -286,10 +292,8 @@ def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled):
     assert of_a_block / (4 * 256) == pytest.approx(block_bytes(config, dtype, compiled), rel=0.002)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compiled"),
-    [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "compiled"), [("float32", False), ("bfloat16", True)])
 def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(dtype, compiled):
     """But for the gates, of one number a head and not a channel, and the rows' numbers."""
     keys = dict(model="fast", n_layer=4, dtype=dtype, compiled=compiled)

@@ -106,6 +106,7 @@ def test_the_file_is_copied_to_a_folder_after_each_row(measured, tmp_path):
     assert json.loads(copied.read_text("utf-8"))["rows"] == found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
 def test_beside_each_row_stands_what_nvidia_smi_says(measured, tmp_path, monkeypatch):
     program = tmp_path / "bin" / "nvidia-smi"
@@ -118,6 +119,7 @@ def test_beside_each_row_stands_what_nvidia_smi_says(measured, tmp_path, monkeyp
     assert {"clocks.sm", "power.draw", "memory.used"} < {*line.partition("=")[2].split(",")}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups are POSIX")
 def test_a_row_that_is_ended_takes_its_workers_along(measured):
     """A worker of a test would keep up to 10 GiB of the GPU from the next row."""

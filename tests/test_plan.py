@@ -10,6 +10,7 @@ import re
 from argparse import Namespace
 
 import pytest
+from cases import slow_but
 from pages import plan
 from program import ROOT, records, run, write_tokens
 
@@ -248,9 +249,9 @@ def test_recompute_is_not_advised_where_it_is_set():
     "name, params",
     [
         ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
+        pytest.param("gpt2-medium", 354_823_168, marks=pytest.mark.slow),
+        pytest.param("gpt2-large", 774_030_080, marks=pytest.mark.slow),
+        pytest.param("gpt2-xl", 1_557_611_200, marks=pytest.mark.slow),
     ],
 )
 def test_fine_tuning_is_planned_with_the_size_of_its_weights(name, params):
@@ -479,7 +480,7 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("name, config, flags, mfu", PUBLIC)
+@pytest.mark.parametrize("name, config, flags, mfu", slow_but(PUBLIC[2], of=PUBLIC))
 def test_hours_of_other_peoples_runs_are_near_those_of_their_logs(name, config, flags, mfu):
     """plan expects 82.2% of the peak: too much of a small model, or without torch.compile."""
     log = ROOT / f"results/public_runs/{name}.csv"
@@ -502,7 +503,15 @@ def test_all_gpus_are_one_table_the_fastest_first():
     assert by_name["GeForce RTX 4090"]["hours"] == plan("gpt124m_4090", "--gpu=4090")["hours"]
 
 
-@pytest.mark.parametrize("n, evals, saves", [(7, 3, 2), (8, 4, 0), (1, 5, 3), (12, 4, 6)])
+@pytest.mark.parametrize(
+    "n, evals, saves",
+    [
+        (7, 3, 2),
+        (8, 4, 0),
+        pytest.param(1, 5, 3, marks=pytest.mark.slow),
+        pytest.param(12, 4, 6, marks=pytest.mark.slow),
+    ],
+)
 def test_evaluations_and_checkpoints_are_those_that_train_makes(n, evals, saves, tmp_path):
     """Their number, and the size of a checkpoint, which has some bytes of names more."""
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])

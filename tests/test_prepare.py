@@ -219,7 +219,9 @@ def test_preparation_needs_no_torch(tmp_path):
 # Orders
 
 
-@pytest.mark.parametrize("name", ["many.parquet", "rows.jsonl"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("many.parquet", marks=pytest.mark.slow), "rows.jsonl"]
+)
 def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_path, monkeypatch):
     """Of row groups at even distances, or of a jsonl file by the hash of a document's place."""
     monkeypatch.chdir(tmp_path)
@@ -275,7 +277,7 @@ def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypat
     assert result.code == 2 and "(seed 0, asked for 1)" in result.err
 
 
-@pytest.mark.parametrize("order", ["shuffled", "prefix"])
+@pytest.mark.parametrize("order", [pytest.param("shuffled", marks=pytest.mark.slow), "prefix"])
 def test_a_row_group_without_text_is_no_wrong_field(order, tmp_path, monkeypatch):
     """Unlike a file without text."""
     monkeypatch.chdir(tmp_path)
@@ -361,15 +363,23 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # kills of one preparation
     [
         ("book.txt rows.jsonl", (3, 5)),
         ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
-        ("rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4)),
-        ("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4)),
+        pytest.param(
+            "rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300",
+            (1, 2, 4),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k",
             THIRTEEN,
             marks=pytest.mark.slow,  # a row of jsonl is shuffled by default
         ),
         ("rows.jsonl --order=shuffled --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 5)),
-        ("rows.parquet --order=records --shard_tokens=3k", (2, 3, 2, 4)),
+        pytest.param(
+            "rows.parquet --order=records --shard_tokens=3k", (2, 3, 2, 4), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(

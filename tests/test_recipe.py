@@ -70,10 +70,15 @@ TOLERANCES = dict(
     [
         (RECIPE, "float32", {}),
         # 64 tokens a micro-batch
-        (RECIPE, "float32", dict(loss_chunk=20, recompute=True, flash=False)),
-        (RECIPE, "bfloat16", {}),
+        pytest.param(
+            RECIPE,
+            "float32",
+            dict(loss_chunk=20, recompute=True, flash=False),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(RECIPE, "bfloat16", {}, marks=pytest.mark.slow),
         (RECIPE | PLAIN, "float32", dict(loss_chunk=20)),
-        (RECIPE | PLAIN, "bfloat16", {}),
+        pytest.param(RECIPE | PLAIN, "bfloat16", {}, marks=pytest.mark.slow),
     ],
 )
 def test_every_number_of_a_fast_run_is_that_of_the_second_trainer(

@@ -296,8 +296,8 @@ FIGURES = [
     ("several_gpus", lambda: speed_ups("gpt124m_a100", 2, 4, 8, 16, link="100")),
     ("several_gpus", lambda: speed_ups("gpt124m_4090", 2, 4, 8, 16, link="10")),
     ("several_gpus", gpu_hours),
-    ("several_gpus", lambda: larger_model("gpt350m")),
-    ("several_gpus", lambda: larger_model("gpt774m")),
+    pytest.param("several_gpus", lambda: larger_model("gpt350m"), marks=pytest.mark.slow),
+    pytest.param("several_gpus", lambda: larger_model("gpt774m"), marks=pytest.mark.slow),
 ]
 
 

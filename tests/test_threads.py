@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from cases import slow_but
 from program import ROOT, checkpoint, train, write_tokens
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's on Linux")
@@ -82,14 +83,14 @@ def test_the_users_way_of_waiting_wins():
     assert decide(4, 2, 1, OMP_WAIT_POLICY="active") == "active None"
 
 
-def test_torch_waits_as_decided_in_every_script_that_trains_or_samples():
+@pytest.mark.parametrize("script", slow_but("train.py", of=["train.py", "sample.py", "bench.py"]))
+def test_torch_waits_as_decided_in_every_script_that_trains_or_samples(script):
     variables = dict(OMP_DISPLAY_ENV="verbose", OMP_NUM_THREADS="1")
     kept = environment(**variables)
-    for script in ("train.py", "sample.py", "bench.py"):
-        command = [sys.executable, script, "--help"]
-        ended = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
-        assert ended.returncode == 0
-        assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.stderr) == ["10000"], script
+    command = [sys.executable, script, "--help"]
+    ended = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.stderr) == ["10000"]
 
 
 def test_beside_endless_loops_threads_sleep():

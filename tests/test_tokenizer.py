@@ -154,7 +154,14 @@ def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
     assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
 
 
-@pytest.mark.parametrize("letters", ["ACGT", " \n", "\u7684\u4e00\u662f\u5728"])
+@pytest.mark.parametrize(
+    "letters",
+    [
+        "ACGT",
+        pytest.param(" \n", marks=pytest.mark.slow),
+        pytest.param("\u7684\u4e00\u662f\u5728", marks=pytest.mark.slow),
+    ],
+)
 def test_a_tokenizer_of_one_long_word_takes_as_long_as_of_short_ones(letters):
     """Without cutting the word, it takes a hundred times as long."""
     text = "".join(random.Random(0).choices(letters, k=200_000))

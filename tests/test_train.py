@@ -130,7 +130,7 @@ COMPILERS = {
 }
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_compiler_that_fails_or_computes_something_else_costs_a_warning(
     compiler, dropout, tokens, tmp_path

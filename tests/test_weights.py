@@ -62,10 +62,10 @@ def test_the_tokenizer_in_the_folder_is_that_of_the_weights(files, tmp_path):
 @pytest.mark.parametrize(
     "rows, pad, vocab, kind",
     [
-        (50257, False, 50257, "gpt2"),
+        pytest.param(50257, False, 50257, "gpt2", marks=pytest.mark.slow),
         (50257, True, 50257, "gpt2"),  # a [PAD] without a row, which no text contains
         (50304, False, 50257, "gpt2"),
-        (50258, True, 50258, "bpe"),
+        pytest.param(50258, True, 50258, "bpe", marks=pytest.mark.slow),
         (50264, True, 50258, "bpe"),
     ],
 )
@@ -162,7 +162,7 @@ def nanogpt_state(vocab_size: int) -> dict:
     return dict(model=weights, model_args=args, iter_num=5, config=dict(dataset="x"))
 
 
-@pytest.mark.parametrize("rows", [50257, 50304])
+@pytest.mark.parametrize("rows", [50257, pytest.param(50304, marks=pytest.mark.slow)])
 def test_a_meta_pkl_of_as_many_tokens_as_gpt2_wins_over_the_guess(rows, tmp_path):
     torch.save(nanogpt_state(rows), tmp_path / "ckpt.pt")
     assert load_pretrained(str(tmp_path))["tokenizer"] == dict(kind="gpt2")

@@ -97,6 +97,7 @@ def test_console_and_log_begin_with_what_can_be_pasted_again(config, tmp_path):
     assert values == printed_config(config, *flags(**TINY | dict(out_dir=out_dir)))
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_well_writes_nothing_to_stderr(tokens, tmp_path):
     """torch 2.15 names what the garbage collector was still kept from at the end as leaked."""
     keys = TINY | dict(block_size=16, dataset=tokens, out_dir=tmp_path / "run", warmup_iters=0)

@@ -100,6 +100,7 @@ def assert_is_picture(path: Path) -> None:
     assert len(colours) > 20  # not a blank page
 
 
+@pytest.mark.slow
 def test_compare_draws_the_picture_of_a_run(gpt2, tmp_path):
     shutil.copytree(gpt2, tmp_path / "run")
     assert run("compare.py", tmp_path / "run").code == 0

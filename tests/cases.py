@@ -1,0 +1,17 @@
+"""Which cases of a test `pytest -m "not slow"` leaves out."""
+
+from collections.abc import Iterable
+
+import pytest
+
+
+def slow_but(*kept, of: Iterable) -> list:
+    """Mark all cases but these as slow. A tuple holds several arguments."""
+    cases = list(of)
+    assert all(case in cases for case in kept), kept
+    return [case if case in kept else slow(case) for case in cases]
+
+
+def slow(case):
+    arguments = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*arguments, marks=pytest.mark.slow)
