@@ -22,6 +22,7 @@ from unittest import mock
 import plain
 import pytest
 import torch
+from cases import slow_but
 from moments import (
     PAGE,
     Clock,
@@ -218,7 +219,9 @@ def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
     assert others == [20, 21]
 
 
-@pytest.mark.parametrize("begins, best_there", [("full", 8), ("with room", 4)])
+@pytest.mark.parametrize(
+    "begins, best_there", slow_but(("full", 8), of=[("full", 8), ("with room", 4)])
+)
 def test_the_last_save_waits_until_there_is_room(begins, best_there, tokens, straight, make_disk):
     disk = make_disk(1 << 20)
 
@@ -239,7 +242,7 @@ def test_the_last_save_waits_until_there_is_room(begins, best_there, tokens, str
     assert best_iter(disk / "run") == best_there
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but(signal.SIGINT, of=[signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_the_wait_for_room_and_the_run_can_be_resumed(
     number, tokens, straight, make_disk
 ):
@@ -297,7 +300,7 @@ def is_folder(file) -> bool:
     return isinstance(file, int) and stat.S_ISDIR(os.fstat(file).st_mode)
 
 
-@pytest.mark.parametrize("always", [True, False])
+@pytest.mark.parametrize("always", slow_but(False, of=[True, False]))
 def test_the_best_is_the_best_that_is_on_the_disk(always, tokens, make_disk):
     """The save at the best evaluation, 4, fails. That at 6 is better than all that are saved."""
     disk = make_disk(1 << 20)
@@ -318,7 +321,7 @@ def test_the_best_is_the_best_that_is_on_the_disk(always, tokens, make_disk):
 
 
 @pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("worse_later", [True, False])
+@pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
 def test_a_disk_with_the_room_that_the_page_names_is_enough(
     worse_later, links, tokens, straight, make_disk
 ):
@@ -412,7 +415,7 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_pat
     assert found[8] == pytest.approx(losses[8])
 
 
-@pytest.mark.parametrize("launches", [[10], [6, 10]])
+@pytest.mark.parametrize("launches", slow_but([6, 10], of=[[10], [6, 10]]))
 def test_an_evaluation_worse_than_the_best_leaves_best_pt_also_if_it_beats_the_start(
     launches, tokens, tmp_path
 ):
@@ -452,7 +455,7 @@ def folders_at_every_disk_call(tokens: Path, out_dir: Path, copies: Path, **chan
     return [*states.values()]
 
 
-@pytest.mark.parametrize("begins, ends", [(0, 2), (2, 6)])
+@pytest.mark.parametrize("begins, ends", slow_but((2, 6), of=[(0, 2), (2, 6)]))
 def test_death_at_any_disk_call_costs_no_more_than_the_iterations_since_the_last_save(
     begins, ends, tokens, tmp_path
 ):
@@ -600,7 +603,7 @@ HARMS = [
 ]
 
 
-@pytest.mark.parametrize("moment, harm", HARMS)
+@pytest.mark.parametrize("moment, harm", slow_but(HARMS[0], HARMS[-1], of=HARMS))
 def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
     moment, harm, tokens, tmp_path
 ):
@@ -740,7 +743,7 @@ USERS_FILES = [
 ]
 
 
-@pytest.mark.parametrize("name", USERS_FILES)
+@pytest.mark.parametrize("name", slow_but("metrics.jsonl", "best.pt", "notes.tmp", of=USERS_FILES))
 def test_a_fresh_run_keeps_every_file_that_it_did_not_write(name, tokens, tmp_path):
     """Under its name or another one; the run may also refuse the folder."""
     content = b"what a user has kept here\n"
@@ -750,7 +753,7 @@ def test_a_fresh_run_keeps_every_file_that_it_did_not_write(name, tokens, tmp_pa
     assert content in contents(tmp_path / "run").values()
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", slow_but(2, of=[1, 2, 3]))
 def test_the_newest_are_kept_and_the_best(keep, tokens, tmp_path):
     there = set()
     options = dict(eval_interval=2, max_iters=10, keep_checkpoints=keep)
@@ -768,7 +771,7 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_again(tokens, straight, 
     assert same(checkpoint(out_dir, 8)["model"], checkpoint(straight, 8)["model"])
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+@pytest.mark.parametrize("number", slow_but(errno.EINVAL, of=[errno.EINVAL, errno.EIO]))
 def test_a_share_that_cannot_sync_a_folder_is_warned_of_once(number, tokens, straight, tmp_path):
     def sync(file):
         if is_folder(file):
@@ -808,7 +811,7 @@ def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
     assert column(tmp_path / "run", "checkpoint", "iter") == [4, 8]
 
 
-@pytest.mark.parametrize("other", [0, 2, None])
+@pytest.mark.parametrize("other", slow_but(2, of=[0, 2, None]))
 def test_a_newest_checkpoint_of_another_format_is_refused_and_not_passed_over(
     other, tokens, tmp_path
 ):
@@ -823,7 +826,7 @@ def test_a_newest_checkpoint_of_another_format_is_refused_and_not_passed_over(
     assert code == 2 and "format" in err and contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("is_refused", slow_but(False, of=[False, True]))
 def test_a_macs_disk_empties_its_cache_too_where_it_can(is_refused, tokens, straight, tmp_path):
     """fsync alone leaves the data in the drive's own memory there."""
     synced = []

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cases import slow_but
 from moments import before_updates, fill, free, watched
 from program import (
     TINY_RUN,
@@ -55,7 +56,7 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=slow_but(1, of=[1, 2]))
 def planned(request, tokens, tmp_path_factory) -> tuple[int, Path]:
     """A number of ranks, and their run that was planned for 24 iterations from the start."""
     out_dir = tmp_path_factory.mktemp("planned")
@@ -103,7 +104,7 @@ def copy_as_printed(out: str) -> list[str]:
     return shlex.split(arguments)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", slow_but(2, of=[1, 2]))
 def test_the_newest_checkpoint_before_the_decay_is_kept_besides_the_newest(keep, tokens, tmp_path):
     there = []
     with before_updates(lambda n, optimizer: there.append(checkpoints(tmp_path / "run"))):
@@ -236,7 +237,7 @@ def test_a_disk_too_small_for_that_is_said_at_the_start(room, warned, tokens, ma
     assert ("for 4 checkpoints" in result.err) == warned
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", slow_but(1, of=[1, 2]))
 def test_a_run_whose_newest_checkpoints_are_damaged_does_not_go_back_to_before_the_decay(
     keep, tokens, tmp_path
 ):

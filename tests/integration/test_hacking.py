@@ -19,6 +19,7 @@ from unittest import mock
 import plain
 import pytest
 import torch
+from cases import slow_but
 from program import (
     ROOT,
     TINY_RUN,
@@ -180,7 +181,7 @@ def assert_refused(result: Result, *words: str) -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("key", ["recompute", "value_tables", "tf32"])
+@pytest.mark.parametrize("key", slow_but("value_tables", of=["recompute", "value_tables", "tf32"]))
 def test_a_key_that_a_checkpoint_lacks_has_its_default(key, tokens, whole, half):
     path = half / "ckpt-00000004.pt"
     state = torch.load(path, weights_only=True)
@@ -210,7 +211,7 @@ def test_a_new_key_has_its_default_in_runs_from_before_it(tokens, whole, half, t
     assert theirs.out == ours.out
 
 
-@pytest.mark.parametrize("name", NEW_WEIGHTS)
+@pytest.mark.parametrize("name", slow_but("extra", of=NEW_WEIGHTS))
 def test_muon_refuses_a_weight_that_it_knows_no_group_for(name, tokens, tmp_path):
     program = changed(tmp_path / "program", NEW_WEIGHTS[name])
     out_dir = tmp_path / "out"
@@ -226,7 +227,7 @@ def assert_every_weight_is_in_one_group(state: dict) -> None:
     assert state["optimizer"]["state"].keys() == set(range(len(storages)))
 
 
-@pytest.mark.parametrize("name", NEW_WEIGHTS)
+@pytest.mark.parametrize("name", slow_but("extra", of=NEW_WEIGHTS))
 def test_adamw_trains_a_new_weight(name, tokens, tmp_path):
     program = changed(tmp_path / "program", NEW_WEIGHTS[name])
     result = train_changed(program, dataset=tokens, out_dir=tmp_path / "out", max_iters=1)
@@ -283,7 +284,7 @@ NOT_FUSED = dict(
 )
 
 
-@pytest.mark.parametrize("name", NOT_FUSED)
+@pytest.mark.parametrize("name", slow_but("SGD", of=NOT_FUSED))
 def test_an_optimizer_that_is_not_fused_trains_and_resumes_bit_for_bit(name, tokens, tmp_path):
     out_dir, halves = tmp_path / "whole", tmp_path / "halves"
     with mock.patch("torch.optim.AdamW", NOT_FUSED[name]):
@@ -362,7 +363,7 @@ MODELS = {  # code in model.py, and the FLOPs of a token then
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but("attention in windows", of=MODELS))
 def test_a_changed_model_is_counted_as_it_runs(name, tokens, tmp_path):
     code, flops = MODELS[name]
     program = changed(tmp_path / "program", {"model.py": code})

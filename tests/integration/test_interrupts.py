@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import slow_but
 from documents import documents, write_jsonl
 from moments import watched
 from program import (
@@ -84,7 +85,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but("AdamW with dropout", "fast with Muon", of=KINDS))
 def test_a_run_that_is_stopped_and_resumed_is_the_unbroken_run(kind, tiny, tmp_path):
     keys = tiny | KINDS[kind]
     unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
@@ -117,7 +118,7 @@ def unbroken(tiny, tmp_path_factory):
     return out_dir
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", slow_but("in a later evaluation", "in a save", of=MOMENTS))
 def test_a_stop_signal_at_any_moment_saves_and_loses_nothing(moment, tiny, unbroken, tmp_path):
     """An evaluation that it ended is made again by the resumed run."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
@@ -219,6 +220,7 @@ def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tm
             assert column(tmp_path / "cut", kind, name) == expected
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_stopped_and_resumed_is_the_unbroken_one(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
     write_jsonl(tmp_path / "text.jsonl", documents(60))
@@ -287,7 +289,7 @@ def losses_of(out_dir) -> dict[int, float]:
     return losses
 
 
-@pytest.mark.parametrize("then, number", [(WORSE, 12), (BETTER, 24)])
+@pytest.mark.parametrize("then, number", slow_but((WORSE, 12), of=[(WORSE, 12), (BETTER, 24)]))
 def test_best_pt_is_the_best_of_the_log_across_a_resume(then, number, tiny, tmp_path):
     train(**tiny, out_dir=tmp_path)
     train(**tiny | then, out_dir=tmp_path)
@@ -304,7 +306,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("key", OTHERS)
+@pytest.mark.parametrize("key", slow_but("eval_tokens", of=OTHERS))
 def test_a_resume_that_evaluates_on_other_tokens_starts_a_new_best(key, tiny, tmp_path):
     """A loss on other tokens does not compare."""
     before, after = OTHERS[key]
@@ -336,7 +338,7 @@ def damage(path, how) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", [flip, cut, blank, bytearray.clear])
+@pytest.mark.parametrize("how", slow_but(flip, cut, of=[flip, cut, blank, bytearray.clear]))
 def test_a_damaged_newest_checkpoint_costs_one_interval_and_is_named(how, tiny, unbroken, tmp_path):
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     train(**keys | dict(max_iters=8))
@@ -363,7 +365,7 @@ def test_without_a_whole_checkpoint_nothing_is_started(tiny, tmp_path):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", slow_but(torch.inf, of=[torch.nan, torch.inf]))
 def test_weights_that_are_not_finite_are_never_saved(value, tiny, tmp_path):
     def spoil(model):
         with torch.no_grad():
@@ -390,7 +392,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", slow_but("out of memory", of=ERRORS))
 def test_an_error_costs_what_came_after_the_newest_checkpoint(error, tiny, unbroken, tmp_path):
     """Half an update is never saved."""
 
@@ -431,7 +433,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("updates", SKIPPED)
+@pytest.mark.parametrize("updates", slow_but("20", of=SKIPPED))
 def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
     """Float16 may need 16 to find its scale."""
     skipped, code = SKIPPED[updates]
@@ -492,7 +494,7 @@ ONE_STOP = {
 
 
 @needs_signals
-@pytest.mark.parametrize("sender", ONE_STOP)
+@pytest.mark.parametrize("sender", slow_but("passed on by torchrun", of=ONE_STOP))
 def test_one_stop_may_be_sent_as_two_signals(sender, tiny, tmp_path):
     first, seconds, second, code = ONE_STOP[sender]
     at_3 = f"""

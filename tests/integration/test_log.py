@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from cases import slow_but
 from moments import Clock, before_updates, fill, free
 from program import (
     Night,
@@ -94,7 +95,7 @@ def rates_of(out_dir, **keys) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("log_interval", [1, 7])
+@pytest.mark.parametrize("log_interval", slow_but(7, of=[1, 7]))
 def test_with_hours_the_rates_do_not_depend_on_the_log(log_interval, tokens, tmp_path):
     keys = TINY | dict(lr_schedule="linear", hours=0.25, log_interval=log_interval, dataset=tokens)
     del keys["max_iters"], keys["eval_interval"]
@@ -125,7 +126,7 @@ def test_a_run_without_a_log_still_tries_a_failed_save_again(tokens, make_disk):
     assert checkpoints(disk / "run")[-2:] == [20, 21]
 
 
-@pytest.mark.parametrize("log_interval", [1, 3])
+@pytest.mark.parametrize("log_interval", slow_but(3, of=[1, 3]))
 def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_alone(
     log_interval, tokens, tmp_path
 ):

@@ -17,6 +17,7 @@ from unittest import mock
 import plain
 import pytest
 import torch
+from cases import slow_but
 from program import (
     EVAL,
     STEP,
@@ -126,12 +127,9 @@ KINDS = dict(
     computed_otherwise=dict(flash=False, loss_chunk="24", recompute=True),
     compiled=dict(compile=True),
 )
-SLOW_KINDS = ("compiled",)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW_KINDS else []) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", slow_but("gpt2", "untied", "computed_otherwise", of=KINDS))
 def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_path):
     config = BASE | KINDS[kind]
     weights = trained(**config)
@@ -235,7 +233,7 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_but("cosine", "wsd", of=SCHEDULES))
 def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, tmp_path):
     config = BASE | dict(max_iters=14, lr_schedule=schedule.partition(" ")[0])
     config |= EXTRA.get(schedule, {})
@@ -255,7 +253,7 @@ def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, tmp_path):
     assert [rate for (rate,) in used] == pytest.approx(logged, rel=1e-8)
 
 
-@pytest.mark.parametrize("lr_decay_iters", [0, 8])
+@pytest.mark.parametrize("lr_decay_iters", slow_but(0, of=[0, 8]))
 def test_a_larger_max_iters_has_a_longer_schedule_unless_its_end_is_given(
     lr_decay_iters, tokens, tmp_path
 ):
@@ -288,7 +286,7 @@ WHEN = {
 }
 
 
-@pytest.mark.parametrize("kind", WHEN)
+@pytest.mark.parametrize("kind", slow_but("at intervals", "the best alone", of=WHEN))
 def test_iterations_evaluations_and_checkpoints_come_when_they_should(kind, tokens, tmp_path):
     """nanoGPT runs one iteration too many."""
     keys, expected = WHEN[kind]
@@ -300,7 +298,7 @@ def test_iterations_evaluations_and_checkpoints_come_when_they_should(kind, toke
     assert (losses == sorted(losses, reverse=True)) == (kind != "the best alone")
 
 
-@pytest.mark.parametrize("grad_clip", [0.01, 1e9, 0])
+@pytest.mark.parametrize("grad_clip", slow_but(0.01, of=[0.01, 1e9, 0]))
 def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_path):
     """Plain gradient descent in AdamW's place moves the weights by the clipped gradient."""
     config = BASE | dict(grad_clip=grad_clip, lr_schedule="constant", learning_rate=1.0)
@@ -319,7 +317,15 @@ def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_pat
     assert moved == pytest.approx(min(norm, grad_clip or norm), rel=1e-3)
 
 
-@pytest.mark.parametrize("multiple, rows", [(1, V), (2, 62), (64, 64), (128, 128)])
+@pytest.mark.parametrize(
+    "multiple, rows",
+    [
+        pytest.param(1, V, marks=pytest.mark.slow),
+        pytest.param(2, 62, marks=pytest.mark.slow),
+        (64, 64),
+        pytest.param(128, 128, marks=pytest.mark.slow),
+    ],
+)
 def test_the_vocabulary_is_rounded_up(multiple, rows, tokens, tmp_path):
     config = BASE | dict(pad_vocab_multiple=multiple, max_iters=0)
     train(**config, dataset=tokens, out_dir=tmp_path)
@@ -550,7 +556,7 @@ PLAIN = MUON | dict(optimizer="plain_muon", bias=True)
 OPTIMIZERS = {"": dict(), "half": dict(dtype="float16"), "muon": MUON, "plain_muon": PLAIN}
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("kind", slow_but({}, MUON, of=OPTIMIZERS.values()), ids=OPTIMIZERS)
 def test_a_gradient_that_is_not_finite_changes_nothing(kind, tokens, tmp_path):
     config = BASE | kind | dict(checkpoint_interval=1, eval_interval=100, max_iters=8)
     with gradient_of_nan(backward_pass=5 * 3 + 2):  # a micro-batch of iteration 5
@@ -565,7 +571,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind, tokens, tmp_path):
     assert "iter 5: 1 updates skipped" in result.err
 
 
-@pytest.mark.parametrize("tf32, precision", [(True, "high"), (False, "highest")])
+@pytest.mark.parametrize(
+    "tf32, precision", slow_but((True, "high"), of=[(True, "high"), (False, "highest")])
+)
 def test_tf32_is_set_as_asked(tf32, precision, tokens, tmp_path):
     torch.set_float32_matmul_precision("medium")
     train(**BASE | dict(max_iters=1), tf32=tf32, dataset=tokens, out_dir=tmp_path)
@@ -651,7 +659,7 @@ class Hand:
             yield
 
 
-@pytest.mark.parametrize("log_interval", [1, 3])
+@pytest.mark.parametrize("log_interval", slow_but(3, of=[1, 3]))
 def test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed(
     log_interval, tokens, tmp_path
 ):

@@ -12,6 +12,7 @@ from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
 
 import pytest
+from cases import slow_but
 from documents import check_documents, digests, stored_texts, write_parquet
 from helpers import run_here, write_dataset
 from pages import README, command_lines
@@ -133,7 +134,7 @@ def test_a_text_smaller_than_the_quickstarts_window_leaves_nothing(
 # A config for it
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+@pytest.mark.parametrize("tokenizer", slow_but("byte", of=["byte", "bpe:300"]))
 def test_the_two_commands_for_your_own_text_train_and_a_third_samples(
     tokenizer, tmp_path, monkeypatch
 ):

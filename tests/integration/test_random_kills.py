@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from cases import slow_but
 from moments import free
 from program import (
     TINY_RUN,
@@ -127,7 +128,7 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
     assert [record["reason"] for record in records(out_dir, "end")][-1] == "max_iters"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but(0, of=range(3)))
 def test_a_run_killed_many_times_ends_as_the_uninterrupted_one(seed, tokens, straight, disk):
     storm(seed, tokens, straight, disk)
 

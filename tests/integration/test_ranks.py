@@ -24,6 +24,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from cases import slow_but
 from documents import documents, write_jsonl, write_parquet
 from moments import watched
 from program import (
@@ -48,6 +49,7 @@ from training.ranks import Ranks
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_the_others_says_so_and_ends(monkeypatch, capsys):
     """The variables are complete, but nobody else was started."""
     with socket.socket() as probe:
@@ -131,10 +133,9 @@ CHANGES = {
     "stream, 1 rank and then 2": (STREAM, (1, 2)),
     "4 ranks and then 2": (dict(), (4, 2)),
 }
-SLOW = {"4 ranks and then 2": pytest.mark.slow}
 
 
-@pytest.mark.parametrize("change", [pytest.param(x, marks=SLOW.get(x, ())) for x in CHANGES])
+@pytest.mark.parametrize("change", slow_but("fast recipe, 2 ranks and then 1", of=CHANGES))
 def test_a_run_goes_on_with_another_number_of_ranks(change, tiny, tmp_path, monkeypatch):
     """Which hold the same bits, though they exchange nothing but gradients."""
     monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
@@ -251,7 +252,16 @@ def world(tokens, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("row", BAD_STARTS)
+@pytest.mark.parametrize(
+    "row",
+    slow_but(
+        "an accumulation that cannot be shared",
+        "other data",
+        "no shared out_dir to resume from",
+        "a file in the place of out_dir",
+        of=BAD_STARTS,
+    ),
+)
 def test_a_bad_start_is_one_line_for_all_ranks(row, tokens, world):
     before, changes, words = BAD_STARTS[row]
     saved = sorted(world.rglob("*.pt"))
@@ -265,7 +275,7 @@ def test_a_bad_start_is_one_line_for_all_ranks(row, tokens, world):
     assert sorted(world.rglob("*.pt")) == saved
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", slow_but(2, of=[1, 2]))
 def test_a_kernel_that_is_wrong_in_uncompiled_code_too_ends_the_run(n, tiny):
     """On the last rank, attention gives 0.7 of its output in half precision. Nothing is trained."""
     wrong = """
@@ -308,6 +318,7 @@ def test_nccl_averages_gradients_on_gpus_where_it_is_built(on_gpu, built, monkey
         made.new_group.assert_called_once_with(backend="nccl", timeout=ten_minutes)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_average_their_first_gradients_say_what_to_try(tiny):
     """GPUs that cannot reach each other's memory hang there, for ten minutes."""
     late = """
@@ -359,7 +370,7 @@ def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
     return watched(action, LEAVING), arguments, code
 
 
-@pytest.mark.parametrize("way", WAYS_OUT)
+@pytest.mark.parametrize("way", slow_but("--help", "a bad key", "a signal", of=WAYS_OUT))
 def test_a_rank_leaves_the_others_on_every_way_out(way, tiny):
     """NCCL warns of a rank that does not."""
     script, arguments, code = way_out(way, tiny)
@@ -368,6 +379,7 @@ def test_a_rank_leaves_the_others_on_every_way_out(way, tiny):
     assert [result.err.count("has left False") for result in results] == [1, 1], results
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_leave_after_an_error_ends_all_the_same(tiny):
     """As one whose peers are in a collective that has no end."""
     stuck = LEAVING.replace("        leave()", "        time.sleep(600)")
@@ -427,7 +439,7 @@ IN_AN_EVALUATION = """
 """
 
 
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("who", slow_but("one, in an iteration", of=WHO))
 def test_a_signal_ends_all_ranks_after_saving(who, tiny, alone, tmp_path):
     in_evaluation = who == "one, in an evaluation"
     script = watched(
@@ -447,7 +459,9 @@ def test_a_signal_ends_all_ranks_after_saving(who, tiny, alone, tmp_path):
     assert_same_numbers(alone, tmp_path / "run")
 
 
-@pytest.mark.parametrize("shard", ["train_000002.bin", "val_000000.bin"])
+@pytest.mark.parametrize(
+    "shard", ["train_000002.bin", pytest.param("val_000000.bin", marks=pytest.mark.slow)]
+)
 def test_a_shard_that_one_rank_cannot_read_ends_all_after_saving(shard, tiny, tokens, tmp_path):
     cut = f"""
         if n == 2 and RANK == "1":
@@ -560,7 +574,7 @@ def dying(victim: int) -> list[str]:
 FIRST = dict(TORCHELASTIC_RESTART_COUNT="0")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", slow_but(1, of=[0, 1]))
 def test_a_rank_whose_peer_has_died_says_so_and_ends(victim, tiny):
     processes = start_ranks(2, *flags(**tiny), script=dying(victim), **FIRST)
     # torch's own patience is ten minutes

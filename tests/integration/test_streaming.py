@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cases import slow_but
 from documents import (
     digests,
     documents,
@@ -176,7 +177,9 @@ def test_no_preparation_outlives_its_run(program, source, work):
 
 
 @needs_signals
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+@pytest.mark.parametrize(
+    "number", slow_but(signal.SIGINT, of=[signal.SIGTERM, signal.SIGINT]), ids=str
+)
 def test_a_run_that_waits_for_data_saves_when_it_is_asked_to_stop(number, program, source, work):
     """A terminal sends Ctrl-C to all of its processes; the preparation must not hear it."""
     process = start_run(program, source, work / "out", before="os.setsid()", block_size=128)
@@ -206,6 +209,7 @@ def test_a_killed_preparation_ends_the_run_with_one_line_and_a_checkpoint(progra
     assert checkpoints(work / "out")[-1] > 10
 
 
+@pytest.mark.slow
 def test_a_source_that_fails_midway_is_used_up_and_named_and_mended(program, work):
     """Then the run goes on as if nothing had been."""
     texts = [text for text in documents(1500, words=20) if text]
@@ -269,8 +273,8 @@ def test_what_was_held_out_stays_when_a_resumed_run_evaluates_on_more(work):
 @pytest.mark.parametrize(
     "flag, said",
     [
-        ("--stream=False", "stream"),
-        ("--dataset=b.jsonl", "b.jsonl is not what"),
+        pytest.param("--stream=False", "stream", marks=pytest.mark.slow),
+        pytest.param("--dataset=b.jsonl", "b.jsonl is not what", marks=pytest.mark.slow),
         ("--dataset=a.jsonl", "other text or with other flags (files)"),
     ],
 )
@@ -299,6 +303,7 @@ def test_a_source_that_is_too_small_is_one_line_before_training(work):
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_streams_as_its_files_do(work):
     write_parquet(work / "source/a.parquet", [text for text in documents(300) if text])
     keys = TINY | dict(max_iters=4, eval_interval=2)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
+from cases import slow_but
 from moments import watched
 from program import (
     TINY_RUN,
@@ -83,7 +84,7 @@ BY_CLOCK = {
 }
 
 
-@pytest.mark.parametrize("keys", BY_CLOCK)
+@pytest.mark.parametrize("keys", slow_but("hours", "until", of=BY_CLOCK))
 def test_the_schedule_is_complete_when_the_time_is_up(keys, night, tiny, tmp_path):
     result = night.launch(**tiny | BY_CLOCK[keys])
     assert result.code == 0
@@ -144,7 +145,7 @@ def test_evaluations_that_would_delay_the_last_one_are_left_out(night, tiny, tmp
     assert last == end_of(tmp_path)["iters"]
 
 
-@pytest.mark.parametrize("minutes", [5, -5])
+@pytest.mark.parametrize("minutes", slow_but(5, of=[5, -5]))
 def test_until_follows_a_clock_that_is_set(minutes, night, tiny, tmp_path):
     def set_clock():
         night.EVENING += 60 * minutes
@@ -155,7 +156,9 @@ def test_until_follows_a_clock_that_is_set(minutes, night, tiny, tmp_path):
     assert rates(tmp_path)[-1] == 0.0
 
 
-@pytest.mark.parametrize("what, number", [("evaluation", 4), ("save", 3)])
+@pytest.mark.parametrize(
+    "what, number", slow_but(("evaluation", 4), of=[("evaluation", 4), ("save", 3)])
+)
 def test_an_iteration_that_hangs_counts_at_most_twice_the_time_before_it(what, number, night, tiny):
     """As a measure of the last one it would end the run minutes early."""
 
@@ -290,7 +293,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("key", MORE)
+@pytest.mark.parametrize("key", slow_but("hours", of=MORE))
 def test_a_finished_run_does_nothing_more_until_it_is_given_more(key, night, tiny, tmp_path):
     first, more = MORE[key]
     tiny |= dict(eval_interval=1000)
@@ -382,7 +385,7 @@ def test_a_late_resume_leaves_time_for_a_slow_evaluation(night, tiny, tmp_path):
     assert end_of(tmp_path)["reason"] == "hours"
 
 
-@pytest.mark.parametrize("number", [10, 21])
+@pytest.mark.parametrize("number", slow_but(21, of=[10, 21]))
 def test_an_evaluation_that_a_signal_ended_is_made_again(number, night, tiny, tmp_path):
     night.at["evaluation", number] = sigterm
     assert night.launch(**tiny, hours=HOURS).code == 143

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import slow_but
 from moments import Clock, after_saves, watched
 from program import (
     TINY_RUN,
@@ -161,7 +162,7 @@ def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(
         assert text.encode() in content
 
 
-@pytest.mark.parametrize("failing", ["init", "log", "finish"])
+@pytest.mark.parametrize("failing", slow_but("log", of=["init", "log", "finish"]))
 def test_a_tracker_that_fails_costs_one_warning(failing, tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
     result = train(**tiny, tracker="wandb")
@@ -172,7 +173,7 @@ def test_a_tracker_that_fails_costs_one_warning(failing, tiny, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder's
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("tracker", slow_but("wandb", of=["wandb", "tensorboard"]))
 def test_a_tracker_that_is_missing_costs_one_warning(tracker, found, tiny, tmp_path, monkeypatch):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -208,7 +209,7 @@ def test_the_last_picture_is_of_the_whole_run(tiny, tmp_path):
     assert picture.stat().st_mtime_ns > (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns
 
 
-@pytest.mark.parametrize("python", ["/bin/false", "/no/python"])
+@pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
 def test_a_picture_that_cannot_be_drawn_costs_one_warning(python, tiny, tmp_path, monkeypatch):
     """As without matplotlib, and as on a machine that starts no process."""
     monkeypatch.setattr(sys, "executable", python)
