@@ -252,7 +252,13 @@ def start_child(output: Path, *arguments: str, code: str = "") -> tuple:
     "code, keys, exit_code, words",
     [
         ("", dict(block_size=512), 2, "block_size val 200"),
-        (failing("raise ZeroDivisionError('mine')", 4), {}, 1, "train.py ended exit code 1"),
+        pytest.param(
+            failing("raise ZeroDivisionError('mine')", 4),
+            {},
+            1,
+            "train.py ended exit code 1",
+            marks=pytest.mark.slow,
+        ),
         (failing(CUDA_IS_FULL, 4), {}, 1, "batch_size=4 next smaller --batch_size=2"),
     ],
     ids=["bad data", "a changed model", "out of memory"],

@@ -115,6 +115,7 @@ def test_do_not_train_where_a_kernel_gives_each_sequence_the_first_ones_output(m
     assert line.startswith(NOT_HERE) and "a wrong gradient" in line
 
 
+@pytest.mark.slow
 def test_do_not_train_where_the_run_itself_finds_uncompiled_code_wrong(monkeypatch):
     """Training without torch.compile would use the same kernels."""
 
@@ -156,6 +157,7 @@ def test_do_not_train_where_the_optimizer_is_wrong(monkeypatch):
 # The compiler
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_makes_it_slow(monkeypatch):
     def backend(graph, inputs):
         raise FileNotFoundError("no g++ here")

@@ -339,10 +339,8 @@ def test_a_space_or_quote_in_the_environments_path_is_named(prefix, monkeypatch)
     assert f"a space or quote: {prefix}" in problem
 
 
-@pytest.mark.parametrize(
-    "variable",
-    ["TORCH_COMPILE_DISABLE", pytest.param("TORCHDYNAMO_DISABLE", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_a_variable_that_turns_the_compiler_off_is_named(variable):
     """Eager code passes any comparison with itself. torch reads one of the two at its import."""
     code = (

@@ -646,7 +646,10 @@ ASKED = {
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        pytest.param(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), marks=pytest.mark.slow),
+    ],
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("asked", ASKED)
@@ -815,6 +818,7 @@ def test_every_row_of_the_table_can_be_found_by_its_own_name():
             assert find_row(alias, int(row["sm_count"]) if row["sm_count"] else None) == row
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc"
     or any(name == "LD_PRELOAD" or "MALLOC" in name for name in os.environ),

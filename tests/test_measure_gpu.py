@@ -39,6 +39,7 @@ def says(code: str) -> list[str]:
     return [PYTHON, "-c", code]
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_hangs_or_is_not_there_does_not_stop_the_next_one(measured):
     """Of one that hangs, what it has printed is kept: which tests have passed."""
     hangs = says("import time; print('passed'); time.sleep(100)")

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from cases import slow_but
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
@@ -243,7 +244,7 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
         (torch.float32, None, 1e-6),
         (torch.float16, None, 3e-3),
         (torch.bfloat16, None, 2e-2),
-        (torch.float32, "aot_eager", 1e-6),
+        pytest.param(torch.float32, "aot_eager", 1e-6, marks=pytest.mark.slow),
         pytest.param(torch.float16, "aot_eager", 3e-3, marks=pytest.mark.slow),
         pytest.param(torch.float32, "inductor", 1e-6, marks=pytest.mark.slow),
     ],
@@ -315,7 +316,7 @@ def test_training_computes_no_head_product_twice():
     assert counter.get_total_flops() == 6 * 40 * 16 * 37
 
 
-@pytest.mark.parametrize("model", ["gpt2", "fast"])
+@pytest.mark.parametrize("model", slow_but("fast", of=["gpt2", "fast"]))
 def test_dynamo_takes_the_model_in_one_piece_and_once(model):
     torch._dynamo.reset()  # another test's sizes would make these dynamic
     model = build_model(config_from_dict(SMALL | dict(n_layer=1, model=model, loss_chunk=32)))
@@ -348,6 +349,7 @@ def test_compiled_chunks_keep_no_logits_of_another_chunk(cap):
     assert not [step for step in steps if "scatter" in step]
 
 
+@pytest.mark.slow
 def test_the_compiled_stream_is_bfloat16_under_its_autocast_and_no_other():
     """float32 stays as it is, and float16 has no room for a sum over all blocks."""
     model, found = build_model(GPTConfig(**SMALL | dict(n_layer=1))), []

@@ -294,6 +294,7 @@ def test_a_shorter_context_needs_no_other_weights(tmp_path):
     assert first == pytest.approx(newest, abs=0.1)
 
 
+@pytest.mark.slow
 def test_compiled_code_looks_its_sines_up():
     """Computed in the graph, they would be computed in each layer, in both passes."""
     torch.compiler.reset()  # after many graphs of other tests torch would split this one

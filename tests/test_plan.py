@@ -229,7 +229,9 @@ def test_the_largest_micro_batch_that_fits_divides_the_sequences(
     [
         (["--block_size=8192"], True),  # 5.9 GiB, with recompute 3.6
         # the gradients of all weights take more than the activations of 1,024 tokens
-        (["--n_embd=1536"], False),  # 8.4 GiB, with recompute 8.7
+        pytest.param(
+            ["--n_embd=1536"], False, marks=pytest.mark.slow
+        ),  # 8.4 GiB, with recompute 8.7
     ],
 )
 def test_recompute_is_advised_where_it_takes_less_memory(flags, saves):
@@ -543,6 +545,7 @@ def test_a_datasets_tokens_vocabulary_and_validation_split_are_those_planned_wit
     assert p["eval_seconds"] == pytest.approx(2 * 250 / p["tokens_per_sec"] / 3)
 
 
+@pytest.mark.slow
 def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
     """As many tokens as the run reads; with hours as many as at the fastest speed, rounded up."""
     monkeypatch.chdir(tmp_path)
@@ -555,6 +558,7 @@ def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
     assert command not in told.err
 
 
+@pytest.mark.slow
 def test_many_epochs_are_warned_of(tmp_path, monkeypatch):
     """1,000 * 524,288 tokens of 100M are 5.2 epochs; a small dataset is meant to be repeated."""
     monkeypatch.chdir(tmp_path)

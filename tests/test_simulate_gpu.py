@@ -26,6 +26,7 @@ def test_an_iteration_waits_nowhere_and_compiles_nothing_again(name):
     assert row["graph_breaks"] == row["recompilations"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", run.TABLES)
 def test_the_docs_tables_are_those_of_the_rows(page):
     """`python dev/simulate_gpu/run.py --docs` writes them."""

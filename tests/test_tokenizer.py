@@ -232,6 +232,7 @@ def test_two_tokenizers_are_never_mixed(mine, another, tmp_path):
     assert "another tokenizer (bpe)" in refusal(tuned)
 
 
+@pytest.mark.slow
 def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # its shards go to data/streamed
     source = write_parquet(tmp_path / "a.parquet", TEXTS)

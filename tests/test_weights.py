@@ -63,7 +63,9 @@ def test_the_tokenizer_in_the_folder_is_that_of_the_weights(files, tmp_path):
     "rows, pad, vocab, kind",
     [
         pytest.param(50257, False, 50257, "gpt2", marks=pytest.mark.slow),
-        (50257, True, 50257, "gpt2"),  # a [PAD] without a row, which no text contains
+        pytest.param(
+            50257, True, 50257, "gpt2", marks=pytest.mark.slow
+        ),  # a [PAD] without a row, which no text contains
         (50304, False, 50257, "gpt2"),
         pytest.param(50258, True, 50258, "bpe", marks=pytest.mark.slow),
         (50264, True, 50258, "bpe"),

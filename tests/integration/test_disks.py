@@ -200,6 +200,7 @@ def test_records_that_a_disk_refused_to_the_end_are_in_the_checkpoint(
     assert_same_run(straight, out_dir, 8)
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
     """Iterations of 20 seconds, and the next regular save is far away."""
     disk, clock = make_disk(1 << 20), Clock()

@@ -188,6 +188,7 @@ def test_a_usable_model_this_morning_and_the_evening_goes_on_from_the_kept_check
     assert_same_run(longer, tmp_path / "night", 24)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_last_save_before_the_decay_leaves_the_one_before_it(
     tokens, make_disk, tmp_path
 ):

@@ -239,7 +239,7 @@ def test_adamw_trains_a_new_weight(name, tokens, tmp_path):
     assert_every_weight_is_in_one_group(state)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", slow_but("muon", of=["adamw", "muon"]))
 @pytest.mark.parametrize(
     "model",
     [

@@ -420,6 +420,7 @@ def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkey
 SMALL_SHARDS = {"data/stream.py": f"SHARD_TOKENS = {8 * T}\nTOKENS_AHEAD = 0"}
 
 
+@pytest.mark.slow
 def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
     """It is in the next shard, which is not there yet."""
     monkeypatch.chdir(tmp_path)

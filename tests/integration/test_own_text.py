@@ -301,6 +301,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
         assert train.main([*run, "--init_from=resume", "--max_iters=7"]) == 0
 
 
+@pytest.mark.slow
 def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()

@@ -482,6 +482,7 @@ def test_a_shard_that_one_rank_cannot_read_ends_all_after_saving(shard, tiny, to
     assert checkpoints(tmp_path / "run")[-1] == end["iters"] == done
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_says_so_once_for_all_ranks(tiny):
     results = finish_ranks(start_ranks(2, *flags(**tiny | dict(learning_rate=1e30, max_iters=40))))
     assert [result.code for result in results] == [1, 1]
@@ -549,6 +550,7 @@ HANGS = """
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(tiny):
     waiting, hanging = start_ranks(2, *flags(**tiny), script=watched(HANGS, PATIENCE))
     try:

@@ -117,6 +117,7 @@ class Beside:
         return len(list(self.out.glob("train_*.bin")))
 
 
+@pytest.mark.slow
 def test_no_more_is_prepared_than_is_allowed_and_closing_the_pipe_ends_it(source, work):
     """Whenever it is closed, the same command goes on: here after 0, 3 and 5 shards."""
     sizes = dict(tokenizer="byte", val_tokens=1000, shard_tokens=5000, order="prefix")

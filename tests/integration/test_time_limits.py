@@ -271,6 +271,7 @@ TWO_CLOCKS = watched(
 )
 
 
+@pytest.mark.slow
 def test_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
     """On its own the second would go on when the first has left, and meanwhile at other rates."""
     keys = tiny | dict(gradient_accumulation_steps=2, hours=0.1, learning_rate=0.01)

@@ -196,6 +196,7 @@ def long_run():
         yield
 
 
+@pytest.mark.slow
 def test_the_last_picture_is_of_the_whole_run(tiny, tmp_path):
     from matplotlib.image import imread
 

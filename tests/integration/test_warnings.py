@@ -33,7 +33,9 @@ def make_large(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("epochs, warned", [(1.9, False), (2.1, True)])
+@pytest.mark.parametrize(
+    "epochs, warned", [pytest.param(1.9, False, marks=pytest.mark.slow), (2.1, True)]
+)
 def test_more_than_two_epochs_of_a_large_corpus_are_warned_of(epochs, warned, tmp_path):
     data = make_large(tmp_path / "large")
     # eval_tokens and max_minutes end it at once; a minute has 60,000 milliseconds
