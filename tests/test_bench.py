@@ -103,6 +103,7 @@ def test_its_figures_are_those_of_the_log_of_train(recipe, children, monkeypatch
     assert not list(run_dir.glob("*.pt")) and "tokens/s" in out
 
 
+@pytest.mark.slow
 def test_without_a_config_a_cpu_measures_one_sequence_of_256_tokens(children, tmp_path):
     """On random tokens: ln 50304 = 10.83 nats at first, as there is no dataset."""
     found, out = bench(n_layer=1, n_head=1, n_embd=16, device="cpu")
@@ -216,6 +217,7 @@ atexit.register(lambda: print("waits:", len(waits), flush=True))
 """
 
 
+@pytest.mark.slow
 def test_the_lower_rows_of_the_ladder_lose_time_and_no_number(tmp_path):
     """A host that waits before each micro-batch, and batches that nobody reads ahead."""
     write_tokens(tmp_path / "tokens", [1000], [200])

@@ -106,6 +106,7 @@ def test_do_not_train_where_a_kernel_is_wrong(fault, word, monkeypatch):
     assert line.startswith(NOT_HERE) and f"a wrong {word}" in line
 
 
+@pytest.mark.slow
 def test_do_not_train_where_a_kernel_gives_each_sequence_the_first_ones_output(monkeypatch):
     """As with a wrong stride between sequences. A GPU's check must have two that differ."""
     few = check.SIZES_ON_A_CPU | dict(batch_size=check.SIZES["batch_size"])
@@ -128,6 +129,7 @@ def test_do_not_train_where_the_run_itself_finds_uncompiled_code_wrong(monkeypat
     assert "slow" not in line
 
 
+@pytest.mark.slow
 def test_do_not_train_where_a_kernel_fails(monkeypatch):
     def fault(y, v):
         raise RuntimeError("CUDA error: no kernel image is available for execution\n\nmore lines")

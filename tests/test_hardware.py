@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import slow_but
 from program import ROOT, TINY_RUN, column, finish, flags, run, start, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.torch_version import TorchVersion
@@ -652,7 +653,7 @@ ASKED = {
     ],
     ids=lambda error: type(error).__name__,
 )
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", slow_but("two keys", of=ASKED))
 def test_the_command_that_out_of_memory_names_starts(error, asked, tokens, tmp_path):
     """Typed behind the first, again and again: in the end it fits, and trains on as many tokens."""
     places = map(str, itertools.count())  # a folder has a lock until this process ends

@@ -259,6 +259,7 @@ def test_a_run_whose_newest_checkpoints_are_damaged_does_not_go_back_to_before_t
     assert column(out_dir, "start", "iter")[-1] == 6
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_soon_after_the_decay_began_costs_one_interval(tokens, tmp_path):
     """The one before is the newest intact one, whatever else it is kept for."""
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run")

@@ -513,7 +513,8 @@ def test_the_small_z_loss_is_not_rounded_away_in_bfloat16(chunk, cap, tmp_path):
     assert ((found * term).sum() / term.square().sum()).item() == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lion_moves_weights_by_its_rate_and_resumes_bit_for_bit(dtype, tokens, tmp_path):
     program = changed(tmp_path / "program", OPTIMIZER)
     keys = dict(dataset=tokens, learning_rate=1e-3, weight_decay=0.0, grad_clip=0.0, dtype=dtype)

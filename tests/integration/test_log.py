@@ -95,7 +95,8 @@ def rates_of(out_dir, **keys) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("log_interval", slow_but(7, of=[1, 7]))
+@pytest.mark.slow
+@pytest.mark.parametrize("log_interval", [1, 7])
 def test_with_hours_the_rates_do_not_depend_on_the_log(log_interval, tokens, tmp_path):
     keys = TINY | dict(lr_schedule="linear", hours=0.25, log_interval=log_interval, dataset=tokens)
     del keys["max_iters"], keys["eval_interval"]
@@ -187,8 +188,8 @@ def test_a_run_ends_with_what_to_type_next_and_how_old_its_val_loss_is(tokens, t
     "change, warns",
     [
         (dict(max_iters=24), True),
-        (dict(hours=1.0), True),
-        (dict(learning_rate=0.001), False),
+        pytest.param(dict(hours=1.0), True, marks=pytest.mark.slow),
+        pytest.param(dict(learning_rate=0.001), False, marks=pytest.mark.slow),
         (dict(batch_size=8, gradient_accumulation_steps=1), False),
     ],
     ids=["more iterations", "hours", "lower rate", "same schedule"],
@@ -214,7 +215,9 @@ def test_a_resume_that_raises_the_learning_rate_says_so(change, warns, tokens, t
         assert new == pytest.approx(rates[it], rel=0.05)
 
 
-@pytest.mark.parametrize("warmup, warns", [(11, False), (12, True), (50, True)])
+@pytest.mark.parametrize(
+    "warmup, warns", slow_but((11, False), (12, True), of=[(11, False), (12, True), (50, True)])
+)
 def test_a_warmup_of_the_whole_run_is_warned_of(warmup, warns, tokens, tmp_path):
     result = train(**TINY | dict(warmup_iters=warmup), dataset=tokens, out_dir=tmp_path)
     assert ("--warmup_iters=1 " in result.err) == warns

@@ -511,6 +511,7 @@ WAITING = """
 """
 
 
+@pytest.mark.slow
 def test_a_signal_to_any_rank_ends_the_wait_for_room(tiny, make_disk):
     disk = make_disk(1 << 20)
     full = f"""

@@ -121,6 +121,7 @@ def test_best_pt_goes_on_under_the_name_of_a_checkpoint(eight, tokens, tmp_path)
     assert column(tmp_path / "run", "step", "iter") == [8, 9]
 
 
+@pytest.mark.slow
 def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
     arguments = flags(**SHORT_RUN | dict(max_iters=10**6), dataset=letters, out_dir=tmp_path)
     process = start("train.py", *arguments)

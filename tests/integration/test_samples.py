@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow_but
 from letters import LETTERS, SHORT_RUN, T, sample, write_parrot
 from program import (
     checkpoint,
@@ -80,7 +81,10 @@ def test_of_a_run_the_best_model_is_exported(gpt2, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "fast"])
-@pytest.mark.parametrize("prompt", ["a", "abc", LETTERS[1 : T + 1], LETTERS[1 : 2 * T]])
+@pytest.mark.parametrize(
+    "prompt",
+    slow_but("abc", LETTERS[1 : 2 * T], of=["a", "abc", LETTERS[1 : T + 1], LETTERS[1 : 2 * T]]),
+)
 def test_the_cached_text_is_the_text_without_the_cache(name, prompt, request):
     """Up to the context's end, and beyond it."""
     run_folder = request.getfixturevalue(name)

@@ -260,6 +260,7 @@ def test_a_resume_prepares_again_what_was_deleted_and_refuses_other_text(work):
     assert "differs from what this run has trained on" in result.err
 
 
+@pytest.mark.slow
 def test_what_was_held_out_stays_when_a_resumed_run_evaluates_on_more(work):
     path = write_jsonl(work / "a.jsonl", [text for text in documents(100) if text])
     keys = TINY | dict(dataset=path, out_dir="out")
