@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import program
 import pytest
 import torch
-import warm
 from helpers import write_dataset
 
 from common.console import run_main
@@ -105,7 +105,7 @@ def make_disk(tmp_path):
 def pytest_collection_modifyitems(items):
     """Tests marked gpu run where there is one; the warm server imports beside the first tests."""
     if sys.platform == "linux" and len(items) > 100:  # a single file may not need it
-        warm.server()
+        fork_server.server()
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import fork_server
 import numpy as np
 import torch
-import warm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -108,7 +108,7 @@ def train(**keys) -> Result:
     return result
 
 
-started: list[subprocess.Popen | warm.WarmProcess] = []  # by the running test
+started: list[subprocess.Popen | fork_server.ForkedProcess] = []  # by the running test
 
 
 def start(
@@ -117,7 +117,7 @@ def start(
     cold: bool = False,
     only_torch: bool = False,
     **environment: str,
-) -> subprocess.Popen | warm.WarmProcess:
+) -> subprocess.Popen | fork_server.ForkedProcess:
     """
     `python ARGUMENTS` in a process of its own, its output in pipes. It is forked from one that has
     imported this project, or `only_torch`, unless `cold` asks for a fresh Python or one of Python's
@@ -125,7 +125,7 @@ def start(
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
     python_option = arguments[0].startswith("-") and arguments[0] != "-c"
-    process: subprocess.Popen | warm.WarmProcess
+    process: subprocess.Popen | fork_server.ForkedProcess
     if cold or python_option or sys.platform != "linux":
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -136,7 +136,7 @@ def start(
             env=environment,
         )
     else:
-        process = warm.WarmProcess(list(arguments), cwd, environment, only_torch)
+        process = fork_server.ForkedProcess(list(arguments), cwd, environment, only_torch)
     started.append(process)
     return process
 
@@ -253,24 +253,24 @@ def sigterm() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-class Night:
+class InProcessRun:
     """
     Launches of train.py in this process, with things that happen on the way: at["iteration", 7] is
     called after the seventh update, at["evaluation", 2] at the first batch of the second
     evaluation, at["save", 1] at the beginning of the first save, counted over all launches.
 
-    If `turned`, time passes only here: an iteration, an evaluation and a save take `seconds` each,
-    and everything else takes none. The clock on the wall shows 23:00 at first.
+    If `fake_clock`, time passes only here: an iteration, an evaluation and a save take `seconds`
+    each, and everything else takes none. The clock on the wall shows 23:00 at first.
     """
 
     EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
 
-    def __init__(self, turned: bool = False) -> None:
+    def __init__(self, fake_clock: bool = False) -> None:
         self.at: dict[tuple[str, int], Callable[[], None]] = {}
         self.count: collections.Counter[str] = collections.Counter()
         self.seconds = dict(iteration=10.0, evaluation=4.0, save=1.0)
         self.now = 0.0
-        self.turned = turned
+        self.fake_clock = fake_clock
         self.doing = ""  # what the model's last batch was for
         self.model: torch.nn.Module
 
@@ -319,7 +319,7 @@ class Night:
             mock.patch("torch.save", watched_save),
             register_optimizer_step_post_hook(lambda *_: self.update()),
         ]
-        if self.turned:
+        if self.fake_clock:
             patches += [
                 mock.patch("time.perf_counter", lambda: self.now),
                 mock.patch("time.time", self.time),

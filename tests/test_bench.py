@@ -12,8 +12,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import fork_server
 import pytest
-import warm
 from program import ROOT, column, flags, records, run, start, wait_for_line, write_tokens
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
@@ -49,7 +49,7 @@ def children(monkeypatch, tmp_path) -> list:
             return popen(command, **options)
         arguments = ["-c", NO_COMPILER + fork.code + RUN, *command[1:]]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        child = warm.WarmProcess(
+        child = fork_server.ForkedProcess(
             arguments, Path.cwd(), environment, False, output=options["stdout"]
         )
         started.append(child)
@@ -243,7 +243,9 @@ def start_child(output: Path, *arguments: str, code: str = "") -> tuple:
     child = str(ROOT / "reports/bench_child.py")
     with open(output, "wb") as file:
         command = ["-c", code + RUN, child, *arguments]
-        return warm.WarmProcess(command, ROOT, dict(os.environ), False, output=file), output
+        return fork_server.ForkedProcess(
+            command, ROOT, dict(os.environ), False, output=file
+        ), output
 
 
 # -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from program import TINY_RUN, Night, Result, column, records, run, train, write_tokens
+from program import TINY_RUN, InProcessRun, Result, column, records, run, train, write_tokens
 
 from reports import seeds
 
@@ -363,7 +363,7 @@ def test_the_start_record_tells_the_text_of_the_validation_split(tokens_of_a_tex
 def test_a_real_run_read_back_and_drawn(tokens_of_a_text, tmp_path):
     out_dir = tmp_path / "run"
     keys = TINY | dict(max_iters=12, eval_interval=5, log_interval=3)
-    Night(turned=True).launch(**keys, dataset=tokens_of_a_text, out_dir=out_dir)
+    InProcessRun(fake_clock=True).launch(**keys, dataset=tokens_of_a_text, out_dir=out_dir)
     table = Table(out_dir)
     figures = table.runs["run"]
     assert (out_dir / "loss.png").read_bytes().startswith(b"\x89PNG")

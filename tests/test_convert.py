@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from hf_reference import TRANSPOSED, own_bpe, random_gpt2
 from program import ROOT, Result, changed, finish, run, start, write_tokens
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -26,7 +27,6 @@ from transformers import (
     GPT2LMHeadModel,
     pipeline,
 )
-from weights import TRANSPOSED, own_bpe, random_gpt2
 
 from common.console import UserError
 from data.tokenizer import same_tokenizer

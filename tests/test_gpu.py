@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import FAST, run_here
 from program import ROOT, checkpoint, records, same
-from trainee import Trainee
+from training_setup import TrainingSetup
 
 import train
 from configurator import Config, load_config
@@ -274,7 +274,7 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
 
 def reserved_bytes(config: Config) -> int:
     """The most that torch's allocator holds in some iterations."""
-    trainee = Trainee(config)
+    trainee = TrainingSetup(config)
     for _ in range(4):
         trainee.step()
     return torch.cuda.max_memory_reserved()

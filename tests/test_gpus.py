@@ -11,7 +11,7 @@ import runpy
 import pytest
 import torch
 from cases import slow_but
-from pages import plan, read
+from doc_pages import plan, read
 from program import ROOT
 
 from common.console import UserError
@@ -165,7 +165,7 @@ def test_memory_on_windows_counts_what_its_allocator_cannot_use(name, monkeypatc
 VOCAB = 8190  # the logits are most of the memory, and a sixth of GPT-2's to compute
 
 
-class Trainee:
+class TrainingSetup:
     """
     Model, optimizer and random micro-batches of 4 x 256 tokens, on the CPU, with the attention that
     a GPU would use.
@@ -243,14 +243,14 @@ def test_memory_model_counts_the_tensors_alive(changes):
     What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is
     fused varies.
     """
-    t = Trainee(**changes)
+    t = TrainingSetup(**changes)
     modelled = tensor_bytes(t.config, t.model.config, t.hw.dtype_name, 4)
     assert modelled == pytest.approx(t.peak_bytes(), rel=0.1 if t.config.compile else 0.01)
 
 
 def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
     """What autograd saves of a model 256 wide for 4 x 256 tokens, its parameters left out."""
-    t = Trainee(**keys, n_embd=256, tie_weights=False, loss_chunk="off")
+    t = TrainingSetup(**keys, n_embd=256, tie_weights=False, loss_chunk="off")
     # the part of the compiler that decides it, without its kernels
     backend = "aot_eager_decomp_partition"
     forward = torch.compile(t.model, backend=backend) if compiled else t.model

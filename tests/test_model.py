@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from cases import slow_but
+from hf_reference import as_transformers
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
-from weights import as_transformers
 
 import model as model_file
 from model import (

@@ -13,11 +13,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pages
+import doc_pages
 import pytest
 import yaml
+from doc_pages import GUIDES, PAGES, README, code_blocks, page_name, read, shows
 from packaging.requirements import Requirement
-from pages import GUIDES, PAGES, README, code_blocks, page_name, read, shows
 from program import ROOT, run
 
 from configurator import FIELDS, find_keys, load_config
@@ -31,7 +31,7 @@ from sample import SampleConfig
 
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces."""
-    headings = re.findall(r"^#+ (.*)$", pages.without_blocks(page), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", doc_pages.without_blocks(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -50,7 +50,7 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
 def test_every_command_names_a_script_its_configs_and_its_flags(page):
-    commands = pages.command_lines(page)
+    commands = doc_pages.command_lines(page)
     made = [word.partition("--write=")[2] for command in commands for word in command]
     made += [file for c in commands for mark, file in itertools.pairwise(c) if mark == ">"]
     made += re.findall(r"^cp \S+ (\S+)$", read(page), re.MULTILINE)
@@ -58,7 +58,7 @@ def test_every_command_names_a_script_its_configs_and_its_flags(page):
         script, *words = command
         assert (ROOT / script).is_file(), command
         flags = [word for word in words if word.startswith("--")]
-        unknown = {flag[2:].partition("=")[0] for flag in flags} - pages.flags_of(command)
+        unknown = {flag[2:].partition("=")[0] for flag in flags} - doc_pages.flags_of(command)
         assert not unknown, command
         configs = [word for word in words if word.startswith("config/")]
         assert all(config in made or (ROOT / config).is_file() for config in configs), command
@@ -72,7 +72,7 @@ def test_every_command_names_a_script_its_configs_and_its_flags(page):
 
 def test_commands_are_found():
     """Guards the test above against a pattern that finds nothing."""
-    scripts = {command[0] for command in pages.command_lines(README)}
+    scripts = {command[0] for command in doc_pages.command_lines(README)}
     assert {"train.py", "bench.py", "sample.py", "compare.py"} <= scripts
 
 

@@ -11,7 +11,7 @@ from argparse import Namespace
 
 import pytest
 from cases import slow_but
-from pages import plan
+from doc_pages import plan
 from program import ROOT, records, run, write_tokens
 
 from configurator import Config

@@ -1,8 +1,8 @@
-"""Whole runs of the fast recipe against the second trainer in recipe.py."""
+"""Whole runs of the fast recipe against the second trainer in reference_fast.py."""
 
 import pytest
 from program import ROOT, checkpoint, column, train, write_tokens
-from recipe import Trainer
+from reference_fast import Trainer
 
 from configurator import load_config
 

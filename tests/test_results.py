@@ -9,7 +9,7 @@ import re
 import shlex
 
 import pytest
-from pages import GUIDES, code_blocks, holds, numbers, page_name, plan, read, result, shows
+from doc_pages import GUIDES, code_blocks, holds, numbers, page_name, plan, read, result, shows
 from program import ROOT
 
 from configurator import load_config

@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+from hf_reference import as_transformers
 from program import TINY_RUN, checkpoint, run, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
-from weights import as_transformers
 
 from common.console import UserError
 from configurator import read_config

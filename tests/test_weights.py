@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from hf_reference import own_bpe, random_gpt2
 from program import run
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Tokenizer
-from weights import own_bpe, random_gpt2
 
 import convert
 from common.console import UserError

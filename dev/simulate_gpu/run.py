@@ -359,12 +359,12 @@ def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:
 def train_steps(config, nanogpt: Path | None) -> None:
     """Four iterations of train.py's step."""
     from compare_nanogpt import nanogpts
-    from trainee import Trainee
+    from training_setup import TrainingSetup
 
     from model_fast import build_model
 
     build = nanogpts(str(nanogpt), build_model) if nanogpt else build_model
-    trainee = Trainee(config, build)
+    trainee = TrainingSetup(config, build)
     for _ in range(4):
         trainee.step()
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from letters import SHORT_RUN, T, write_letters
+from char_dataset import SHORT_RUN, T, write_letters
 from program import train, write_tokens
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import torch
-from moments import watched
+from fault_injection import watched
 from program import ROOT, finish, finish_ranks, flags, run, start, start_ranks, write_tokens
 
 TINY = """

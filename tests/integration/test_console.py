@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from program import (
-    Night,
+    InProcessRun,
     checkpoint,
     column,
     finish,
@@ -110,9 +110,9 @@ def test_a_run_that_ends_well_writes_nothing_to_stderr(tokens, tmp_path):
 
 def test_a_run_ends_with_its_figures_one_a_line(tokens, tmp_path):
     out_dir = tmp_path / "run"
-    night = Night(turned=True)
+    trainer = InProcessRun(fake_clock=True)
     keys = TINY | dict(batch_size=4, block_size=16, peak_tflops=1e-6)
-    result = night.launch(**keys, dataset=tokens, out_dir=out_dir)
+    result = trainer.launch(**keys, dataset=tokens, out_dir=out_dir)
     found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
     (end,) = records(out_dir, "end")
     last = records(out_dir, "eval")[-1]
@@ -136,15 +136,15 @@ def test_the_figures_of_a_resumed_run_are_the_whole_runs_or_this_launchs(
     """Tokens and seconds of both launches; speed, MFU and peak memory of the second one."""
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", batch_size=4, block_size=16)
     keys |= dict(max_iters=4, eval_interval=2, peak_tflops=0.001)
-    night = Night(turned=True)
-    night.seconds["iteration"] = 0.005
-    night.launch(**keys)
+    trainer = InProcessRun(fake_clock=True)
+    trainer.seconds["iteration"] = 0.005
+    trainer.launch(**keys)
     (before,) = records(tmp_path / "run", "end")
     # a last evaluation that needs more memory than the iterations
     peaks = iter([1.0] * 4 + [3.0] * 9)
     monkeypatch.setattr("training.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
-    night.seconds["iteration"] = 0.003
-    result = night.launch(**keys | dict(max_iters=8, init_from="resume"))
+    trainer.seconds["iteration"] = 0.003
+    result = trainer.launch(**keys | dict(max_iters=8, init_from="resume"))
     found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
     assert (tmp_path / "run" / "log.txt").read_text().count("\nval_loss: ") == 2
     (end,) = records(tmp_path / "run", "end")

@@ -3,7 +3,8 @@ What a disk can do to a run: it fills up, it damages files, a shard disappears, 
 while it writes, another run or the user's own files are in the folder. No iteration, no record and
 no file is lost that anybody could want back.
 
-A full disk is a real tmpfs. The moments are calls of torch and of the system: see moments.py.
+A full disk is a real tmpfs. Faults are injected at calls of torch and of the system: see
+fault_injection.py.
 """
 
 import errno
@@ -19,11 +20,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
-import plain
 import pytest
+import reference_gpt2
 import torch
 from cases import slow_but
-from moments import (
+from fault_injection import (
     PAGE,
     Clock,
     at_update,
@@ -97,9 +98,9 @@ def start_tiny(tokens: Path, out_dir: Path, **changes):
 
 
 def planned(tmp_path: Path, *steps, rank: int = 0) -> list[str]:
-    """train.py, with steps of moments.py."""
+    """train.py, with steps of fault_injection.py."""
     plan = dict(disk=str(tmp_path), rank=rank, steps=steps)
-    return ["tests/moments.py", json.dumps(plan), "train.py"]
+    return ["tests/fault_injection.py", json.dumps(plan), "train.py"]
 
 
 def lines(text: str, beginning: str) -> list[str]:
@@ -153,7 +154,7 @@ def seems_empty():
 
 def no_wait():
     """A run that waits for room fails the test."""
-    return Clock(lambda: pytest.fail("waits for room")).turned()
+    return Clock(lambda: pytest.fail("waits for room")).patched()
 
 
 @pytest.mark.parametrize("noticed, left", [("before", 0), ("in the middle", 20_000)])
@@ -213,7 +214,7 @@ def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
             free(disk)
 
     options = dict(max_iters=21, eval_interval=100, checkpoint_interval=10)
-    with before_updates(act), clock.turned():
+    with before_updates(act), clock.patched():
         train_tiny(tokens, disk / "run", **options)
     first, *others = column(disk / "run", "checkpoint", "iter")
     assert 11 <= first <= 12 + 3
@@ -234,7 +235,7 @@ def test_the_last_save_waits_until_there_is_room(begins, best_there, tokens, str
     if begins == "full":
         fill(disk)
         free(disk, 64 << 10)  # for the log
-    with at_update(5, lambda: fill(disk)), clock.turned():
+    with at_update(5, lambda: fill(disk)), clock.patched():
         result = train_tiny(tokens, disk / "run")
     assert clock.sleeps > 150
     assert lines(result.err, "warning: iter 8:")
@@ -250,7 +251,7 @@ def test_a_signal_ends_the_wait_for_room_and_the_run_can_be_resumed(
     disk = make_disk(1 << 20)
     # only one, because a second signal would end this process
     clock = Clock(lambda: signal.raise_signal(number) if clock.sleeps == 5 else None)
-    with at_update(6, lambda: fill(disk)), clock.turned():
+    with at_update(6, lambda: fill(disk)), clock.patched():
         result = run_tiny(tokens, disk / "run")
     assert clock.sleeps == 5
     assert result.code == 1
@@ -274,7 +275,7 @@ def test_a_save_that_is_refused_is_tried_again(tokens, straight, tmp_path):
             raise PermissionError(errno.EACCES, "Permission denied", str(target))
         replace(source, target)
 
-    with mock.patch("os.replace", refuse), Clock().turned():
+    with mock.patch("os.replace", refuse), Clock().patched():
         result = train_tiny(tokens, tmp_path / "run")
     assert len(refused) == 3
     assert "Permission denied" in result.err
@@ -291,7 +292,7 @@ def test_a_quota_that_a_share_finds_out_late_is_a_full_disk(tokens, straight, tm
             refused.append(file)
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    with mock.patch("os.fsync", sync), Clock().turned():
+    with mock.patch("os.fsync", sync), Clock().patched():
         result = train_tiny(tokens, tmp_path / "run")
     assert lines(result.err, "warning: iter 8:")
     assert_same_run(straight, tmp_path / "run", 8)
@@ -636,8 +637,8 @@ def test_a_shard_is_trained_on_up_to_what_cannot_be_read(tmp_path):
     """Which is found out earlier, as a thread reads ahead."""
     data = write_tokens(tmp_path / "tokens", [1200], [250])
     options = dict(eval_tokens=16, eval_interval=10**6, seed=5)
-    *_, eleventh = itertools.islice(plain.batches(data, TINY | options), 11)
-    ids = plain.split(data, "train")
+    *_, eleventh = itertools.islice(reference_gpt2.batches(data, TINY | options), 11)
+    ids = reference_gpt2.split(data, "train")
     (place,) = (n for n in range(len(ids) - 16) if (ids[n : n + 17] == eleventh[0]).all())
 
     def spoil():

@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pages import GUIDES, block_with, read
+from doc_pages import GUIDES, block_with, read
 from program import (
     TINY_RUN,
-    Night,
+    InProcessRun,
     checkpoints,
     write_tokens,
 )
@@ -51,9 +51,9 @@ def test_the_page_names_every_exit_code():
 @pytest.mark.parametrize("code", SIGNALS)
 def test_a_stop_saves_and_ends_with_the_code_of_the_page(code, tiny, tmp_path):
     assert ROWS[code].startswith(SIGNALS[code])
-    night = Night()
-    night.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
-    assert night.launch(**tiny).code == code
+    trainer = InProcessRun()
+    trainer.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
+    assert trainer.launch(**tiny).code == code
     assert checkpoints(tmp_path / "run")[-1] == 3
 
 
@@ -103,8 +103,8 @@ def test_the_script_starts_again_after_a_failure_only_and_tells_the_last_code(
         (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "codes").write_text(" ".join(map(str, codes)))
-    (tmp_path / "night.sh").write_text(block_with("137) sleep"))
-    command = ["bash", "night.sh", "--device=cpu"]
+    (tmp_path / "trainer.sh").write_text(block_with("137) sleep"))
+    command = ["bash", "trainer.sh", "--device=cpu"]
     subprocess.run(command, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     started = (tmp_path / "starts").read_text().splitlines()
     assert len(started) == starts

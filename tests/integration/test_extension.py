@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cases import slow_but
-from moments import before_updates, fill, free, watched
+from fault_injection import before_updates, fill, free, watched
 from program import (
     TINY_RUN,
     Result,
@@ -75,7 +75,7 @@ def launch(ranks: int, *arguments, script=("train.py",), code: int = 0) -> Resul
 
 
 def moment(disk: Path, *steps) -> list[str]:
-    return ["tests/moments.py", json.dumps(dict(disk=str(disk), steps=steps)), "train.py"]
+    return ["tests/fault_injection.py", json.dumps(dict(disk=str(disk), steps=steps)), "train.py"]
 
 
 # Ctrl-C, on the first rank

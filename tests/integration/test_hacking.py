@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import plain
 import pytest
+import reference_gpt2
 import torch
 from cases import slow_but
 from program import (
@@ -530,7 +530,7 @@ def test_lion_moves_weights_by_its_rate_and_resumes_bit_for_bit(dtype, tokens, t
     assert losses[-1] < losses[0] - 0.05
     # in the direction of the mean of gradients, but where rounding decides its sign
     states = [checkpoint(whole, n) for n in (3, 4)]
-    w = plain.weights(states[0]["model"])
+    w = reference_gpt2.weights(states[0]["model"])
     gradient = gradient_of(w, tokens, 3)
     agreed = []
     names = [name for g in states[0]["optimizer"]["param_groups"] for name in g["param_names"]]
@@ -548,10 +548,10 @@ def test_lion_moves_weights_by_its_rate_and_resumes_bit_for_bit(dtype, tokens, t
     assert_same_run(halves, whole, 8)
 
 
-def gradient_of(w: plain.Weights, tokens: Path, it: int) -> plain.Weights:
+def gradient_of(w: reference_gpt2.Weights, tokens: Path, it: int) -> reference_gpt2.Weights:
     """The gradient of iteration `it`, in float64."""
-    rows = next(itertools.islice(plain.batches(tokens, CONFIG), it, None))
-    loss = plain.loss_of(w, CONFIG, rows)
+    rows = next(itertools.islice(reference_gpt2.batches(tokens, CONFIG), it, None))
+    loss = reference_gpt2.loss_of(w, CONFIG, rows)
     return dict(zip(w, torch.autograd.grad(loss, [*w.values()]), strict=True))
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from cases import slow_but
 from documents import documents, write_jsonl
-from moments import watched
+from fault_injection import watched
 from program import (
     EVAL,
     TINY_RUN,
-    Night,
+    InProcessRun,
     assert_same_run,
     best,
     checkpoint,
@@ -90,13 +90,13 @@ def test_a_run_that_is_stopped_and_resumed_is_the_unbroken_run(kind, tiny, tmp_p
     keys = tiny | KINDS[kind]
     unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
     train(**keys, out_dir=unbroken)
-    night = Night()
-    night.at["iteration", 6] = sigterm
+    trainer = InProcessRun()
+    trainer.at["iteration", 6] = sigterm
     # auto starts where there is nothing: the same command twice
     again = keys | dict(out_dir=stopped, init_from="auto")
-    assert night.launch(**again).code == 143
+    assert trainer.launch(**again).code == 143
     assert checkpoints(stopped)[-1] == 6
-    assert night.launch(**again).code == 0
+    assert trainer.launch(**again).code == 0
     assert_same_run(unbroken, stopped, 12)
     samples = column(stopped, "sample", "iter", "text")
     assert samples == column(unbroken, "sample", "iter", "text")
@@ -122,13 +122,13 @@ def unbroken(tiny, tmp_path_factory):
 def test_a_stop_signal_at_any_moment_saves_and_loses_nothing(moment, tiny, unbroken, tmp_path):
     """An evaluation that it ended is made again by the resumed run."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
-    night = Night()
-    night.at[MOMENTS[moment]] = sigterm
-    assert night.launch(**keys).code == 143
+    trainer = InProcessRun()
+    trainer.at[MOMENTS[moment]] = sigterm
+    assert trainer.launch(**keys).code == 143
     (end,) = records(tmp_path, "end")
     assert end["reason"] == "SIGTERM"
     assert checkpoints(tmp_path)[-1] == end["iters"]
-    assert night.launch(**keys, init_from="auto").code == 0
+    assert trainer.launch(**keys, init_from="auto").code == 0
     assert_same_run(unbroken, tmp_path, 12)
 
 
@@ -137,25 +137,25 @@ def test_a_signal_in_the_last_evaluation_does_not_complete_the_run(
     moment, tiny, unbroken, tmp_path
 ):
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
-    night = Night()
-    night.at[moment] = sigterm
-    result = night.launch(**keys)
+    trainer = InProcessRun()
+    trainer.at[moment] = sigterm
+    result = trainer.launch(**keys)
     assert result.code == 143
     assert "end: max_iters" not in result.out
     assert column(tmp_path, "eval", "iter") == [0, 4, 8]
     # all iterations are kept meanwhile
     assert checkpoints(tmp_path)[-1] == 12
-    assert night.launch(**keys, init_from="auto").code == 0
-    assert night.count["iteration"] == 12
+    assert trainer.launch(**keys, init_from="auto").code == 0
+    assert trainer.count["iteration"] == 12
     assert column(tmp_path, "eval", *EVAL) == column(unbroken, "eval", *EVAL)
 
 
 def test_a_signal_ends_eval_only_with_its_exit_code(tiny, tmp_path):
     train(**tiny, out_dir=tmp_path)
     before = contents(tmp_path)
-    night = Night()
-    night.at["evaluation", 1] = sigterm
-    result = night.launch(**tiny, out_dir=tmp_path, init_from="resume", eval_only=True)
+    trainer = InProcessRun()
+    trainer.at["evaluation", 1] = sigterm
+    result = trainer.launch(**tiny, out_dir=tmp_path, init_from="resume", eval_only=True)
     assert result.code == 143
     assert "end: eval_only" not in result.out
     assert contents(tmp_path) == before
@@ -169,16 +169,16 @@ def contents(folder) -> dict[str, bytes]:
 def test_the_random_states_of_python_and_numpy_are_resumed_too(tiny, tmp_path):
     """People's own changes draw on them."""
     drawn = []
-    night = Night()
+    trainer = InProcessRun()
     for n in range(1, 25):
-        night.at["iteration", n] = lambda: drawn.append((random.gauss(0, 1), np.random.randn()))
-    night.launch(**tiny, out_dir=tmp_path / "unbroken")
+        trainer.at["iteration", n] = lambda: drawn.append((random.gauss(0, 1), np.random.randn()))
+    trainer.launch(**tiny, out_dir=tmp_path / "unbroken")
     # an odd number: both generators then hold back the second of two normal numbers
-    night.launch(**tiny | dict(max_iters=5), out_dir=tmp_path / "stopped")
+    trainer.launch(**tiny | dict(max_iters=5), out_dir=tmp_path / "stopped")
     # where another process might be
     random.seed(0)
     np.random.seed(0)
-    night.launch(**tiny, out_dir=tmp_path / "stopped", init_from="resume")
+    trainer.launch(**tiny, out_dir=tmp_path / "stopped", init_from="resume")
     assert len(drawn) == 24
     assert drawn[12:] == drawn[:12]
 
@@ -208,9 +208,9 @@ def test_a_resume_takes_what_the_run_keeps_from_the_checkpoint(tiny, unbroken, t
 
 def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tmp_path):
     train(**tiny, out_dir=tmp_path / "unbroken")
-    night = Night()
-    night.at["iteration", 5] = sigterm
-    night.launch(**tiny, out_dir=tmp_path / "cut")
+    trainer = InProcessRun()
+    trainer.at["iteration", 5] = sigterm
+    trainer.launch(**tiny, out_dir=tmp_path / "cut")
     cut_otherwise = dict(batch_size=2, gradient_accumulation_steps=6, init_from="resume")
     train(**tiny | cut_otherwise, out_dir=tmp_path / "cut")
     for kind, names in (("step", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("val_loss",))):
@@ -226,10 +226,10 @@ def test_a_stream_that_is_stopped_and_resumed_is_the_unbroken_one(tiny, tmp_path
     write_jsonl(tmp_path / "text.jsonl", documents(60))
     keys = tiny | dict(dataset=tmp_path / "text.jsonl", stream=True, tokenizer="byte", dropout=0.2)
     train(**keys, out_dir="unbroken")
-    night = Night()
-    night.at["iteration", 6] = sigterm
-    assert night.launch(**keys, out_dir="stopped").code == 143
-    assert night.launch(**keys, out_dir="stopped", init_from="auto").code == 0
+    trainer = InProcessRun()
+    trainer.at["iteration", 6] = sigterm
+    assert trainer.launch(**keys, out_dir="stopped").code == 143
+    assert trainer.launch(**keys, out_dir="stopped", init_from="auto").code == 0
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", 12)
 
 
@@ -245,9 +245,9 @@ def test_a_resume_does_not_repeat_the_evaluation_that_its_checkpoint_has(tiny, t
     train(**tiny | dict(max_iters=8), out_dir=tmp_path)
     # the newest is the one of the most iterations, also if another one was touched since
     os.utime(tmp_path / "ckpt-00000004.pt")
-    night = Night()
-    night.launch(**tiny, out_dir=tmp_path, init_from="resume")
-    assert night.count["evaluation"] == 1
+    trainer = InProcessRun()
+    trainer.launch(**tiny, out_dir=tmp_path, init_from="resume")
+    assert trainer.count["evaluation"] == 1
     assert column(tmp_path, "eval", "iter") == [0, 4, 8, 12]
 
 
@@ -343,12 +343,12 @@ def test_a_damaged_newest_checkpoint_costs_one_interval_and_is_named(how, tiny, 
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     train(**keys | dict(max_iters=8))
     damage(tmp_path / "ckpt-00000008.pt", how)
-    night = Night()
-    result = night.launch(**keys, init_from="auto")
+    trainer = InProcessRun()
+    result = trainer.launch(**keys, init_from="auto")
     assert result.code == 0
     assert "ckpt-00000008.pt" in result.err
     # from 4 on
-    assert night.count["iteration"] == 8
+    assert trainer.count["iteration"] == 8
     assert_same_run(unbroken, tmp_path, 12)
 
 
@@ -371,11 +371,11 @@ def test_weights_that_are_not_finite_are_never_saved(value, tiny, tmp_path):
         with torch.no_grad():
             next(model.parameters()).fill_(value)
 
-    night = Night()
-    night.at["iteration", 6] = lambda: spoil(night.model)
+    trainer = InProcessRun()
+    trainer.at["iteration", 6] = lambda: spoil(trainer.model)
     # evaluated first, but no text is drawn from such a model
     keys = tiny | dict(eval_interval=6, sample_tokens=4, checkpoint_interval=2, out_dir=tmp_path)
-    result = night.launch(**keys)
+    result = trainer.launch(**keys)
     assert result.code == 1
     assert "not finite" in result.err.splitlines()[-1]
     assert "Traceback" not in result.err
@@ -400,9 +400,9 @@ def test_an_error_costs_what_came_after_the_newest_checkpoint(error, tiny, unbro
         raise ERRORS[error]
 
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
-    night = Night()
-    night.at["iteration", 6] = fail
-    result = night.launch(**keys)
+    trainer = InProcessRun()
+    trainer.at["iteration", 6] = fail
+    result = trainer.launch(**keys)
     assert result.code == 1
     # of the error that a user can do something about, one line
     assert ("Traceback" in result.err) == (error != "out of memory")
@@ -459,9 +459,9 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
 @needs_signals
 def test_a_run_under_nohup_outlives_its_terminal(tiny, tmp_path):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    night = Night()
-    night.at["iteration", 3] = lambda: signal.raise_signal(signal.SIGHUP)
-    assert night.launch(**tiny, out_dir=tmp_path).code == 0
+    trainer = InProcessRun()
+    trainer.at["iteration", 3] = lambda: signal.raise_signal(signal.SIGHUP)
+    assert trainer.launch(**tiny, out_dir=tmp_path).code == 0
     assert checkpoints(tmp_path)[-1] == 12
 
 

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 from cases import slow_but
-from moments import Clock, before_updates, fill, free
+from fault_injection import Clock, before_updates, fill, free
 from program import (
-    Night,
+    InProcessRun,
     best,
     checkpoint,
     checkpoints,
@@ -88,10 +88,10 @@ def test_a_run_without_a_log_is_the_same_run(tokens, tmp_path):
 
 
 def rates_of(out_dir, **keys) -> list[float]:
-    """The learning rate of each update of a run on a turned clock."""
+    """The learning rate of each update of a run on a fake clock."""
     rates = []
     with before_updates(lambda n, optimizer: rates.append(optimizer.param_groups[0]["lr"])):
-        assert Night(turned=True).launch(**keys, out_dir=out_dir).code == 0
+        assert InProcessRun(fake_clock=True).launch(**keys, out_dir=out_dir).code == 0
     return rates
 
 
@@ -121,7 +121,7 @@ def test_a_run_without_a_log_still_tries_a_failed_save_again(tokens, make_disk):
         first.extend(checkpoints(disk / "run")[:1])
 
     keys = TINY | dict(max_iters=21, eval_interval=100, checkpoint_interval=10, sample_tokens=0)
-    with before_updates(act), clock.turned(), no_log():
+    with before_updates(act), clock.patched(), no_log():
         train(**keys, dataset=tokens, out_dir=disk / "run")
     assert 11 <= first[0] <= 12 + 3
     assert checkpoints(disk / "run")[-2:] == [20, 21]
@@ -134,9 +134,9 @@ def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_
     keys = TINY | dict(log_interval=log_interval, peak_tflops=0.001, dataset=tokens)
     lines = {}
     for name, pause in (("quick", 0.5), ("slow", 5000.0)):
-        night = Night(turned=True)
-        night.seconds = dict(iteration=10.0, evaluation=pause, save=pause)
-        result = night.launch(**keys, out_dir=tmp_path / name)
+        trainer = InProcessRun(fake_clock=True)
+        trainer.seconds = dict(iteration=10.0, evaluation=pause, save=pause)
+        result = trainer.launch(**keys, out_dir=tmp_path / name)
         figures = r"^iter (\d+): loss (\S+), time (\S+)ms, mfu (\S+)%, tok/s ([\d,]+), "
         lines[name] = re.findall(figures, result.out, re.MULTILINE)
         assert len(lines[name]) == result.out.count("\niter ")
@@ -171,9 +171,9 @@ def last_line(out: str, name: str) -> str:
 
 def test_a_run_ends_with_what_to_type_next_and_how_old_its_val_loss_is(tokens, tmp_path):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
-    night = Night()
-    night.at["iteration", 6] = sigterm
-    stopped = night.launch(**keys)
+    trainer = InProcessRun()
+    trainer.at["iteration", 6] = sigterm
+    stopped = trainer.launch(**keys)
     assert last_line(stopped.out, "end").endswith("val_loss is of iteration 4")
     assert "\nsample: python" not in stopped.out
     result = train(**keys)
@@ -196,11 +196,11 @@ def test_a_run_ends_with_what_to_type_next_and_how_old_its_val_loss_is(tokens, t
 )
 def test_a_resume_that_raises_the_learning_rate_says_so(change, warns, tokens, tmp_path):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path, min_lr=0.001, eval_interval=100)
-    night = Night(turned=True)
+    trainer = InProcessRun(fake_clock=True)
     stop = 10
-    night.at["iteration", stop] = sigterm
-    night.launch(**keys)
-    again = Night(turned=True)
+    trainer.at["iteration", stop] = sigterm
+    trainer.launch(**keys)
+    again = InProcessRun(fake_clock=True)
     again.at["iteration", stop + 1] = sigterm
     if "hours" in change:
         del keys["max_iters"]

@@ -1,6 +1,6 @@
 """
-The numbers of real runs, judged from outside: by a second trainer (plain.py), by figures computed
-by hand, and by runs that must be equal.
+The numbers of real runs, judged from outside: by a second trainer (reference_gpt2.py), by figures
+computed by hand, and by runs that must be equal.
 """
 
 import functools
@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-import plain
 import pytest
+import reference_gpt2
 import torch
 from cases import slow_but
 from program import (
@@ -70,8 +70,8 @@ BASE = TINY_RUN | dict(
     seed=5,
 )
 TOKENS = 12 * T  # of an iteration
-# A run rounds to float32, plain.py does not. That moves a loss by up to 1e-6, as measured over all
-# kinds below; the exact GELU would move it by 1e-4.
+# A run rounds to float32, reference_gpt2.py does not. That moves a loss by up to 1e-6, as measured
+# over all kinds below; the exact GELU would move it by 1e-4.
 CLOSE = dict(abs=5e-6)
 
 
@@ -134,8 +134,8 @@ def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_
     config = BASE | KINDS[kind]
     weights = trained(**config)
     train(**config, init_from=weights, dataset=tokens, out_dir=tmp_path)
-    w = plain.weights(torch.load(weights)["model"])
-    expected = plain.train(w, tokens, config)
+    w = reference_gpt2.weights(torch.load(weights)["model"])
+    expected = reference_gpt2.train(w, tokens, config)
 
     losses, rates, norms = zip(*expected.steps, strict=True)
     assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
@@ -154,14 +154,14 @@ def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_
         assert record["bits_per_byte"] == pytest.approx(nats / math.log(2) / 3)  # bytes per token
         assert record["tokens"] == record["iter"] * size
 
-    last = plain.weights(checkpoint(tmp_path, 12)["model"])
-    before = plain.weights(torch.load(weights)["model"])
+    last = reference_gpt2.weights(checkpoint(tmp_path, 12)["model"])
+    before = reference_gpt2.weights(torch.load(weights)["model"])
     # Adam turns the gradient of a weight that is nothing but rounding into a whole step, so a few
     # weights may differ. Decay on norms would be 6 % of the way.
     assert distance(last, w) < 0.004 * distance(before, w)
 
 
-def distance(a: plain.Weights, b: plain.Weights) -> float:
+def distance(a: reference_gpt2.Weights, b: reference_gpt2.Weights) -> float:
     """
     Between two models' weights, without the biases of attention's keys: they move all scores of a
     query alike, which changes nothing, so their gradients are rounding.
@@ -308,7 +308,7 @@ def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_pat
     with descent:
         train(**config | dict(max_iters=1), out_dir=tmp_path / "after")
     before, after = (
-        plain.weights(checkpoint(tmp_path / name, it)["model"])
+        reference_gpt2.weights(checkpoint(tmp_path / name, it)["model"])
         for name, it in (("before", 0), ("after", 1))
     )
     moved = math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in before))
@@ -388,7 +388,7 @@ def windows_of_training():
 
 
 def expected_windows(folder: Path, config: dict) -> list[list[int]]:
-    iterations = itertools.islice(plain.batches(folder, config), config["max_iters"])
+    iterations = itertools.islice(reference_gpt2.batches(folder, config), config["max_iters"])
     return [row for rows in iterations for row in rows.tolist()]
 
 
@@ -406,7 +406,7 @@ def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     words = ("alpha", "beta", "zeta")
     shards = prepare_source([f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in words])
-    windows = len(plain.split(shards, "train")) // T
+    windows = len(reference_gpt2.split(shards, "train")) // T
     assert 72 < windows < 144  # the run of 144 reads all of them and begins again
     with windows_of_training() as found:
         train(**BASE, **STREAM, out_dir="streamed")
@@ -433,8 +433,8 @@ def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
     result = finish(start("train.py", *words, cwd=program, only_torch=True))
     assert result.code == 0, result.err
     train(**config | dict(max_iters=0), dataset=shards, out_dir="prepared")
-    w = plain.weights(checkpoint(Path("prepared"), 0)["model"])
-    expected = plain.train(w, shards, config | dict(stream=True))
+    w = reference_gpt2.weights(checkpoint(Path("prepared"), 0)["model"])
+    expected = reference_gpt2.train(w, shards, config | dict(stream=True))
     losses = [loss for loss, _, _ in expected.steps]
     assert column(tmp_path / "streamed", "step", "loss") == pytest.approx(losses, **CLOSE)
 
@@ -622,7 +622,7 @@ def assert_speeds(out_dir: Path, sizes: list[int], devices: int = 1) -> None:
 
 
 class Hand:
-    """A turned time.perf_counter: only updates, layers of an evaluation, and saves take time."""
+    """A fake time.perf_counter: only updates, layers of an evaluation, and saves take time."""
 
     SECONDS = dict(steps=0.5, evaluation=0.001, checkpoints=1.0)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_reference import random_gpt2
 from program import ROOT, TINY_RUN, checkpoint, flags, run, train, write_tokens
-from weights import random_gpt2
 
 from configurator import Config, load_config
 from model import GPT, GPTConfig, generate

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from doc_pages import known_flags, plan, rounds_to
 from documents import documents, write_parquet
-from pages import known_flags, plan, rounds_to
 from program import ROOT, records
 
 from common.console import UserError

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from letters import LETTERS, RULER, SHORT_RUN, T
-from pages import block_with
+from char_dataset import LETTERS, RULER, SHORT_RUN, T
+from doc_pages import block_with
 from program import (
     ROOT,
     changed,

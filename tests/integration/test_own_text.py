@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from cases import slow_but
+from doc_pages import README, command_lines
 from documents import check_documents, digests, stored_texts, write_parquet
 from helpers import run_here, write_dataset
-from pages import README, command_lines
+from hf_reference import random_gpt2
 from program import ROOT, records, run
-from weights import random_gpt2
 
 import train
 from common.console import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from letters import LETTERS, SHORT_RUN, T, files, sample, write_letters
+from char_dataset import LETTERS, SHORT_RUN, T, files, sample, write_letters
 from program import (
     checkpoint,
     checkpoints,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cases import slow_but
-from moments import free
+from fault_injection import free
 from program import (
     TINY_RUN,
     assert_same_run,
@@ -106,7 +106,7 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
     for launch in range(LAUNCHES):
         steps = draw_steps(chance)
         plan = json.dumps(dict(disk=str(disk), steps=steps))
-        result = finish(start("tests/moments.py", plan, "train.py", *arguments))
+        result = finish(start("tests/fault_injection.py", plan, "train.py", *arguments))
         print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
         number = getattr(signal, steps[-1][2])
         # 0: it came to its end before. -number: before the loop. 1: it was stopped on a full disk

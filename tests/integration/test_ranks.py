@@ -26,7 +26,7 @@ import pytest
 import torch
 from cases import slow_but
 from documents import documents, write_jsonl, write_parquet
-from moments import watched
+from fault_injection import watched
 from program import (
     ROOT,
     TINY_RUN,

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from letters import SHORT_RUN, T
+from char_dataset import SHORT_RUN, T
 from program import (
     column,
     records,

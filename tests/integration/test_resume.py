@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from letters import SHORT_RUN, T, files, sample
+from char_dataset import SHORT_RUN, T, files, sample
 from program import (
     ROOT,
     assert_same_run,

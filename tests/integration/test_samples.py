@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import slow_but
-from letters import LETTERS, SHORT_RUN, T, sample, write_parrot
+from char_dataset import LETTERS, SHORT_RUN, T, sample, write_parrot
 from program import (
     checkpoint,
     run,

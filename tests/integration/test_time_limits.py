@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 from cases import slow_but
-from moments import watched
+from fault_injection import watched
 from program import (
     TINY_RUN,
-    Night,
+    InProcessRun,
     checkpoints,
     column,
     finish,
@@ -56,8 +56,8 @@ def tiny(tokens, tmp_path) -> dict:
 
 
 @pytest.fixture
-def night() -> Night:
-    return Night(turned=True)
+def trainer() -> InProcessRun:
+    return InProcessRun(fake_clock=True)
 
 
 def rates(out_dir) -> list[float]:
@@ -85,14 +85,14 @@ BY_CLOCK = {
 
 
 @pytest.mark.parametrize("keys", slow_but("hours", "until", of=BY_CLOCK))
-def test_the_schedule_is_complete_when_the_time_is_up(keys, night, tiny, tmp_path):
-    result = night.launch(**tiny | BY_CLOCK[keys])
+def test_the_schedule_is_complete_when_the_time_is_up(keys, trainer, tiny, tmp_path):
+    result = trainer.launch(**tiny | BY_CLOCK[keys])
     assert result.code == 0
     (used,) = re.findall(r" hours (\S+) of 0.25", result.out)
     assert float(used) == 0
     assert "23:15" in result.out.partition("iter 0:")[0]
     # what is left would not hold another iteration
-    assert SECONDS - 20 <= night.now <= SECONDS
+    assert SECONDS - 20 <= trainer.now <= SECONDS
     assert end_of(tmp_path)["reason"] == keys.partition(" ")[0]
     rate = rates(tmp_path)
     assert rate[0] == 1.0
@@ -105,8 +105,8 @@ def test_the_schedule_is_complete_when_the_time_is_up(keys, night, tiny, tmp_pat
     assert checkpoints(tmp_path)[-1] == last
 
 
-def test_a_run_by_the_clock_evaluates_at_each_twentieth_of_the_schedule(night, tiny, tmp_path):
-    night.launch(**tiny, hours=HOURS)
+def test_a_run_by_the_clock_evaluates_at_each_twentieth_of_the_schedule(trainer, tiny, tmp_path):
+    trainer.launch(**tiny, hours=HOURS)
     hours = column(tmp_path, "eval", "hours")
     assert len(hours) == 21
     # an iteration, an evaluation and a save are 15 s; the last ones have their time reserved
@@ -114,29 +114,29 @@ def test_a_run_by_the_clock_evaluates_at_each_twentieth_of_the_schedule(night, t
     assert hours == pytest.approx(expected, abs=20 / 3600)
 
 
-def test_a_given_eval_interval_counts_in_a_run_by_the_clock_too(night, tiny, tmp_path):
-    night.launch(**tiny, hours=HOURS, eval_interval=30)
+def test_a_given_eval_interval_counts_in_a_run_by_the_clock_too(trainer, tiny, tmp_path):
+    trainer.launch(**tiny, hours=HOURS, eval_interval=30)
     its = column(tmp_path, "eval", "iter")
     assert {0, 30, 60} <= set(its) and len(its) < 20
 
 
-def test_time_lost_in_a_pause_is_taken_from_the_schedule(night, tiny, tmp_path):
+def test_time_lost_in_a_pause_is_taken_from_the_schedule(trainer, tiny, tmp_path):
     """The machine sleeps for five minutes."""
 
     def sleep():
-        night.now += 300
+        trainer.now += 300
 
-    night.at["iteration", 30] = sleep
-    night.launch(**tiny, hours=HOURS)
-    assert SECONDS - 20 <= night.now <= SECONDS
+    trainer.at["iteration", 30] = sleep
+    trainer.launch(**tiny, hours=HOURS)
+    assert SECONDS - 20 <= trainer.now <= SECONDS
     assert rates(tmp_path)[-1] == 0.0
     assert len(rates(tmp_path)) == pytest.approx(50, abs=5)
 
 
-def test_evaluations_that_would_delay_the_last_one_are_left_out(night, tiny, tmp_path):
-    night.seconds["evaluation"] = 40.0
-    night.launch(**tiny, hours=HOURS, eval_interval=5)
-    assert SECONDS - 20 <= night.now <= SECONDS
+def test_evaluations_that_would_delay_the_last_one_are_left_out(trainer, tiny, tmp_path):
+    trainer.seconds["evaluation"] = 40.0
+    trainer.launch(**tiny, hours=HOURS, eval_interval=5)
+    assert SECONDS - 20 <= trainer.now <= SECONDS
     evaluated = column(tmp_path, "eval", "iter", "hours")
     (before, hours), (last, _) = evaluated[-2:]
     # the one before needs room for itself and for the last one, each 40 s with its save and update
@@ -146,84 +146,86 @@ def test_evaluations_that_would_delay_the_last_one_are_left_out(night, tiny, tmp
 
 
 @pytest.mark.parametrize("minutes", slow_but(5, of=[5, -5]))
-def test_until_follows_a_clock_that_is_set(minutes, night, tiny, tmp_path):
+def test_until_follows_a_clock_that_is_set(minutes, trainer, tiny, tmp_path):
     def set_clock():
-        night.EVENING += 60 * minutes
+        trainer.EVENING += 60 * minutes
 
-    night.at["iteration", 30] = set_clock
-    night.launch(**tiny, until="23:15")
-    assert SECONDS - 60 * minutes - 20 <= night.now <= SECONDS - 60 * minutes
+    trainer.at["iteration", 30] = set_clock
+    trainer.launch(**tiny, until="23:15")
+    assert SECONDS - 60 * minutes - 20 <= trainer.now <= SECONDS - 60 * minutes
     assert rates(tmp_path)[-1] == 0.0
 
 
 @pytest.mark.parametrize(
     "what, number", slow_but(("evaluation", 4), of=[("evaluation", 4), ("save", 3)])
 )
-def test_an_iteration_that_hangs_counts_at_most_twice_the_time_before_it(what, number, night, tiny):
+def test_an_iteration_that_hangs_counts_at_most_twice_the_time_before_it(
+    what, number, trainer, tiny
+):
     """As a measure of the last one it would end the run minutes early."""
 
     def hang():
-        night.now += 150
+        trainer.now += 150
 
-    night.at[what, number] = hang  # at iteration 60, the last one before the end
-    night.launch(**tiny, hours=HOURS, eval_interval=20)
-    assert night.count["evaluation"] == 5
-    assert SECONDS - 20 <= night.now <= SECONDS
+    trainer.at[what, number] = hang  # at iteration 60, the last one before the end
+    trainer.launch(**tiny, hours=HOURS, eval_interval=20)
+    assert trainer.count["evaluation"] == 5
+    assert SECONDS - 20 <= trainer.now <= SECONDS
 
 
-def test_a_save_that_failed_is_no_measure_of_the_next(night, tiny):
+def test_a_save_that_failed_is_no_measure_of_the_next(trainer, tiny):
     """A full disk is noticed at once; the last save would find no time left for it."""
 
     def fail():
-        night.now -= 59
+        trainer.now -= 59
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    night.seconds["save"] = 60.0
-    night.at["save", 2] = fail  # at iteration 40; one at 60 follows, before the last
-    night.launch(**tiny, hours=HOURS, eval_interval=20)
-    assert night.count["save"] == 5
-    assert night.now <= SECONDS
+    trainer.seconds["save"] = 60.0
+    trainer.at["save", 2] = fail  # at iteration 40; one at 60 follows, before the last
+    trainer.launch(**tiny, hours=HOURS, eval_interval=20)
+    assert trainer.count["save"] == 5
+    assert trainer.now <= SECONDS
 
 
-def test_warmup_takes_at_most_a_tenth_of_the_time(night, tiny, tmp_path):
-    night.launch(**tiny | dict(warmup_iters=2000), hours=HOURS)
+def test_warmup_takes_at_most_a_tenth_of_the_time(trainer, tiny, tmp_path):
+    trainer.launch(**tiny | dict(warmup_iters=2000), hours=HOURS)
     rate = rates(tmp_path)
     assert rate.index(max(rate)) == pytest.approx(len(rate) / 10, abs=2)
     assert max(rate) > 0.95
     assert rate[-1] == 0.0
 
 
-def test_a_given_lr_decay_iters_ends_the_decay_earlier(night, tiny, tmp_path):
-    night.launch(**tiny | dict(min_lr=0.1), hours=HOURS, lr_decay_iters=20)
+def test_a_given_lr_decay_iters_ends_the_decay_earlier(trainer, tiny, tmp_path):
+    trainer.launch(**tiny | dict(min_lr=0.1), hours=HOURS, lr_decay_iters=20)
     rate = rates(tmp_path)
     assert rate[10] == pytest.approx(0.55)
     assert rate[20:] == [0.1] * (len(rate) - 20)
     assert len(rate) > 50
 
 
-def test_a_given_max_iters_ends_the_schedule_earlier(night, tiny, tmp_path):
-    night.launch(**tiny, hours=HOURS, max_iters=41)
+def test_a_given_max_iters_ends_the_schedule_earlier(trainer, tiny, tmp_path):
+    trainer.launch(**tiny, hours=HOURS, max_iters=41)
     assert end_of(tmp_path)["reason"] == "max_iters"
     assert len(rates(tmp_path)) == 41
     assert rates(tmp_path)[20] == pytest.approx(0.5)
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_the_max_iters_of_a_file_do_not_bound_a_run_by_the_clock(night, tiny, tmp_path):
+def test_the_max_iters_of_a_file_do_not_bound_a_run_by_the_clock(trainer, tiny, tmp_path):
     """They are those of a run by iterations."""
     file = tmp_path / "config.py"
     file.write_text("max_iters = 5\nlr_decay_iters = 4\n")
-    night.launch(file, **tiny, hours=HOURS)
+    trainer.launch(file, **tiny, hours=HOURS)
     assert len(rates(tmp_path)) > 50
     assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
 
 
-def test_time_that_is_up_before_the_first_update_still_ends_well(night, tiny, tmp_path):
-    night.seconds["evaluation"] = 60.0
-    assert night.launch(**tiny, hours=0.01).code == 0
-    assert 1 <= night.count["iteration"] <= 2
+def test_time_that_is_up_before_the_first_update_still_ends_well(trainer, tiny, tmp_path):
+    trainer.seconds["evaluation"] = 60.0
+    assert trainer.launch(**tiny, hours=0.01).code == 0
+    assert 1 <= trainer.count["iteration"] <= 2
     assert rates(tmp_path)[-1] == 0.0
-    assert checkpoints(tmp_path)[-1] == night.count["iteration"]
+    assert checkpoints(tmp_path)[-1] == trainer.count["iteration"]
 
 
 BUSY = pytest.param(3, marks=pytest.mark.slow)
@@ -295,19 +297,19 @@ MORE = {
 
 
 @pytest.mark.parametrize("key", slow_but("hours", of=MORE))
-def test_a_finished_run_does_nothing_more_until_it_is_given_more(key, night, tiny, tmp_path):
+def test_a_finished_run_does_nothing_more_until_it_is_given_more(key, trainer, tiny, tmp_path):
     first, more = MORE[key]
     tiny |= dict(eval_interval=1000)
-    night.launch(**tiny | first)
+    trainer.launch(**tiny | first)
     iterations = len(rates(tmp_path))
     assert rates(tmp_path)[-1] == pytest.approx(0.0, abs=0.04)  # by iterations: a thirtieth
     log = (tmp_path / "metrics.jsonl").read_bytes()
-    result = night.launch(**tiny | first, init_from="auto")
+    result = trainer.launch(**tiny | first, init_from="auto")
     assert result.code == 0
     assert f"another --{key}" in result.out
     assert (tmp_path / "metrics.jsonl").read_bytes() == log
 
-    assert night.launch(**tiny | more, init_from="auto").code == 0
+    assert trainer.launch(**tiny | more, init_from="auto").code == 0
     rate = rates(tmp_path)
     assert len(rate) == pytest.approx(2 * iterations, abs=4)
     # half of the longer schedule is over
@@ -316,167 +318,167 @@ def test_a_finished_run_does_nothing_more_until_it_is_given_more(key, night, tin
     assert end_of(tmp_path)["reason"] == key
 
 
-def test_hours_between_launches_do_not_count(night, tiny, tmp_path):
-    night.at["iteration", 40] = sigterm
-    assert night.launch(**tiny, hours=HOURS).code == 143
-    night.now += 5 * 3600
-    assert night.launch(**tiny, hours=HOURS, init_from="auto").code == 0
-    assert SECONDS - 20 <= night.now - 5 * 3600 <= SECONDS
+def test_hours_between_launches_do_not_count(trainer, tiny, tmp_path):
+    trainer.at["iteration", 40] = sigterm
+    assert trainer.launch(**tiny, hours=HOURS).code == 143
+    trainer.now += 5 * 3600
+    assert trainer.launch(**tiny, hours=HOURS, init_from="auto").code == 0
+    assert SECONDS - 20 <= trainer.now - 5 * 3600 <= SECONDS
     assert all(0 < before - after < 0.03 for before, after in pairwise(rates(tmp_path)))
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_more_hours_on_a_resume_stretch_what_is_left(night, tiny, tmp_path):
-    night.at["iteration", 40] = sigterm
-    night.launch(**tiny, hours=HOURS)
+def test_more_hours_on_a_resume_stretch_what_is_left(trainer, tiny, tmp_path):
+    trainer.at["iteration", 40] = sigterm
+    trainer.launch(**tiny, hours=HOURS)
     half = rates(tmp_path)[-1]
     assert half == pytest.approx(0.5, abs=0.05)
-    assert night.launch(**tiny, hours=2 * HOURS, init_from="auto").code == 0
+    assert trainer.launch(**tiny, hours=2 * HOURS, init_from="auto").code == 0
     assert rates(tmp_path)[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
     assert rates(tmp_path)[-1] == 0.0
-    assert 2 * SECONDS - 40 <= night.now <= 2 * SECONDS
+    assert 2 * SECONDS - 40 <= trainer.now <= 2 * SECONDS
 
 
-def test_until_counts_the_time_between_launches(night, tiny, tmp_path):
-    night.at["iteration", 30] = sigterm
-    night.launch(**tiny, until="23:15")
-    night.now += 300
-    assert night.launch(**tiny, until="23:15", init_from="auto").code == 0
-    assert SECONDS - 20 <= night.now <= SECONDS
+def test_until_counts_the_time_between_launches(trainer, tiny, tmp_path):
+    trainer.at["iteration", 30] = sigterm
+    trainer.launch(**tiny, until="23:15")
+    trainer.now += 300
+    assert trainer.launch(**tiny, until="23:15", init_from="auto").code == 0
+    assert SECONDS - 20 <= trainer.now <= SECONDS
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_a_resume_after_until_ends_and_does_not_take_the_next_day(night, tiny, tmp_path):
+def test_a_resume_after_until_ends_and_does_not_take_the_next_day(trainer, tiny, tmp_path):
     """As systemd restarts it."""
-    night.at["iteration", 30] = sigterm
-    night.launch(**tiny, until="23:15")
-    night.now = SECONDS + 180.0
-    assert night.launch(**tiny, until="23:15", init_from="auto").code == 0
-    assert night.now <= SECONDS + 180 + 30
-    assert night.count["iteration"] == 31
+    trainer.at["iteration", 30] = sigterm
+    trainer.launch(**tiny, until="23:15")
+    trainer.now = SECONDS + 180.0
+    assert trainer.launch(**tiny, until="23:15", init_from="auto").code == 0
+    assert trainer.now <= SECONDS + 180 + 30
+    assert trainer.count["iteration"] == 31
     assert rates(tmp_path)[-1] == 0.0
     assert column(tmp_path, "eval", "iter")[-1] == 31
 
 
-def test_an_until_of_this_minute_is_that_of_tomorrow(night, tiny, tmp_path):
+def test_an_until_of_this_minute_is_that_of_tomorrow(trainer, tiny, tmp_path):
     """Typed half a minute after it."""
-    night.EVENING += 30
-    night.launch(**tiny, until="23:00", max_iters=5)
+    trainer.EVENING += 30
+    trainer.launch(**tiny, until="23:00", max_iters=5)
     assert end_of(tmp_path)["reason"] == "max_iters"
     assert len(rates(tmp_path)) == 5
 
 
-def test_a_plain_stop_costs_no_evaluation(night, tiny, tmp_path):
+def test_a_plain_stop_costs_no_evaluation(trainer, tiny, tmp_path):
     """Neither one more nor one less than the 21 of an unbroken run."""
-    night.at["iteration", 42] = sigterm
-    night.launch(**tiny, hours=HOURS)
+    trainer.at["iteration", 42] = sigterm
+    trainer.launch(**tiny, hours=HOURS)
     assert column(tmp_path, "eval", "iter")[-1] == 40  # the next one is due at 44
-    night.launch(**tiny, hours=HOURS, init_from="auto")
+    trainer.launch(**tiny, hours=HOURS, init_from="auto")
     assert len(records(tmp_path, "eval")) == 21
 
 
-def test_a_late_resume_leaves_time_for_a_slow_evaluation(night, tiny, tmp_path):
+def test_a_late_resume_leaves_time_for_a_slow_evaluation(trainer, tiny, tmp_path):
     """It knows from the launch before what the last evaluation will take."""
-    night.seconds["evaluation"] = 60.0
-    night.at["iteration", 75] = sigterm
-    night.launch(**tiny, hours=HOURS, eval_interval=1000)
-    assert SECONDS - 100 < night.now < SECONDS - 80
-    night.launch(**tiny, hours=HOURS, eval_interval=1000, init_from="auto")
-    assert SECONDS - 20 <= night.now <= SECONDS
+    trainer.seconds["evaluation"] = 60.0
+    trainer.at["iteration", 75] = sigterm
+    trainer.launch(**tiny, hours=HOURS, eval_interval=1000)
+    assert SECONDS - 100 < trainer.now < SECONDS - 80
+    trainer.launch(**tiny, hours=HOURS, eval_interval=1000, init_from="auto")
+    assert SECONDS - 20 <= trainer.now <= SECONDS
     assert end_of(tmp_path)["reason"] == "hours"
 
 
 @pytest.mark.parametrize("number", slow_but(21, of=[10, 21]))
-def test_an_evaluation_that_a_signal_ended_is_made_again(number, night, tiny, tmp_path):
-    night.at["evaluation", number] = sigterm
-    assert night.launch(**tiny, hours=HOURS).code == 143
-    due = night.count["iteration"]
+def test_an_evaluation_that_a_signal_ended_is_made_again(number, trainer, tiny, tmp_path):
+    trainer.at["evaluation", number] = sigterm
+    assert trainer.launch(**tiny, hours=HOURS).code == 143
+    due = trainer.count["iteration"]
     assert due not in column(tmp_path, "eval", "iter")
-    assert night.launch(**tiny, hours=HOURS, init_from="auto").code == 0
+    assert trainer.launch(**tiny, hours=HOURS, init_from="auto").code == 0
     evaluated = column(tmp_path, "eval", "iter")
     assert len(evaluated) == 21
     # the last one may follow one more update, for which there is time again
     assert due in evaluated or (number == 21 and evaluated[-1] == due + 1)
-    assert checkpoints(tmp_path)[-1] == night.count["iteration"] == evaluated[-1]
+    assert checkpoints(tmp_path)[-1] == trainer.count["iteration"] == evaluated[-1]
 
 
-def test_until_on_a_clock_that_is_years_late_ends_the_run(night, tiny, tmp_path):
+def test_until_on_a_clock_that_is_years_late_ends_the_run(trainer, tiny, tmp_path):
     """The clock was wrong when the run was begun, as after a boot without a network."""
-    night.EVENING += 10**9
-    night.at["iteration", 30] = sigterm
-    night.launch(**tiny, until="23:15")
-    del night.EVENING
-    night.launch(**tiny, until="23:15", init_from="auto")
-    assert night.now <= SECONDS
+    trainer.EVENING += 10**9
+    trainer.at["iteration", 30] = sigterm
+    trainer.launch(**tiny, until="23:15")
+    del trainer.EVENING
+    trainer.launch(**tiny, until="23:15", init_from="auto")
+    assert trainer.now <= SECONDS
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_an_evaluation_that_a_signal_ended_is_no_measure_of_the_next(night, tiny):
+def test_an_evaluation_that_a_signal_ended_is_no_measure_of_the_next(trainer, tiny):
     """Cut short after 1 s of 60 s, it would leave no time for the last one."""
 
     def cut_short():
-        night.now -= 59
+        trainer.now -= 59
         sigterm()
 
-    night.seconds["evaluation"] = 60.0
-    night.at["evaluation", 3] = cut_short  # at 60, the last one before the end
-    night.launch(**tiny, hours=HOURS, eval_interval=30)
-    night.launch(**tiny, hours=HOURS, eval_interval=30, init_from="auto")
-    assert night.now <= SECONDS
+    trainer.seconds["evaluation"] = 60.0
+    trainer.at["evaluation", 3] = cut_short  # at 60, the last one before the end
+    trainer.launch(**tiny, hours=HOURS, eval_interval=30)
+    trainer.launch(**tiny, hours=HOURS, eval_interval=30, init_from="auto")
+    assert trainer.now <= SECONDS
 
 
-def test_a_run_by_iterations_goes_on_by_the_clock_and_back(night, tiny, tmp_path):
-    night.at["iteration", 20] = sigterm
-    night.launch(**tiny, max_iters=100)
-    night.at["iteration", 50] = sigterm
-    night.launch(**tiny, hours=HOURS, init_from="auto")
-    assert rates(tmp_path)[-1] == pytest.approx(1 - night.now / SECONDS, abs=0.05)
-    night.launch(**tiny, max_iters=100, init_from="auto")
+def test_a_run_by_iterations_goes_on_by_the_clock_and_back(trainer, tiny, tmp_path):
+    trainer.at["iteration", 20] = sigterm
+    trainer.launch(**tiny, max_iters=100)
+    trainer.at["iteration", 50] = sigterm
+    trainer.launch(**tiny, hours=HOURS, init_from="auto")
+    assert rates(tmp_path)[-1] == pytest.approx(1 - trainer.now / SECONDS, abs=0.05)
+    trainer.launch(**tiny, max_iters=100, init_from="auto")
     assert rates(tmp_path)[50] == pytest.approx(0.5)
-    assert night.count["iteration"] == 100
+    assert trainer.count["iteration"] == 100
 
 
 # -----------------------------------------------------------------------------
 # Other things by the clock
 
 
-def test_max_minutes_end_a_launch_and_the_same_command_resumes_it(night, tiny, tmp_path):
+def test_max_minutes_end_a_launch_and_the_same_command_resumes_it(trainer, tiny, tmp_path):
     keys = tiny | dict(max_iters=100, max_minutes=5, init_from="auto", eval_interval=1000)
-    result = night.launch(**keys)
+    result = trainer.launch(**keys)
     assert result.code == 0
     assert "to continue:" in result.out
-    assert night.now == pytest.approx(300, abs=15)
+    assert trainer.now == pytest.approx(300, abs=15)
     end = end_of(tmp_path)
     assert end["reason"] == "max_minutes"
     assert checkpoints(tmp_path)[-1] == end["iters"] == len(rates(tmp_path))
     # the schedule is not over, so no time goes into an evaluation
     assert column(tmp_path, "eval", "iter") == [0]
     assert rates(tmp_path)[-1] == pytest.approx(1 - (end["iters"] - 1) / 100)
-    night.launch(**keys)
-    assert night.now == pytest.approx(600, abs=30)
-    assert column(tmp_path, "step", "iter") == [*range(night.count["iteration"])]
+    trainer.launch(**keys)
+    assert trainer.now == pytest.approx(600, abs=30)
+    assert column(tmp_path, "step", "iter") == [*range(trainer.count["iteration"])]
 
 
-def test_without_an_interval_a_checkpoint_is_saved_every_ten_minutes(night, tiny, tmp_path):
-    night.seconds |= dict(iteration=60.0, save=30.0)
-    night.launch(**tiny, max_iters=35, eval_interval=1000)
+def test_without_an_interval_a_checkpoint_is_saved_every_ten_minutes(trainer, tiny, tmp_path):
+    trainer.seconds |= dict(iteration=60.0, save=30.0)
+    trainer.launch(**tiny, max_iters=35, eval_interval=1000)
     # from the end of the first evaluation or save on
     assert column(tmp_path, "checkpoint", "iter") == [10, 20, 30, 35]
 
 
-def test_a_failed_save_is_tried_each_half_minute_and_not_at_each_iteration(night, tiny, tmp_path):
+def test_a_failed_save_is_tried_each_half_minute_and_not_at_each_iteration(trainer, tiny, tmp_path):
     """A full disk is no reason for a slow night."""
 
     def fail():
-        if night.now < 130:
+        if trainer.now < 130:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    night.seconds |= dict(iteration=2.0, save=0.0)
+    trainer.seconds |= dict(iteration=2.0, save=0.0)
     for number in range(1, 100):
-        night.at["save", number] = fail
-    night.launch(**tiny, max_iters=79, eval_interval=1000, checkpoint_interval=40)
+        trainer.at["save", number] = fail
+    trainer.launch(**tiny, max_iters=79, eval_interval=1000, checkpoint_interval=40)
     # due at 84 s, after the first evaluation; tried again at 114 s, with success at 144 s; the end
-    assert night.count["save"] == 4
+    assert trainer.count["save"] == 4
     assert column(tmp_path, "checkpoint", "iter") == [70, 79]
 
 
@@ -488,27 +490,27 @@ def etas(out: str) -> dict[int, int]:
     return {int(it): 60 * int(m or 0) + int(s) for it, m, s in ETA.findall(out)}
 
 
-def test_eta_counts_this_launchs_iterations_and_what_lies_between_them(night, tiny):
+def test_eta_counts_this_launchs_iterations_and_what_lies_between_them(trainer, tiny):
     keys = tiny | dict(max_iters=100, eval_interval=30)
-    night.at["iteration", 40] = sigterm
-    first = etas(night.launch(**keys).out)
+    trainer.at["iteration", 40] = sigterm
+    first = etas(trainer.launch(**keys).out)
     # evaluations and saves of 5 s come at 30, 60, 90 and at the end
     assert first[35] == 64 * 10 + 3 * 5
-    night.seconds["iteration"] = 20.0
-    second = etas(night.launch(**keys, init_from="auto").out)
+    trainer.seconds["iteration"] = 20.0
+    second = etas(trainer.launch(**keys, init_from="auto").out)
     assert second[50] == 49 * 20 + 3 * 5
     assert second[95] == 4 * 20 + 1 * 5
     # at most what the clock leaves
     more = keys | dict(max_iters=200, max_minutes=2)
-    assert etas(night.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20
+    assert etas(trainer.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20
 
 
-def test_the_ledger_adds_up_to_the_wall_time_across_a_resume(night, tiny, tmp_path):
+def test_the_ledger_adds_up_to_the_wall_time_across_a_resume(trainer, tiny, tmp_path):
     keys = tiny | dict(max_iters=40, eval_interval=8, log_interval=3)
-    night.at["iteration", 13] = sigterm
-    night.launch(**keys)
-    night.now += 5000
-    night.launch(**keys, init_from="auto")
+    trainer.at["iteration", 13] = sigterm
+    trainer.launch(**keys)
+    trainer.now += 5000
+    trainer.launch(**keys, init_from="auto")
     ledger = end_of(tmp_path)["ledger"]
     assert ledger["steps"] == 40 * 10
     # at 0, 8, ..., 40
@@ -517,18 +519,18 @@ def test_the_ledger_adds_up_to_the_wall_time_across_a_resume(night, tiny, tmp_pa
     # own save, so the last one of the first launch may be lost
     assert ledger["checkpoints"] in (5 * 1, 6 * 1)
     assert sum(ledger.values()) == 40 * 10 + 6 * 4 + ledger["checkpoints"]
-    assert night.now - 5000 == 40 * 10 + 6 * 4 + 6 * 1
+    assert trainer.now - 5000 == 40 * 10 + 6 * 4 + 6 * 1
     assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
 
 
 def test_the_last_lines_of_a_resumed_run_are_of_the_whole_run_or_of_this_launch(
-    night, tiny, tmp_path
+    trainer, tiny, tmp_path
 ):
     keys = tiny | dict(max_iters=40, eval_interval=8)
-    night.at["iteration", 20] = sigterm
-    night.launch(**keys)
-    night.seconds["iteration"] = 5.0
-    out = night.launch(**keys, init_from="auto").out
+    trainer.at["iteration", 20] = sigterm
+    trainer.launch(**keys)
+    trainer.seconds["iteration"] = 5.0
+    out = trainer.launch(**keys, init_from="auto").out
     found = dict(re.findall(r"^(\w+): (\S+)$", out, re.MULTILINE))
     end, tokens = end_of(tmp_path), 40 * 64
     epochs = tokens / (700 + 37 + 500)
@@ -548,28 +550,28 @@ AWAY = {"22:59": True, "01:00": False}
 
 
 @pytest.mark.parametrize("until", AWAY)
-def test_an_until_that_is_far_away_is_said(until, night, tiny):
+def test_an_until_that_is_far_away_is_said(until, trainer, tiny):
     """Launched a minute late, the run would take a day."""
-    result = night.launch(**tiny, until=until, max_iters=2)
+    result = trainer.launch(**tiny, until=until, max_iters=2)
     assert result.code == 0
     assert (" h away" in result.err) == AWAY[until]
 
 
-def test_more_hours_for_a_finished_run_go_on_evaluating(night, tiny, tmp_path):
-    night.launch(**tiny, hours=HOURS)
-    night.launch(**tiny, hours=2 * HOURS, init_from="auto")
+def test_more_hours_for_a_finished_run_go_on_evaluating(trainer, tiny, tmp_path):
+    trainer.launch(**tiny, hours=HOURS)
+    trainer.launch(**tiny, hours=2 * HOURS, init_from="auto")
     # the second half of the twentieths
     later = [hours for hours in column(tmp_path, "eval", "hours") if hours > HOURS]
     assert len(later) == pytest.approx(10, abs=1)
 
 
-def test_compilation_is_booked_apart_and_counts_as_no_training(night, tiny, tmp_path):
+def test_compilation_is_booked_apart_and_counts_as_no_training(trainer, tiny, tmp_path):
     def compile_slowly(function, **options):
-        night.now += 100.0
+        trainer.now += 100.0
         return function
 
     with mock.patch("torch.compile", compile_slowly):
-        night.launch(**tiny | dict(compile=True), max_iters=5)
+        trainer.launch(**tiny | dict(compile=True), max_iters=5)
     end = end_of(tmp_path)
     # and two evaluations, eager and compiled, which check what it made
     assert end["ledger"]["compile"] == 100 + 2 * 4

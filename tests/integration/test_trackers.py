@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow_but
-from moments import Clock, after_saves, watched
+from fault_injection import Clock, after_saves, watched
 from program import (
     TINY_RUN,
     checkpoint,

@@ -138,7 +138,7 @@ class Clock:
         self.ahead += seconds
 
     @contextlib.contextmanager
-    def turned(self):
+    def patched(self):
         with contextlib.ExitStack() as patches:
             for name in ("perf_counter", "monotonic"):
                 patches.enter_context(mock.patch.object(time, name, self.read(name)))
@@ -207,7 +207,7 @@ def watched(action: str = "", before: str = "") -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# As a script: python tests/moments.py PLAN train.py --key=value ...
+# As a script: python tests/fault_injection.py PLAN train.py --key=value ...
 
 
 def act_as_planned(plan: dict) -> contextlib.ExitStack:
@@ -238,7 +238,7 @@ def act_as_planned(plan: dict) -> contextlib.ExitStack:
     patches.enter_context(before_eval_lookups(lambda n: act("lookup", n)))
     patches.enter_context(before_disk_calls(lambda name: act("disk", next(calls))))
     patches.enter_context(after_saves(lambda n: act("save", n)))
-    patches.enter_context(Clock(lambda: free(disk)).turned())
+    patches.enter_context(Clock(lambda: free(disk)).patched())
     return patches
 
 

@@ -2,8 +2,8 @@
 A second trainer, written out in plain torch: GPT-2, AdamW, the schedule, the order of the windows
 and both evaluations. It shares no line with the program. Real runs are compared with it.
 
-    weights = plain.weights(checkpoint["model"])
-    run = plain.train(weights, tokens, config)      changes `weights`, as training does
+    weights = reference_gpt2.weights(checkpoint["model"])
+    run = reference_gpt2.train(weights, tokens, config)      changes `weights`, as training does
 
 `config` is a dict of the program's keys. Everything is computed in float64, so what a real run
 differs by is the rounding of its own float32.

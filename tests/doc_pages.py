@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from program import ROOT, Night, run
+from program import ROOT, InProcessRun, run
 
 README = ROOT / "README.md"
 GUIDES = [
@@ -121,7 +121,7 @@ def plan(config: str, *flags: str) -> dict:
     What `bench.py plan` tells of a config in config/, with GPT-2's vocabulary: no dataset. Asked at
     the same time in the evening as on the pages.
     """
-    evening = mock.patch("time.time", lambda: Night.EVENING)
+    evening = mock.patch("time.time", lambda: InProcessRun.EVENING)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), evening:
         path = ROOT / "config" / f"{config}.py"
         told = run("bench.py", "plan", path, *flags, "--json=plan.json")

@@ -15,7 +15,7 @@ from training import hardware
 from training.compiled import compile_model
 
 
-class Trainee:
+class TrainingSetup:
     """On random tokens if the dataset is missing."""
 
     def __init__(self, config: Config, build=build_model):

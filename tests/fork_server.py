@@ -61,7 +61,7 @@ def server() -> Server:
     return Server()
 
 
-class WarmProcess:
+class ForkedProcess:
     """
     A child of the server, used like a subprocess.Popen in text mode with both pipes; or, with an
     `output` file, with that as stdout and stderr and an unbuffered pipe as stdin.
