@@ -102,6 +102,13 @@ def make_disk(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    """A small dataset: three shards of tokens for training, two for validation."""
+    folder = tmp_path_factory.mktemp("data") / "tokens"
+    return program.write_tokens(folder, [700, 37, 500], [250, 150])
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked gpu run where there is one; the warm server imports beside the first tests."""
     if sys.platform == "linux" and len(items) > 100:  # a single file may not need it

@@ -349,11 +349,6 @@ def test_bytes_per_token_are_those_of_the_validation_split(counted, expected, tm
 # Data that do not come
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
-
-
 def test_a_signal_ends_the_wait_for_a_disk_that_does_not_answer(tokens, tmp_path):
     """Nothing is lost, and the process does not wait for its thread."""
     train(**TINY, dataset=tokens, out_dir=tmp_path / "unbroken")

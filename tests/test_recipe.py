@@ -1,7 +1,7 @@
 """Whole runs of the fast recipe against the second trainer in reference_fast.py."""
 
 import pytest
-from program import ROOT, checkpoint, column, train, write_tokens
+from program import ROOT, checkpoint, column, train
 from reference_fast import Trainer
 
 from configurator import load_config
@@ -47,12 +47,6 @@ ONLY_TRAIN_PY = dict(
 
 # config/fast124m_4070.py made small
 PLAIN = dict(bias=True, optimizer="plain_muon", value_tables=0, bigram_rows=0)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    # 76 windows an epoch; the 144 of a run are almost two of them
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
 # How far apart sums in another order may be: losses in nats, norms relative, weights relative to

@@ -5,13 +5,12 @@ a compiler is used only if it computes what eager code does.
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from cases import slow_but
-from program import TINY_RUN, assert_same_run, column, flags, records, run, train, write_tokens
+from program import TINY_RUN, assert_same_run, column, flags, records, run, train
 
 TINY = TINY_RUN | dict(
     n_layer=1,
@@ -24,11 +23,6 @@ TINY = TINY_RUN | dict(
     eval_tokens=64,
     keep_checkpoints=9,
 )
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
 def test_nothing_waits_for_the_device_between_log_lines(tokens, tmp_path):

@@ -13,7 +13,8 @@ def letters(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
+def corpus(tmp_path_factory) -> Path:
+    """A dataset with 20 contexts of tokens for validation."""
     folder = tmp_path_factory.mktemp("data") / "tokens"
     return write_tokens(folder, train=[700, 37, 500], val=[20 * T + 1])
 

@@ -73,11 +73,6 @@ FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
-
-
-@pytest.fixture(scope="module")
 def straight(tokens, tmp_path_factory) -> Path:
     """The run that nothing happens to."""
     out_dir = tmp_path_factory.mktemp("straight")

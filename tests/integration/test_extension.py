@@ -26,7 +26,6 @@ from program import (
     start,
     start_ranks,
     train,
-    write_tokens,
 )
 
 pytest.importorskip("fcntl", reason="cp, signals and disks of POSIX")
@@ -48,12 +47,6 @@ NIGHT = TINY_RUN | dict(
     checkpoint_interval=2,
     init_from="auto",
 )
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    """1,238 tokens for training last for 9 iterations of 128."""
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
 @pytest.fixture(scope="module", params=slow_but(1, of=[1, 2]))

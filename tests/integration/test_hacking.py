@@ -35,7 +35,6 @@ from program import (
     start,
     train,
     with_definitions,
-    write_tokens,
 )
 from torch import Tensor
 
@@ -138,11 +137,6 @@ GPT.__init__ = init
 
 # -----------------------------------------------------------------------------
 # Keys, weights, groups, optimizers
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from program import (
     same,
     sigterm,
     train,
-    write_tokens,
 )
 
 from configurator import Config
@@ -61,11 +60,6 @@ class NoLog:
 
 def no_log():
     return mock.patch("training.log.Log", NoLog)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
 def assert_same_files(left, right) -> None:

@@ -85,12 +85,12 @@ print(loss.item())
 
 
 @pytest.mark.parametrize("place", ["beside", pytest.param("elsewhere", marks=pytest.mark.slow)])
-def test_a_script_written_for_nanogpts_model_runs_here(place, tokens, tmp_path):
-    train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=tokens, out_dir=tmp_path / "run")
+def test_a_script_written_for_nanogpts_model_runs_here(place, corpus, tmp_path):
+    train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=corpus, out_dir=tmp_path / "run")
     home = changed(tmp_path / "copy", {})
     shutil.copy(ROOT / "docs" / "nanogpt_model.py", home)
     page = block_with("from nanogpt_model import")
-    names = dict(val=tokens / "val_000000.bin", source=tmp_path / "run", page=page)
+    names = dict(val=corpus / "val_000000.bin", source=tmp_path / "run", page=page)
     script = (home if place == "beside" else tmp_path) / "script.py"
     script.write_text(SCRIPT.format(**names))
     way = dict(only_torch=True) if place == "beside" else dict(cold=True, PYTHONPATH=str(home))

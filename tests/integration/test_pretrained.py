@@ -139,7 +139,7 @@ def test_nanogpts_checkpoint_is_sampled_converted_evaluated_and_trained_further(
     assert len(state["transformer.wte.weight"]) == len(LETTERS)  # new rows would be noise
 
 
-def test_a_hugging_face_model_is_evaluated_trained_and_exported(tokens, tmp_path):
+def test_a_hugging_face_model_is_evaluated_trained_and_exported(corpus, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(n_positions=2 * T, n_layer=2, n_head=2, n_embd=32, vocab_size=61)
@@ -147,13 +147,13 @@ def test_a_hugging_face_model_is_evaluated_trained_and_exported(tokens, tmp_path
     for parameter in theirs.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     theirs.save_pretrained(tmp_path / "hf")
-    val = np.fromfile(tokens / "val_000000.bin", "<u2")[512:]
+    val = np.fromfile(corpus / "val_000000.bin", "<u2")[512:]
     before = loss_by_transformers(tmp_path / "hf", val)
 
     # the sizes come from the weights, but for a shorter context
     names = ("n_layer", "n_head", "n_embd")
     given = {name: value for name, value in SHORT_RUN.items() if name not in names}
-    given |= dict(dataset=tokens, init_from=tmp_path / "hf", eval_tokens=20 * T)
+    given |= dict(dataset=corpus, init_from=tmp_path / "hf", eval_tokens=20 * T)
     result = train(**given, out_dir=tmp_path / "none", eval_only=True)
     assert evaluation_in(result.out) == pytest.approx(before, abs=1e-4)
     assert not (tmp_path / "none").exists()

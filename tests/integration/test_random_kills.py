@@ -22,7 +22,6 @@ from program import (
     records,
     start,
     train,
-    write_tokens,
 )
 
 pytest.importorskip("fcntl", reason="disks and signals of POSIX")
@@ -45,11 +44,6 @@ OPTIONS = TINY_RUN | dict(
 LAUNCHES = 4
 # how often each happens in the first 14 iterations of a launch, about
 MOMENTS = dict(update=14, lookup=24, disk=250, save=6)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [700, 37, 500], [250, 150])
 
 
 @pytest.fixture(scope="module")

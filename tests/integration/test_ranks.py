@@ -78,11 +78,6 @@ FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=100, lea
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("ranks") / "tokens", [700, 37, 500], [250, 150])
-
-
 @pytest.fixture
 def tiny(tokens, tmp_path) -> dict:
     return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")

@@ -36,7 +36,7 @@ FIELDS = dict(
 
 
 @pytest.fixture(scope="module")
-def logged(tokens, tmp_path_factory) -> tuple[Path, str]:
+def logged(corpus, tmp_path_factory) -> tuple[Path, str]:
     """A run with all kinds of records, and what it printed. It skips the update of iteration 4."""
     out_dir = tmp_path_factory.mktemp("logged") / "run"
     backward = torch.Tensor.backward
@@ -48,7 +48,7 @@ def logged(tokens, tmp_path_factory) -> tuple[Path, str]:
 
     changes = dict(sample_tokens=5, peak_tflops=0.01, log_interval=2)
     with mock.patch.object(torch.Tensor, "backward", spoilt):
-        result = train(**SHORT_RUN | changes, dataset=tokens, out_dir=out_dir)
+        result = train(**SHORT_RUN | changes, dataset=corpus, out_dir=out_dir)
     return out_dir, result.out
 
 

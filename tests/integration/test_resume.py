@@ -26,9 +26,9 @@ from program import (
 
 
 def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_continues_it(
-    tokens, tmp_path
+    corpus, tmp_path
 ):
-    arguments = flags(**SHORT_RUN | dict(max_iters=10**6), dataset=tokens, out_dir=tmp_path / "run")
+    arguments = flags(**SHORT_RUN | dict(max_iters=10**6), dataset=corpus, out_dir=tmp_path / "run")
     process = start(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     wait_for_line(process, "iter 3:")
     process.send_signal(signal.SIGINT)
@@ -45,9 +45,9 @@ def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_contin
     assert column(tmp_path / "run", "step", "iter") == [*range(saved + 2)]
 
 
-def test_a_resume_verifies_the_checksums_of_its_checkpoint_once(tokens, tmp_path):
+def test_a_resume_verifies_the_checksums_of_its_checkpoint_once(corpus, tmp_path):
     """A second time would take seconds for a checkpoint of gigabytes."""
-    arguments = dict(SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run")
+    arguments = dict(SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run")
     train(**arguments | dict(max_iters=2))
     verified, testzip = [], zipfile.ZipFile.testzip
 
@@ -60,8 +60,8 @@ def test_a_resume_verifies_the_checksums_of_its_checkpoint_once(tokens, tmp_path
     assert verified == ["ckpt-00000002.pt", "ckpt-00000004.pt"]  # the second one after its save
 
 
-def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(tokens, tmp_path):
-    arguments = dict(SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
+def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(corpus, tmp_path):
+    arguments = dict(SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", init_from="auto")
     train(**arguments)
     before = files(tmp_path)
     result = train(**arguments)
@@ -70,11 +70,11 @@ def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(tokens
 
 
 def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weights(
-    tokens, tmp_path
+    corpus, tmp_path
 ):
     changes = dict(learning_rate=1e38, grad_clip=0, warmup_iters=0, max_iters=60, eval_interval=60)
     changes |= dict(checkpoint_interval=1)
-    arguments = flags(**SHORT_RUN | changes, dataset=tokens, out_dir=tmp_path / "run")
+    arguments = flags(**SHORT_RUN | changes, dataset=corpus, out_dir=tmp_path / "run")
     result = run("train.py", *arguments)
     assert result.code == 1
     lines = result.err.splitlines()
@@ -87,37 +87,37 @@ def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weig
 
 
 @pytest.fixture(scope="module")
-def eight(tokens, tmp_path_factory) -> Path:
+def eight(corpus, tmp_path_factory) -> Path:
     """A run of eight iterations, with checkpoints after 4 and 8."""
     out_dir = tmp_path_factory.mktemp("runs") / "eight"
-    train(**SHORT_RUN, dataset=tokens, out_dir=out_dir)
+    train(**SHORT_RUN, dataset=corpus, out_dir=out_dir)
     assert checkpoints(out_dir) == [4, 8]
     return out_dir
 
 
-def test_a_run_that_was_moved_with_its_dataset_goes_on(eight, tokens, tmp_path):
+def test_a_run_that_was_moved_with_its_dataset_goes_on(eight, corpus, tmp_path):
     shutil.copytree(eight, tmp_path / "moved")
-    shutil.copytree(tokens, tmp_path / "tokens_moved")
+    shutil.copytree(corpus, tmp_path / "tokens_moved")
     where = dict(out_dir=tmp_path / "moved", dataset=tmp_path / "tokens_moved")
     train(**SHORT_RUN | dict(max_iters=10), **where, init_from="resume")
     assert column(tmp_path / "moved", "step", "iter") == [*range(10)]
 
 
-def test_without_its_newer_checkpoints_a_run_goes_back(eight, tokens, tmp_path):
+def test_without_its_newer_checkpoints_a_run_goes_back(eight, corpus, tmp_path):
     shutil.copytree(eight, tmp_path / "run")
     (tmp_path / "run" / "ckpt-00000008.pt").unlink()
-    result = train(**SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
+    result = train(**SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", init_from="resume")
     assert "iter 4:" in result.out
     assert "iter 3:" not in result.out
     assert_same_run(tmp_path / "run", eight, 8)
 
 
-def test_best_pt_goes_on_under_the_name_of_a_checkpoint(eight, tokens, tmp_path):
+def test_best_pt_goes_on_under_the_name_of_a_checkpoint(eight, corpus, tmp_path):
     """Where it alone is left."""
     (tmp_path / "run").mkdir()
     shutil.copy(eight / "best.pt", tmp_path / "run" / "ckpt-00000008.pt")
     given = SHORT_RUN | dict(max_iters=10)
-    train(**given, dataset=tokens, out_dir=tmp_path / "run", init_from="resume")
+    train(**given, dataset=corpus, out_dir=tmp_path / "run", init_from="resume")
     assert column(tmp_path / "run", "step", "iter") == [8, 9]
 
 
@@ -136,10 +136,10 @@ def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
         process.wait()
 
 
-def test_eval_iters_are_the_micro_batches_of_an_evaluation(tokens, tmp_path):
+def test_eval_iters_are_the_micro_batches_of_an_evaluation(corpus, tmp_path):
     for name, size in (("iters", dict(eval_iters=3)), ("tokens", dict(eval_tokens=3 * 4 * T))):
         given = SHORT_RUN | dict(eval_tokens=0, max_iters=0) | size
-        train(**given, dataset=tokens, out_dir=tmp_path / name)
+        train(**given, dataset=corpus, out_dir=tmp_path / name)
     losses = [
         column(tmp_path / name, "eval", "train_loss", "val_loss") for name in ("iters", "tokens")
     ]

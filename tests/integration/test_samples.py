@@ -153,8 +153,8 @@ def test_unknown_characters_of_a_prompt_are_left_out_and_named(gpt2):
     assert "'!'" in result.err
 
 
-def test_a_sample_ends_at_the_end_of_text(tokens, tmp_path):
-    train(**SHORT_RUN, dataset=tokens, out_dir=tmp_path / "run", bias=True, tie_weights=False)
+def test_a_sample_ends_at_the_end_of_text(corpus, tmp_path):
+    train(**SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", bias=True, tie_weights=False)
     for token, text in ((0, "The end"), (ord("."), "The end.....")):
         parrot = write_parrot(tmp_path / "run", tmp_path / f"{token}.pt", token)
         flags = ("--start=The end", "--max_new_tokens=5", "--num_samples=2", "--temperature=0")
