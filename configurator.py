@@ -96,7 +96,7 @@ class Config:
     learning_rate: float = 6e-4  # peak rate; with Muon: that of hidden matrices (0.025 if unset)
     head_lr: float = 0.004  # with Muon: peak rate of the output head
     muon_momentum: float = 0.95  # with Muon: its momentum
-    weight_decay: float = 0.1  # on matrices and embeddings; with Muon: embeddings and head
+    weight_decay: float = 0.1  # on matrices; Muon: embeddings and head; plain_muon: vectors too
     beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
     beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off

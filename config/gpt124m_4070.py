@@ -4,7 +4,7 @@
 # A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
-# To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
+# Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
@@ -28,7 +28,7 @@ max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
 eval_interval = 500  # every 78 minutes
 eval_tokens = 2097152  # takes 25 seconds (estimated), 0.5% of the time between evaluations
-checkpoint_interval = 100  # every 16 minutes, 1.5 GB each: the most that a crash can cost
+checkpoint_interval = 100  # every 16 minutes: the most that a crash can cost; 1.5 GB each
 log_interval = 10
 sample_tokens = 100
 

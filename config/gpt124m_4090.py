@@ -2,7 +2,7 @@
 # Estimated, not measured (docs/status.md): 21.8 hours (19.2 to 25.2) for 10B tokens, by
 # python bench.py plan config/gpt124m_4090.py --gpu=4090
 out_dir = "out/gpt124m"
-# To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
+# Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it

@@ -4,7 +4,7 @@
 # Such a notebook shuts down after a few hours. Keep out_dir on persistent storage, and run the same
 # command again to resume.
 out_dir = "out/gpt124m"
-# To compare with the loss of 3.28 that others report, use FineWeb: "fineweb_records" here, after
+# Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
 # python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it

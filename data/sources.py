@@ -591,7 +591,7 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
         raise UserError(f"{name}: {error}; leave it out, or give its --encoding=NAME") from None
     if guess and not stated:
         warn(f"{name}: {guess}")
-    # Normalise line ends, so that every operating system makes the same tokens.
+    # Normalise line endings, so that every operating system produces the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     whole = re.sub("(?m)^\ufeff", "", text)  # byte-order marks; joined files may have several
     texts = END_OF_TEXT.split(whole) if name.lower().endswith(".txt") else [whole]

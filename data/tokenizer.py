@@ -34,8 +34,9 @@ TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: train N ids on up to {SAM
 MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_pretrained('OUT')"
 # What tokenizers call end-of-text; those that we train use the first name
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-# A tokenizer counts as lossless if it returns this text unchanged. The text holds what tidying up
-# would change, a long word, and a character for every byte that occurs in UTF-8
+# A tokenizer counts as lossless if encoding and then decoding this text does not change it. The
+# text holds what normalizing or cleaning up spaces would change, a long word, and a character for
+# every byte that occurs in UTF-8.
 PROBE = (
     "It's  12 Caf\u00e9s , don't .\n\t\u6f22\u5b57 \U0001f642 <|endoftext|> e\u0301 \ufb01 \u2581 "
 )

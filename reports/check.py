@@ -371,5 +371,5 @@ def smi(device: torch.device, *fields: str) -> list[float]:
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         return [float(number) for number in done.stdout.split(",")]
-    except (OSError, subprocess.SubprocessError, ValueError):  # ValueError: "[N/A]" is no number
+    except (OSError, subprocess.SubprocessError, ValueError):  # ValueError: "[N/A]" is not a number
         return []

@@ -247,6 +247,6 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
                     tokens_per_sec=tokens_per_iter / step_ms * 1000,
                 )
             )
-    # a checkpoint has no seconds of its own: its evaluation's seconds include them
+    # nanoGPT does not time its saves: the seconds of an evaluation include its checkpoint
     records += [dict(kind="checkpoint")] * len(SAVE.findall(text))
     return records

@@ -50,9 +50,10 @@ from training.hardware import count_flops
 from training.log import LARGE_CORPUS, MANY_EPOCHS
 from training.pretrained import read_sizes
 
-# The MFUs to assume if gpus.csv has no published one (lowest, likely, highest), by the first word
-# here that the GPU's name contains. The ranges span the published MFUs of 124M models. The peak
-# of a laptop GPU is at its highest boost clock; its lowest boost clock is 0.6 to 0.8 of that.
+# The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
+# in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
+# MFUs of 124M models. A laptop GPU's peak is stated at its highest boost clock; its lowest boost
+# clock is 0.6 to 0.8 of that.
 ASSUMED_MFU = {
     "Laptop": (0.34, 0.50, 0.67),
     "GeForce": (0.57, 0.75, 0.84),

@@ -134,7 +134,7 @@ def read(path: Path) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# The folder
+# The run's folder
 
 
 def checkpoint_path(out_dir: str | Path, iter_num: int) -> Path:
@@ -228,7 +228,7 @@ def link(path: Path, name: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The folder during training
+# Writing the run's files during training
 
 
 class Saver:
