@@ -276,8 +276,8 @@ def test_a_run_that_fails_passes_its_own_error_on(code, keys, exit_code, words, 
     assert ("ZeroDivisionError: mine" in result.err) == ("ZeroDivisionError" in code)
 
 
-def test_ctrl_c_leaves_no_process(children, monkeypatch):
-    """It comes while bench.py waits for lines of the log."""
+def test_ctrl_c_kills_the_measured_process(children, monkeypatch):
+    """Ctrl-C while bench.py waits for log lines: exit code 130."""
 
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt

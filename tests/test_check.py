@@ -130,7 +130,9 @@ def test_do_not_train_where_the_run_itself_finds_uncompiled_code_wrong(monkeypat
 
 
 @pytest.mark.slow
-def test_do_not_train_where_a_kernel_fails(monkeypatch):
+def test_check_advises_against_training_if_a_kernel_fails(monkeypatch):
+    """Exit code 1; the last line has only the first line of the error."""
+
     def fault(y, v):
         raise RuntimeError("CUDA error: no kernel image is available for execution\n\nmore lines")
 

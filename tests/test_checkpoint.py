@@ -26,7 +26,11 @@ class CuttingFile:
         return self.file.write(content)
 
 
-def test_records_that_a_full_disk_cut_again_and_again_are_whole_lines_in_the_end(tmp_path):
+def test_writes_every_record_whole_after_the_disk_was_full(tmp_path):
+    """
+    While full, metrics.jsonl keeps only whole lines; with room again, every record follows in
+    order.
+    """
     saver = Saver(tmp_path, keep=1, peak_end=-1)
     saver.open(None)
     saver.metrics = CuttingFile(saver.metrics)

@@ -341,8 +341,8 @@ def test_a_space_or_quote_in_the_environments_path_is_named(prefix, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
-def test_a_variable_that_turns_the_compiler_off_is_named(variable):
-    """Eager code passes any comparison with itself. torch reads one of the two at its import."""
+def test_names_the_variable_that_turns_the_compiler_off(variable):
+    """The line says to unset it. Unnoticed, eager code would be compared with itself and pass."""
     code = (
         "import torch, train; from training.compiled import try_compiling; "
         "from training import hardware; from configurator import Config; "

@@ -162,8 +162,11 @@ def test_the_printed_config_file_is_all_that_stdout_gets(tmp_path):
     assert load_config([write(tmp_path, result.out)]).gradient_accumulation_steps == 4
 
 
-def test_every_key_of_nanogpts_train_py_is_taken_as_flag_and_in_a_file(tmp_path):
-    """Its keys and defaults, but for device, dtype and lr_decay_iters, which are found."""
+def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
+    """
+    Defaults are nanoGPT's, except device, dtype and lr_decay_iters, which are worked out for each
+    run.
+    """
     defaults = dict(out_dir="out", eval_interval=2000, log_interval=1, eval_iters=200)
     defaults |= dict(eval_only=False, always_save_checkpoint=True, init_from="scratch")
     defaults |= dict(wandb_project="owt", wandb_run_name="gpt2", dataset="openwebtext")

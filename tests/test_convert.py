@@ -187,8 +187,11 @@ def test_a_tokenizer_of_ones_own_goes_with_the_weights(model, tmp_path):
         assert same_tokenizer(back["tokenizer"], dict(kind="bpe", json=spec))
 
 
-def test_what_other_programs_ask_of_a_gpt2_folder_is_there(tmp_path):
-    """llama.cpp and mlx-lm: results in docs/sampling.md."""
+def test_exports_what_other_programs_need_in_a_gpt2_folder(tmp_path):
+    """
+    n_ctx, OpenAI's weight names, no token_type_ids, and pipeline() generates. Results with
+    llama.cpp and mlx-lm: docs/sampling.md.
+    """
     bpe = own_bpe()
     path = save(random_gpt(vocab_size=384), tmp_path / "x.pt", 300, "bpe", json=bpe.to_str())
     folder = tmp_path / "hf"

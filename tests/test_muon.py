@@ -294,7 +294,11 @@ def test_a_frozen_matrix_stays_as_it_is():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_grad_scaler_skips_and_lowers_its_scale(fused):
+def test_skips_the_update_and_halves_the_loss_scale_on_overflow(fused):
+    """
+    Muon with a GradScaler: infinite gradients leave the weights alone, the next finite ones move
+    them.
+    """
     model = fast_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = build_optimizer(model, torch.float32, fused)

@@ -568,6 +568,7 @@ def test_many_epochs_are_warned_of(tmp_path, monkeypatch):
         assert (".2 epochs" in run(*command, *flags).err) is warns
 
 
-def test_help_lists_plans_own_flags_and_not_the_keys():
+def test_plan_help_lists_only_its_own_flags():
+    """Such as --watts and --from_run, but no config key such as --n_layer."""
     out = run("bench.py", "plan", "--help").out
     assert "--watts" in out and "--from_run" in out and "--n_layer" not in out

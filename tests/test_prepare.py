@@ -502,9 +502,8 @@ def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
     assert contents(Path("out")) == before
 
 
-def test_a_folder_of_other_files_is_refused_before_anything_is_read_by_its_notes(
-    tmp_path, monkeypatch
-):
+def test_refuses_a_folder_made_from_other_files_and_leaves_it_unchanged(tmp_path, monkeypatch):
+    """A differing --val_tokens is named with both values."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     flags = ["--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k", "--out=out"]
@@ -549,7 +548,8 @@ def test_a_source_with_a_new_date_is_the_same_and_one_with_other_bytes_is_not(
         assert result.code == 2 and contents(manifest.parent) == before
 
 
-def test_an_unfinished_folder_goes_on_in_silence_if_only_the_date_is_new(tmp_path, monkeypatch):
+def test_continues_without_a_warning_if_only_the_source_files_date_changed(tmp_path, monkeypatch):
+    """An unfinished folder: exit code 0, nothing on stderr, the same shards."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     script, *arguments = command("book.txt", Path("out"))
@@ -764,8 +764,8 @@ def test_the_next_command_is_one_that_suits_the_dataset(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_full_console_costs_its_lines_and_not_the_dataset(tmp_path):
-    """Such as a log file on a full disk: the data are complete, so the exit code is 0."""
+def test_writes_the_dataset_even_if_stdout_is_full(tmp_path):
+    """Such as a log file on a full disk. Exit code 0 and nothing on stderr."""
     (tmp_path / "a.txt").write_text("a line\n" * 400)
     code = "import runpy, sys; sys.stdout = sys.full = open('/dev/full', 'w')\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -679,7 +679,8 @@ def test_rows_without_text_are_counted_and_a_file_that_is_mostly_without_is_refu
 
 @pytest.mark.parametrize("ending, said", [("gz", "EOFError"), ("zst", "Truncated")])
 @pytest.mark.parametrize("cut", ["a line", "between lines", "the second part", "the last byte"])
-def test_a_file_that_was_cut_ends_in_the_librarys_own_words(ending, said, cut):
+def test_reports_a_truncated_gz_or_zst_file_in_one_line(ending, said, cut):
+    """Exit code 2, with the file's name and the library's own error."""
     rows = [json.dumps(dict(text=text)).encode() + b"\n" for text in FILLING]
     pack = gzip.compress if ending == "gz" else pytest.importorskip("zstandard").compress
     packed = pack(b"".join(rows))

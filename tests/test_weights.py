@@ -216,7 +216,8 @@ def test_names_from_wrappers_of_the_model_are_read(wrapped, tmp_path):
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_names_from_wrappers_are_read_in_a_hugging_face_folder(tmp_path):
+def test_reads_hugging_face_weights_of_a_compiled_model(tmp_path):
+    """Names that begin with _orig_mod. load as the same weights."""
     random_gpt2(tmp_path, **SMALL)
     expected = load_pretrained(str(tmp_path))["model"]
     file = tmp_path / "model.safetensors"

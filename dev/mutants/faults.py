@@ -78,7 +78,7 @@ FAULTS = [
         "Saver.write_record",
         "self.metrics.seek(0, os.SEEK_END)",
         "self.metrics.tell()",
-        "test_checkpoint.py::test_records_that_a_full_disk_cut_again_and_again_are_whole_lines_in_the_end",
+        "test_checkpoint.py::test_writes_every_record_whole_after_the_disk_was_full",
     ),
     Fault(
         "a disk without links has no best.pt",
@@ -118,7 +118,7 @@ FAULTS = [
         "run_train",
         "child.kill()\n                child.wait()",
         "pass",
-        "test_bench.py::test_ctrl_c_leaves_no_process",
+        "test_bench.py::test_ctrl_c_kills_the_measured_process",
     ),
     Fault(
         "a rank ends without leaving its group",
@@ -206,7 +206,7 @@ FAULTS = [
         "train_step",
         "scaler.unscale_(optimizer)",
         "pass",
-        "integration/test_losses.py::test_half_precision_follows_float32_and_is_used_in_training_and_evaluation",
+        "integration/test_losses.py::test_half_precision_losses_stay_close_to_float32",
     ),
     Fault(
         "the logged norm is measured after clipping",

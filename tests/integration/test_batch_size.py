@@ -70,7 +70,7 @@ def test_a_file_whose_accumulation_does_not_follow_is_told_the_one_to_write(tmp_
         (["--gradient_accumulation_steps=3", "--tokens_per_iter=1024"], 1, 16),
     ],
 )
-def test_a_later_batch_size_rounds_the_accumulation(
+def test_recomputes_accumulation_for_flags_after_a_config(
     after, processes, accumulation, config, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))

@@ -212,6 +212,6 @@ def test_a_resume_that_raises_the_learning_rate_says_so(change, warns, tokens, t
 @pytest.mark.parametrize(
     "warmup, warns", slow_but((11, False), (12, True), of=[(11, False), (12, True), (50, True)])
 )
-def test_a_warmup_of_the_whole_run_is_warned_of(warmup, warns, tokens, tmp_path):
+def test_warns_if_warmup_lasts_the_whole_run(warmup, warns, tokens, tmp_path):
     result = train(**TINY | dict(warmup_iters=warmup), dataset=tokens, out_dir=tmp_path)
     assert ("--warmup_iters=1 " in result.err) == warns

@@ -443,8 +443,11 @@ def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
 # Dropout and samples
 
 
-def test_dropout_acts_in_every_iteration_and_in_no_evaluation(tokens, trained, tmp_path):
-    """Also in those after an evaluation and a sample, judged by launches without dropout."""
+def test_applies_dropout_in_training_and_never_in_evaluation(tokens, trained, tmp_path):
+    """
+    Launches without dropout from the same checkpoints have other training losses and equal
+    evaluations, also right after an evaluation or a sample.
+    """
     config = BASE | dict(eval_interval=4, sample_tokens=4, checkpoint_interval=1, dataset=tokens)
     out_dir = tmp_path / "run"
     train(**config, dropout=0.5, init_from=trained(), out_dir=out_dir)
@@ -505,7 +508,11 @@ def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(tokens, t
 # Numbers of other precision, and no numbers
 
 
-def test_half_precision_follows_float32_and_is_used_in_training_and_evaluation(tokens, tmp_path):
+def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
+    """
+    Within 2^-9 (bfloat16) or 2^-12 (float16). The first losses differ, so half precision is really
+    used, in evaluation too.
+    """
     for dtype in ("float32", "bfloat16", "float16"):
         train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
     whole = tmp_path / "float32"
@@ -521,10 +528,10 @@ def test_half_precision_follows_float32_and_is_used_in_training_and_evaluation(t
         assert ours == pytest.approx(theirs, rel=50 * near), dtype
 
 
-def test_a_float16_run_outlives_the_search_for_its_loss_scale(tokens, tmp_path):
+def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     """
-    Scaled by 2^26, gradients of 1e-2 overflow float16's 65,504 until the scale has been halved
-    several times.
+    From 2^26, each overflow halves the scale and logs no grad_norm; after 16 iterations at most
+    there are none, and the loss has fallen at the end.
     """
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     config = BASE | dict(dtype="float16", max_iters=24, eval_interval=24)

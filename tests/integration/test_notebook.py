@@ -57,7 +57,8 @@ def shell_commands() -> list[list[str]]:
     return [shlex.split(command) for command in commands]
 
 
-def test_its_commands_name_scripts_configs_and_flags_that_exist():
+def test_notebook_commands_name_existing_scripts_configs_and_flags():
+    """Its python commands; configs with a variable in their path are not checked."""
     commands = [words[1:] for words in shell_commands() if words[0] == "python"]
     assert len(commands) >= 8
     for script, *words in commands:

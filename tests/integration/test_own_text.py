@@ -102,7 +102,8 @@ def test_validation_is_from_all_over_the_text(write, tmp_path):
         assert max(b - a for a, b in pairwise([0, *numbers, 1000])) < 150
 
 
-def test_the_quickstarts_dataset_is_small_and_the_same_at_every_start(tmp_path):
+def test_prepares_identical_shards_every_time(tmp_path):
+    """Also with one worker; about 5% of the text is validation."""
     prepare(f"--out={tmp_path / 'first'}")
     prepare(f"--out={tmp_path / 'second'}", "--workers=1")
     assert digests(tmp_path / "first") == digests(tmp_path / "second")
@@ -319,7 +320,8 @@ def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ['a"b', "it's", "a{b}", "$(x) y"])
-def test_a_written_config_may_have_any_name(tmp_path, monkeypatch, name):
+def test_writes_a_config_that_loads_whatever_its_name(tmp_path, monkeypatch, name):
+    """Quotes, braces or spaces in --write; out_dir and dataset get the same name."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(LINES * 300)
     result = run("data/prepare_text.py", "a.txt", f"--write={name}.py")

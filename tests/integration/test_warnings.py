@@ -55,7 +55,8 @@ def test_plan_warns_of_many_epochs_too(tokens, warned):
     assert ("5.0 epochs" in result.err) == warned
 
 
-def test_eval_only_on_a_run_evaluates_that_run(tokens, tmp_path):
+def test_eval_only_prints_the_runs_last_val_loss_and_adds_no_file(tokens, tmp_path):
+    """Without init_from on the command line: out_dir's run is evaluated."""
     out_dir = tmp_path / "run"
     keys = TINY | dict(dataset=tokens, out_dir=out_dir, block_size=16, learning_rate=0.01)
     train(**keys)
