@@ -29,7 +29,7 @@ from training.ranks import Ranks
 
 gpu = pytest.mark.gpu
 
-# what an RTX 4070 trains, and it in tiny
+# the configs that an RTX 4070 trains, and flags that make them tiny
 GPT2 = [f"{ROOT}/config/gpt124m_4070.py"]
 NIGHT = [f"{ROOT}/config/fast124m_4070.py"]
 TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16"]

@@ -10,7 +10,7 @@ class Fault(NamedTuple):
     what: str  # what a user would meet
     file: str
     function: str  # Class.method for a method
-    old: str  # is in the function once
+    old: str  # text that the function contains once
     new: str
     test: str  # a file in tests/ and the test in it that must fail
 
