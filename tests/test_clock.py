@@ -1,4 +1,7 @@
-"""The clock of a run, by itself. Whole nights: test_nights.py; with a whole run: integration/."""
+"""
+Check a run's clock by itself. test_nights.py simulates whole nights, and integration/ has whole
+runs.
+"""
 
 import time
 from datetime import datetime, timedelta
@@ -18,8 +21,11 @@ def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None
     return Clock(began=0.0, synchronize=lambda: None, c=c, resumed=resumed)
 
 
-def test_an_until_that_passes_while_torch_is_imported_is_not_tomorrows(monkeypatch):
-    """Typed at 06:59:50.5; the clock is made at 07:00:20.5."""
+def test_until_means_today_even_if_it_passes_during_the_start_up(monkeypatch):
+    """
+    Count --until=07:00, typed at 06:59:50.5, as passed at 07:00:20.5; typed at 07:00:00, it means
+    tomorrow.
+    """
     now = datetime(2026, 3, 4, 7, 0, 20, 500_000).timestamp()
     monkeypatch.setattr(time, "time", lambda: now)
     assert clock_at(30, Config(until="07:00"), monkeypatch).left() == pytest.approx(-20.5, abs=1e-3)
@@ -27,8 +33,11 @@ def test_an_until_that_passes_while_torch_is_imported_is_not_tomorrows(monkeypat
     assert clock_at(20.5, Config(until="07:00"), monkeypatch).left() == 24 * 3600 - 20.5
 
 
-def test_a_run_that_is_stopped_before_its_last_update_makes_it_on_a_resume(monkeypatch):
-    """The resume takes longer than what was left. The rate would not come down to min_lr."""
+def test_a_resume_makes_the_last_update_that_a_stop_prevented(monkeypatch):
+    """
+    Make it even if the resume takes longer than what was left; otherwise the learning rate would
+    not come down to min_lr.
+    """
     c = Config(hours=1)
     clock = clock_at(0, c, monkeypatch)
     clock.begin_iterations(BEGINNING)
@@ -75,7 +84,11 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_the_share_and_the_spare_time_follow_from_the_durations(name, monkeypatch):
+def test_computes_the_share_of_time_used_and_the_spare_time(name, monkeypatch):
+    """
+    Compare the share of the training time, and whether there is time to spare, with figures worked
+    out by hand.
+    """
     c, estimates, seconds, it, share, has_spare_time = POSITIONS[name]
     clock = clock_at(400, c, monkeypatch)
     clock.begin_iterations(BEGINNING)
@@ -92,7 +105,8 @@ def test_the_share_and_the_spare_time_follow_from_the_durations(name, monkeypatc
     assert found.launch_minutes == seconds / 60
 
 
-def test_a_run_whose_time_is_over_after_the_start_up_makes_one_update(monkeypatch):
+def test_a_run_makes_one_update_even_if_the_start_up_took_all_its_time(monkeypatch):
+    """Make the first update as the last one, and then stop."""
     monkeypatch.setattr(time, "perf_counter", lambda: 4000.0)
     clock = Clock(began=300.0, synchronize=lambda: None, c=HOUR, resumed=None)
     clock.begin_iterations(BEGINNING)
@@ -102,8 +116,8 @@ def test_a_run_whose_time_is_over_after_the_start_up_makes_one_update(monkeypatc
     assert clock.position(1).time_is_up
 
 
-def test_a_position_is_the_same_however_often_one_asks(monkeypatch):
-    """Everything that may change a clock changes it in between."""
+def test_reading_the_clock_does_not_change_it(monkeypatch):
+    """Return the same position for the same iteration, after each way to change the clock."""
     clock = clock_at(30, HOUR, monkeypatch)
     changes = [
         lambda: clock.lap("start-up"),
@@ -122,6 +136,9 @@ def test_a_position_is_the_same_however_often_one_asks(monkeypatch):
 
 
 def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeypatch):
+    """
+    Count the seconds since the launch until the timer is restarted, and not since any other lap.
+    """
     clock = clock_at(70, HOUR, monkeypatch)
     assert clock.position(0).seconds_since_save == 70
     clock.lap("checkpoints")
@@ -134,7 +151,8 @@ def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeyp
     )
 
 
-def test_an_estimate_is_the_last_duration_and_at_most_doubles(monkeypatch):
+def test_an_estimate_follows_the_last_duration_but_at_most_doubles(monkeypatch):
+    """Follow a shorter duration at once, and a longer one only up to twice the estimate before."""
     clock = clock_at(0, HOUR, monkeypatch)
     found = []
     for seconds in (10, 5, 30, 30, 1):
@@ -144,7 +162,7 @@ def test_an_estimate_is_the_last_duration_and_at_most_doubles(monkeypatch):
 
 
 def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
-    """And it keeps a deadline of the same until, also one that has passed."""
+    """Keep the deadline of an unchanged --until too, even if it has passed."""
     now = datetime(2026, 3, 4, 23, 0).timestamp()
     monkeypatch.setattr(time, "time", lambda: now)
     c = Config(until="07:00")
@@ -183,14 +201,19 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
 
 
 class Slower:
-    """Two ranks, of which the other takes and waits twice as long and uses half the memory."""
+    """
+    Stand for two ranks, of which the other takes and waits twice as long and uses half the memory.
+    """
 
     def max(self, elapsed, waited, mem_gib):
         return [2 * elapsed, 2 * waited, max(mem_gib, mem_gib / 2)]
 
 
-def test_a_speed_is_of_the_iterations_since_the_last_line_on_the_slowest_rank(monkeypatch):
-    """Seven iterations were made by an earlier launch. A lap waits for the device."""
+def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(monkeypatch):
+    """
+    Leave out seven iterations of an earlier launch and the time of an evaluation, and wait for the
+    device before each lap.
+    """
     now, waits = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     resumed = dict(clock={}, ledger=dict(steps=500.0))
@@ -208,7 +231,8 @@ def test_a_speed_is_of_the_iterations_since_the_last_line_on_the_slowest_rank(mo
     assert waits == [30.0, 130.0, 138.0]
 
 
-def test_a_time_of_day_is_rounded_to_a_minute_and_has_a_date_if_it_is_not_today(monkeypatch):
+def test_prints_clock_times_to_the_minute_with_a_date_unless_today(monkeypatch):
+    """Print 12:01 for 31 seconds after noon, and add the date to noon tomorrow."""
     noon = datetime.now().replace(hour=12, minute=0, second=0, microsecond=0)
     monkeypatch.setattr(time, "time", noon.timestamp)
     assert [clock_time(s) for s in (-500, 0, 29, 31, 3600)] == 3 * ["12:00"] + ["12:01", "13:00"]

@@ -1,4 +1,7 @@
-"""compare.py says what can be worked out by hand from the same records and logs, and draws it."""
+"""
+Check compare.py's table and picture against figures worked out by hand from the same records and
+logs.
+"""
 
 import json
 import math
@@ -39,8 +42,9 @@ def write_run(
     **config,
 ) -> Path:
     """
-    A finished run: a record for every iteration, evaluations of 2 s, a checkpoint of 1 s with each
-    but the first. `bits`: the bits per byte of a loss of 1. `start`: more of the start record.
+    Write a finished run: a record for every iteration, evaluations of 2 s and, with each but the
+    first, a checkpoint of 1 s. `bits` is the bits per byte of a loss of 1; `start` holds more
+    fields of the start record.
     """
     first = dict(
         kind="start",
@@ -80,7 +84,7 @@ def write_run(
 
 
 class Table:
-    """What `python compare.py ARGUMENTS --json=...` says."""
+    """Hold what `python compare.py ARGUMENTS --json=...` says."""
 
     def __init__(self, *arguments):
         file = Path(arguments[0]).parent / "table.json"
@@ -102,7 +106,8 @@ class Table:
 # Figures and verdicts
 
 
-def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
+def test_compares_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
+    """Interpolate val losses at the last iteration, token count and hour that both runs reached."""
     losses = {0: 8.0, 50: 4.0, 90: 3.2, 100: 3.0}
     a = write_run(tmp_path / "a", losses, step_ms=36_000, learning_rate=1e-3)
     losses = {0: 8.0, 40: 4.0, 46: 3.8, 54: 3.4, 95: 2.5}
@@ -146,7 +151,10 @@ def test_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
         ([0, 20, 40, 60], [0, 10, 20, 30], 2000, [20_000, 40_000, 60_000]),
     ],
 )
-def test_each_evaluation_that_all_runs_have_has_a_row(one, other, size, expected, tmp_path):
+def test_shows_a_row_for_each_evaluation_common_to_all_runs(one, other, size, expected, tmp_path):
+    """
+    Show at most eight, evenly spaced, by iteration or, if iterations differ in size, by tokens.
+    """
     a = write_run(tmp_path / "a", {it: 9 - it / 100 for it in one})
     start = dict(tokens_per_iter=size)
     b = write_run(tmp_path / "b", {it: 8 - it / 100 for it in other}, start=start)
@@ -166,8 +174,11 @@ def test_each_evaluation_that_all_runs_have_has_a_row(one, other, size, expected
     # a run, and the same one ended after 300 iterations; then others
     [((100, 300), (500, 1500)), ((70, 1400), (400, 1600)), ((30, 600), (41, 1025))],
 )
-def test_equal_runs_with_other_evaluations_are_never_told_apart(tmp_path, one, other):
-    """The loss falls from 5.4 to 2.0 within 300 iterations: a straight line is off by 1.2."""
+def test_calls_equal_runs_equal_however_often_they_were_evaluated(tmp_path, one, other):
+    """
+    Prefer neither run if both follow one steep loss curve but were evaluated at different
+    iterations, where a straight line would be off by up to 1.2.
+    """
     runs = []
     for name, (interval, last) in (("one", one), ("other", other)):
         losses = {it: 1.2 + 4.2 / (1 + it / 40) ** 0.8 for it in range(0, last + 1, interval)}
@@ -188,8 +199,10 @@ def test_equal_runs_with_other_evaluations_are_never_told_apart(tmp_path, one, o
         (1.7, None, "not reached; the lowest is 1.8000"),
     ],
 )
-def test_tokens_to_a_loss_or_why_they_are_not_known(loss, iterations, said, tmp_path):
-    """No straight line is drawn from iteration 0, where the loss falls steeply."""
+def test_says_how_many_tokens_a_loss_took_or_why_that_is_unknown(loss, iterations, said, tmp_path):
+    """
+    Interpolate between two evaluations, but not from iteration 0, where the loss falls steeply.
+    """
     a = write_run(tmp_path / "a", {0: 5.4, 500: 1.9, 550: 1.8})
     b = write_run(tmp_path / "b", {0: 5.4, 300: 3.0, 550: 1.0})
     table = Table(a, b, f"--loss={loss}")
@@ -201,8 +214,11 @@ def test_tokens_to_a_loss_or_why_they_are_not_known(loss, iterations, said, tmp_
 
 
 @pytest.mark.parametrize("before, after, loss", [(90, 110, 3.0), (75, 125, None)])
-def test_a_loss_is_read_off_a_short_line_between_evaluations_only(before, after, loss, tmp_path):
-    """At iteration 100 the line may span 20 iterations, a fifth of the way so far."""
+def test_interpolates_only_between_evaluations_close_together(before, after, loss, tmp_path):
+    """
+    Interpolate at iteration 100 between evaluations 20 iterations apart, but not 50 apart: the
+    distance may be a fifth of the way so far.
+    """
     a = write_run(tmp_path / "a", {0: 8.0, 100: 3.5})
     b = write_run(tmp_path / "b", {0: 8.0, before: 3.1, after: 2.9})
     figures = Table(a, b).runs["b"]
@@ -222,7 +238,8 @@ def test_a_loss_is_read_off_a_short_line_between_evaluations_only(before, after,
         ("iterations", [200, 201], "equal"),  # nanoGPT makes one more than max_iters
     ],
 )
-def test_what_counts_as_equal(key, values, verdict, tmp_path):
+def test_calls_small_differences_equal(key, values, verdict, tmp_path):
+    """Call speeds within 0.5%, losses within 0.005 and iteration counts one apart equal."""
     runs = []
     for name, value in zip("abc", values, strict=False):
         iterations = value if key == "iterations" else 10
@@ -266,9 +283,13 @@ NO = "not comparable"
         (TEXT, TEXT | dict(val_fingerprint="files"), NO, BITS, "bits per byte are"),
     ],
 )
-def test_equal_tokens_compare_in_loss_equal_text_in_bits_per_byte(
+def test_compares_losses_on_equal_tokens_and_bits_per_byte_on_equal_text(
     of_a, of_b, loss, bits, said, tmp_path
 ):
+    """
+    Compare losses if the validation tokens are the same and bits per byte if only the text is;
+    otherwise say why the runs are not comparable.
+    """
     a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0}, bits=0.5, start=of_a)
     b = write_run(tmp_path / "b", {0: 8.0, 5: 2.5}, bits=0.5, start=of_b, dataset="other")
     table = Table(a, b)
@@ -297,9 +318,13 @@ def test_equal_tokens_compare_in_loss_equal_text_in_bits_per_byte(
         (dict(eval_tokens=3072), dict(eval_tokens=3072, block_size=1024), 3073, True),
     ],
 )
-def test_losses_compare_where_equal_tokens_were_evaluated(
+def test_compares_losses_only_if_equally_many_tokens_were_evaluated(
     of_a, of_b, val_tokens, is_equal, tmp_path
 ):
+    """
+    Work out from each run's settings how many tokens it evaluated, and name eval_tokens in a
+    warning if the numbers differ.
+    """
     sizes = dict(eval_tokens=0, block_size=512, batch_size=8)
     start = dict(val_tokens=val_tokens)
     a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0}, start=start, **sizes | of_a)
@@ -310,15 +335,21 @@ def test_losses_compare_where_equal_tokens_were_evaluated(
 
 
 @pytest.mark.parametrize("bits, verdict", [(1.5016, "equal within 0.002"), (1.503, "a 0.0030")])
-def test_bits_per_byte_within_the_noise_of_seeds_are_equal(bits, verdict, tmp_path):
-    """0.005 nats of a token of 4.5 bytes are 0.0016 bits per byte."""
+def test_calls_bits_per_byte_within_the_noise_of_seeds_equal(bits, verdict, tmp_path):
+    """
+    Call a difference up to 0.002 equal; 0.005 nats on a token of 4.5 bytes are 0.0016 bits per
+    byte.
+    """
     a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0}, bits=0.5, start=BYTES | TEXT)
     b = write_run(tmp_path / "b", {0: 8.0, 5: 1.0}, bits=bits, start=BPE | TEXT)
     assert Table(a, b).verdicts["best_bits_per_byte"].startswith(verdict)
 
 
-def test_a_small_and_a_large_folder_of_one_source_compare(tmp_path, monkeypatch):
-    """README's comparison: one recipe on few tokens, the other on many of the same documents."""
+def test_compares_runs_on_few_and_many_tokens_of_one_source(tmp_path, monkeypatch):
+    """
+    Compare losses without a warning, as in README: one recipe on few tokens, the other on many of
+    the same documents. A copied folder counts as the same dataset.
+    """
     monkeypatch.chdir(tmp_path)
     text = json.dumps(dict(text="the quick brown fox jumps over the lazy dog " * 4))
     Path("docs.jsonl").write_text(f"{text}\n" * 300)
@@ -349,7 +380,8 @@ def tokens_of_a_text(tmp_path) -> Path:
     return folder
 
 
-def test_the_start_record_tells_the_text_of_the_validation_split(tokens_of_a_text, tmp_path):
+def test_a_run_records_the_hash_of_its_validation_text(tokens_of_a_text, tmp_path):
+    """Write the validation text's hash and its number of tokens to the start record."""
     train(**TINY, dataset=tokens_of_a_text, out_dir=tmp_path / "run")
     (start,) = records(tmp_path / "run", "start")
     assert start["val_text_sha256"] == "of this text"
@@ -360,7 +392,10 @@ def test_the_start_record_tells_the_text_of_the_validation_split(tokens_of_a_tex
 # The records of real runs
 
 
-def test_a_real_run_read_back_and_drawn(tokens_of_a_text, tmp_path):
+def test_reports_and_draws_a_real_run(tokens_of_a_text, tmp_path):
+    """
+    Report the speed, losses, pauses and hours that the run itself recorded, and write loss.png.
+    """
     out_dir = tmp_path / "run"
     keys = TINY | dict(max_iters=12, eval_interval=5, log_interval=3)
     InProcessRun(fake_clock=True).launch(**keys, dataset=tokens_of_a_text, out_dir=out_dir)
@@ -380,8 +415,11 @@ def test_a_real_run_read_back_and_drawn(tokens_of_a_text, tmp_path):
     assert figures["hours"] == pytest.approx(in_run / 3600, rel=1e-2)
 
 
-def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path):
-    """The last log line is that of iteration 25; the end record says where the run ended."""
+def test_counts_iterations_after_the_last_log_line(tmp_path):
+    """
+    Report iterations, tokens and hours from the end record, although the last log line is from
+    iteration 25.
+    """
     runs = []
     for name, end in (("a", 41), ("b", 44)):
         steps = [
@@ -406,7 +444,8 @@ def test_a_stop_between_two_log_lines_loses_no_iteration(tmp_path):
         '{"kind": "eval", "iter": 9, "val_loss": null}',
     ],
 )
-def test_lines_that_say_nothing_are_passed_over(line, tmp_path):
+def test_ignores_broken_and_empty_records(line, tmp_path):
+    """Ignore torn lines, unknown JSON and records without figures in metrics.jsonl."""
     a, b = (write_run(tmp_path / name, {0: 8.0, 5: 3.0}) for name in "ab")
     with open(a / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(line)
@@ -423,13 +462,17 @@ def test_lines_that_say_nothing_are_passed_over(line, tmp_path):
         (dict(out_dir="b", wandb_run_name="b", old_key=1), []),
     ],
 )
-def test_a_setting_in_which_runs_differ_has_a_row(config, differs, tmp_path):
+def test_shows_a_row_for_each_setting_that_differs(config, differs, tmp_path):
+    """
+    Ignore out_dir, the run's name and unknown keys; a key that an older run lacks has its default.
+    """
     a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0})
     b = write_run(tmp_path / "b", {0: 8.0, 5: 3.0}, **config)
     assert Table(a, b).keys("config/") == differs
 
 
-def test_a_run_resumed_with_other_keys_says_which(tmp_path):
+def test_warns_about_keys_that_a_resume_changed(tmp_path):
+    """Name the changed keys, and compare settings as they were when each run began."""
     # a name that holds the time of day, as in nanoGPT's config files, is no change
     first = dict(max_iters=30, init_from="gpt2", wandb_run_name="mini-1")
     resumed = dict(max_iters=60, init_from="resume", wandb_run_name="mini-2")
@@ -447,7 +490,7 @@ def test_a_run_resumed_with_other_keys_says_which(tmp_path):
 
 
 def write_side(folder: Path, name: str, losses: list[float], **config) -> list[Path]:
-    """A run per seed, which ends at this loss."""
+    """Write a run per seed that ends at the given loss."""
     return [
         write_run(folder / f"{name}-{n}", {0: 8.0, 10: loss}, seed=n, **config)
         for n, loss in enumerate(losses, start=1)
@@ -455,7 +498,7 @@ def write_side(folder: Path, name: str, losses: list[float], **config) -> list[P
 
 
 def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result, dict, dict]:
-    """What is printed, its `name: value` lines, and the JSON."""
+    """Return what is printed, its `name: value` lines, and the JSON."""
     result = run("compare.py", *change, "--against", *base, f"--json={folder / 'seeds.json'}")
     assert result.code == 0, result.err
     lines = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
@@ -468,7 +511,11 @@ def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result,
     "first, verdict",
     [(1.7, "better"), (1.9, "inconclusive"), (2.1, "inconclusive"), (2.4, "worse")],
 )
-def test_a_change_is_better_if_the_means_differ_by_more_than_their_noise(first, verdict, tmp_path):
+def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, tmp_path):
+    """
+    Compare the mean losses of three seeds on each side, with noise by Student's t worked out by
+    hand.
+    """
     base = write_side(tmp_path, "base", [2.0, 2.1, 2.2])
     change = write_side(tmp_path, "idea", [first, first + 0.1, first + 0.2])
     result, lines, table = against(tmp_path, change, base)
@@ -481,8 +528,11 @@ def test_a_change_is_better_if_the_means_differ_by_more_than_their_noise(first, 
     assert table["change"] == {f"idea-{n + 1}": pytest.approx(first + 0.1 * n) for n in range(3)}
 
 
-def test_unequal_spreads_have_welchs_degrees_of_freedom():
-    """Variances of 1 and 0.01 of three each: 2.04 degrees, so 4.303 from a table."""
+def test_noise_of_unequal_spreads_uses_welchs_degrees_of_freedom():
+    """
+    Use 2.04 degrees of freedom for variances of 1 and 0.01 with three seeds each, so 4.303 from a
+    table.
+    """
     _, noise = seeds.difference([1.0, 2.0, 3.0], [2.0, 2.1, 2.2])
     assert noise == pytest.approx(4.303 * math.sqrt(1.01 / 3), rel=2e-3)
 
@@ -490,7 +540,11 @@ def test_unequal_spreads_have_welchs_degrees_of_freedom():
 @pytest.mark.parametrize(
     "count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)]
 )
-def test_of_twenty_changes_that_do_nothing_about_one_seems_to(count):
+def test_useless_changes_seem_to_matter_about_once_in_twenty(count):
+    """
+    Reach a verdict on fewer than 6% of changes that do nothing, and never call a real improvement
+    worse.
+    """
     draws = np.random.RandomState(0).normal(3, 0.02, (4000, 2, count))
     told = [seeds.verdict(*seeds.difference(a.tolist(), b.tolist())) for a, b in draws]
     wrong = sum(verdict != "inconclusive" for verdict in told)
@@ -501,7 +555,8 @@ def test_of_twenty_changes_that_do_nothing_about_one_seems_to(count):
 
 
 @pytest.mark.parametrize("seeds_of_each", [(1, 1), (1, 3), (3, 1)])
-def test_one_seed_per_side_is_inconclusive(seeds_of_each, tmp_path):
+def test_one_seed_on_a_side_is_inconclusive(seeds_of_each, tmp_path):
+    """Say that one seed decides nothing, however large the difference."""
     change, base = seeds_of_each
     change = write_side(tmp_path, "idea", [1.0 + 0.001 * n for n in range(change)])
     base = write_side(tmp_path, "base", [3.0 + 0.001 * n for n in range(base)])
@@ -510,7 +565,11 @@ def test_one_seed_per_side_is_inconclusive(seeds_of_each, tmp_path):
     assert "one seed decides nothing" in result.err
 
 
-def test_seeds_that_do_not_decide_anything_are_refused(tmp_path):
+def test_refuses_seeds_that_cannot_be_compared(tmp_path):
+    """
+    Exit with code 2 for unfinished runs, a seed or run used twice, and losses that are missing or
+    not comparable.
+    """
     base = write_side(tmp_path, "base", [2.0, 2.1])
     stopped = write_run(tmp_path / "stopped", {0: 8.0, 10: 2.0}, seed=1)
     metrics = stopped / "metrics.jsonl"
@@ -532,7 +591,10 @@ def test_seeds_that_do_not_decide_anything_are_refused(tmp_path):
         assert result.code == 2 and said in result.err, (said, result)
 
 
-def test_equal_hours_on_a_busy_machine_are_warned_of(tmp_path):
+def test_warns_if_seeds_trained_equal_hours_at_different_speeds(tmp_path):
+    """
+    Warn of speeds that differ by a factor of two, as on a machine that was busy for some seeds.
+    """
     base = write_side(tmp_path, "base", [2.0, 2.1], hours=0.1)
     losses = {0: 8.0, 10: 2.0}
     change = [
@@ -583,7 +645,10 @@ NEW = dict(batch_size=8, accum=64, n_embd=768, lr="3e-4", millions="123.59", dec
 
 
 def nanogpt_log(ms: float, mfu: float, val_500: float, settings: dict) -> str:
-    """An evaluation takes 20 s, which its MFU, a running mean, carries on."""
+    """
+    Return a nanoGPT log in which an evaluation takes 20 s and lowers the MFU, which is a running
+    mean.
+    """
     times = dict(early=ms - 10, late=ms + 10, evaluated=ms + 20_000, usual=ms)
     shares = dict(mfu=mfu, spoilt=0.9 * mfu)
     return NANOGPT_LOG.format(val_500=val_500, **times, **shares, **settings)
@@ -591,14 +656,18 @@ def nanogpt_log(ms: float, mfu: float, val_500: float, settings: dict) -> str:
 
 @pytest.fixture
 def logs(tmp_path) -> tuple[Path, Path]:
-    """The two runs of the users' note: 16 x 32 at n_embd 384, then 8 x 64 at 768, on a 4070."""
+    """
+    Write nanoGPT's logs of two runs on an RTX 4070: 16 x 32 sequences at n_embd 384, then 8 x 64 at
+    768.
+    """
     old, new = tmp_path / "old.log", tmp_path / "new.log"
     old.write_text(nanogpt_log(3900, 12.93, 5.5328, OLD))
     new.write_text(nanogpt_log(9340, 15.38, 5.5194, NEW))
     return old, new
 
 
-def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(logs):
+def test_reads_speed_and_mfu_from_nanogpt_logs(logs):
+    """Convert nanoGPT's MFU, a share of an A100's peak, to the RTX 4070's with --gpu=4070."""
     table = Table(*logs, "--gpu=4070")
     # 524288 / 3.9 s and / 9.34 s; 12.93% and 15.38% of an A100's 312 TFLOP/s over 58.3
     assert table.values("tokens_per_sec") == pytest.approx([134_433, 56_134], abs=1)
@@ -612,7 +681,8 @@ def test_the_notes_two_runs_give_speed_and_mfu_of_a_4070(logs):
     assert "random batches" in warning
 
 
-def test_nanogpts_evaluations_do_not_count_as_iterations(logs):
+def test_keeps_nanogpts_evaluations_out_of_the_iteration_time(logs):
+    """Count an evaluation of 20 s as a pause, and leave out the compile time in iteration 0."""
     figures = Table(*logs).runs["old"]
     assert figures["step_ms_p50"] == 3900
     # 801 iterations, and an evaluation of 20 s; compilation in iteration 0 is none of them
@@ -648,7 +718,10 @@ def test_nanogpts_evaluations_do_not_count_as_iterations(logs):
         ),
     ],
 )
-def test_what_nanogpts_log_tells_and_what_it_does_not(old, new, figures, logs, tmp_path):
+def test_reads_what_a_nanogpt_log_says_and_leaves_the_rest_unknown(
+    old, new, figures, logs, tmp_path
+):
+    """Read settings, parameters, speed and MFU, and report None for what the log does not say."""
     text = logs[0].read_text()
     logs[0].write_text(text.replace(old, new))
     six = write_run(tmp_path / "six", {0: 8.0, 500: 5.0}, n_head=6, dataset="fineweb")
@@ -669,9 +742,13 @@ def test_what_nanogpts_log_tells_and_what_it_does_not(old, new, figures, logs, t
         ("dataset = name", "fineweb", NO, "old does not name its dataset"),
     ],
 )
-def test_a_run_compares_with_nanogpts_on_data_of_the_same_name(
+def test_compares_with_nanogpt_if_the_datasets_have_the_same_name(
     line, dataset, verdict, said, logs, tmp_path
 ):
+    """
+    Warn that nanoGPT evaluates random batches; refuse to compare if the names differ or one is
+    unknown.
+    """
     logs[0].write_text(logs[0].read_text().replace("dataset = 'fineweb'", line))
     ours = write_run(tmp_path / "a", {0: 8.0, 500: 6.0}, dataset=dataset)
     table = Table(logs[0], ours)
@@ -679,13 +756,15 @@ def test_a_run_compares_with_nanogpts_on_data_of_the_same_name(
     assert sum(said in warning for warning in table.warnings) == 1
 
 
-def test_powershells_utf_16_and_a_pattern_are_read(logs, tmp_path):
+def test_reads_utf_16_logs_named_by_a_pattern(logs, tmp_path):
+    """Read logs that PowerShell wrote as UTF-16 with CRLF, named as *.log."""
     for log in logs:
         log.write_text(log.read_text(), encoding="utf-16", newline="\r\n")
     assert Table(tmp_path / "*.log").values("tokens_per_iter") == [524_288] * 2
 
 
-def test_a_few_lines_of_a_log_are_read_as_far_as_they_go(tmp_path):
+def test_reads_what_it_can_from_a_few_lines_of_a_log(tmp_path):
+    """Report the best val loss, and warn that the line with the tokens per iteration is missing."""
     log = tmp_path / "cut.log"
     lines = """\
 step 700: train loss 6, val loss 7
@@ -703,14 +782,17 @@ step 900: train loss 5, val loss 6
 
 
 def write_two_gpus(path: Path) -> None:
-    """Without its own MFU. 1000 tokens of 1000 FLOPs in 100 ms, half of them on each GPU."""
+    """
+    Write a run on two GPUs without its own MFU: 1000 tokens of 1000 FLOPs in 100 ms, half of them
+    on each GPU.
+    """
     a = write_run(path, {0: 8.0, 20: 3.0}, start=dict(world_size=2))
     lines = (a / "metrics.jsonl").read_text()
     (a / "metrics.jsonl").write_text(lines.replace('"mfu": 0.5', '"mfu": null'))
 
 
 def write_killed(path: Path) -> None:
-    """After its seventh iteration."""
+    """Write a run that was killed after its seventh iteration."""
     a = write_run(path, {0: 8.0, 20: 3.0})
     lines = (a / "metrics.jsonl").read_text().splitlines(keepends=True)
     seventh = next(i for i, line in enumerate(lines) if '"step", "iter": 6,' in line)
@@ -718,7 +800,7 @@ def write_killed(path: Path) -> None:
 
 
 def write_short_log(path: Path) -> None:
-    """Of nanoGPT, whose first line counts compiling."""
+    """Write a short nanoGPT log whose first line includes the compile time."""
     path.write_text(
         """\
 tokens per iteration will be: 1,000
@@ -740,7 +822,11 @@ READ = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_the_figures_of_a_run_are_those_that_happened(kind, tmp_path):
+def test_reports_correct_figures_for_unusual_runs(kind, tmp_path):
+    """
+    Report the MFU of one of two GPUs, a killed run's last iteration, and a short log's speed
+    without the compile time.
+    """
     write, expected = READ[kind]
     write(tmp_path / "a")
     (figures,) = Table(tmp_path / "a", "--gpu=4070").runs.values()
@@ -782,7 +868,10 @@ def band(tmp_path) -> Path:
         ({7: 4.0, 14: 3.5}, f"{NOT_COMPARABLE}: no evaluation yet at an iteration of both; set "),
     ],
 )
-def test_the_last_line_says_whether_a_run_is_inside_the_band(losses, said, band, tmp_path):
+def test_last_line_says_whether_a_run_is_inside_the_band(losses, said, band, tmp_path):
+    """
+    Name the first val loss outside the reference runs' band, and the page that says what to do.
+    """
     a = write_run(tmp_path / "a", {0: 8.0} | losses, max_iters=30, tokens_per_iter=1000)
     result = run("compare.py", a, band)
     assert result.code == 0 and result.err == ""
@@ -803,16 +892,18 @@ def test_the_last_line_says_whether_a_run_is_inside_the_band(losses, said, band,
         (dict(), dict(dataset="elsewhere/d"), ""),
     ],
 )
-def test_a_run_with_other_settings_than_the_bands_gets_no_verdict(
+def test_gives_no_verdict_if_the_settings_differ_from_the_bands(
     start, config, said, band, tmp_path
 ):
+    """Say which settings to choose instead. The dataset's name has to match, but not its folder."""
     settings = dict(max_iters=30, tokens_per_iter=1000) | config
     a = write_run(tmp_path / "a", {0: 8.0, 10: 5.0}, start=start, **settings)
     last = run("compare.py", a, band).out.splitlines()[-1]
     assert last.startswith(f"a: {NOT_COMPARABLE}: {said}" if said else "a: val loss 5.0000")
 
 
-def test_losses_of_other_eval_tokens_than_the_bands_are_not_compared(band, tmp_path):
+def test_does_not_compare_losses_if_eval_tokens_differ_from_the_bands(band, tmp_path):
+    """Mark the losses as not comparable, and warn of different evaluation settings."""
     a = write_run(tmp_path / "a", {0: 8.0, 10: 5.0}, eval_tokens=8192)
     table = Table(a, band)
     assert table.verdicts["best_val_loss"] == NO
@@ -821,7 +912,8 @@ def test_losses_of_other_eval_tokens_than_the_bands_are_not_compared(band, tmp_p
     ]
 
 
-def test_the_picture_has_the_band_and_the_difference_from_its_mean(band, tmp_path):
+def test_draws_the_band_and_the_difference_from_its_mean(band, tmp_path):
+    """Draw the run's val losses minus the band's mean, over the band from its low to its high."""
     from matplotlib.axes import Axes
 
     a = write_run(tmp_path / "a", {0: 8.0, 10: 4.05, 15: 3.8, 20: 3.4})
@@ -841,7 +933,7 @@ def test_the_picture_has_the_band_and_the_difference_from_its_mean(band, tmp_pat
 
 
 def drawn(*arguments) -> list[tuple]:
-    """(x, y) of each line that compare.py draws."""
+    """Return (x, y) of each line that compare.py draws."""
     from matplotlib.axes import Axes
 
     with mock.patch.object(Axes, "plot", autospec=True, side_effect=Axes.plot) as plot:
@@ -849,7 +941,10 @@ def drawn(*arguments) -> list[tuple]:
     return [call.args[1:3] for call in plot.call_args_list]
 
 
-def test_the_picture_has_losses_over_tokens_and_time_and_speed(tmp_path):
+def test_draws_losses_over_tokens_and_time_and_the_speed(tmp_path):
+    """
+    Draw four lines for each run: train and val loss over tokens, val loss over minutes, and speed.
+    """
     a = write_run(tmp_path / "a", {0: 8.0, 5: 4.0, 10: 3.0})
     b = write_run(tmp_path / "b", {0: 8.0, 5: 3.0, 20: 2.0}, step_ms=200)
     lines = drawn(a, b, f"--png={tmp_path / 'ab.png'}")
@@ -862,7 +957,8 @@ def test_the_picture_has_losses_over_tokens_and_time_and_speed(tmp_path):
     assert [*speed[1]] == [10_000] * 10
 
 
-def test_the_picture_of_a_long_run_has_means_of_its_steps_and_all_evaluations(tmp_path):
+def test_draws_means_of_many_steps_but_every_evaluation(tmp_path):
+    """Reduce 6500 train losses to at most 600 points, and draw each of the 1300 evaluations."""
     a = write_run(tmp_path / "a", {it: 3.0 for it in range(0, 6501, 5)})
     train_loss, val_loss, *_ = drawn(a)
     assert 300 < len(train_loss[0]) <= 600
@@ -872,12 +968,14 @@ def test_the_picture_of_a_long_run_has_means_of_its_steps_and_all_evaluations(tm
 @pytest.mark.parametrize(
     "line", [dict(kind="eval", iter=0, val_loss=3), dict(kind="step", iter=0, loss=math.nan)]
 )
-def test_a_run_that_has_hardly_begun_has_a_picture(line, tmp_path):
+def test_draws_a_run_that_has_only_one_record(line, tmp_path):
+    """Write loss.png for a run with one evaluation, or with one step whose loss is NaN."""
     assert run("compare.py", write_records(tmp_path / "a", line)).code == 0
     assert (tmp_path / "a/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_machine_without_matplotlib_prints_the_table(tmp_path):
+def test_prints_the_table_without_matplotlib(tmp_path):
+    """Say how to install matplotlib, and exit with code 2 only if --png asked for a picture."""
     a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0})
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
         result = run("compare.py", a)
@@ -890,7 +988,10 @@ def test_a_machine_without_matplotlib_prints_the_table(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--png=a", "--png=no/where.png", "--json=a"])
-def test_a_place_that_cannot_be_written_is_one_line_after_the_table(flag, tmp_path, monkeypatch):
+def test_an_unwritable_path_gives_one_error_line_after_the_table(flag, tmp_path, monkeypatch):
+    """
+    Print the table, then one line that names the path; exit with code 2 and leave no file behind.
+    """
     monkeypatch.chdir(tmp_path)
     write_run(Path("a"), {0: 8.0, 5: 3.0})
     before = sorted(tmp_path.rglob("*"))

@@ -1,6 +1,6 @@
 """
-The check of compiled code: it finds what a compiler may get wrong in either model, in every dtype,
-calls nothing wrong that is right, and leaves no trace.
+Check the comparison of compiled with uncompiled code: it finds what a compiler may get wrong in
+either model and in every dtype, passes correct code, and changes nothing.
 """
 
 import subprocess
@@ -39,12 +39,12 @@ norm = model_fast.norm
 
 
 def right(call):
-    """A compiler that makes no mistake."""
+    """Compile without a mistake."""
     return lambda *batch: call.__self__.forward(*batch)
 
 
 def without_gradient(name: str):
-    """A compiler that loses the gradient of a weight."""
+    """Return a compiler that loses the gradient of a weight."""
 
     def compiler(call):
         def compiled(*batch):
@@ -58,7 +58,7 @@ def without_gradient(name: str):
 
 
 class Uncompiled(torch.nn.Module):
-    """A model whose calls are not compiled, with the same names of weights."""
+    """Wrap a model so that its calls are not compiled, with the same weight names."""
 
     def __init__(self, gpt):
         super().__init__()
@@ -69,7 +69,7 @@ class Uncompiled(torch.nn.Module):
 
 
 def patched(target: str, function):
-    """A compiler that computes another function in place of this one."""
+    """Return a compiler that computes another function in place of the target."""
 
     def compiler(call):
         def compiled(*batch):
@@ -82,7 +82,7 @@ def patched(target: str, function):
 
 
 def of_loss(change):
-    """A compiler whose loss is changed, or the gradient that flows out of it."""
+    """Return a compiler that changes the loss, or the gradient that flows out of it."""
     return lambda call: lambda *batch: change(call.__self__.forward(*batch))
 
 
@@ -91,7 +91,7 @@ def gradients_times(factor: float):
 
 
 def looking_ahead(attend):
-    """Each token also sees the one behind it."""
+    """Let each token also see the next one."""
 
     def wrong(q, k, v, flash, scale, dropout=0.0):
         scores = q * scale @ k.mT
@@ -109,7 +109,7 @@ def scaled(attend):
 
 
 def mixing_rows(attend):
-    """One sequence of the batch gets what another one attends to."""
+    """Give one sequence of the batch what another one attends to."""
 
     def wrong(*arguments, **options):
         y = attend(*arguments, **options)
@@ -123,7 +123,7 @@ def cast(function):
 
 
 def transposed_gate(call):
-    """The gates' weights are read by columns, where they lie by rows."""
+    """Read the gates' weights by columns, where they lie by rows."""
 
     def compiled(*batch):
         gpt = call.__self__
@@ -161,7 +161,7 @@ FAULTS = {
 
 
 def seeing_all(attend):
-    """Attention without its mask."""
+    """Compute attention without its mask."""
     return lambda q, k, v, flash, scale, dropout=0.0: (q * scale @ k.mT).softmax(dim=-1) @ v
 
 
@@ -173,7 +173,9 @@ KERNELS = {"attention without its mask": seeing_all, "attention times 0.7": seve
 
 
 def wrong_kernel(name: str, kernel: str):
-    """Plants a kernel that is wrong in half precision alone, in compiled and uncompiled code."""
+    """
+    Plant a kernel that is wrong only in half precision, in compiled and uncompiled code alike.
+    """
     module = model_fast if "fast" in name else model
     attend, wrong = module.attend, KERNELS[kernel](module.attend)
 
@@ -206,8 +208,11 @@ def compiled_by(compiler, name: str) -> torch.nn.Module:
         if d == "float32" or "cast" not in f  # half precision casts there anyway
     ],
 )
-def test_a_fault_of_the_compiler_is_found_in_a_fresh_model(fault, dtype):
-    """Whose head and projections are zero, in the fast model, and whose biases are, in GPT-2."""
+def test_check_finds_compiler_faults_in_an_untrained_model(fault, dtype):
+    """
+    Find each fault although the fast model's head and projections, and GPT-2's biases, start at
+    zero.
+    """
     names, compiler = FAULTS[fault]
     for name in names.split():
         gpt = compiled_by(compiler, name)
@@ -218,14 +223,17 @@ def test_a_fault_of_the_compiler_is_found_in_a_fresh_model(fault, dtype):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["gpt2", "fast"])
-def test_a_kernel_that_is_as_wrong_in_uncompiled_code_is_found(name, dtype, kernel):
-    """Compiled code agrees with it, so the run cannot go on without torch.compile either."""
+def test_check_finds_kernels_that_are_wrong_even_in_uncompiled_code(name, dtype, kernel):
+    """
+    Raise WrongKernels although compiled and uncompiled code agree, because training without
+    torch.compile would not help.
+    """
     with wrong_kernel(name, kernel), pytest.raises(WrongKernels, match=dtype):
         compare_with_eager(compiled_by(right, name), BATCH, 500, hardware_in(dtype))
 
 
 class SummedInOrder(torch.autograd.Function):
-    """x times a vector, whose gradient is summed over the tokens one by one, in float32."""
+    """Multiply x by a vector whose gradient is summed over the tokens one by one, in float32."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -239,8 +247,11 @@ class SummedInOrder(torch.autograd.Function):
 
 
 @pytest.mark.slow
-def test_a_sum_in_another_order_is_right_in_float32():
-    """A norm's gradient adds up all tokens, and uncompiled code may happen to round it less."""
+def test_check_accepts_float32_gradients_summed_in_another_order():
+    """
+    Accept the rounding of a norm's gradient, which adds up all tokens and which uncompiled code may
+    happen to round less.
+    """
     layer_norm = torch.nn.functional.layer_norm
 
     def in_order(x, shape, weight=None, bias=None, eps=1e-5):
@@ -253,7 +264,7 @@ def test_a_sum_in_another_order_is_right_in_float32():
 
 
 class TenPercentOff(torch.autograd.Function):
-    """A weight whose gradient is 10% off."""
+    """Return a weight whose gradient is 10% off."""
 
     @staticmethod
     def forward(ctx, weight):
@@ -264,8 +275,8 @@ class TenPercentOff(torch.autograd.Function):
         return 1.1 * dy
 
 
-def test_a_weight_that_rounds_far_worse_than_most_is_not_the_compilers_fault():
-    """Compiled code is as far off as uncompiled code."""
+def test_check_accepts_a_rounding_error_that_uncompiled_code_has_too():
+    """Accept a bfloat16 gradient that is 10% off with and without the compiler."""
     layer_norm = torch.nn.functional.layer_norm
     gpt = compiled_by(right, "gpt2")
 
@@ -279,8 +290,8 @@ def test_a_weight_that_rounds_far_worse_than_most_is_not_the_compilers_fault():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_check_passes_right_compiled_code_and_changes_nothing(name):
-    """Weights, gradients, buffers and random states are the same bits afterwards."""
+def test_check_passes_correct_compiled_code_and_changes_nothing(name):
+    """Leave weights, buffers and random states bit for bit as they were, and no gradients."""
     gpt = compiled_by(right, name)
     hw = hardware_in("bfloat16")
     weights = {n: p.clone() for n, p in gpt.state_dict().items()}
@@ -295,7 +306,8 @@ def test_the_check_passes_right_compiled_code_and_changes_nothing(name):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_a_term_of_the_loss_that_looks_at_no_target_is_right(batch):
+def test_check_accepts_a_loss_term_that_ignores_the_targets(batch):
+    """Accept a penalty on activations that somebody added to the loss, at several batch sizes."""
     mean_loss = model.mean_loss
     gpt = compiled_by(right, "gpt2")
 
@@ -308,8 +320,8 @@ def test_a_term_of_the_loss_that_looks_at_no_target_is_right(batch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other packages")
 @pytest.mark.parametrize("missing", ["g++", "Python.h"])
-def test_a_compiler_that_lacks_a_package_names_it(missing, monkeypatch, tmp_path):
-    """Where Python.h is missing, the error of torch's compiler is only gcc's command line."""
+def test_names_the_missing_package_if_compiling_fails(missing, monkeypatch, tmp_path):
+    """Say what to install for a missing g++ or Python.h instead of printing gcc's command line."""
 
     def broken(*batch):
         raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c", *["-Iinclude"] * 50])
@@ -328,7 +340,9 @@ def test_a_compiler_that_lacks_a_package_names_it(missing, monkeypatch, tmp_path
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other compilers")
 @pytest.mark.parametrize("prefix", ["/home/me/my projects/venv", "/home/o'brien/venv"])
-def test_a_space_or_quote_in_the_environments_path_is_named(prefix, monkeypatch):
+def test_names_a_space_or_quote_in_the_environments_path(prefix, monkeypatch):
+    """Say that the path of the Python environment has a space or quote if compiling fails there."""
+
     def broken(*batch):
         raise subprocess.CalledProcessError(1, ["g++", "-L/home/me/my", "projects/venv"])
 
@@ -342,7 +356,7 @@ def test_a_space_or_quote_in_the_environments_path_is_named(prefix, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_names_the_variable_that_turns_the_compiler_off(variable):
-    """The line says to unset it. Unnoticed, eager code would be compared with itself and pass."""
+    """Say which variable to unset. Unnoticed, eager code would be compared with itself and pass."""
     code = (
         "import torch, train; from training.compiled import try_compiling; "
         "from training import hardware; from configurator import Config; "
@@ -356,7 +370,11 @@ def test_names_the_variable_that_turns_the_compiler_off(variable):
     assert result.out == f"{variable} switches torch.compile off; unset {variable}\n"
 
 
-def test_with_dropout_the_evaluation_is_compared():
+def test_check_compares_evaluation_losses_if_there_is_dropout():
+    """
+    Pass correct code, whose training losses are random, and refuse a loss that is 1% off in
+    evaluation.
+    """
     config = replace(MODELS["gpt2"], dropout=0.3)
     with mock.patch.dict(MODELS, gpt2=config):
         gpt = compiled_by(right, "gpt2")
@@ -370,8 +388,8 @@ def test_with_dropout_the_evaluation_is_compared():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gpt2", "fast in chunks"])
-def test_torchs_compiler_is_called_wrong_on_no_weights_and_no_batch(name, dtype):
-    """24 seeds of both, on one compile."""
+def test_check_passes_torchs_compiler_for_any_weights_and_batch(name, dtype):
+    """Pass 24 random sets of weights and batches, compiled once."""
     torch.manual_seed(1)
     gpt = build_model(MODELS[name])
     compile_model(gpt)

@@ -1,6 +1,6 @@
 """
-Device, dtype, peaks and MFU, against numbers computed by hand from data sheets and users' logs.
-Machines that are not here are made by patching torch and the standard library.
+Check device, dtype, peak speed and MFU against numbers computed by hand from data sheets and users'
+logs. Other machines are imitated by patching torch and the standard library.
 """
 
 import contextlib
@@ -67,8 +67,8 @@ PEAKS = [
 
 
 @pytest.mark.parametrize("name, sm_count, dtype, tf32, peak", PEAKS)
-def test_peaks_by_whole_name_sm_count_and_dtype(name, sm_count, dtype, tf32, peak):
-    """nanoGPT #182, PR#464, PR#555: 312e12 on every card."""
+def test_finds_a_gpus_peak_by_whole_name_sm_count_and_dtype(name, sm_count, dtype, tf32, peak):
+    """Look up each card's own peak; nanoGPT assumes 312e12 on every card (#182, PR#464, PR#555)."""
     row = find_row(name, sm_count)
     assert (row and row_peak(row, dtype, tf32)) == peak
 
@@ -78,7 +78,8 @@ def hw(peak_tflops, dtype=BF16):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
-def test_a_system_that_does_not_tell_its_peak_memory(monkeypatch):
+def test_peak_memory_is_zero_if_the_system_does_not_report_it(monkeypatch):
+    """Return 0 if Linux's /proc does not hold the process's peak memory."""
     assert hw(None).peak_memory_gib() > 0
     monkeypatch.setattr(Path, "read_text", lambda _: "VmRSS:  1 kB")
     assert hw(None).peak_memory_gib() == 0
@@ -99,7 +100,8 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("config, flag", COUNTS)
-def test_gpt124m_is_counted_as_by_hand(config, flag):
+def test_counts_the_flops_of_both_124m_models_as_by_hand(config, flag):
+    """Count 6 N + 12 L H Q T FLOPs per token, and none for lookup tables."""
     c = load_config([f"{ROOT}/config/{config}.py", flag])
     assert count_flops(model_config(c, 50257, flash=True, compiled=True)) == COUNTS[config, flag]
 
@@ -109,7 +111,8 @@ def test_gpt124m_is_counted_as_by_hand(config, flag):
     "changes",
     [{}, dict(flash=False), dict(recompute=True), dict(loss_chunk=7), dict(dropout=0.1, bias=True)],
 )
-def test_the_count_is_the_same_whatever_computes_the_model(kind, changes):
+def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
+    """Ignore plain attention, recomputed activations, a chunked loss, dropout and biases."""
     tables = dict(value_tables=1, bigram_rows=10**7) if kind is FastConfig else {}
     sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=40, vocab_size=100)
     config = kind(**dict(bias=False, tie_weights=False) | sizes | tables | changes)
@@ -118,15 +121,15 @@ def test_the_count_is_the_same_whatever_computes_the_model(kind, changes):
     assert count_flops(config) == 6 * n + 12 * 2 * 96 * 40
 
 
-def test_the_memory_of_a_gpu_is_the_most_that_was_in_use(monkeypatch):
-    """In GiB, as cards are sold, and not what is in use at the end."""
+def test_reports_the_most_gpu_memory_that_was_in_use(monkeypatch):
+    """Report GiB, as cards are sold, and not what is in use at the end."""
     for name, gib in dict(memory_allocated=1, max_memory_allocated=3, memory_reserved=5).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, gib=gib: gib * 2**30)
     assert Hardware(torch.device("cuda"), BF16, "a card", None, None).peak_memory_gib() == 3
 
 
-def test_the_random_state_of_a_gpu_is_saved_and_restored(monkeypatch):
-    """Dropout draws on it. Two functions of torch stand for the GPU."""
+def test_saves_and_restores_a_gpus_random_state(monkeypatch):
+    """Restore the state from which dropout draws. Two functions of torch stand for the GPU."""
     here = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: here[0].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: here.append(state))
@@ -136,10 +139,10 @@ def test_the_random_state_of_a_gpu_is_saved_and_restored(monkeypatch):
     assert here[-1].tolist() == [1, 2, 3]
 
 
-def test_mfu_of_the_users_two_runs_on_a_4070():
+def test_computes_the_mfu_of_two_users_runs_on_an_rtx_4070():
     """
-    Their logs say 12.9 % and 15.4 %, of an A100's 312 TFLOP/s; of the 4070's own 58.3 it is 69.2 %
-    and 82.3 %.
+    Compute 69.2% and 82.3% of the 4070's own 58.3 TFLOP/s; the users' logs say 12.9% and 15.4%, of
+    an A100's 312.
     """
     wide = count_flops(GPTConfig(bias=False))
     narrow = count_flops(GPTConfig(bias=False, n_embd=384, n_head=6))
@@ -148,7 +151,8 @@ def test_mfu_of_the_users_two_runs_on_a_4070():
     assert hw(312).mfu(narrow, 524288 / 3.900) == pytest.approx(0.129, abs=0.0005)
 
 
-def test_the_best_measurement_is_the_peak_and_a_resumed_run_keeps_its_own(monkeypatch):
+def test_takes_the_fastest_measurement_as_peak_and_keeps_it_on_a_resume(monkeypatch):
+    """Keep the best of several measurements, and measure nothing after a resume."""
     speeds = iter([0.2, 0.5, 0.4, 0.6])
     monkeypatch.setattr(hardware, "measure_matmul", lambda *_: next(speeds))
     first, resumed = hw(None), hw(None)
@@ -161,8 +165,11 @@ def test_the_best_measurement_is_the_peak_and_a_resumed_run_keeps_its_own(monkey
     assert next(speeds) == 0.6
 
 
-def test_a_run_resumed_in_another_dtype_or_on_another_machine_measures_its_peak(monkeypatch):
-    """MFU of the other one's peak would be off several times."""
+def test_a_resume_in_another_dtype_or_on_another_machine_measures_the_peak_again(monkeypatch):
+    """
+    Use the saved peak only with the same device and dtype; otherwise MFU would be off several
+    times.
+    """
     monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 0.5)
     saved = dict(device="test", dtype="bfloat16", tflops=4.0)
     for here, peak in (
@@ -175,15 +182,16 @@ def test_a_run_resumed_in_another_dtype_or_on_another_machine_measures_its_peak(
         assert machine.peak_tflops == peak
 
 
-def test_training_faster_than_a_measured_peak_is_warned_of_once(capsys):
-    """A peak that was measured beside other programs gave an MFU of 171%."""
+def test_warns_once_if_training_is_faster_than_the_measured_peak(capsys):
+    """Say that the machine was busy when its peak was measured, as with an MFU of 171%."""
     for source, warnings in (("gpus.csv", 0), ("peak_tflops", 0), ("measured", 1)):
         machine = Hardware(torch.device("cpu"), BF16, "test", 1e-3, source)
         assert [machine.mfu(1e6, n) for n in (500, 1710, 1710)] == [0.5, 1.71, 1.71]
         assert capsys.readouterr().err.count("busy") == warnings
 
 
-def test_a_cpu_is_named_by_its_model(monkeypatch):
+def test_names_a_cpu_by_its_model(monkeypatch):
+    """Read the model from /proc/cpuinfo, or fall back on the architecture, as on an ARM."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(Path, "read_text", lambda _: "model\t: 85\nmodel name\t: AMD EPYC 9554\n")
     assert hardware.set_up(Config(device="cpu", dtype="float32")).name == "AMD EPYC 9554"
@@ -205,8 +213,11 @@ def test_a_cpu_is_named_by_its_model(monkeypatch):
         (148_600, 312, 50304, True, 0.379),
     ],
 )
-def test_mfu_of_the_a100_ladder_by_each_rows_own_peak(tok_per_sec, peak, vocab_size, tie, mfu):
-    """Context 512: 124M * 6 + 12 * 12 * 768 * 512 = 798 MFLOP/token, tied or not."""
+def test_computes_mfu_by_each_dtypes_own_peak(tok_per_sec, peak, vocab_size, tie, mfu):
+    """
+    Compute the MFU of an A100's speeds in several dtypes, at 798 MFLOP per token: 124M * 6 + 12 *
+    12 * 768 * 512 with context 512, tied or not.
+    """
     flops = count_flops(
         GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True)
     )
@@ -217,7 +228,8 @@ def test_mfu_of_the_a100_ladder_by_each_rows_own_peak(tok_per_sec, peak, vocab_s
     "peak, flops, devices, mfu",
     [(1.0, 1e9, 1, 2.0), (1.0, 1e9, 4, 0.5), (None, 1e9, 1, None), (1.0, None, 1, None)],
 )
-def test_mfu_is_not_clamped_and_unknown_without_a_peak_or_flops(peak, flops, devices, mfu):
+def test_mfu_may_exceed_one_and_is_none_without_a_peak_or_flops(peak, flops, devices, mfu):
+    """Divide by the number of devices, and never guess."""
     assert hw(peak).mfu(flops, 2000, devices) == mfu
 
 
@@ -228,8 +240,9 @@ WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 @pytest.fixture
 def card(monkeypatch):
     """
-    card(name, sm_count, capability, count): a machine whose GPUs are such ones. Returns the shares
-    of its memory that torch is limited to. Arguments have the types that torch insists on.
+    Return card(name, sm_count, capability, count), which imitates a machine with such GPUs and
+    returns the shares of its memory that torch is limited to. Arguments have the types that torch
+    insists on.
     """
     empty = torch.empty
 
@@ -286,9 +299,12 @@ CARDS = [
 
 
 @pytest.mark.parametrize("name, sm_count, capability, keys, dtype, peak", CARDS)
-def test_a_card_computes_in_what_it_is_fast_in_and_has_its_peak(
+def test_picks_a_gpus_fastest_dtype_and_finds_its_peak(
     name, sm_count, capability, keys, dtype, peak, card
 ):
+    """
+    Pick bfloat16, or float16 on a T4, unless a key says otherwise, and find the peak in that dtype.
+    """
     card(name, sm_count, capability)
     config = Config(device="cuda", **keys)
     assert hardware.check_device(config) == []
@@ -296,8 +312,8 @@ def test_a_card_computes_in_what_it_is_fast_in_and_has_its_peak(
     assert (found.dtype, found.peak_tflops) == (dtype, peak)
 
 
-def test_an_integrated_amd_gpu_may_take_all_that_it_calls_its_own(card, monkeypatch):
-    """It reports 8 GB, and the system has more to spare."""
+def test_an_integrated_amd_gpu_may_use_all_memory_that_it_reports(card, monkeypatch):
+    """Let torch use all of the 8 GB that the GPU reports if the system has more to spare."""
     limits = card("AMD Radeon 890M", 16, (11, 5), is_integrated=True)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(Path, "read_text", lambda path: "MemAvailable:   24000000 kB\n")
@@ -306,8 +322,10 @@ def test_an_integrated_amd_gpu_may_take_all_that_it_calls_its_own(card, monkeypa
     assert (found.dtype, found.peak_tflops) == (BF16, None)
 
 
-def test_a_driver_without_virtual_memory_calls_is_one_line_with_what_to_type(card):
-    """As on a vGPU, with the words of torch 2.13 and CUDA's error 801."""
+def test_a_driver_without_virtual_memory_calls_gives_one_line_with_what_to_type(card):
+    """
+    Name the allocator setting to change, as on a vGPU, for torch 2.13's words on CUDA error 801.
+    """
     card("NVIDIA A40-48Q", 84, error=RuntimeError("CUDA driver error: operation not supported\n"))
     with pytest.raises(UserError) as caught:
         hardware.set_up(Config(device="cuda"))
@@ -317,21 +335,25 @@ def test_a_driver_without_virtual_memory_calls_is_one_line_with_what_to_type(car
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("x")])
-def test_another_error_of_the_first_allocation_stays_what_it_is(error, card):
+def test_passes_other_errors_of_the_first_allocation_on_unchanged(error, card):
+    """Raise an out-of-memory or any other error as torch raised it."""
     card(error=error)
     with pytest.raises(type(error), match=str(error)):
         hardware.set_up(Config(device="cuda"))
 
 
-def test_a_t4_of_colab_trains_in_float16_and_is_limited_to_nothing(card):
+def test_a_colab_t4_trains_in_float16_without_a_memory_limit(card):
+    """Pick float16 with its peak of 65 TFLOP/s, and leave the T4's memory unlimited."""
     limits = card("Tesla T4", 40, (7, 5))
     found = hardware.set_up(Config(device="cuda"))
     assert limits == []
     assert (found.dtype, found.peak_tflops) == (FP16, 65)
 
 
-def test_the_peak_is_measured_on_random_numbers_that_the_run_does_not_miss(monkeypatch):
-    """A product of ones takes less power, so that a GPU short of it would seem fast."""
+def test_measures_the_peak_on_random_numbers_and_restores_the_random_state(monkeypatch):
+    """
+    Multiply random matrices, because ones take less power and a GPU short of it would seem fast.
+    """
     seen = []
     multiply = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(a) or multiply(a, b))
@@ -355,7 +377,8 @@ RUNS_ON = [
 
 
 @pytest.mark.parametrize("capability, arches, runs", RUNS_ON)
-def test_a_gpu_that_torch_has_no_code_for_is_refused(capability, arches, runs, card, monkeypatch):
+def test_refuses_a_gpu_that_torch_has_no_code_for(capability, arches, runs, card, monkeypatch):
+    """Name the GPU and the architectures that this torch was built for."""
     card("a card", capability=capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: arches.split())
     problems = hardware.check_device(Config())
@@ -364,8 +387,8 @@ def test_a_gpu_that_torch_has_no_code_for_is_refused(capability, arches, runs, c
 
 
 @pytest.mark.parametrize("local_rank, gpus, number", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
-def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, number, card):
-    """As SLURM gives each task a GPU of its own, which is cuda:0 for all of them."""
+def test_a_rank_that_sees_only_one_gpu_uses_it(local_rank, gpus, number, card):
+    """Use cuda:0 on every rank if each sees a GPU of its own, as under SLURM."""
     card(count=gpus)
     found = hardware.set_up(Config(device="cuda", dtype="float32"), local_rank)
     assert found.device == torch.device("cuda", number)
@@ -373,7 +396,9 @@ def test_a_rank_that_sees_one_gpu_alone_takes_it(local_rank, gpus, number, card)
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """cpu(amx, avx512_bf16, name): a machine with such a CPU, without a GPU."""
+    """
+    Return cpu(amx, avx512_bf16, name), which imitates a machine with such a CPU and without a GPU.
+    """
     read_text = Path.read_text
 
     def make(amx: bool, avx512_bf16: bool, name: str = "") -> None:
@@ -403,10 +428,13 @@ def cpu(monkeypatch):
         (False, False, "", FP32),  # an ARM
     ],
 )
-def test_a_cpu_uses_bfloat16_where_its_products_are_faster(
+def test_picks_bfloat16_only_on_cpus_where_it_is_faster(
     amx, avx512_bf16, name, dtype, system, cpu, monkeypatch
 ):
-    """results/rows.json: 0.4 of float32's time on an EPYC, 1.4 on a Xeon without AMX."""
+    """
+    Pick it on AMD with AVX512-BF16 and on Intel with AMX. results/rows.json: 0.4 of float32's time
+    on an EPYC, 1.4 on a Xeon without AMX.
+    """
     cpu(amx, avx512_bf16, name)
     monkeypatch.setattr(sys, "platform", system)
     assert hardware.best_dtype(torch.device("cpu")) == dtype
@@ -424,9 +452,10 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("here, key, kind, dtype", DEVICES)
-def test_a_run_takes_the_fastest_device_or_the_one_that_was_asked_for(
+def test_picks_the_fastest_device_unless_one_is_named(
     here, key, kind, dtype, card, cpu, monkeypatch
 ):
+    """Pick CUDA before MPS before the CPU with device=auto, and then a dtype for that device."""
     cpu(amx=False, avx512_bf16=False)
     card()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here["cuda"])
@@ -435,7 +464,8 @@ def test_a_run_takes_the_fastest_device_or_the_one_that_was_asked_for(
     assert (found.device.type, found.dtype) == (kind, dtype)
 
 
-def test_a_mac_does_not_compile_and_trains_in_float32(cpu, monkeypatch):
+def test_a_mac_trains_in_float32_without_compiling(cpu, monkeypatch):
+    """Train on MPS in float32, even with compile=True."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     found = hardware.set_up(Config(compile=True))
@@ -457,8 +487,11 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [1500], [200])
 
 
-def test_a_resume_computes_in_what_the_run_was_begun_in(tokens, tmp_path, cpu):
-    """On another machine auto would be another type, and the run another run."""
+def test_a_resume_with_dtype_auto_keeps_the_runs_dtype(tokens, tmp_path, cpu):
+    """
+    Keep bfloat16 on a machine where auto would mean float32, and change it only if another is
+    named.
+    """
     keys = TINY | dict(dtype="auto", init_from="auto", dataset=tokens, out_dir=tmp_path)
     cpu(amx=True, avx512_bf16=True)
     train(**keys)
@@ -482,7 +515,10 @@ CUDA_BUILD = "pip install torch=="
         ("darwin", None, "nvidia-smi"),
     ],
 )
-def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, hint, monkeypatch):
+def test_tells_a_missing_driver_from_a_torch_without_cuda(platform, build, hint, monkeypatch):
+    """
+    Suggest nvidia-smi, or print the command that installs a CUDA build alone on the last line.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(sys, "platform", platform)
@@ -494,7 +530,10 @@ def test_a_missing_driver_is_told_from_a_torch_without_cuda(platform, build, hin
 
 @pytest.fixture
 def driver(monkeypatch):
-    """driver(version): an NVIDIA driver for this CUDA, such as 12080; None: there is none."""
+    """
+    Return driver(version), which imitates an NVIDIA driver for this CUDA, such as 12080, or no
+    driver if it is None.
+    """
 
     def make(version: int | None) -> None:
         def tell(number) -> None:
@@ -527,14 +566,18 @@ DRIVERS = {  # the version that it tells, and what a person reads
 
 
 @pytest.mark.parametrize("version, words", DRIVERS.values(), ids=DRIVERS)
-def test_a_driver_that_is_too_old_is_told_with_what_to_do(version, words, driver):
+def test_says_what_to_do_about_a_driver_that_is_too_old(version, words, driver):
+    """
+    Name the driver's CUDA version and the update to install; suggest nvidia-smi for any other
+    driver.
+    """
     driver(version)
     (problem,) = hardware.check_device(Config(device="cuda"))
     assert words in problem
 
 
-def test_even_a_tiny_run_does_not_pass_over_an_old_driver(driver, tokens, tmp_path):
-    """It would train on the CPU, of which a tiny one says nothing."""
+def test_a_tiny_run_warns_of_a_driver_that_is_too_old(driver, tokens, tmp_path):
+    """Warn that the run trains on the CPU, which tiny runs otherwise do without a word."""
     driver(12080)
     result = train(**TINY | dict(device="auto", max_iters=0), dataset=tokens, out_dir=tmp_path)
     (warning,) = (line for line in result.err.splitlines() if "CUDA" in line)
@@ -554,9 +597,13 @@ MANY = dict(gradient_accumulation_steps=1600)  # 102,400 tokens per iteration
     ],
     ids=["a GPU's config", "on purpose", "only evaluated", "small"],
 )
-def test_a_run_meant_for_a_gpu_does_not_start_on_a_cpu_by_itself(
+def test_refuses_to_train_a_large_config_on_a_cpu_unless_asked_to(
     keys, code, tokens, tmp_path, cpu, monkeypatch
 ):
+    """
+    Exit with code 2 for 102,400 tokens per iteration without a GPU, but accept --device=cpu,
+    eval_only and small runs.
+    """
     cpu(amx=False, avx512_bf16=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -590,7 +637,8 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_out_of_memory_is_known_in_any_form(name):
+def test_recognises_out_of_memory_in_many_errors(name):
+    """Recognise it from torch, cuBLAS, Triton and Python, and as the cause of another error."""
     error, is_one = ERRORS[name]
     assert hardware.is_out_of_memory(error) == is_one
 
@@ -606,7 +654,11 @@ ITERATIONS = {  # batch_size, accumulation, processes -> the next smaller that d
 
 
 @pytest.mark.parametrize("asked, smaller", ITERATIONS.values(), ids=ITERATIONS.keys())
-def test_out_of_memory_names_the_next_smaller_batch_that_does_as_much(asked, smaller):
+def test_out_of_memory_suggests_a_smaller_batch_with_as_many_tokens(asked, smaller):
+    """
+    Suggest the next smaller batch_size and the accumulation that goes with it, or --recompute=True
+    if there is none.
+    """
     batch_size, accumulation, world_size = asked
     config = Config(batch_size=batch_size, gradient_accumulation_steps=accumulation)
     line = hardware.out_of_memory_line(config, world_size)
@@ -622,7 +674,7 @@ def test_out_of_memory_names_the_next_smaller_batch_that_does_as_much(asked, sma
 
 @contextlib.contextmanager
 def memory_for(rows: int, error: Exception):
-    """A micro-batch of more sequences does not fit."""
+    """Raise an error for each micro-batch of more sequences than this."""
 
     def before_forward(module, arguments):
         idx = arguments[0] if arguments else None
@@ -654,8 +706,10 @@ ASKED = {
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("asked", slow_but("two keys", of=ASKED))
-def test_the_command_that_out_of_memory_names_starts(error, asked, tokens, tmp_path):
-    """Typed behind the first, again and again: in the end it fits, and trains on as many tokens."""
+def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(error, asked, tokens, tmp_path):
+    """
+    Add the suggested flags to the command until it fits, and train on as many tokens as at first.
+    """
     places = map(str, itertools.count())  # a folder has a lock until this process ends
     command = flags(**TINY | ASKED[asked] | dict(max_iters=1), dataset=tokens)
     sizes = []
@@ -675,8 +729,8 @@ def test_the_command_that_out_of_memory_names_starts(error, asked, tokens, tmp_p
     assert column(out_dir, "end", "tokens") == [192]
 
 
-def test_a_resume_that_runs_out_of_memory_counts_with_its_own_model(tokens, tmp_path):
-    """Its context is the checkpoint's: 192 tokens are twelve sequences of it."""
+def test_out_of_memory_on_a_resume_counts_with_the_checkpoints_context(tokens, tmp_path):
+    """Suggest sizes for the checkpoint's block_size, with which 192 tokens are twelve sequences."""
     train(**TINY, dataset=tokens, out_dir=tmp_path)
     keys = TINY | dict(batch_size=12, tokens_per_iter=192, max_iters=3, init_from="resume")
     del keys["block_size"]
@@ -704,9 +758,10 @@ def test_a_resume_that_runs_out_of_memory_counts_with_its_own_model(tokens, tmp_
         ("mps", FP32, 1024, True, False),
     ],
 )
-def test_plain_attention_where_it_is_faster_on_a_cpu_and_on_a_mac(
+def test_uses_plain_attention_for_short_sequences_on_a_cpu_and_on_a_mac(
     device, dtype, tokens, flash, fused
 ):
+    """Use it for up to 512 tokens in bfloat16 on a CPU, where it is faster, and always on MPS."""
     machine = Hardware(torch.device(device), dtype, "test", None, None)
     assert machine.flash(Config(block_size=tokens, flash=flash)) is fused
 
@@ -716,25 +771,27 @@ ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @pytest.fixture
 def fresh_linux(monkeypatch):
-    """A Linux whose user has set none of the allocator's variables."""
+    """Imitate a Linux whose user has set none of the allocator's variables."""
     monkeypatch.setattr(os, "environ", {"HOME": "/home/user"})
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
 
 
 def set_environment() -> dict:
-    """What hardware.py does where it is first imported; its names."""
+    """Run hardware.py as on its first import, and return its names."""
     return runpy.run_path(hardware.__file__)
 
 
-def test_the_allocator_is_set_where_the_user_has_not(fresh_linux):
+def test_turns_expandable_segments_on_if_the_user_set_nothing(fresh_linux):
+    """Set PYTORCH_ALLOC_CONF if the user has set neither of the allocator's variables."""
     set_environment()
     found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
     assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize("name", ALLOCATOR_NAMES)
-def test_the_users_own_allocator_setting_stays(name, fresh_linux):
+def test_keeps_the_users_own_allocator_setting(name, fresh_linux):
+    """Set no variable of the allocator if the user has set either."""
     os.environ[name] = "max_split_size_mb:64"
     set_environment()
     found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
@@ -748,8 +805,13 @@ SWITCH = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
     "version, switch",
     [("2.9.1", None), ("2.10.0+cu128", "0"), ("2.14.1+cu130", "0"), ("2.15.0", None)],
 )
-def test_a_compiler_that_loses_gradients_is_kept_from_it(version, switch, fresh_linux, monkeypatch):
-    """pytorch #193061: releases were read one by one; 2.15.0 is the first with the fix."""
+def test_turns_off_a_compiler_optimization_that_loses_gradients(
+    version, switch, fresh_linux, monkeypatch
+):
+    """
+    Set the switch from torch 2.10 to 2.14 unless the user has set it. 2.15.0 is the first release
+    that fixes pytorch #193061; the releases were read one by one.
+    """
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     set_environment()
     assert os.environ.get(SWITCH) == switch
@@ -758,17 +820,20 @@ def test_a_compiler_that_loses_gradients_is_kept_from_it(version, switch, fresh_
     assert os.environ[SWITCH] == "1"  # the user's
 
 
-def test_the_compiler_reads_the_switch_that_is_set():
+def test_torchs_compiler_obeys_the_switch_that_train_sets():
+    """
+    Import train.py and find mix_order_reduction off in torch's compiler, or on from torch 2.15.
+    """
     code = "import train, torch._inductor.config as inductor; print(inductor.triton.{})"
     switched = start("-c", code.format("mix_order_reduction"), only_torch=True)
     assert finish(switched).out == f"{torch.__version__ >= '2.15'}\n"
 
 
 @pytest.mark.parametrize("home", ["home", "my home", "o'brien", "none"])
-def test_compiled_code_is_kept_in_a_home_that_can_be_written(home, fresh_linux, tmp_path):
+def test_caches_compiled_code_in_the_home_folder_if_it_is_usable(home, fresh_linux, tmp_path):
     """
-    A container's user may have none, and torch makes the folder when it is imported. torch's
-    compiler cannot use a path with a space or quote.
+    Leave the cache's place to torch if the home folder is missing, as in some containers, or has a
+    space or quote in its path, which torch's compiler cannot use.
     """
     for name in ("home", "my home", "o'brien"):
         (tmp_path / name).mkdir()
@@ -778,8 +843,8 @@ def test_compiled_code_is_kept_in_a_home_that_can_be_written(home, fresh_linux, 
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == expected
 
 
-def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
-    """pytorch #192330: expandable segments crash its driver."""
+def test_leaves_the_allocator_alone_on_wsl(fresh_linux, monkeypatch):
+    """Set no variable on WSL, whose driver crashes with expandable segments (pytorch #192330)."""
     monkeypatch.setattr(platform, "release", lambda: "5.15.0-microsoft-standard-WSL2")
     set_environment()
     assert not any(name in os.environ for name in ALLOCATOR_NAMES)
@@ -794,12 +859,13 @@ def test_wsl_keeps_the_allocators_own_setting(fresh_linux, monkeypatch):
         ("linux", "6.8.0-generic", True, [0.9 * 7e6 * 1024 / 8e9]),  # a GB10
     ],
 )
-def test_torch_is_limited_to_the_free_memory_where_the_driver_takes_the_systems(
+def test_limits_torch_to_free_memory_where_the_driver_would_use_the_systems(
     platform_name, release, is_integrated, limits, fresh_linux, card, monkeypatch
 ):
     """
-    6 of 8 GB are free, or 7e6 kB by Linux; above them the driver would spill into system memory
-    without a word, or the machine hang.
+    Limit torch to the 6 of 8 GB that are free on Windows and WSL, or to 90% of Linux's free memory
+    on an integrated GPU. Otherwise the driver would spill into system memory without a word, or the
+    machine hang.
     """
     seen = card(is_integrated=is_integrated)
     monkeypatch.setattr(sys, "platform", platform_name)
@@ -810,8 +876,8 @@ def test_torch_is_limited_to_the_free_memory_where_the_driver_takes_the_systems(
     assert seen == pytest.approx(limits)
 
 
-def test_every_row_of_the_table_can_be_found_by_its_own_name():
-    """But for those of laptops, whose peak torch's name does not tell."""
+def test_finds_every_gpu_in_the_table_by_its_own_name():
+    """Skip laptop GPUs, whose names in torch do not tell their peak."""
     for row in read_gpu_table():
         for alias in row["name"].split("|"):
             if "Laptop" in alias:
@@ -825,8 +891,10 @@ def test_every_row_of_the_table_can_be_found_by_its_own_name():
     or any(name == "LD_PRELOAD" or "MALLOC" in name for name in os.environ),
     reason="another malloc, or another setting",
 )
-def test_memory_freed_by_a_tensor_stays_for_the_next():
-    """Without it glibc unmaps a block of 256 MB at once; touching new pages is what costs."""
+def test_a_freed_tensors_memory_stays_with_the_process():
+    """
+    Keep a block of 256 MB, which glibc would unmap at once, because touching new pages takes time.
+    """
     code = """
 import re, torch
 from configurator import Config
