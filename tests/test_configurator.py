@@ -1,4 +1,4 @@
-"""Configuration: files, flags, and every way to get them wrong."""
+"""Check configuration: files, flags, and every way to get them wrong."""
 
 import re
 import sys
@@ -35,6 +35,7 @@ def problems_of(*argv):
 
 
 def test_later_files_and_flags_win(tmp_path):
+    """Let the last file or flag on the command line decide."""
     a = write(tmp_path, "batch_size = 2\nbatch_size = 3\nn_layer = 2", "a.py")
     b = write(tmp_path, "batch_size = 5", "b.py")
     config = load_config([a, "--n_layer=4", b])
@@ -43,7 +44,8 @@ def test_later_files_and_flags_win(tmp_path):
     assert load_config([a, "--batch_size=4", "--batch_size=8"]).batch_size == 8
 
 
-def test_a_file_sees_the_values_so_far(tmp_path):
+def test_a_config_file_can_read_the_values_given_before_it(tmp_path):
+    """Let a file compute with --max_iters from before it, and remember which keys were set."""
     text = "lr_decay_iters = max_iters * 2\nbatch_size = 12"
     config = load_config(["--max_iters=50", write(tmp_path, text)])
     assert config.lr_decay_iters == 100
@@ -66,18 +68,21 @@ def test_a_file_sees_the_values_so_far(tmp_path):
         ("if (n_layer := 3) > 2:\n    globals()['n_head'] = 4", dict(n_layer=3, n_head=4)),
     ],
 )
-def test_a_file_is_python(text, expected, tmp_path):
+def test_a_config_file_may_hold_any_python(text, expected, tmp_path):
+    """Take keys from functions, loops, comprehensions and globals."""
     config = read_config([write(tmp_path, text)])
     assert config.set_keys == expected.keys()
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_ctrl_c_in_a_file_is_no_bad_file(tmp_path):
+def test_ctrl_c_in_a_config_file_is_not_reported_as_a_bad_file(tmp_path):
+    """Raise KeyboardInterrupt, and no error about the file."""
     with pytest.raises(KeyboardInterrupt):
         load_config([write(tmp_path, "raise KeyboardInterrupt")])
 
 
-def test_modules_functions_and_underscored_names_in_a_file_are_ignored(tmp_path):
+def test_ignores_modules_functions_and_underscored_names_in_a_config_file(tmp_path):
+    """Set only batch_size from a file that also imports modules and defines a function."""
     text = (
         "import math\nfrom math import sqrt\nfrom typing import Any, Optional as Maybe\n"
         "_tokens = 4\n"
@@ -87,7 +92,8 @@ def test_modules_functions_and_underscored_names_in_a_file_are_ignored(tmp_path)
     assert config.batch_size == 8 and config.set_keys == {"batch_size"}
 
 
-def test_a_file_may_take_keys_from_a_file_beside_it(tmp_path, monkeypatch):
+def test_a_config_file_can_import_keys_from_a_file_beside_it(tmp_path, monkeypatch):
+    """Set the keys that a Python import brings in from another config file."""
     write(tmp_path, "n_layer, batch_size = 3, 12", "base_config.py")
     text = (
         "import pathlib, sys\nsys.path.insert(0, str(pathlib.Path(__file__).parent))\n"
@@ -115,15 +121,20 @@ def test_a_file_may_take_keys_from_a_file_beside_it(tmp_path, monkeypatch):
         ("--out_dir='tis", "out_dir", "'tis"),
     ],
 )
-def test_flags_nanogpt_stumbles_over(flag, name, value):
+def test_accepts_flags_that_nanogpt_stumbles_over(flag, name, value):
     """
-    nanoGPT #439, PR#412, #64, PR#29: --learning_rate=1, --compile=false, 1e4 and = in a value.
+    Accept --learning_rate=1, --compile=false, 1e1 and = in a value: nanoGPT #439, PR#412, #64,
+    PR#29.
     """
     found = getattr(load_config([flag]), name)
     assert found == value and type(found) is type(value)
 
 
-def test_tokens_per_iter_sets_accumulation_and_names_what_would_divide():
+def test_tokens_per_iter_sets_the_accumulation_or_suggests_numbers_that_fit():
+    """
+    Work out 64 micro-batches for 524,288 tokens, and name the nearest numbers that the batch
+    divides if it does not divide this one.
+    """
     config = load_config(["--tokens_per_iter=524288", "--batch_size=8"])
     assert config.gradient_accumulation_steps == 64
     (problem,) = problems_of("--tokens_per_iter=500000", "--batch_size=12")
@@ -141,9 +152,10 @@ def test_tokens_per_iter_sets_accumulation_and_names_what_would_divide():
         (["BOTH"], 4, 4096),
     ],
 )
-def test_of_accumulation_and_tokens_per_iter_the_last_one_wins(
-    tmp_path, given, accumulation, tokens
-):
+def test_the_later_of_accumulation_and_tokens_per_iter_wins(tmp_path, given, accumulation, tokens):
+    """
+    Let the last one in the files and flags decide, and print a config that loads back as itself.
+    """
     steps_line, tokens_line = "gradient_accumulation_steps = 4\n", "tokens_per_iter = 4096\n"
     files = {
         "FILE": write(tmp_path, tokens_line, "a.py"),
@@ -155,7 +167,8 @@ def test_of_accumulation_and_tokens_per_iter_the_last_one_wins(
     assert load_config([write(tmp_path, config_text(config), "printed.py")]) == config
 
 
-def test_the_printed_config_file_is_all_that_stdout_gets(tmp_path):
+def test_configurator_prints_a_config_file_and_nothing_else(tmp_path):
+    """Print a file that loads, and nothing on stderr."""
     sizes = ("--tokens_per_iter=98304", "--batch_size=8", "--gradient_accumulation_steps=4")
     result = run("configurator.py", *sizes)
     assert (result.code, result.err) == (0, "")
@@ -164,8 +177,8 @@ def test_the_printed_config_file_is_all_that_stdout_gets(tmp_path):
 
 def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
     """
-    Defaults are nanoGPT's, except device, dtype and lr_decay_iters, which are worked out for each
-    run.
+    Use nanoGPT's defaults, except for device, dtype and lr_decay_iters, which are worked out for
+    each run.
     """
     defaults = dict(out_dir="out", eval_interval=2000, log_interval=1, eval_iters=200)
     defaults |= dict(eval_only=False, always_save_checkpoint=True, init_from="scratch")
@@ -198,12 +211,17 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
         (["--optimizer=muon"], dict(learning_rate=0.025)),
     ],
 )
-def test_nanogpts_names_stand_for_keys(argv, expected):
+def test_translates_nanogpts_flags(argv, expected):
+    """
+    Read --wandb_log as tracker and --decay_lr as lr_schedule, where the last flag wins. Muon has a
+    learning rate of its own.
+    """
     config = load_config(argv)
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_a_config_file_may_set_and_read_nanogpts_names(tmp_path):
+def test_a_config_file_can_set_and_read_nanogpts_keys(tmp_path):
+    """Let a file set decay_lr, and read decay_lr, wandb_log and backend."""
     set_there = write(tmp_path, "decay_lr = False\nlr_schedule = 'wsd'")
     assert load_config([set_there]).lr_schedule == "wsd"
     assert load_config([set_there, "--decay_lr=False"]).lr_schedule == "constant"
@@ -211,14 +229,17 @@ def test_a_config_file_may_set_and_read_nanogpts_names(tmp_path):
     assert load_config([write(tmp_path, text)]).lr_schedule == "linear"
 
 
-def test_the_fast_model_unties_its_head_unless_told_otherwise():
+def test_the_fast_model_has_an_untied_head_and_refuses_a_tied_one():
+    """Untie the head with --model=fast, and refuse --tie_weights=True."""
     assert load_config([]).tie_weights and not load_config(["--model=fast"]).tie_weights
     assert "tie_weights" in problems_of("--model=fast", "--tie_weights=True")[0]
 
 
 @pytest.mark.parametrize("name", ONLY_WITH)
-def test_a_key_that_nobody_reads_is_refused(name):
-    """Whichever came first, the key or the choice; its default is no harm."""
+def test_refuses_a_key_that_the_chosen_model_or_optimizer_does_not_read(name):
+    """
+    Refuse such a key whether it comes before or after the choice, unless it has its default value.
+    """
     choice, *readers = ONLY_WITH[name]
     other = next(other for other in CHOICES[choice] if other not in readers)
     default = FIELDS[name].default
@@ -231,7 +252,10 @@ def test_a_key_that_nobody_reads_is_refused(name):
     assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]
 
 
-def test_a_mistake_in_a_name_hides_what_may_only_follow_from_it(tmp_path):
+def test_reports_a_mistake_without_the_problems_it_may_have_caused(tmp_path):
+    """
+    Report a misspelt key, a wrong value or a bad file, but not that n_head=7 does not fit the rest.
+    """
     for argument in (
         "--batch_siz=4",
         "--n_embd=wide",
@@ -247,18 +271,18 @@ def test_a_mistake_in_a_name_hides_what_may_only_follow_from_it(tmp_path):
         load_config(["--n_head=7"])
 
 
-def test_nanogpt_habits_are_no_errors():
+def test_accepts_unusual_settings_of_nanogpts_configs():
     """
-    A warm-up longer than the run and a constant rate below the usual min_lr (its
-    finetune_shakespeare.py).
+    Accept a warm-up longer than the run, and a constant rate below the usual min_lr, as in
+    finetune_shakespeare.py.
     """
     config = load_config(["--warmup_iters=100", "--max_iters=10"])
     assert config.warmup_iters > config.max_iters
     assert load_config(["--learning_rate=3e-5", "--decay_lr=False"]).learning_rate == 3e-5
 
 
-def test_a_file_in_an_older_encoding_is_refused(tmp_path):
-    """Read with a letter replaced, it would train in another folder."""
+def test_refuses_a_config_file_in_an_older_encoding(tmp_path):
+    """Refuse the file instead of replacing a letter and training in another folder."""
     (tmp_path / "old.py").write_text("out_dir = 'out/Gr\u00f6\u00dfe'", "cp1252")
     (problem,) = problems_of(str(tmp_path / "old.py"))
     # a UnicodeDecodeError; Python 3.13 names only the codec
@@ -266,8 +290,11 @@ def test_a_file_in_an_older_encoding_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_config_file_is_read_as_notepad_and_powershells_redirection_write_it(encoding, tmp_path):
-    """python configurator.py config/quickstart.py > mine.py: PowerShell writes UTF-16 with CRLF."""
+def test_reads_config_files_written_by_notepad_and_powershell(encoding, tmp_path):
+    """
+    Read UTF-8 with or without a byte-order mark, and the UTF-16 with CRLF that PowerShell writes
+    for python configurator.py config/quickstart.py > mine.py.
+    """
     config = Config(out_dir="out/Größe", n_layer=3)
     path = tmp_path / "mine.py"
     path.write_text(config_text(config), encoding=encoding, newline="\r\n")
@@ -282,13 +309,15 @@ def test_a_config_file_is_read_as_notepad_and_powershells_redirection_write_it(e
     flash=st.booleans(),
 )
 def test_a_printed_config_loads_back_as_itself(text, rate, seed, flash, tmp_path_factory):
+    """Print any name, rate and seed as a file that loads back to equal values."""
     config = Config(out_dir=text, learning_rate=rate, seed=seed, flash=flash)
     path = tmp_path_factory.mktemp("c") / "c.py"
     path.write_text(config_text(config), encoding="utf-8")
     assert load_config([str(path)]) == config
 
 
-def test_every_key_has_a_meaning_and_help_lists_it():
+def test_help_lists_every_key_with_its_meaning_and_default():
+    """Print each default as it can be typed, or the word off."""
     result = run("train.py", "--help")
     assert result.code == 0
     for name, f in FIELDS.items():
@@ -297,7 +326,8 @@ def test_every_key_has_a_meaning_and_help_lists_it():
         assert default == "off" or parse_value(default, f.type) == f.default, name
 
 
-def test_help_prints_a_keys_choices_and_says_off():
+def test_help_lists_the_choices_of_a_key_and_says_off():
+    """Print --model=gpt2|fast, and off as the default of limits such as hours."""
     out = run("train.py", "--help").out
     assert re.search(r"^  --model=gpt2\|fast  ", out, re.MULTILINE)
     assert re.search(r"^  --tracker=none\|wandb\|tensorboard  ", out, re.MULTILINE)
@@ -307,6 +337,7 @@ def test_help_prints_a_keys_choices_and_says_off():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)
 def test_every_committed_config_is_valid(path):
+    """Load each config. Those for GPUs train on 524,288 tokens per iteration at any batch size."""
     config = load_config([str(path)])
     on_a_gpu = path.stem.startswith(("gpt", "fast"))
     if on_a_gpu:  # the recipe's tokens per iteration, whatever micro-batch the card can hold
@@ -341,24 +372,31 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("text", BAD_FILES.values(), ids=BAD_FILES.keys())
-def test_bad_config_file_is_one_clear_line_that_names_the_file(text, tmp_path):
+def test_a_bad_config_file_gives_one_line_that_names_the_file(text, tmp_path):
+    """Report one problem, on one line that begins with the file's path."""
     path = write(tmp_path, text)
     (line,) = problems_of(path)
     assert "\n" not in line and line.startswith(path)
 
 
-def test_a_file_is_run_as_main_and_may_have_classes(tmp_path):
+def test_a_config_file_runs_as_main_and_may_define_classes(tmp_path):
+    """Run the file with __name__ == '__main__', as nanoGPT does."""
     text = "class Size:\n    n = 3\nif __name__ == '__main__':\n    n_layer = Size.n"
     assert load_config([write(tmp_path, text)]).n_layer == 3
 
 
-def test_a_suggestion_is_a_flag_to_type_and_may_be_the_scripts_own():
+def test_suggests_a_flag_to_type_for_a_misspelt_one():
+    """Suggest a config key, or a flag of the script itself."""
     assert "did you mean --max_iters?" in problems_of("--max_iter=3")[0]
     result = run("bench.py", "sweep", "--trial=3")
     assert result.code == 2 and "--trials?" in result.err
 
 
-def test_tokens_of_a_file_follow_the_processes_and_a_resume_keeps_its_own(tmp_path):
+def test_accumulation_follows_the_number_of_processes_and_a_resume_keeps_its_tokens(tmp_path):
+    """
+    Round a file's tokens_per_iter up for three processes. A resume keeps the saved number of
+    tokens, unless a flag sets the accumulation.
+    """
     path = write(tmp_path, "batch_size = 8\nblock_size = 16\ntokens_per_iter = 1024")
     asked = read_config([path])
     assert [count_micro_batches(asked, n) for n in (1, 2, 3)] == [(8, []), (8, []), (9, [])]
@@ -369,31 +407,35 @@ def test_tokens_of_a_file_follow_the_processes_and_a_resume_keeps_its_own(tmp_pa
     assert count_micro_batches(typed, 1, saved) == (5, [])
 
 
-def test_another_accumulation_in_a_file_counts_on_a_resume(tmp_path):
-    """Without tokens_per_iter in the file or in the run."""
+def test_a_resume_uses_the_accumulation_of_the_config_file(tmp_path):
+    """Use it if neither the file nor the run has tokens_per_iter."""
     asked = read_config([write(tmp_path, "batch_size = 8\ngradient_accumulation_steps = 5")])
     saved = dict(batch_size=8, gradient_accumulation_steps=9, tokens_per_iter=0)
     assert count_micro_batches(asked, 1, saved) == (5, [])
 
 
-def test_a_rate_below_min_lr_does_not_rise():
+def test_min_lr_is_a_tenth_of_a_rate_that_is_below_it():
+    """Lower min_lr for a small learning_rate or head_lr, unless it was set."""
     assert load_config(["--learning_rate=1e-5"]).min_lr == pytest.approx(1e-6)
     muon = load_config(["--optimizer=muon", "--head_lr=1e-5"])
     assert muon.min_lr == pytest.approx(1e-6) and muon.learning_rate == 0.025
     assert load_config(["--learning_rate=1e-5", "--min_lr=6e-5"]).min_lr == 6e-5
 
 
-def test_home_is_meant_by_a_tilde_in_a_flag(monkeypatch):
+def test_expands_a_tilde_in_a_flag_to_the_home_folder(monkeypatch):
+    """Expand ~ in --out_dir=~/runs, which shells leave alone behind a =."""
     monkeypatch.setenv("HOME", "/home/somebody")
     # shells leave it alone behind a =
     assert load_config(["--out_dir=~/runs/a"]).out_dir == "/home/somebody/runs/a"
 
 
-def test_a_switch_before_a_config_file_takes_no_value(tmp_path):
+def test_a_flag_without_a_value_does_not_take_the_config_file_after_it(tmp_path):
+    """Read the argument after --bias as a file."""
     assert load_config(["--bias", write(tmp_path, "n_layer = 3"), "--compile"]).n_layer == 3
 
 
-def test_without_decay_there_is_no_warmup_as_in_nanogpt(tmp_path):
+def test_decay_lr_false_turns_warmup_off_as_in_nanogpt(tmp_path):
+    """Warm up only if a flag after decay_lr = False asks for it."""
     path = tmp_path / "finetune.py"
     path.write_text("decay_lr = False\nlearning_rate = 3e-5\n")
     assert load_config([str(path)]).warmup_iters == 0

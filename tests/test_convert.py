@@ -1,6 +1,6 @@
 """
-convert.py: the same logits on either side, judged by transformers; folders that other programs
-read; weights that do not fit are refused. Bad command lines are in test_bad_input.py.
+Check convert.py: the same logits on either side, judged by transformers; folders that other
+programs read; weights that do not fit. Bad command lines are in test_bad_input.py.
 """
 
 import contextlib
@@ -46,7 +46,10 @@ def random_gpt(**changes) -> GPT:
 
 
 def random_fast(**changes) -> FastGPT:
-    """A fast model, every parameter of which matters: each is far from its initial value."""
+    """
+    Return a fast model whose parameters are all far from their initial values, so that each
+    matters.
+    """
     config = dict(SIZES, vocab_size=128, block_size=256, value_tables=1, bigram_rows=100)
     torch.manual_seed(0)
     model = FastGPT(FastConfig(**config | changes)).eval()
@@ -56,7 +59,7 @@ def random_fast(**changes) -> FastGPT:
 
 
 def save(model: GPT | FastGPT, path: Path, vocab: int = 128, kind: str = "byte", **spec) -> Path:
-    """A checkpoint of the model, with a tokenizer of this kind."""
+    """Save a checkpoint of the model with a tokenizer of this kind."""
     state = dict(
         model=model.state_dict(),
         model_config=config_to_dict(model.config),
@@ -68,7 +71,7 @@ def save(model: GPT | FastGPT, path: Path, vocab: int = 128, kind: str = "byte",
 
 
 def convert(*arguments) -> str:
-    """What convert.py prints; it must end with exit code 0."""
+    """Return what convert.py prints; it must end with exit code 0."""
     result = run("convert.py", *arguments)
     assert (result.code, result.err) == (0, "")
     return result.out
@@ -81,7 +84,7 @@ def assert_refused(result: Result, *words: str) -> None:
 
 
 def loaded(path: Path) -> GPT | FastGPT:
-    """The model of a checkpoint."""
+    """Return the model of a checkpoint."""
     state = torch.load(path, weights_only=True)
     model = build_model(config_from_dict(state["model_config"])).eval()
     model.load_state_dict(state["model"])
@@ -89,7 +92,7 @@ def loaded(path: Path) -> GPT | FastGPT:
 
 
 def imported(source: Path) -> GPT | FastGPT:
-    """The model that --init_from=SOURCE gives."""
+    """Return the model that --init_from=SOURCE gives."""
     state = load_pretrained(str(source))
     model = build_model(config_from_dict(state["model_config"])).eval()
     load_weights(model, state)
@@ -102,7 +105,9 @@ def opened(folder: Path) -> GPT2LMHeadModel:
 
 @torch.no_grad()
 def assert_same_logits(ours: GPT | FastGPT, reference, vocab: int, tolerance: float = 1e-4) -> None:
-    """1e-4: fp32 rounding of logits of size 10 over a few layers, with room."""
+    """
+    Compare logits within 1e-4: fp32 rounding of logits of size 10 over a few layers, with room.
+    """
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(vocab, (2, ours.config.block_size), generator=generator)
     difference = ours(idx)[..., :vocab] - reference(idx).logits
@@ -117,8 +122,11 @@ def assert_same_logits(ours: GPT | FastGPT, reference, vocab: int, tolerance: fl
     "tied, bias, vocab",
     [(True, True, 128), (True, False, 100), (False, True, 100), (False, False, 128)],
 )
-def test_an_exported_model_gives_the_same_logits(tied, bias, vocab, tmp_path):
-    """A vocabulary of 100 has 28 rows of padding."""
+def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias, vocab, tmp_path):
+    """
+    Export and import it again, tied or not, with or without biases, and leave 28 rows of padding
+    out for a vocabulary of 100.
+    """
     model = random_gpt(tie_weights=tied, bias=bias)
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", vocab), tmp_path / "hf")
     exported = opened(tmp_path / "hf")
@@ -130,8 +138,8 @@ def test_an_exported_model_gives_the_same_logits(tied, bias, vocab, tmp_path):
 
 
 @pytest.mark.parametrize("model", [random_gpt, random_fast])
-def test_blocks_that_share_their_weights_are_exported_each_with_its_own(model, tmp_path):
-    """safetensors stores no tensor under two names."""
+def test_exports_a_model_whose_blocks_share_their_weights(model, tmp_path):
+    """Write each block a copy of its own, because safetensors stores no tensor under two names."""
     state = torch.load(save(model(), tmp_path / "x.pt"), weights_only=True)
     for name in list(state["model"]):
         if "value_gate" not in name:
@@ -142,8 +150,10 @@ def test_blocks_that_share_their_weights_are_exported_each_with_its_own(model, t
         assert_same_logits(loaded(tmp_path / "shared.pt"), opened(tmp_path / "hf"), 128)
 
 
-def test_an_export_of_bytes_writes_text_as_its_page_shows(tmp_path, monkeypatch):
-    """The context of the first model in README is 64."""
+def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_path, monkeypatch):
+    """
+    Run the Python code of docs/sampling.md on a model with the context of README's first one, 64.
+    """
     monkeypatch.chdir(tmp_path)
     save(random_gpt(vocab_size=256, block_size=64), tmp_path / "x.pt", 256)
     assert "no tokenizer files" in convert("ckpt-to-hf", "x.pt", "anna-hf")
@@ -164,7 +174,8 @@ TEXT = "the cat 's naïve:  café — 12345 tokens,\n\n\tand did n't ✓ <tags> 
 
 
 @pytest.mark.parametrize("model", [random_gpt, random_fast])
-def test_a_tokenizer_of_ones_own_goes_with_the_weights(model, tmp_path):
+def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path):
+    """Give transformers a BPE tokenizer with the same ids, and recognise it on the way back."""
     bpe = own_bpe("</s>")
     vocab = bpe.get_vocab_size()
     spec = bpe.to_str()
@@ -189,8 +200,8 @@ def test_a_tokenizer_of_ones_own_goes_with_the_weights(model, tmp_path):
 
 def test_exports_what_other_programs_need_in_a_gpt2_folder(tmp_path):
     """
-    n_ctx, OpenAI's weight names, no token_type_ids, and pipeline() generates. Results with
-    llama.cpp and mlx-lm: docs/sampling.md.
+    Write n_ctx, OpenAI's weight names and no token_type_ids, and let pipeline() generate. Results
+    with llama.cpp and mlx-lm: docs/sampling.md.
     """
     bpe = own_bpe()
     path = save(random_gpt(vocab_size=384), tmp_path / "x.pt", 300, "bpe", json=bpe.to_str())
@@ -207,7 +218,8 @@ def test_exports_what_other_programs_need_in_a_gpt2_folder(tmp_path):
     assert answer["generated_text"].startswith("the cat")
 
 
-def test_gpt2s_tokenizer_goes_with_the_weights(tmp_path):
+def test_exports_gpt2s_tokenizer_with_the_weights(tmp_path):
+    """Write tokenizer files that give tiktoken's ids."""
     tiktoken = pytest.importorskip("tiktoken")
     try:
         bpe = tiktoken.get_encoding("gpt2")
@@ -224,7 +236,8 @@ def test_gpt2s_tokenizer_goes_with_the_weights(tmp_path):
     assert tokenizer.model_max_length == 16
 
 
-def test_without_gpt2s_files_the_weights_are_written_and_the_rest_said(tmp_path, monkeypatch):
+def test_exports_the_weights_alone_if_gpt2s_tokenizer_cannot_be_fetched(tmp_path, monkeypatch):
+    """Say that GPT-2's files are missing, and exit with code 0."""
     monkeypatch.setattr("tiktoken.load.read_file_cached", lambda url: 1 / 0)
     model = random_gpt(vocab_size=50304, n_embd=8, n_layer=1)
     path = save(model, tmp_path / "x.pt", 50257, "gpt2")
@@ -233,7 +246,8 @@ def test_without_gpt2s_files_the_weights_are_written_and_the_rest_said(tmp_path,
     assert sorted(os.listdir(tmp_path / "hf")) == files
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_half_a_model(tmp_path):
+def test_a_full_disk_gives_one_error_line_and_no_partial_export(tmp_path):
+    """Exit with code 1, and write the export once there is room."""
     resource = pytest.importorskip("resource", reason="needs a limit to what a file may hold")
     path = save(random_gpt(), tmp_path / "x.pt")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -257,7 +271,7 @@ def loaded_modules() -> list[str]:
 
 
 def run_copy(folder: Path, *arguments) -> Result:
-    """convert.py of a copy of the program, in this process, which has transformers loaded."""
+    """Run convert.py of a copy of the program in this process, which has transformers loaded."""
     ours = {name: sys.modules.pop(name) for name in loaded_modules()}
     try:
         with mock.patch("program.ROOT", folder):
@@ -329,8 +343,11 @@ CHANGES = {  # -> file, code, words of the error
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_the_export_would_not_compute_is_refused(name, tmp_path):
-    """transformers would load it without a word and compute something else."""
+def test_refuses_to_export_a_model_that_transformers_would_compute_differently(name, tmp_path):
+    """
+    Refuse a changed model.py or model_fast.py; transformers would load the export without a word
+    and compute something else.
+    """
     file, code, words = CHANGES[name]
     folder = changed(tmp_path / "copy", {file: code})
     (folder / "layers.py").touch()
@@ -344,8 +361,8 @@ def test_a_model_that_the_export_would_not_compute_is_refused(name, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
-def test_gpt2_in_other_words_is_exported(tmp_path):
-    """What counts is what model.py computes, up to rounding, and not how."""
+def test_exports_a_rewritten_model_that_still_computes_gpt2(tmp_path):
+    """Judge model.py by what it computes, up to rounding, and not by its code."""
     gelu = "h / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))"
     forward = f"MLP.forward = lambda self, x: self.c_proj((lambda h: {gelu})(self.c_fc(x)))"
     folder = changed(tmp_path / "copy", {"model.py": forward})
@@ -354,7 +371,11 @@ def test_gpt2_in_other_words_is_exported(tmp_path):
     assert_same_logits(loaded(path), opened(tmp_path / "hf"), 100)
 
 
-def test_without_transformers_an_export_is_written_and_not_checked(tmp_path, monkeypatch):
+def test_exports_without_a_check_if_transformers_is_missing(tmp_path, monkeypatch):
+    """
+    Write the weights, say that they are not checked, and print the command that installs
+    transformers.
+    """
     monkeypatch.setitem(sys.modules, "transformers", None)
     for model in (random_gpt(), random_fast()):
         folder = tmp_path / type(model).__name__
@@ -370,7 +391,7 @@ def test_without_transformers_an_export_is_written_and_not_checked(tmp_path, mon
 
 @contextlib.contextmanager
 def transformers_cache(folder: Path) -> Iterator[pytest.MonkeyPatch]:
-    """transformers copies the code of an export into this folder, and forgets it afterwards."""
+    """Let transformers copy the code of an export into this folder, and forget it afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path])  # where transformers adds its copies
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
@@ -385,7 +406,9 @@ def open_export(folder: Path):
 
 @pytest.fixture(scope="module")
 def fast_export(tmp_path_factory):
-    """A fast model and its export, opened as by a user who has the folder and no more."""
+    """
+    Return a fast model, its export opened as by a user who has only the folder, and the folder.
+    """
     tmp = tmp_path_factory.mktemp("fast")
     model = random_fast(bias=True, gains=True, bigram_rows=20_000)  # a row for each pair of ids
     path = save(model, tmp / "x.pt", 100, "unknown")  # 28 padded rows
@@ -398,12 +421,15 @@ def fast_export(tmp_path_factory):
 
 
 def random_ids(rows: int, length: int) -> torch.Tensor:
-    """None is 0, which the tests give to transformers as padding."""
+    """Return random ids other than 0, which the tests give to transformers as padding."""
     return torch.randint(1, 100, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def test_an_exported_fast_model_computes_what_model_fast_computes(fast_export):
+def test_an_exported_fast_model_gives_the_logits_and_text_of_model_fast(fast_export):
+    """
+    Compute the same logits, and generate the same tokens with and without transformers' caches.
+    """
     model, exported, _ = fast_export
     assert exported.dtype == torch.float32
     assert exported.config.vocab_size == 100
@@ -423,8 +449,10 @@ def test_an_exported_fast_model_computes_what_model_fast_computes(fast_export):
 
 
 @torch.no_grad()
-def test_an_exported_fast_model_goes_on_beyond_its_block_size(fast_export):
-    """Rotary positions have no last one; all tokens stay visible, as model_fast.py computes it."""
+def test_an_exported_fast_model_generates_beyond_its_block_size(fast_export):
+    """
+    Keep all tokens visible past 256, as model_fast.py does; rotary positions have no last one.
+    """
     model, exported, _ = fast_export
     idx = random_ids(1, 250)
     longer = exported.generate(idx, max_new_tokens=20, do_sample=False, pad_token_id=0)
@@ -448,7 +476,8 @@ LEFT_PADDED = torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([0])
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_an_exported_fast_model_would_have_to_ignore_is_refused(options, fast_export):
+def test_an_exported_fast_model_refuses_options_it_would_have_to_ignore(options, fast_export):
+    """Raise a ValueError that names the option, such as past_key_values."""
     _, exported, _ = fast_export
     (name,) = options
     with pytest.raises(ValueError, match=name):
@@ -459,7 +488,8 @@ def test_what_an_exported_fast_model_would_have_to_ignore_is_refused(options, fa
 
 
 @torch.no_grad()
-def test_padding_after_the_tokens_is_ignored(fast_export):
+def test_an_exported_fast_model_ignores_padding_after_the_tokens(fast_export):
+    """Give the same logits with an attention mask over padding on the right as without padding."""
     _, exported, _ = fast_export
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
@@ -468,8 +498,8 @@ def test_padding_after_the_tokens_is_ignored(fast_export):
     assert (padded[1, :5] - exported(IDS[1:, :5]).logits[0]).abs().max() < 1e-4
 
 
-def test_an_exported_fast_model_can_be_trained_on(fast_export):
-    """transformers shifts the labels; -100 counts for nothing."""
+def test_an_exported_fast_model_can_be_fine_tuned(fast_export):
+    """Compute the loss as transformers does: labels are shifted, and -100 counts for nothing."""
     model, exported, _ = fast_export
     labels = IDS.clone()
     labels[0, :4] = -100
@@ -483,7 +513,11 @@ def test_an_exported_fast_model_can_be_trained_on(fast_export):
     exported.zero_grad()
 
 
-def test_an_exported_fast_model_gets_more_tokens(tmp_path):
+def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
+    """
+    Give new tokens the mean head row, leave the old logits alone, and save and load the larger
+    model.
+    """
     model = random_fast(bias=True, gains=True)  # its pairs are hashed
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 100, "unknown"), tmp_path / "hf")
     with transformers_cache(tmp_path), torch.no_grad():
@@ -506,16 +540,18 @@ def test_an_exported_fast_model_gets_more_tokens(tmp_path):
         assert torch.equal(exported(IDS).logits, expected)
 
 
-def test_a_bigram_row_for_each_pair_fixes_the_number_of_tokens(fast_export):
-    """The row of a pair depends on it."""
+def test_no_token_can_be_added_if_each_token_pair_has_a_bigram_row(fast_export):
+    """Refuse to resize the vocabulary, because the row of a pair depends on its size."""
     _, exported, _ = fast_export
     with pytest.raises(ValueError, match="bigram"):
         exported.resize_token_embeddings(130)
 
 
 @pytest.mark.slow
-def test_a_fast_export_is_opened_elsewhere_without_a_network(fast_export, tmp_path):
-    """And saved again by transformers, code included, as a fine-tuned model is."""
+def test_a_fast_export_opens_offline_in_another_folder(fast_export, tmp_path):
+    """
+    Open it, and open it again after transformers has saved it with its code, as after fine-tuning.
+    """
     code = """
 import sys
 from itertools import pairwise
@@ -550,7 +586,8 @@ generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [random_gpt, random_fast])
-def test_lm_evaluation_harness_measures_an_export_without_a_network(model, tmp_path):
+def test_lm_evaluation_harness_measures_an_export_offline(model, tmp_path):
+    """Run a multiple-choice task and a task that generates text."""
     pytest.importorskip("lm_eval", reason='needs pip install "lm_eval[hf]"')
     weights = model(vocab_size=384, block_size=256)
     path = save(weights, tmp_path / "x.pt", 300, "bpe", json=own_bpe().to_str())
@@ -586,8 +623,11 @@ def test_lm_evaluation_harness_measures_an_export_without_a_network(model, tmp_p
 # From Hugging Face
 
 
-def test_the_hubs_own_gpt2_layout_is_read(tmp_path):
-    """openai-community/gpt2: names without "transformer.", causal masks among them, no lm_head."""
+def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
+    """
+    Read names without "transformer.", skip the causal masks among them, and do without lm_head, as
+    in openai-community/gpt2.
+    """
     reference = random_gpt2(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     weights = {
@@ -601,14 +641,16 @@ def test_the_hubs_own_gpt2_layout_is_read(tmp_path):
     assert_same_logits(imported(tmp_path / "hf"), reference, 128)
 
 
-def test_gpt2s_vocabulary_is_recognised(tmp_path):
+def test_an_import_with_gpt2s_vocabulary_gets_gpt2s_tokenizer(tmp_path):
+    """Choose it for a model of 50,257 tokens."""
     random_gpt2(tmp_path / "hf", vocab_size=50257, n_embd=8, n_layer=1)
     state = load_pretrained(str(tmp_path / "hf"))
     assert state["model_config"]["vocab_size"] == state["vocab"] == 50257
     assert state["tokenizer"] == dict(kind="gpt2")
 
 
-def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
+def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
+    """Say that gpt2 cannot be fetched, and exit with code 2."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert_refused(run("sample.py", "--init_from=gpt2"), "gpt2: cannot be fetched")
@@ -624,7 +666,8 @@ def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
         (dict(), "ln_f.bias is not finite"),
     ],
 )
-def test_weights_that_are_not_those_of_their_config_are_refused(config, word, tmp_path):
+def test_refuses_weights_that_do_not_fit_their_config(config, word, tmp_path):
+    """Name a tensor that is missing, left over, of another size or not finite."""
     folder = tmp_path / "hf"
     random_gpt2(folder, **{name: config[name] for name in config if name == "n_inner"})
     if not config:
@@ -637,8 +680,10 @@ def test_weights_that_are_not_those_of_their_config_are_refused(config, word, tm
         imported(folder)
 
 
-def test_a_fast_checkpoint_with_other_tensors_is_refused(tmp_path):
-    """Trained by another model_fast.py: the export would have this one's code."""
+def test_refuses_to_export_a_fast_checkpoint_with_unknown_tensors(tmp_path):
+    """
+    Refuse a checkpoint of a changed model_fast.py, because the export would carry this one's code.
+    """
     state = torch.load(save(random_fast(), tmp_path / "x.pt", 100), weights_only=True)
     state["model"]["lm_head.scale"] = torch.ones(())
     torch.save(state, tmp_path / "x.pt")
@@ -657,7 +702,10 @@ class Payload:
 
 
 def nanogpt_checkpoint(path: Path) -> GPT2LMHeadModel:
-    """nanoGPT's ckpt.pt of a compiled model with exact GELU, and the same model in transformers."""
+    """
+    Write nanoGPT's ckpt.pt of a compiled model with exact GELU, and return the same model in
+    transformers.
+    """
     reference = random_gpt2(path.parent / "hf", activation_function="gelu")
     weights = {}
     for name, tensor in reference.state_dict().items():
@@ -681,14 +729,17 @@ def nanogpt_checkpoint(path: Path) -> GPT2LMHeadModel:
 
 
 def write_meta(folder: Path, **changes) -> None:
-    """nanoGPT's table of characters."""
+    """Write nanoGPT's table of characters."""
     folder.mkdir(parents=True, exist_ok=True)
     itos = {i: chr(i) for i in range(128)}
     meta = dict(vocab_size=128, itos=itos, stoi={c: i for i, c in itos.items()}) | changes
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
-def test_nanogpts_checkpoint_is_read_within_its_gelu(tmp_path):
+def test_imports_a_nanogpt_checkpoint_except_for_its_exact_gelu(tmp_path):
+    """
+    Say that results differ by up to 1e-3. With the exact GELU in place, the logits are the same.
+    """
     reference = nanogpt_checkpoint(tmp_path / "ckpt.pt")
     assert "up to 1e-3" in convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "out")
     model = imported(tmp_path / "ckpt.pt")
@@ -699,8 +750,8 @@ def test_nanogpts_checkpoint_is_read_within_its_gelu(tmp_path):
     assert_same_logits(model, reference, 128)  # with nanoGPT's own GELU: the same function
 
 
-def test_the_padding_of_nanogpts_vocabulary_is_no_token_and_is_not_exported(tmp_path):
-    """GPT-2's 50,257 tokens, rounded up to 50,304 rows: tiktoken knows none of the others."""
+def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
+    """Export 50,257 of 50,304 rows, because tiktoken knows none of the others."""
     sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, bias=False, vocab_size=50304)
     weights = GPT(GPTConfig(**sizes)).state_dict()
     state = dict(model=weights, model_args=sizes | dict(dropout=0.0), iter_num=7, config={})
@@ -712,7 +763,8 @@ def test_the_padding_of_nanogpts_vocabulary_is_no_token_and_is_not_exported(tmp_
     assert rows == 50257
 
 
-def test_nanogpts_characters_come_with_it_and_run_no_code(tmp_path, monkeypatch):
+def test_imports_nanogpts_characters_without_running_code(tmp_path, monkeypatch):
+    """Read meta.pkl beside the dataset, and refuse one whose pickle would run code."""
     monkeypatch.chdir(tmp_path)
     nanogpt_checkpoint(Path("ckpt.pt"))
     write_meta(Path("data/shakespeare"))
@@ -728,7 +780,8 @@ def test_nanogpts_characters_come_with_it_and_run_no_code(tmp_path, monkeypatch)
 
 
 @torch.no_grad()
-def test_gpt2_on_ones_own_validation_split_is_transformers_loss(tmp_path):
+def test_eval_gpt2_reports_the_val_loss_that_transformers_computes(tmp_path):
+    """Evaluate GPT-2 on your own validation split, and leave no run folder."""
     data = write_tokens(tmp_path / "data", train=[1000], val=[40 * 16 + 1])
     reference = random_gpt2(tmp_path / "hf", vocab_size=64)
     result = run(

@@ -1,6 +1,6 @@
 """
-Tokens on their way to the model: the order of the windows, those of an evaluation, folders as they
-should and should not be, and data that do not come.
+Check how tokens reach the model: the order of windows, evaluations, good and bad folders, and disks
+that do not answer.
 """
 
 import builtins
@@ -53,7 +53,9 @@ TINY = TINY_RUN | dict(
 
 
 def shard(tokens, *numbers: int) -> bytes:
-    """A file of llm.c's: `numbers` at its head instead of the right ones."""
+    """
+    Return a shard file in llm.c's format, with `numbers` at its head instead of the right ones.
+    """
     ids = np.asarray(tokens, dtype="<u2")
     head = np.zeros(256, "<i4")
     numbers = numbers or (20240520, 1, len(ids))
@@ -67,8 +69,11 @@ def shard(tokens, *numbers: int) -> bytes:
 
 @settings(max_examples=100, deadline=None)
 @given(tokens=st.integers(3, 500), block_size=st.integers(1, 40), seed=st.integers(0, 2**63 - 1))
-def test_every_window_comes_exactly_once_per_epoch(tokens, block_size, seed):
-    """nanoGPT #294 draws with replacement: some windows come often, a third of them never."""
+def test_reads_every_window_exactly_once_per_epoch(tokens, block_size, seed):
+    """
+    Draw without replacement; nanoGPT draws with it (#294), so that some windows come often and a
+    third of them never.
+    """
     if tokens <= block_size:
         return
     order = ShuffledWindows(range(tokens), block_size, seed)
@@ -85,14 +90,15 @@ def test_every_window_comes_exactly_once_per_epoch(tokens, block_size, seed):
         assert starts[-1] + block_size + 1 <= tokens < starts[-1] + 2 * block_size + 1
 
 
-def test_epochs_cut_the_text_at_other_places():
+def test_each_epoch_cuts_the_text_at_different_places():
+    """Begin each epoch's windows at another offset."""
     order = ShuffledWindows(range(10_000), 100, seed=1)
     offsets = {order.start(100 * epoch) % 100 for epoch in range(9)}
     assert len(offsets) > 5  # of 100; by chance two may be equal
 
 
 def split_of_numbers(folder: Path, sizes: list[int]) -> ShardTokens:
-    """A split whose token at position n is n, over shards of these sizes."""
+    """Return a split whose token at position n is n, over shards of these sizes."""
     ends = np.cumsum([0, *sizes])
     shards = []
     for i, size in enumerate(sizes):
@@ -102,7 +108,8 @@ def split_of_numbers(folder: Path, sizes: list[int]) -> ShardTokens:
     return ShardTokens(shards, 50_000)
 
 
-def test_a_shard_that_ends_in_the_middle_of_a_window_is_not_trained_on(tmp_path):
+def test_refuses_a_window_that_a_truncated_shard_cuts_off(tmp_path):
+    """Read the windows before the cut, and name the shard in the error."""
     split = split_of_numbers(tmp_path, [1000])
     path = split.shards[0].path
     os.truncate(path, 1024 + 2 * 410)
@@ -112,7 +119,7 @@ def test_a_shard_that_ends_in_the_middle_of_a_window_is_not_trained_on(tmp_path)
 
 
 def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool) -> list[int]:
-    """The targets that an evaluation of 130 tokens counts on all ranks, in order."""
+    """Return the targets that an evaluation of 130 tokens counts on all ranks, in order."""
     config = Config(batch_size=batch_size, block_size=10)
     ranks = [
         list(eval_batches(split, 130, config, spread, rank, world_size))
@@ -134,7 +141,7 @@ def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool
 def test_evaluation_reads_the_same_tokens_at_any_batch_size_and_number_of_ranks(
     batch_size, world_size, tmp_path
 ):
-    """nanoGPT #644: fixed validation."""
+    """Evaluate fixed windows, the first ones or ones spread over the split (nanoGPT #644)."""
     split = split_of_numbers(tmp_path, [100, 101])
     # 13 windows, the first in order
     assert evaluated(split, batch_size, world_size, spread=False) == list(range(1, 131))
@@ -146,14 +153,17 @@ def test_evaluation_reads_the_same_tokens_at_any_batch_size_and_number_of_ranks(
 
 @pytest.mark.parametrize("device, non_blocking", [("cuda", True), ("mps", False), ("cpu", False)])
 def test_only_cuda_copies_a_batch_without_waiting(device, non_blocking):
-    """On MPS the copy would read memory that is freed already: silently wrong data."""
+    """Wait on MPS, where the copy would read memory that is freed already: silently wrong data."""
     block = mock.MagicMock()
     to_batch(block, torch.device(device))
     block.to.assert_called_once_with(torch.device(device), non_blocking=non_blocking)
 
 
-def test_reading_shards_does_not_take_memory_as_they_are_read(tmp_path):
-    """nanoGPT #287: the pages of a memory map count as the process's, 100 MB here."""
+def test_reading_a_shard_does_not_keep_it_in_memory(tmp_path):
+    """
+    Grow by less than 30 MB while reading 100 MB; the pages of a memory map would count as the
+    process's (nanoGPT #287).
+    """
     path = tmp_path / "train_000000.bin"
     path.write_bytes(shard(np.zeros(50_000_000, dtype="<u2")))
     split = ShardTokens([open_shard(path)], 256)
@@ -254,7 +264,11 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_is_read_as_it_is(name, tmp_path):
+def test_reads_datasets_made_by_other_programs(name, tmp_path):
+    """
+    Find the number of tokens, the vocabulary and the tokenizer of folders from llm.c, nanoGPT,
+    build-nanogpt and others.
+    """
     files, expected = FOLDERS[name]
     write_files(tmp_path, files)
     data = open_dataset(str(tmp_path))
@@ -293,8 +307,11 @@ BAD_FILES = {
 }
 
 
-def test_int32_is_refused_where_a_table_of_words_has_a_space(tmp_path):
-    """Also in uint16, each second token may be the space."""
+def test_refuses_int32_tokens_even_if_a_space_may_follow_each_word(tmp_path):
+    """
+    Refuse a train.bin in which every second uint16 is 0, although correct uint16 tokens may also be
+    a space every second time.
+    """
     meta = pickle.dumps(dict(vocab_size=5, itos=WORDS))
     ids = np.tile(WORD_IDS, 9)
     files = {"train.bin": ids.astype("<i4").tobytes(), "val.bin": ids.astype("<u2").tobytes()}
@@ -304,7 +321,8 @@ def test_int32_is_refused_where_a_table_of_words_has_a_space(tmp_path):
 
 
 @pytest.mark.parametrize("problem", BAD_FILES)
-def test_a_bad_file_is_named_in_one_line(problem, tmp_path):
+def test_a_bad_data_file_gives_one_line_that_says_what_is_wrong(problem, tmp_path):
+    """Refuse bad shards, raw files, .npy files, meta.pkl and manifests."""
     name, content, word = BAD_FILES[problem]
     val = {"val_0.npy": npy(range(30))} if name.endswith("npy") else {"val_0.bin": shard(range(30))}
     write_files(tmp_path, val | {name: content})
@@ -314,7 +332,8 @@ def test_a_bad_file_is_named_in_one_line(problem, tmp_path):
     assert word in line and "\n" not in line
 
 
-def test_numpys_shards_hold_the_tokens_that_numpy_reads(tmp_path):
+def test_reads_the_tokens_of_npy_shards(tmp_path):
+    """Read a window that spans two of numpy's files."""
     tokens = np.random.default_rng(0).integers(0, 50257, 3000)
     files = {"a_train_1.npy": npy(tokens[:2000]), "a_train_2.npy": npy(tokens[2000:])}
     write_files(tmp_path, files | {"a_val_0.npy": npy(tokens[:50])})
@@ -322,7 +341,11 @@ def test_numpys_shards_hold_the_tokens_that_numpy_reads(tmp_path):
     assert data.train.read_windows([1900], 300)[0].tolist() == tokens[1900:2200].tolist()
 
 
-def test_the_fingerprint_follows_the_tokens(tmp_path):
+def test_the_fingerprint_changes_if_and_only_if_the_tokens_do(tmp_path):
+    """
+    Give equal tokens in another folder the same fingerprint, and other tokens under the same name
+    and size another.
+    """
     folder = write_tokens(tmp_path / "a", [500], [100])
     ours = open_dataset(str(folder)).fingerprint
     assert open_dataset(str(write_tokens(tmp_path / "b", [500], [100]))).fingerprint == ours
@@ -335,8 +358,8 @@ def test_the_fingerprint_follows_the_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("counted, expected", [((900, 500), 2.0), ((0, 140), 0.2)])
-def test_bytes_per_token_are_those_of_the_validation_split(counted, expected, tmp_path):
-    """A shard may contain no end of a text."""
+def test_bytes_per_token_are_counted_on_the_validation_split(counted, expected, tmp_path):
+    """Add up its shards, of which one may contain no end of a text."""
     folder = write_tokens(tmp_path / "d", train=[1000], val=[300, 400])
     manifest = json.loads((folder / "manifest.json").read_text())
     for i, shard in enumerate(manifest["shards"][:2]):
@@ -349,8 +372,11 @@ def test_bytes_per_token_are_those_of_the_validation_split(counted, expected, tm
 # Data that do not come
 
 
-def test_a_signal_ends_the_wait_for_a_disk_that_does_not_answer(tokens, tmp_path):
-    """Nothing is lost, and the process does not wait for its thread."""
+def test_a_signal_stops_a_run_that_waits_for_a_disk(tokens, tmp_path):
+    """
+    Save and exit with code 143 without waiting for the reading thread, and lose nothing on the
+    resume.
+    """
     train(**TINY, dataset=tokens, out_dir=tmp_path / "unbroken")
     real, reads, released = builtins.open, 0, threading.Event()
 
@@ -390,10 +416,10 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_an_end_while_the_reader_is_busy_does_not_abort_the_process(tokens, tmp_path):
+def test_exits_with_the_right_code_while_the_reader_thread_is_busy(tokens, tmp_path):
     """
-    Python, shutting down under a thread inside of torch's C++, calls terminate(): SIGABRT in place
-    of the exit code.
+    Avoid the SIGABRT that comes if Python shuts down under a thread inside torch's C++, which calls
+    terminate().
     """
     process = start("-c", BUSY, *flags(**TINY, dataset=tokens, out_dir=tmp_path), WHOLE_END="1")
     assert finish(process).code == 7

@@ -1,6 +1,6 @@
 """
-The model against transformers' GPT-2, against hand-computed numbers, and against itself with each
-switch thrown.
+Check the model against transformers' GPT-2, against numbers computed by hand, and against itself
+with each switch changed.
 """
 
 import math
@@ -31,7 +31,7 @@ SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 
 
 def perturbed(config: GPTConfig) -> GPT:
-    """A model whose biases and norms are no longer zeros and ones, which could hide a mix-up."""
+    """Return a model whose biases and norms are not zeros and ones, which could hide a mix-up."""
     torch.manual_seed(0)
     model = GPT(config)
     with torch.no_grad():
@@ -68,6 +68,7 @@ SHAPES = {
     ],
 )
 def test_logits_equal_transformers_gpt2(name, flash):
+    """Compute the logits of transformers' GPT-2, with fused and with plain attention."""
     shape = SHAPES[name]
     model = perturbed(GPTConfig(**shape, flash=flash))
     idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
@@ -86,16 +87,17 @@ def test_logits_equal_transformers_gpt2(name, flash):
         (48, 25, 1600, 1_557_611_200),
     ],
 )
-def test_parameter_counts_of_the_four_gpt2_sizes(n_layer, n_head, n_embd, parameters):
+def test_the_four_gpt2_sizes_have_openais_parameter_counts(n_layer, n_head, n_embd, parameters):
+    """Build models with 124,439,808 to 1,557,611,200 parameters."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd))
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_first_loss_is_that_of_gpt2s_initialisation():
+def test_the_first_loss_follows_from_gpt2s_initialisation():
     """
-    Logits of N(0, 0.02^2) weights over 768 normalised channels predict ln V + 768 * 0.02^2 / 2 = ln
-    V + 0.154.
+    Start near ln V + 768 * 0.02^2 / 2 = ln V + 0.154, which logits of N(0, 0.02^2) weights over 768
+    normalised channels predict.
     """
     torch.manual_seed(1)
     sizes = dict(block_size=128, n_layer=2, vocab_size=4096)
@@ -107,7 +109,7 @@ def test_first_loss_is_that_of_gpt2s_initialisation():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_flash_equals_plain_attention_with_gradients(bias):
+def test_flash_and_plain_attention_give_equal_losses_and_gradients(bias):
     models = [perturbed(GPTConfig(**SMALL, bias=bias, flash=flash)) for flash in (True, False)]
     block = tokens(3, 65, SMALL["vocab_size"])
     losses = [model(block[:, :-1], block[:, 1:]) for model in models]
@@ -118,7 +120,8 @@ def test_flash_equals_plain_attention_with_gradients(bias):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3)
 
 
-def test_no_token_sees_its_future():
+def test_no_token_sees_later_tokens():
+    """Keep the logits of 25 tokens when all later ones change."""
     model = perturbed(GPTConfig(**SMALL))
     idx = tokens(1, 40, SMALL["vocab_size"])
     changed = idx.clone()
@@ -130,7 +133,10 @@ def test_no_token_sees_its_future():
 @pytest.mark.parametrize("cap", [None, 15.0])
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32(chunk, cap):
-    """In bfloat16 a loss of 5 would be off by up to 0.016, and the sum of many by far more."""
+    """
+    Round less than bfloat16, in which a loss of 5 would be off by up to 0.016 and the sum of many
+    by far more.
+    """
     torch.manual_seed(0)
     x, head = torch.randn(1, 64, 8).bfloat16(), torch.randn(211, 8).bfloat16()
     targets = tokens(1, 64, 211)
@@ -143,7 +149,8 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32(chunk, cap):
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_targets_of_minus_one_count_for_nothing():
+def test_targets_of_minus_one_do_not_count():
+    """Average the loss over the other targets."""
     model = perturbed(GPTConfig(**SMALL))
     block = tokens(2, 33, SMALL["vocab_size"])
     x, y = block[:, :-1], block[:, 1:].clone()
@@ -204,8 +211,10 @@ def loss_and_gradients(
     ],
     ids=str,
 )
-def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
-    """7 chunks of 23 tokens of 150, the last one smaller, the first without a target."""
+def test_a_chunked_loss_and_its_gradients_equal_the_whole_loss(
+    changes, dtype, compiled, scale, tolerance
+):
+    """Use 7 chunks of 23 tokens for 150, the last one smaller, the first without a target."""
     whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in (0, 23))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
@@ -218,8 +227,11 @@ def test_a_chunked_loss_is_the_loss(changes, dtype, compiled, scale, tolerance):
 @pytest.mark.parametrize("cap", [None, 15.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 49])
-def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, tied, cap):
-    """In float64, a loss divided as for two micro-batches, logits up to about 40."""
+def test_gradients_made_in_the_forward_pass_equal_autograds(chunk, tied, cap):
+    """
+    Compare with autograd in float64, for a loss divided as for two micro-batches and logits up to
+    about 40.
+    """
     torch.manual_seed(0)
     head = (2 * torch.randn(37, 16, dtype=torch.float64)).requires_grad_()
     table = head if tied else torch.randn_like(head).requires_grad_()
@@ -250,10 +262,12 @@ def test_gradients_made_in_the_forward_pass_are_those_of_the_plain_loss(chunk, t
     ],
 )
 @pytest.mark.parametrize("chunk", [0, 30])
-def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
+def test_a_term_added_to_the_loss_acts_whether_chunked_or_compiled(
     chunk, dtype, backend, tolerance, monkeypatch
 ):
-    """Half of the cross-entropy and a z-loss, against their formulas in float64."""
+    """
+    Train on half of the cross-entropy and a z-loss, and compare with their formulas in float64.
+    """
     stock, cap = model_file.loss_sum, 5.0
 
     def with_z_loss(logits, targets, cap, *rest):
@@ -284,7 +298,7 @@ def test_a_term_added_to_the_loss_acts_in_each_way_to_train(
 
 
 def test_gradients_of_logits_far_beyond_their_cap_are_finite():
-    """In float32 such a logit rounds to a little more than its cap."""
+    """Stay finite although in float32 such a logit rounds to a little more than its cap."""
     head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
     x = torch.ones(1, 2, 1)
     for chunk in (0, 1):
@@ -295,8 +309,8 @@ def test_gradients_of_logits_far_beyond_their_cap_are_finite():
 
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("cap", [None, 15.0])
-def test_a_micro_batch_without_targets_costs_nothing(cap, chunk):
-    """A masked window among others: a NaN would skip the whole update."""
+def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk):
+    """Return zeros for a masked window among others, where a NaN would skip the whole update."""
     x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     masked = torch.full((2, 10), -1)
     loss = mean_loss(x, head, masked, chunk, cap)
@@ -308,8 +322,8 @@ def test_a_micro_batch_without_targets_costs_nothing(cap, chunk):
     assert torch.equal(head.grad, torch.zeros_like(head))
 
 
-def test_training_computes_no_head_product_twice():
-    """2 N C V operations for the logits, and as many for each of the two gradients."""
+def test_training_computes_each_product_with_the_head_once():
+    """Spend 2 N C V operations on the logits, and as many on each of the two gradients."""
     x, head = torch.randn(4, 10, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         mean_loss(x, head, tokens(4, 10, 37), chunk=7).backward()
@@ -317,7 +331,8 @@ def test_training_computes_no_head_product_twice():
 
 
 @pytest.mark.parametrize("model", slow_but("fast", of=["gpt2", "fast"]))
-def test_dynamo_takes_the_model_in_one_piece_and_once(model):
+def test_the_model_compiles_once_as_a_single_graph(model):
+    """Trace it without a graph break, and not again for the next batches."""
     torch._dynamo.reset()  # another test's sizes would make these dynamic
     model = build_model(config_from_dict(SMALL | dict(n_layer=1, model=model, loss_chunk=32)))
     backend = CompileCounterWithBackend("aot_eager")
@@ -330,10 +345,10 @@ def test_dynamo_takes_the_model_in_one_piece_and_once(model):
 
 
 @pytest.mark.parametrize("cap", [None, 15.0])
-def test_compiled_chunks_keep_no_logits_of_another_chunk(cap):
+def test_compiled_chunks_never_hold_the_logits_of_all_chunks(cap):
     """
-    Targets are counted after the last product: before it, the scheduler would make the logits of
-    all chunks at once. And nothing scatters, which would write and read a softmax in float32.
+    Count targets after the last product: before it, the scheduler would make the logits of all
+    chunks at once. Scatter nothing, which would write and read a softmax in float32.
     """
     steps = []
 
@@ -350,8 +365,10 @@ def test_compiled_chunks_keep_no_logits_of_another_chunk(cap):
 
 
 @pytest.mark.slow
-def test_the_compiled_stream_is_bfloat16_under_its_autocast_and_no_other():
-    """float32 stays as it is, and float16 has no room for a sum over all blocks."""
+def test_the_residual_stream_is_bfloat16_only_if_compiled_under_bfloat16_autocast():
+    """
+    Keep it in float32 in eager code, and in float16, which has no room for a sum over all blocks.
+    """
     model, found = build_model(GPTConfig(**SMALL | dict(n_layer=1))), []
     model.transformer.h[0].register_forward_pre_hook(lambda _, x: found.append(x[0].dtype))
     for dtype, stream in ((torch.bfloat16,) * 2, (torch.float16, torch.float32)):
@@ -383,7 +400,7 @@ COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in another or
     ids=str,
 )
 def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tolerance):
-    """With dropout the second forward pass must draw the same masks."""
+    """Draw the same dropout masks in the second forward pass."""
     (loss, kept), (again, recomputed) = (
         loss_and_gradients(
             config_from_dict(SMALL | changes | dict(recompute=recompute)), dtype, compiled
@@ -395,7 +412,8 @@ def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tol
 
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
-def test_blocks_run_twice_in_training_alone(model):
+def test_recompute_runs_a_block_twice_only_in_training(model):
+    """Run it once when evaluating and for each generated token."""
     model, runs = build_model(config_from_dict(SMALL | dict(model=model, recompute=True))), []
     model.transformer.h[1].register_forward_pre_hook(lambda *_: runs.append(1))
     idx = tokens(2, 20, SMALL["vocab_size"])
@@ -406,7 +424,11 @@ def test_blocks_run_twice_in_training_alone(model):
     assert len(runs) == 2 + 1 + 3
 
 
-def test_dropout_falls_on_embeddings_attention_and_what_each_block_adds_in_training_alone():
+def test_dropout_acts_on_embeddings_attention_and_block_outputs_only_in_training():
+    """
+    Zero 40% of the embeddings and of what attention and MLP each add, and drop attention's weights
+    too.
+    """
     model = perturbed(GPTConfig(**SMALL | dict(dropout=0.4, n_embd=512)))
     streams: list[torch.Tensor] = []
     for block in model.transformer.h:
@@ -447,7 +469,7 @@ ANOTHER_FAST = dict(value_tables=1, bigram_rows=50, gains=True)
 
 
 def random_model(config: GPTConfig) -> torch.nn.Module:
-    """In eval mode; no weight is zero, so that everything in it has a say."""
+    """Return a model in eval mode without zero weights, so that everything in it matters."""
     torch.manual_seed(0)
     model = build_model(config)
     for p in model.parameters():
@@ -460,8 +482,8 @@ def random_model(config: GPTConfig) -> torch.nn.Module:
     [("gpt2", name) for name in ANOTHER] + [("fast", name) for name in ANOTHER | ANOTHER_FAST],
 )
 @torch.no_grad()
-def test_logits_through_the_caches_are_those_of_the_forward_pass(model, field):
-    """All at once, or one token after another after a first part."""
+def test_logits_with_kv_caches_equal_those_without(model, field):
+    """Compute them all at once, or a first part and then token by token."""
     other = (ANOTHER | ANOTHER_FAST)[field]
     model = random_model(config_from_dict(BASE | dict(model=model) | {field: other}))
     idx = tokens(2, 24, 61)
@@ -478,7 +500,8 @@ def test_logits_through_the_caches_are_those_of_the_forward_pass(model, field):
 OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
 
 
-def test_every_field_is_tried():
+def test_every_config_field_is_tested_with_another_value():
+    """List each field of both models in one of the tables, with a value that is not its default."""
     assert OTHERWISE.keys() == FREE_ON_RESUME
     assert ANOTHER.keys() == {f.name for f in fields(GPTConfig)} - FREE_ON_RESUME
     of_both = ANOTHER.keys() | ANOTHER_FAST.keys()
@@ -490,8 +513,11 @@ def test_every_field_is_tried():
 @pytest.mark.parametrize("field", OTHERWISE)
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
 @torch.no_grad()
-def test_how_a_model_is_computed_is_not_what_it_computes(model, field):
-    """Weights of either load into the other, and evaluated logits are the same."""
+def test_settings_that_a_resume_may_change_alter_no_logits(model, field):
+    """
+    Load the same weights with another dropout, attention, loss_chunk or recompute, and evaluate to
+    the same logits.
+    """
     tables = dict(value_tables=1, bigram_rows=50) if model == "fast" else {}
     config = config_from_dict(BASE | tables | dict(model=model))
     one, other = random_model(config), build_model(replace(config, **{field: OTHERWISE[field]}))
@@ -504,6 +530,7 @@ def test_how_a_model_is_computed_is_not_what_it_computes(model, field):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpu_reduced_precision_follows_float32(dtype):
+    """Compute a loss within 0.05 of float32's."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=256, n_embd=64))).cuda()
     block = tokens(4, 33, 256).cuda()
@@ -514,8 +541,11 @@ def test_gpu_reduced_precision_follows_float32(dtype):
     assert lower.item() == pytest.approx(exact.item(), abs=0.05)
 
 
-def test_a_cache_that_two_runs_of_a_block_share_is_full_before_it_is_wrong():
-    """It has room for the tokens of one."""
+def test_a_full_kv_cache_raises_an_error():
+    """
+    Refuse the keys of a second run of a block, for which there is no room, instead of mixing them
+    up.
+    """
     cache = KVCache(20)
     of_a_run = torch.zeros(1, 4, 20, 12)
     cache.extend(of_a_run, of_a_run)
@@ -524,7 +554,8 @@ def test_a_cache_that_two_runs_of_a_block_share_is_full_before_it_is_wrong():
 
 
 @pytest.mark.parametrize("config", [GPTConfig(**BASE), FastConfig(**BASE, value_tables=1)])
-def test_a_config_comes_back_from_a_checkpoint_with_defaults_for_what_that_does_not_know(config):
+def test_a_model_config_loads_from_a_checkpoint_that_lacks_newer_fields(config):
+    """Use defaults for missing fields, and refuse a field that this program does not know."""
     values = config_to_dict(config)
     assert config_from_dict(values) == config
     for name in ("dropout", "recompute", "bigram_rows"):
