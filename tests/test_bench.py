@@ -1,6 +1,6 @@
 """
-bench.py from outside: it measures train.py itself, whose log says the same. The processes that it
-starts are forked from a warm one here, and compile nothing.
+Run bench.py from outside and compare its figures with the log of the train.py that it measures. The
+processes that it starts are forked from a warm one here, and compile nothing.
 """
 
 import json
@@ -27,7 +27,7 @@ RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name=
 
 
 def failing(statement: str, batch_size: int) -> str:
-    """Code with which training on micro-batches of this size does this."""
+    """Return code that runs a statement when training meets micro-batches of this size."""
     return (
         "\nimport os\nforward = torch.nn.Embedding.forward\n"
         "def watched(module, idx):\n"
@@ -40,7 +40,9 @@ def failing(statement: str, batch_size: int) -> str:
 
 @pytest.fixture
 def children(monkeypatch, tmp_path) -> list:
-    """bench.py in a folder of its own: its processes, and the code that they run first."""
+    """
+    Let bench.py run in its own folder, and yield its processes. Popen.code is what they run first.
+    """
     started: list = []
     popen = subprocess.Popen
 
@@ -64,7 +66,7 @@ def children(monkeypatch, tmp_path) -> list:
 
 
 def bench(*arguments: str, **keys) -> tuple[dict, str]:
-    """What bench.py writes with --json, and prints."""
+    """Return what bench.py writes with --json, and what it prints."""
     result = run("bench.py", *arguments, *flags(**keys), "--seconds=0", "--json=new/result.json")
     assert result.code == 0, result.err
     return json.loads(Path("new/result.json").read_text()), result.out
@@ -75,8 +77,8 @@ def bench(*arguments: str, **keys) -> tuple[dict, str]:
 
 
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
-def test_its_figures_are_those_of_the_log_of_train(recipe, children, monkeypatch, tmp_path):
-    """The median of the lines from the third on; 2 x 4 x 16 tokens an iteration."""
+def test_bench_reports_the_figures_of_the_training_log(recipe, children, monkeypatch, tmp_path):
+    """Report the median of the log lines from the third on; an iteration has 2 x 4 x 16 tokens."""
     (tmp_path / "kept").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "kept"))
     # its folder is not removed
@@ -104,8 +106,8 @@ def test_its_figures_are_those_of_the_log_of_train(recipe, children, monkeypatch
 
 
 @pytest.mark.slow
-def test_without_a_config_a_cpu_measures_one_sequence_of_256_tokens(children, tmp_path):
-    """On random tokens: ln 50304 = 10.83 nats at first, as there is no dataset."""
+def test_bench_without_a_config_measures_256_random_tokens_on_a_cpu(children, tmp_path):
+    """Train on random tokens without a dataset: the first loss is about ln 50304 = 10.83 nats."""
     found, out = bench(n_layer=1, n_head=1, n_embd=16, device="cpu")
     assert found["tokens_per_iter"] == 256 and found["compile_seconds"] == 0
     assert found["first_loss"] == pytest.approx(math.log(50304), abs=0.3)
@@ -113,7 +115,7 @@ def test_without_a_config_a_cpu_measures_one_sequence_of_256_tokens(children, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "tokens"]
 
 
-def test_a_profile_is_a_table_and_a_trace(children):
+def test_profile_prints_a_table_of_operations_and_writes_a_trace(children):
     _, out = bench("--profile=new/trace.json", **TINY, compile=False)
     assert "aten::mm" in out and "tokens/s" in out
     trace = json.loads(Path("new/trace.json").read_text())
@@ -124,8 +126,11 @@ def test_a_profile_is_a_table_and_a_trace(children):
 # Several
 
 
-def test_sweep_writes_the_fastest_as_a_config_of_the_keys_that_differ(children):
-    """All divisors of 8 sequences from a quarter to four times 2; rates are by CPU time."""
+def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
+    """
+    Try all divisors of 8 sequences from a quarter to four times 2, compare them by CPU time, and
+    write only keys that differ from their defaults.
+    """
     keys = dict(TINY, batch_size=2, gradient_accumulation_steps=4, out_dir="out/measured")
     found, _ = bench("sweep", "--write=new/mine.py", "--trials=1", **keys, compile=False)
     sizes = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in found["rows"]]
@@ -153,7 +158,8 @@ def test_sweep_writes_the_fastest_as_a_config_of_the_keys_that_differ(children):
     [CUDA_IS_FULL, pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow)],
     ids=["torch", "linux"],
 )
-def test_a_benchmark_that_runs_out_of_memory_is_a_row(end, children, monkeypatch):
+def test_sweep_shows_a_row_for_a_batch_size_that_runs_out_of_memory(end, children, monkeypatch):
+    """Print it without a speed, choose another as the fastest, and do not try it again."""
     subprocess.Popen.code = failing(end, batch_size=2)
     keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
     found, out = bench("sweep", "--trials=2", **keys)
@@ -164,7 +170,7 @@ def test_a_benchmark_that_runs_out_of_memory_is_a_row(end, children, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
-def test_ladder_has_every_row_and_total_gains_are_products(recipe, children):
+def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, children):
     found, out = bench("ladder", "--trials=1", **TINY | dict(dtype="bfloat16"), **recipe)
     rows = found["rows"]
     names = ["float32", "no host sync", "mixed precision", "compile", "flash attention"]
@@ -189,8 +195,10 @@ def test_ladder_has_every_row_and_total_gains_are_products(recipe, children):
         assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
 
 
-def test_rows_are_printed_and_written_as_they_are_measured(children, monkeypatch):
-    """Ctrl-C in the third measurement leaves the first two."""
+def test_ctrl_c_keeps_the_rows_that_are_already_measured(children, monkeypatch):
+    """
+    Print and write each row at once, so that Ctrl-C in the third measurement leaves the first two.
+    """
     popen = subprocess.Popen
 
     def interrupt(*arguments, **options):
@@ -218,8 +226,11 @@ atexit.register(lambda: print("waits:", len(waits), flush=True))
 
 
 @pytest.mark.slow
-def test_the_lower_rows_of_the_ladder_lose_time_and_no_number(tmp_path):
-    """A host that waits before each micro-batch, and batches that nobody reads ahead."""
+def test_ladder_options_that_slow_training_change_no_loss(tmp_path):
+    """
+    Wait for the device before each micro-batch (--host_sync) and read no batch ahead (--read_late),
+    and compute the same losses.
+    """
     write_tokens(tmp_path / "tokens", [1000], [200])
     keys = TINY | dict(compile=False, dataset=str(tmp_path / "tokens"), max_iters=3)
     waits, losses = [], []
@@ -267,7 +278,13 @@ def start_child(output: Path, *arguments: str, code: str = "") -> tuple:
     ],
     ids=["bad data", "a changed model", "out of memory"],
 )
-def test_a_run_that_fails_passes_its_own_error_on(code, keys, exit_code, words, children):
+def test_bench_prints_the_error_of_a_training_run_that_fails(
+    code, keys, exit_code, words, children
+):
+    """
+    Print one error line that says what went wrong in train.py, and exit with code 2 for bad data or
+    1 for a failed run.
+    """
     subprocess.Popen.code = code
     result = run("bench.py", *flags(**TINY | dict(compile=False) | keys))
     assert result.code == exit_code
@@ -277,7 +294,7 @@ def test_a_run_that_fails_passes_its_own_error_on(code, keys, exit_code, words, 
 
 
 def test_ctrl_c_kills_the_measured_process(children, monkeypatch):
-    """Ctrl-C while bench.py waits for log lines: exit code 130."""
+    """Exit with code 130 on Ctrl-C while bench.py waits for log lines."""
 
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -288,8 +305,8 @@ def test_ctrl_c_kills_the_measured_process(children, monkeypatch):
     assert child.wait(10) == -9
 
 
-def test_the_process_that_is_measured_ends_when_bench_is_killed(tmp_path):
-    """The end of bench.py closes this pipe, however it ends."""
+def test_the_measured_process_exits_when_bench_dies(tmp_path):
+    """Exit when the pipe from bench.py closes, however bench.py ended."""
     config = tmp_path / "config.py"
     values = TINY | dict(compile=False, dataset=str(tmp_path / "tokens"), out_dir=str(tmp_path))
     config.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()))
@@ -302,8 +319,8 @@ def test_the_process_that_is_measured_ends_when_bench_is_killed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["terminate", "kill"])
-def test_bench_that_is_killed_leaves_no_process(way, tmp_path):
-    """With real processes, from a fresh Python."""
+def test_killing_bench_leaves_no_process_running(way, tmp_path):
+    """Terminate or kill a bench.py that a fresh Python runs with real processes."""
     psutil = pytest.importorskip("psutil")
     keys = flags(**TINY | dict(compile=False, dataset="none"))
     process = start("bench.py", *keys, "--seconds=600", cold=True, cwd=ROOT)
@@ -320,6 +337,7 @@ def test_bench_that_is_killed_leaves_no_process(way, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "flag"), [("sweep", "--write"), ("ladder", "--refill"), ("", "--profile")]
 )
-def test_help_of_a_mode_lists_its_flags(mode, flag):
+def test_help_of_each_mode_lists_its_own_flags(mode, flag):
+    """List --seconds too, but no config key such as --n_layer."""
     code, out, _ = run("bench.py", *mode.split(), "--help")
     assert code == 0 and flag in out and "--seconds" in out and "--n_layer" not in out

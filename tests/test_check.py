@@ -1,6 +1,7 @@
 """
-`python bench.py check`: which of its three things it says, of machines with planted faults. The
-reference uses plain attention in float64, so a fault of the fused kernel is one of the device.
+Check which of its three verdicts `python bench.py check` prints for machines with planted faults.
+The reference uses plain attention in float64, so a fault of the fused kernel counts as the
+device's.
 """
 
 import json
@@ -29,12 +30,12 @@ NOT_HERE = "do not train here because "
 
 @pytest.fixture
 def traced(monkeypatch):
-    """What is compiled is only traced, which takes less time."""
+    """Trace the model instead of compiling it, which takes less time."""
     monkeypatch.setattr(compiled, "compile_model", partial(compile_model, backend="eager"))
 
 
 def verdict_of(*keys: str, code: int = 0) -> str:
-    """The last line that it prints."""
+    """Return the last line that the check prints."""
     result = run("bench.py", "check", *keys)
     assert result.code == code, result.err
     return result.out.splitlines()[-1]
@@ -46,12 +47,14 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("bfloat16", marks=SLOW), pytest.param("float16", marks=SLOW)]
 )
-def test_a_machine_without_fault_trains_correctly(dtype, traced):
+def test_check_passes_a_machine_without_faults(dtype, traced):
+    """Print that this machine trains correctly, in every dtype."""
     assert verdict_of("--device=cpu", f"--dtype={dtype}") == RIGHT
 
 
 @pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast124m_4070")])
-def test_the_check_trains_the_model_and_the_optimizer_of_the_configs(recipe, config):
+def test_check_uses_the_model_and_optimizer_of_the_124m_configs(recipe, config):
+    """Use their biases and head size too."""
     checked = Config(**check.RECIPES[recipe])
     trained = load_config([f"{ROOT}/config/{config}.py"])
     for key in ("model", "bias", "optimizer"):
@@ -64,7 +67,7 @@ def test_the_check_trains_the_model_and_the_optimizer_of_the_configs(recipe, con
 
 
 class GradientOff(torch.autograd.Function):
-    """The same numbers, and a gradient that is 1% off."""
+    """Return the same numbers, with a gradient that is 1% off."""
 
     @staticmethod
     def forward(ctx, y):
@@ -100,15 +103,19 @@ def plant(monkeypatch, fault) -> None:
 @pytest.mark.parametrize(
     "fault, word", slow_but(KERNELS["an output"], of=KERNELS.values()), ids=KERNELS
 )
-def test_do_not_train_where_a_kernel_is_wrong(fault, word, monkeypatch):
+def test_check_advises_against_training_if_a_kernel_is_wrong(fault, word, monkeypatch):
+    """Exit with code 1, and say whether a loss, a gradient or an evaluation is wrong."""
     plant(monkeypatch, fault)
     line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
     assert line.startswith(NOT_HERE) and f"a wrong {word}" in line
 
 
 @pytest.mark.slow
-def test_do_not_train_where_a_kernel_gives_each_sequence_the_first_ones_output(monkeypatch):
-    """As with a wrong stride between sequences. A GPU's check must have two that differ."""
+def test_check_advises_against_training_if_all_sequences_get_the_first_ones_output(monkeypatch):
+    """
+    Notice it, as after a wrong stride between sequences, at the batch size that a GPU's check uses:
+    two sequences must differ.
+    """
     few = check.SIZES_ON_A_CPU | dict(batch_size=check.SIZES["batch_size"])
     monkeypatch.setattr(check, "SIZES_ON_A_CPU", few)
     plant(monkeypatch, lambda y, v: y[:1].expand_as(y))
@@ -117,8 +124,11 @@ def test_do_not_train_where_a_kernel_gives_each_sequence_the_first_ones_output(m
 
 
 @pytest.mark.slow
-def test_do_not_train_where_the_run_itself_finds_uncompiled_code_wrong(monkeypatch):
-    """Training without torch.compile would use the same kernels."""
+def test_check_advises_against_training_if_uncompiled_code_is_wrong(monkeypatch):
+    """
+    Say that the kernels are wrong and not that the machine is slow: training without torch.compile
+    would use the same kernels.
+    """
 
     def find(model, batch_size, vocab, hw):
         raise WrongKernels("wrong kernels in bfloat16: planted")
@@ -131,7 +141,7 @@ def test_do_not_train_where_the_run_itself_finds_uncompiled_code_wrong(monkeypat
 
 @pytest.mark.slow
 def test_check_advises_against_training_if_a_kernel_fails(monkeypatch):
-    """Exit code 1; the last line has only the first line of the error."""
+    """Exit with code 1, and end with only the first line of the kernel's error."""
 
     def fault(y, v):
         raise RuntimeError("CUDA error: no kernel image is available for execution\n\nmore lines")
@@ -142,8 +152,8 @@ def test_check_advises_against_training_if_a_kernel_fails(monkeypatch):
     assert "more lines" not in line
 
 
-def test_do_not_train_where_the_optimizer_is_wrong(monkeypatch):
-    """The reference's update is right, and that of the device goes twice as far."""
+def test_check_advises_against_training_if_the_optimizer_is_wrong(monkeypatch):
+    """Exit with code 1 if the device's update goes twice as far as the reference's."""
 
     def build(model, c, dtype):
         optimizer = check_build(model, c, dtype)
@@ -162,7 +172,11 @@ def test_do_not_train_where_the_optimizer_is_wrong(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_makes_it_slow(monkeypatch):
+def test_check_calls_a_machine_slow_if_its_compiler_fails(monkeypatch):
+    """
+    Print that torch.compile does not work here, with the compiler's error, and exit with code 0.
+    """
+
     def backend(graph, inputs):
         raise FileNotFoundError("no g++ here")
 
@@ -172,8 +186,11 @@ def test_a_compiler_that_fails_makes_it_slow(monkeypatch):
     assert "no g++ here" in line and line.count("torch.compile") == 1
 
 
-def test_wrong_compiled_code_makes_it_slow(monkeypatch):
-    """Its loss is 1% off, so that train.py would refuse it and go on uncompiled."""
+def test_check_calls_a_machine_slow_if_compiled_code_is_wrong(monkeypatch):
+    """
+    Print that torch.compile does not work here if a loss is 1% off; train.py would go on without
+    it.
+    """
 
     def compile_wrongly(model) -> None:
         model.register_forward_hook(lambda module, inputs, loss: 1.01 * loss)
@@ -188,7 +205,8 @@ def test_wrong_compiled_code_makes_it_slow(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_matmul_below_half_of_the_data_sheet_is_slow(traced, tmp_path):
+def test_check_calls_a_machine_slow_if_a_matmul_is_far_below_the_data_sheet(traced, tmp_path):
+    """Print the measured and the expected TFLOP/s, also into the JSON file."""
     json_file = tmp_path / "check.json"
     line = verdict_of(
         "--device=cpu", "--dtype=float32", "--peak_tflops=1000", f"--json={json_file}"
@@ -198,7 +216,8 @@ def test_a_matmul_below_half_of_the_data_sheet_is_slow(traced, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_machine_whose_gpu_torch_does_not_see_is_slow(traced, monkeypatch):
+def test_check_calls_a_machine_slow_if_torch_sees_no_gpu(traced, monkeypatch):
+    """Say that this torch has no CUDA, and print the command that installs one that has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -207,8 +226,11 @@ def test_a_machine_whose_gpu_torch_does_not_see_is_slow(traced, monkeypatch):
     assert result.out.endswith(f"\n{verdict}\n    {hardware.CUDA_BUILD}\n")
 
 
-def test_a_slow_memory_is_slow(monkeypatch):
-    """An RTX 4070's data sheet says 58.3 TFLOP/s and 504 GB/s."""
+def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
+    """
+    Accept 450 but not 200 of the 504 GB/s, and 45 but not 20 of the 58.3 TFLOP/s, that an RTX
+    4070's data sheet promises.
+    """
     monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 45.0)
     monkeypatch.setattr(check, "MATMUL_SECONDS", 0.0)
     name = "NVIDIA GeForce RTX 4070"
@@ -236,7 +258,11 @@ def test_a_slow_memory_is_slow(monkeypatch):
     ],
     ids=["all", "a laptop", "no driver"],
 )
-def test_a_slow_gpus_state_is_what_nvidia_smi_tells(answer, text, tmp_path, monkeypatch):
+def test_check_describes_a_slow_gpu_in_nvidia_smis_figures(answer, text, tmp_path, monkeypatch):
+    """
+    Print clock, temperature and power limit, or nothing if nvidia-smi is missing or does not know
+    them all.
+    """
     properties = SimpleNamespace(uuid="12ab")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     program = tmp_path / "nvidia-smi"
@@ -247,5 +273,5 @@ def test_a_slow_gpus_state_is_what_nvidia_smi_tells(answer, text, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_the_command_itself_compiles_and_finds_this_machine_right():
+def test_check_compiles_for_real_and_passes_this_machine():
     assert verdict_of("--device=cpu") == RIGHT

@@ -1,4 +1,7 @@
-"""The folder of a run, by itself. With whole runs on real disks: integration/test_disks.py."""
+"""
+Check how a run's folder is written and read. integration/test_disks.py does so with whole runs on
+real disks.
+"""
 
 import errno
 import json
@@ -10,7 +13,7 @@ from training.checkpoint import Saver
 
 
 class CuttingFile:
-    """A file on a disk that takes the first half of each write while it is full."""
+    """Write only the first half of what it is given while the disk is full."""
 
     def __init__(self, file):
         self.file = file
@@ -28,8 +31,8 @@ class CuttingFile:
 
 def test_writes_every_record_whole_after_the_disk_was_full(tmp_path):
     """
-    While full, metrics.jsonl keeps only whole lines; with room again, every record follows in
-    order.
+    Keep only whole lines in metrics.jsonl while the disk is full; with room again, write every
+    record in order.
     """
     saver = Saver(tmp_path, keep=1, peak_end=-1)
     saver.open(None)
@@ -45,7 +48,8 @@ def test_writes_every_record_whole_after_the_disk_was_full(tmp_path):
 
 
 @pytest.mark.parametrize("newest", ["a dead link", "a folder"])
-def test_the_checkpoint_before_one_that_cannot_be_opened_is_resumed(newest, tmp_path, capsys):
+def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_path, capsys):
+    """Say that the newest one, such as a dead link or a folder, cannot be read."""
     good, bad = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
     checkpoint.save(dict(progress={}), good)
     if newest == "a folder":

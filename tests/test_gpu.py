@@ -43,8 +43,8 @@ MODELS = [
 
 
 @pytest.fixture(autouse=True)
-def no_memory_is_left_to_the_next_test():
-    """Compiled code keeps its model, and torch the memory of tensors that are gone."""
+def free_gpu_memory():
+    """Free the memory of compiled code, which keeps its model, and of tensors that are gone."""
     yield
     torch.compiler.reset()
     gc.collect()
@@ -53,8 +53,8 @@ def no_memory_is_left_to_the_next_test():
 
 def compiled(model: torch.nn.Module, device: str) -> torch.nn.Module:
     """
-    Compiled as train.py does it. On a CPU it is only traced, which takes less time, into the small
-    steps that would be compiled: torch's own norms sum bfloat16 in bfloat16 there.
+    Compile the model as train.py does. On a CPU it is only traced, which takes less time, into the
+    small steps that would be compiled: torch's own norms sum bfloat16 in bfloat16 there.
     """
     traced = "aot_eager_decomp_partition"
     compile_model(model, backend=traced if device == "cpu" else "inductor")
@@ -62,15 +62,15 @@ def compiled(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 def random_batch(device: str, batch_size: int, model: GPTConfig) -> tuple:
-    """Inputs and targets (batch_size, block_size) with the strides of real ones."""
+    """Return inputs and targets (batch_size, block_size) with the strides of real ones."""
     block = torch.randint(model.vocab_size, (batch_size, model.block_size + 1))
     return to_batch(block, torch.device(device))
 
 
 def random_model(device: str, c: Config, vocab: int) -> torch.nn.Module:
     """
-    A model in which every weight has a gradient. Behind the fast model's matrices of zeros there
-    would be none.
+    Return a model in which every weight has a gradient. Behind the fast model's matrices of zeros
+    there would be none.
     """
     torch.manual_seed(0)
     model = build_model(model_config(c, vocab, flash=True, compiled=True)).to(device)
@@ -85,9 +85,9 @@ def test_compiled_bfloat16_gradients_are_those_of_float32(
     device, batch_size, vocab, flags, record_property
 ):
     """
-    At 124M and 8 x 1024 tokens these are the kernels of a real run. Rounding to bfloat16 alone
-    gives 1.05 % (GPT-2) and 2.2 % (a gate of the fast one) on a CPU, at 12 layers of 768 and 2 x
-    256 tokens.
+    Compute each gradient within 3% of float32's; at 124M and 8 x 1024 tokens these are the kernels
+    of a real run. Rounding to bfloat16 alone gives 1.05% (GPT-2) and 2.2% (a gate of the fast
+    model) on a CPU, at 12 layers of 768 and 2 x 256 tokens.
     """
     c = load_config([*flags, f"--batch_size={batch_size}"])
     model = random_model(device, c, vocab)
@@ -116,7 +116,7 @@ def test_compiled_bfloat16_gradients_are_those_of_float32(
 
 @pytest.fixture
 def world_of_one():
-    """A process group of this process alone, with the backends that torchrun's ranks use."""
+    """Start a process group of this process alone, with the backends that torchrun's ranks use."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -127,7 +127,9 @@ def world_of_one():
 def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     device, batch_size, vocab, flags, world_of_one, record_property
 ):
-    """Three iterations of two micro-batches, without and with DDP around the compiled model."""
+    """
+    Train three iterations of two micro-batches, without and with DDP around the compiled model.
+    """
     batch_size = 2  # the optimizer also takes memory
     c = load_config([*flags, f"--batch_size={batch_size}"])
     hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, None, None)
@@ -137,7 +139,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     batches = [random_batch(device, batch_size, raw_model.config) for _ in range(6)]
 
     def three_iterations(model) -> tuple[list[float], int]:
-        """Losses, and the most bytes allocated meanwhile."""
+        """Return the losses and the most bytes allocated meanwhile."""
         raw_model.load_state_dict(start)
         optimizer = build_optimizer(raw_model, c, hw.dtype)
         if device == "cuda":
@@ -174,6 +176,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     ids=["bf16 recomputed", "compiled", "fp32", "fast"],
 )
 def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, dataset, tmp_path):
+    """Stop a run after 4 of 8 iterations, resume it, and end with the bits of an unbroken run."""
     options = (
         dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
     )
@@ -199,7 +202,7 @@ def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, dataset, tmp
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
 def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path):
-    """CUDA itself complains of every synchronisation inside train_step."""
+    """Let CUDA itself raise an error at any synchronisation inside train_step."""
     original = train.train_step
     calls = iter(range(100))
 
@@ -230,8 +233,8 @@ def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype_follows_the_same_losses(dtype, recipe, dataset, tmp_path):
     """
-    Losses of ~4 stay within 2 %: bfloat16 keeps 8 bits, float16 11 and skips its first updates
-    while it finds a scale.
+    Keep losses of about 4 within 2% of float32's. bfloat16 keeps 8 bits; float16 may be 10% off,
+    because it skips its first updates while it finds a scale.
     """
     options = dict(max_iters=50, eval_interval=50, n_embd=64, log_interval=50) | recipe
     run_here(dataset, tmp_path / "exact", device="cuda", dtype="float32", tf32=False, **options)
@@ -250,7 +253,10 @@ def test_step_time_memory_and_mfu_are_reported(dataset, tmp_path):
 @gpu
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
-    """GPT-2's 12 layers of 768, 4 x 1024 tokens, all logits at once and (eager) in chunks."""
+    """
+    Estimate GPT-2's 12 layers of 768 at 4 x 1024 tokens, with all logits at once and (eager) in
+    chunks.
+    """
     for loss_chunk in ("off",) if compile else ("off", "1024"):
         flags = dict(
             batch_size=4,
@@ -273,7 +279,7 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
 
 
 def reserved_bytes(config: Config) -> int:
-    """The most that torch's allocator holds in some iterations."""
+    """Return the most that torch's allocator holds in some iterations."""
     trainee = TrainingSetup(config)
     for _ in range(4):
         trainee.step()
@@ -282,6 +288,7 @@ def reserved_bytes(config: Config) -> int:
 
 @gpu
 def test_chunks_of_the_loss_change_no_loss(dataset, tmp_path):
+    """Train in float16 with and without loss_chunk to the same losses, up to rounding."""
     for chunk in ("off", "16"):
         run_here(
             dataset, tmp_path / chunk, device="cuda", dtype="float16", n_embd=64, loss_chunk=chunk

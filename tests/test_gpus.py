@@ -1,6 +1,7 @@
 """
-Names of GPUs that people type; and the memory model of plan against torch: its allocator on
-simulated GPUs, the tensors alive on a CPU, and what autograd keeps. Figures by hand: test_plan.py.
+Check the GPU names that people type, and plan's memory model against torch: its allocator on
+simulated GPUs, the tensors alive on a CPU, and what autograd keeps. test_plan.py has figures worked
+out by hand.
 """
 
 import itertools
@@ -40,7 +41,8 @@ def model_of(config: Config) -> GPTConfig:
     return model_config(config, 50257, flash=config.flash, compiled=config.compile)
 
 
-def test_the_example_in_memory_md_is_what_plan_computes():
+def test_the_example_in_memory_model_md_shows_plans_figures():
+    """Show the formulas and sizes that plan computes for gpt124m_4070 on an RTX 4070."""
     text = read("docs/internals/memory_model.md")
     rows = {r[0]: r[1:] for r in re.findall(r"^\| (\S+) \| (.*?) ?\| (\S+) \|$", text, re.M)}
     p = plan("gpt124m_4070", "--gpu=4070")
@@ -54,7 +56,8 @@ def test_the_example_in_memory_md_is_what_plan_computes():
     assert gib == f"{p['vram_gib']:.1f} GiB"
 
 
-def test_divisors_of_a_number_too_large_to_count_to():
+def test_finds_the_divisors_of_a_huge_number_at_once():
+    """List the divisors of 2**40 without counting up to it."""
     assert divisors(2**40) == [2**n for n in range(41)]
     assert [divisors(n) for n in (1, 36)] == [[1], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
 
@@ -78,14 +81,15 @@ def test_divisors_of_a_number_too_large_to_count_to():
         ("a100 80 gb", "A100-SXM4-80GB"),
     ],
 )
-def test_a_name_may_be_written_in_many_ways(typed, meant):
+def test_recognises_a_gpu_in_many_spellings(typed, meant):
+    """Find the row with or without brand, spaces, capitals and memory size."""
     row = resolve_gpu(typed)
     name, _, memory = meant.partition(", ")
     assert short_name(row) == name
     assert memory in ("", f"{row['memory_gib']}GB")
 
 
-def test_each_card_is_found_by_the_name_that_an_error_offers():
+def test_recognises_every_gpu_name_that_an_error_suggests():
     for row in read_gpu_table():
         found = resolve_gpu(f"{short_name(row)} {row['memory_gib']}GB")
         assert [found[key] for key in PEAKS] == [row[key] for key in PEAKS], short_name(row)
@@ -95,14 +99,15 @@ UNKNOWN = ["407", "RTX 4O90", "4070 Tii", "7900 XTX", "m2", "GTX1080", ""]
 
 
 @pytest.mark.parametrize("typed", UNKNOWN)
-def test_an_unknown_or_mistyped_gpu_is_told_how_to_list_the_known_ones(typed):
+def test_an_unknown_gpu_name_gets_the_command_that_lists_all_gpus(typed):
+    """End the error with python bench.py plan --gpu=all, alone on its line."""
     with pytest.raises(UserError, match="\n    python bench.py plan --gpu=all$"):
         resolve_gpu(typed)
 
 
 @pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
-def test_what_a_configs_comments_say_about_memory_is_estimated(path):
-    """`batch_size = 8  # estimated: 6.1 GiB; 16 would need 9.4 GiB`"""
+def test_memory_sizes_in_config_comments_are_plans_estimates(path):
+    """Check lines such as `batch_size = 8  # estimated: 6.1 GiB; 16 would need 9.4 GiB`."""
     config = load_config([str(path)])
     (line,) = [line for line in read(path).splitlines() if line.startswith("batch_size = ")]
     claims = dict([(config.batch_size, float(re.search(r"estimated: ([\d.]+) GiB", line)[1]))])
@@ -119,7 +124,7 @@ def test_what_a_configs_comments_say_about_memory_is_estimated(path):
 
 
 def tensor_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> float:
-    """What the model says of the tensors alone."""
+    """Return what the memory model estimates for the tensors alone."""
     parts = memory_bytes(config, model, dtype, batch_size)
     return sum(parts.values()) - parts["fragmentation"] - parts["context"]
 
@@ -130,8 +135,11 @@ def tensor_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
         "4070-gpt2-eager", "4070-fast-tables", "h200-fast-128", "4070-gpt2-dropout", of=SIMULATED
     ),
 )
-def test_memory_is_within_a_twentieth_of_the_allocators(name):
-    """Of the tensors at the peak, and within a tenth of what the allocator reserves for them."""
+def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
+    """
+    Estimate the tensors at the peak within 5%, and what torch's allocator reserves for them within
+    10%.
+    """
     row = SIMULATED[name]
     config = load_config(row["command"].split())
     sizes = (config, model_of(config), config.dtype, config.batch_size)
@@ -149,7 +157,11 @@ ON_WINDOWS = {
 
 
 @pytest.mark.parametrize("name", ON_WINDOWS)
-def test_memory_on_windows_counts_what_its_allocator_cannot_use(name, monkeypatch):
+def test_plan_estimates_what_the_allocator_takes_on_windows(name, monkeypatch):
+    """
+    Estimate within 2% what the allocator reserves without expandable segments, some of which it
+    cannot use.
+    """
     monkeypatch.setattr(hardware, "WINDOWS_DRIVER", True)
     names = runpy.run_path(memory.__file__)
     config = load_config(SIMULATED[name]["command"].split())
@@ -167,8 +179,8 @@ VOCAB = 8190  # the logits are most of the memory, and a sixth of GPT-2's to com
 
 class TrainingSetup:
     """
-    Model, optimizer and random micro-batches of 4 x 256 tokens, on the CPU, with the attention that
-    a GPU would use.
+    Hold a model, its optimizer and random micro-batches of 4 x 256 tokens on the CPU, with the
+    attention that a GPU would use.
     """
 
     def __init__(self, vocab: int = VOCAB, **changes):
@@ -190,8 +202,8 @@ class TrainingSetup:
 
     def peak_bytes(self) -> int:
         """
-        Weights, optimizer state and the most that lives beside them in an iteration, as the
-        allocator counted it.
+        Return the bytes of weights and optimizer state plus the most that lives beside them in an
+        iteration, as the allocator counted it.
         """
         self.step()  # makes the optimizer's state
         moments = [v for state in self.optimizer.state.values() for v in state.values()]
@@ -238,10 +250,10 @@ SLOW_SHAPES += [
     [*SHAPES, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES)],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_memory_model_counts_the_tensors_alive(changes):
+def test_plan_estimates_the_tensors_alive_in_an_iteration(changes):
     """
-    What lives is the same on every machine; eager within 1 %, compiled within 10 %, as what is
-    fused varies.
+    Estimate them, the same on every machine, within 1% for eager code and within 10% for compiled
+    code, in which the fused operations vary.
     """
     t = TrainingSetup(**changes)
     modelled = tensor_bytes(t.config, t.model.config, t.hw.dtype_name, 4)
@@ -249,7 +261,10 @@ def test_memory_model_counts_the_tensors_alive(changes):
 
 
 def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
-    """What autograd saves of a model 256 wide for 4 x 256 tokens, its parameters left out."""
+    """
+    Return the bytes that autograd saves of a model 256 wide for 4 x 256 tokens, without its
+    parameters, and the model's config.
+    """
     t = TrainingSetup(**keys, n_embd=256, tie_weights=False, loss_chunk="off")
     # the part of the compiler that decides it, without its kernels
     backend = "aot_eager_decomp_partition"
@@ -279,10 +294,10 @@ def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
         ),
     ],
 )
-def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled):
+def test_plan_estimates_what_autograd_saves_for_a_block(model, dtype, compiled):
     """
-    What autograd saves for four layers, less that for two. The compiler decides this in the same
-    way for a GPU. Autocast's copies of the matrices are among it.
+    Compare with half of what four layers save more than two, less autocast's copies of the
+    matrices. The compiler decides what to save in the same way for a GPU.
     """
     keys = dict(model=model, dtype=dtype, compiled=compiled)
     two, _ = saved_bytes(n_layer=2, **keys)
@@ -294,8 +309,11 @@ def test_a_block_keeps_what_the_memory_model_says(model, dtype, compiled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "compiled"), [("float32", False), ("bfloat16", True)])
-def test_value_embeddings_and_token_pairs_keep_what_the_memory_model_says(dtype, compiled):
-    """But for the gates, of one number a head and not a channel, and the rows' numbers."""
+def test_plan_estimates_what_autograd_saves_for_value_embeddings_and_token_pairs(dtype, compiled):
+    """
+    Agree within 3%: the estimate leaves out the gates, with one number per head, and the row
+    numbers.
+    """
     keys = dict(model="fast", n_layer=4, dtype=dtype, compiled=compiled)
     saved, modelled = [], []
     for tables, rows in ((0, 0), (2, 64)):

@@ -1,6 +1,6 @@
 """
-Which module may import which, what a start must not load, that every script starts, and that the
-files which comments name exist.
+Check which module may import which, what a start must not load, that every script starts, and that
+the files which comments name exist.
 """
 
 import ast
@@ -38,8 +38,10 @@ PREPARATIONS = ["data.prepare_text", "data.prepare_fineweb"]  # nobody imports t
 OPTIONAL = {"tiktoken", "datasets", "tokenizers", "matplotlib", "wandb", "tensorboard"}
 
 
-def code_of_the_house() -> dict[str, ast.Module]:
-    """Tracked files, and new ones that git does not ignore, but for tests and configs."""
+def project_code() -> dict[str, ast.Module]:
+    """
+    Parse tracked files and new ones that git does not ignore, except in tests/, dev/ and config/.
+    """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -50,16 +52,18 @@ def code_of_the_house() -> dict[str, ast.Module]:
     return {name: ast.parse((ROOT / name).read_text("utf-8")) for name in code}
 
 
-CODE = code_of_the_house()
+CODE = project_code()
 
 
 def owner(file: str) -> str:
-    """data/loader.py -> data, train.py -> train"""
+    """Return data for data/loader.py, and train for train.py."""
     return file.split("/")[0].removesuffix(".py")
 
 
 def imported_by(node: ast.AST) -> list[str]:
-    """The modules that one statement imports, with their dots; `from data import x` is data.x."""
+    """
+    Return the modules that one statement imports, with their dots; `from data import x` is data.x.
+    """
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -71,7 +75,7 @@ def imported_by(node: ast.AST) -> list[str]:
 
 
 def imports(file: str) -> list[str]:
-    """All modules that a file imports, also inside of functions."""
+    """Return all modules that a file imports, also inside functions."""
     return [module for node in ast.walk(CODE[file]) for module in imported_by(node)]
 
 
@@ -88,7 +92,11 @@ def test_common_needs_only_the_standard_library():
     assert used <= {*sys.stdlib_module_names, "common"}
 
 
-def test_what_not_every_machine_has_is_imported_where_it_is_used():
+def test_imports_optional_packages_only_where_they_are_used():
+    """
+    Import none of them at the top of a file, because a machine with prepared shards trains without
+    them.
+    """
     for file, tree in CODE.items():
         top = {module.split(".")[0] for node in tree.body for module in imported_by(node)}
         assert not OPTIONAL & top, file
@@ -103,7 +111,10 @@ REACH = {  # modules that somebody starts -> what they must not load
 
 
 @pytest.mark.parametrize("modules", REACH)
-def test_a_start_does_not_load_what_it_does_not_need(modules):
+def test_scripts_start_without_loading_what_they_do_not_need(modules):
+    """
+    Start train.py without optional packages, and compare.py and the data preparation without torch.
+    """
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     has_torch = "torch" not in REACH[modules]
     loaded = finish(start("-c", code, only_torch=has_torch, cold=not has_torch))
@@ -111,8 +122,11 @@ def test_a_start_does_not_load_what_it_does_not_need(modules):
     assert not REACH[modules] & {*loaded.out.split()}
 
 
-def test_every_script_starts_where_nothing_of_this_project_is_imported():
-    """Most tests fork their processes, which would hide an import that is missing."""
+def test_every_script_prints_its_help_in_a_fresh_process():
+    """
+    Import nothing of this project beforehand; most tests fork their processes, which would hide a
+    missing import.
+    """
     scripts = ["train", "sample", "compare", "convert", "bench", "configurator"]
     scripts += ["data/prepare_text", "data/prepare_fineweb"]
     # all at once, as most of their time is one processor's

@@ -1,6 +1,6 @@
 """
-measure_gpu.py: the file that people with a GPU send, made here on a CPU with tiny models, and by
-rows that fail, hang or have run before.
+Check the file that people with a GPU send: dev/measure_gpu.py makes it here on a CPU with tiny
+models, and with rows that fail, hang or have run before.
 """
 
 import contextlib
@@ -21,7 +21,10 @@ PYTHON = sys.executable
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch, capsys):
-    """main() with these rows in place of its own and a folder of its own: (output, the file)."""
+    """
+    Return a function that runs main() with the given rows in its own folder and returns the output
+    and the file's rows.
+    """
     monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
     # asks a fresh Python for torch, and git for the commit: seconds
     monkeypatch.setattr(measure_gpu, "output_of", lambda *_: "there")
@@ -40,8 +43,10 @@ def says(code: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_hangs_or_is_not_there_does_not_stop_the_next_one(measured):
-    """Of one that hangs, what it has printed is kept: which tests have passed."""
+def test_continues_after_a_row_that_fails_hangs_or_cannot_start(measured):
+    """
+    Record how each row ended, and keep what a hanging one has printed: which tests have passed.
+    """
     hangs = says("import time; print('passed'); time.sleep(100)")
     rows = {"hangs": (2, hangs), "missing": (9, ["no-such-program"])}
     rows |= {"fails": (60, says("raise SystemExit('no memory')")), "last": (60, says("print(1)"))}
@@ -53,7 +58,7 @@ def test_a_row_that_fails_hangs_or_is_not_there_does_not_stop_the_next_one(measu
     assert (found["last"]["exit"], found["last"]["log"]) == (0, ["1"])
 
 
-def test_the_next_call_goes_on_with_the_rows_that_are_missing(measured):
+def test_the_next_call_measures_only_the_rows_that_have_not_succeeded(measured):
     ends_here = {"done": (60, says("print(1)")), "killed": (60, says("raise SystemExit(3)"))}
     measured(ends_here)
     again = {"done": (60, says("print(2)")), "killed": (60, says("print(3)"))}
@@ -62,14 +67,18 @@ def test_the_next_call_goes_on_with_the_rows_that_are_missing(measured):
     assert [row["log"] for row in found.values()] == [["1"], ["3"], ["4"]]
 
 
-def test_when_the_time_is_up_no_further_row_begins(measured):
+def test_starts_no_further_row_when_the_time_is_up(measured):
+    """End the running row after --minutes, and say that there is no time left for the next."""
     rows = {"long": (60, says("import time; time.sleep(100)")), "late": (60, says("print(1)"))}
     output, found = measured(rows, "--minutes=0.01")
     assert found["long"]["exit"] == "ended after 1 s" and "late" not in found
     assert "late: no time left" in output
 
 
-def test_the_file_names_no_folder_of_the_person_who_sends_it(measured, tmp_path, monkeypatch):
+def test_the_file_hides_the_senders_name_and_home_folder(measured, tmp_path, monkeypatch):
+    """
+    Write ~ for the home folder and USER for the name in other paths, also in Windows' spellings.
+    """
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "somebody")
     monkeypatch.setattr("getpass.getuser", lambda: "somebody")
     paths = [str(tmp_path / "somebody" / "cache"), str(ROOT / "train.py")]
@@ -86,8 +95,8 @@ def test_the_file_names_no_folder_of_the_person_who_sends_it(measured, tmp_path,
     assert temporary == "/tmp/pytest-of-USER/b" and short == "C:\\TEMP\\USER\\c"
 
 
-def test_what_matters_most_is_measured_in_the_first_ten_minutes():
-    """On a machine whose rows take as long as they did on one of two cores."""
+def test_measures_what_matters_most_first():
+    """Check, time, train and resume before longer rows such as plan and sweep."""
     options = measure_gpu.parse_arguments(["4070", "--modded=../train_gpt_simple.py"])
     names = list(measure_gpu.rows(options, "a card", Path("work")))
     first = ["check", "step", "step_twice_the_batch", "fast_step", "train", "resume", "exact"]
@@ -95,8 +104,10 @@ def test_what_matters_most_is_measured_in_the_first_ten_minutes():
     assert {"half_accumulators", "plan", "sweep"} < {*names[9:]}
 
 
-def test_the_file_is_copied_to_a_folder_after_each_row(measured, tmp_path):
-    """From a rented machine, only what lies in one folder may come back."""
+def test_copies_the_file_to_a_folder_after_each_row(measured, tmp_path):
+    """
+    Write it to --copy_to as well, because only one folder may come back from a rented machine.
+    """
     folder = tmp_path / "back" / "here"
     look = says(f"import os; print(*os.listdir({str(folder)!r}))")
     _, found = measured(
@@ -109,7 +120,8 @@ def test_the_file_is_copied_to_a_folder_after_each_row(measured, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
-def test_beside_each_row_stands_what_nvidia_smi_says(measured, tmp_path, monkeypatch):
+def test_records_clocks_power_and_memory_beside_each_row(measured, tmp_path, monkeypatch):
+    """Ask nvidia-smi while the row runs."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho $1\nexec sleep 60\n")
@@ -122,8 +134,8 @@ def test_beside_each_row_stands_what_nvidia_smi_says(measured, tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups are POSIX")
-def test_a_row_that_is_ended_takes_its_workers_along(measured):
-    """A worker of a test would keep up to 10 GiB of the GPU from the next row."""
+def test_ending_a_row_also_ends_its_workers(measured):
+    """Kill a test's worker too, which would keep up to 10 GiB of the GPU from the next row."""
     sleep = "import time; time.sleep(100)"
     start = f"print(subprocess.Popen([sys.executable, '-c', '{sleep}']).pid, flush=True)"
     _, found = measured({"row": (3, says(f"import subprocess, sys; {start}; {sleep}"))})
@@ -136,15 +148,16 @@ def test_a_row_that_is_ended_takes_its_workers_along(measured):
             time.sleep(0.05)
 
 
-def test_where_torch_sees_no_gpu_one_line_says_so(monkeypatch, capsys):
+def test_says_so_if_torch_sees_no_gpu(monkeypatch, capsys):
+    """Print an error line and exit with code 2."""
     monkeypatch.setattr(measure_gpu, "output_of", lambda *words: words[-1].count("version"))
     assert measure_gpu.main([]) == 2
     assert capsys.readouterr().err.startswith("error: torch sees no GPU here")
 
 
 @pytest.mark.slow
-def test_a_dry_run_brings_back_every_row_and_keeps_no_checkpoint(tmp_path, monkeypatch, capsys):
-    """The rows themselves, each with a command that this project has."""
+def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypatch, capsys):
+    """Run the real rows, each with a command that this project has."""
     monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
     assert measure_gpu.main(["--dry_run", "--minutes=30"]) == 0, capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")
