@@ -859,7 +859,7 @@ def test_leaves_the_allocator_alone_on_wsl(fresh_linux, monkeypatch):
         ("linux", "6.8.0-generic", True, [0.9 * 7e6 * 1024 / 8e9]),  # a GB10
     ],
 )
-def test_limits_torch_to_free_memory_where_the_driver_would_use_the_systems(
+def test_limits_torch_to_free_memory_where_the_driver_would_spill(
     platform_name, release, is_integrated, limits, fresh_linux, card, monkeypatch
 ):
     """
