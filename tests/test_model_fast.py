@@ -1,4 +1,4 @@
-"""The fast model against plain formulas written out here."""
+"""Check the fast model against plain formulas written out here."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ SMALL = FastConfig(
 
 
 def perturbed(config: FastConfig = SMALL) -> FastGPT:
-    """A model whose projections and head are not zero, so that everything in it has a say."""
+    """Return a model whose projections and head are not zero, so that everything in it matters."""
     torch.manual_seed(0)
     model = FastGPT(config)
     for p in model.parameters():
@@ -37,10 +37,10 @@ def tokens(B: int, T: int, vocab: int = 64, seed: int = 0) -> torch.Tensor:
     return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def test_rotary_is_multiplication_by_complex_numbers():
+def test_rotary_multiplies_channel_pairs_by_complex_numbers():
     """
-    RoFormer's definition: pair i of the channels at position t times exp(-i t w_i), w from 1 to
-    1/1024, half of them 0.
+    Multiply pair i of the channels at position t by exp(-i t w_i), as RoFormer defines it, with w
+    from 1 to 1/1024 and half of them 0.
     """
     T, hs = 10, 16
     x = torch.randn(2, T, 3, hs, dtype=torch.float64)
@@ -53,7 +53,8 @@ def test_rotary_is_multiplication_by_complex_numbers():
     torch.testing.assert_close(turned, both, atol=1e-5, rtol=0)
 
 
-def test_rotary_makes_scores_depend_on_distance_alone():
+def test_rotary_scores_depend_only_on_the_distance():
+    """Give equal queries and keys the same score at each distance between them."""
     q, k = (
         torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16),
         torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16),
@@ -68,7 +69,7 @@ def test_rotary_makes_scores_depend_on_distance_alone():
 def plain_logits(
     weights: dict[str, torch.Tensor], idx: torch.Tensor, config: FastConfig
 ) -> torch.Tensor:
-    """The whole model by its formulas, one head and one query at a time."""
+    """Compute the whole model by its formulas, one head and one query at a time."""
 
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
@@ -175,15 +176,15 @@ def test_gradients_equal_finite_differences(monkeypatch):
     )
 
 
-def test_the_fast_models_first_loss_is_ln_of_the_vocabulary():
+def test_the_fast_models_first_loss_is_the_log_of_the_vocabulary_size():
     torch.manual_seed(0)
     assert FastGPT(SMALL)(tokens(4, 24), tokens(4, 24, seed=1)).item() == pytest.approx(
         math.log(64), abs=1e-5
     )
 
 
-def test_a_run_with_biases_and_gains_starts_where_the_public_runs_start():
-    """As in modded-nanogpt's train_gpt_simple.py, whose biases are 0 and whose gains are 1."""
+def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
+    """Start biases at 0, gains at 1 and projections and head at 0, as train_gpt_simple.py does."""
     torch.manual_seed(0)
     config = replace(SMALL, bias=True, gains=True, n_embd=128, value_tables=0, bigram_rows=0)
     for name, p in FastGPT(config).named_parameters():
@@ -196,10 +197,10 @@ def test_a_run_with_biases_and_gains_starts_where_the_public_runs_start():
         assert p.std().item() == pytest.approx(std, rel=0.025), name
 
 
-def test_parameters_of_the_124m_by_hand():
+def test_the_fast_124m_model_has_as_many_parameters_as_counted_by_hand():
     """
-    Five vocabulary matrices of 50304 x 768, a table of 1000 token pairs, 12 layers of 12 x 768^2,
-    six gates of 12 x 6.
+    Count five vocabulary matrices of 50304 x 768, a table of 1000 token pairs, 12 layers of 12 x
+    768^2 and six gates of 12 x 6.
     """
     tables = dict(value_tables=3, bigram_rows=1000)
     with torch.device("meta"):
@@ -211,8 +212,11 @@ def test_parameters_of_the_124m_by_hand():
 @pytest.mark.parametrize(
     ("vocab", "rows"), [(256, 65536), (4096, 131072), (50304, 131072), (50304, 251520)]
 )
-def test_token_pairs_are_spread_over_all_rows(vocab, rows):
-    """Each pair of bytes has a row of its own; else no row has many more pairs than by chance."""
+def test_token_pairs_are_spread_evenly_over_the_bigram_rows(vocab, rows):
+    """
+    Give each pair of bytes a row of its own. With larger vocabularies, leave at most 10% more rows
+    empty than a random hash would.
+    """
     model = FastGPT(replace(SMALL, vocab_size=vocab, bigram_rows=rows, n_embd=8))
     if vocab == 256:
         pairs = torch.cartesian_prod(torch.arange(256), torch.arange(256))
@@ -228,14 +232,18 @@ def test_token_pairs_are_spread_over_all_rows(vocab, rows):
 
 
 @pytest.mark.parametrize("T", [1, 7, 24])
-def test_any_length_up_to_the_context(T):
+def test_logits_do_not_depend_on_later_tokens_at_any_length(T):
+    """Compute the same logits for the first 1, 7 or 24 tokens as for the whole text."""
     model = perturbed()
     torch.testing.assert_close(
         model(tokens(2, 24))[:, :T], model(tokens(2, 24)[:, :T]), atol=1e-5, rtol=1e-5
     )
 
 
-def test_dropout_falls_on_embedding_tables_and_what_each_block_adds_in_training_alone():
+def test_fast_model_dropout_acts_on_embeddings_and_block_outputs_only_in_training():
+    """
+    Zero 40% of the embeddings, of the value embeddings, and of what attention and MLP each add.
+    """
     model = perturbed(replace(SMALL, dropout=0.4, n_embd=512))
     streams, tables = [], []
 
@@ -278,13 +286,15 @@ RUN = TINY_RUN | dict(
     ids=["fast", "muon"],
 )
 def test_adamw_trains_the_fast_model_and_muon_gpt2(mixed, tmp_path):
+    """Lower the val loss by more than 0.2 in 30 iterations with either unusual pair."""
     data = write_tokens(tmp_path / "tokens", [1500], [300])
     train(**RUN | mixed, dataset=data, out_dir=tmp_path / "run")
     first, last = column(tmp_path / "run", "eval", "val_loss")
     assert last < first - 0.2
 
 
-def test_a_shorter_context_needs_no_other_weights(tmp_path):
+def test_a_run_can_start_from_a_checkpoint_with_a_longer_context(tmp_path):
+    """Load the same weights with block_size=8, and begin near the val loss at which they ended."""
     fast = RUN | dict(model="fast", max_iters=2, dataset=write_tokens(tmp_path / "t", [900], [300]))
     train(**fast, out_dir=tmp_path / "long")
     train(**fast | dict(block_size=8), init_from=tmp_path / "long", out_dir=tmp_path / "short")
@@ -295,8 +305,8 @@ def test_a_shorter_context_needs_no_other_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_code_looks_its_sines_up():
-    """Computed in the graph, they would be computed in each layer, in both passes."""
+def test_compiled_code_looks_up_its_sines():
+    """Compute no sine in the graph, where each layer would compute it in both passes."""
     torch.compiler.reset()  # after many graphs of other tests torch would split this one
     model, idx = perturbed(), tokens(2, 24)
     expected, graphs = model(idx), []
@@ -322,8 +332,8 @@ def test_compiled_code_looks_its_sines_up():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_stream_is_bfloat16_under_its_autocast_and_never_float16(dtype):
-    """float16 has no room for a sum over all blocks."""
+def test_the_fast_models_residual_stream_is_bfloat16_but_never_float16(dtype):
+    """Keep it in float32 under float16 autocast: float16 has no room for a sum over all blocks."""
     with torch.autocast("cpu", dtype):
         stream = FastGPT(SMALL).hidden(tokens(2, 8))
     assert stream.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
