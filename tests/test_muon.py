@@ -32,7 +32,7 @@ def fast_model(**changes) -> FastGPT:
 def build_optimizer(
     model: GPT | FastGPT, dtype: torch.dtype, fused: bool = True, plain: bool = False
 ) -> Muon:
-    """With the rates that a run begins with after its warmup."""
+    """Return Muon with the learning rates that a run has right after its warmup."""
     rates = replace(RATES, optimizer="plain_muon" if plain else "muon")
     optimizer = Muon(muon_groups(model, rates), dtype, fused, plain)
     for group in optimizer.param_groups:
@@ -47,10 +47,10 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 96), (1, 8)])
-def test_newton_schulz_against_the_singular_value_decomposition(shape):
+def test_newton_schulz_keeps_singular_vectors_and_brings_singular_values_near_1(shape):
     """
-    The same singular vectors; values near 1: the five steps map [0.01, 1] into [0.67, 1.21]
-    (Jordan's post).
+    Compare with an SVD: the singular vectors stay the same, and five steps map singular values in
+    [0.01, 1] into [0.67, 1.21] (Jordan's post).
     """
     torch.manual_seed(0)
     G = torch.randn(3, *shape, dtype=torch.float64)
@@ -62,10 +62,11 @@ def test_newton_schulz_against_the_singular_value_decomposition(shape):
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-17])
-def test_plain_newton_schulz_is_modded_nanogpts(size):
+def test_plain_newton_schulz_computes_what_modded_nanogpt_computes(size):
     """
-    Twelve times 2 s - 1.5 s^3 + 0.5 s^5 of each singular value s. The norm's epsilon is 1e-7 for
-    gradients summed over 524,288 tokens, where ours are means: a norm of 1e-17 is far below it.
+    Apply 2 s - 1.5 s^3 + 0.5 s^5 twelve times to each singular value s. modded-nanogpt's epsilon of
+    1e-7 is meant for gradients summed over 524,288 tokens. Ours are means, so the epsilon shrinks
+    by that factor, and even a norm of 1e-17 is checked.
     """
     torch.manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q for _ in range(2))
@@ -78,8 +79,10 @@ def test_plain_newton_schulz_is_modded_nanogpts(size):
     torch.testing.assert_close(U.mT @ found @ V, s.diag(), atol=1e-9, rtol=0.06)
 
 
-def test_plain_muon_evens_no_neurons_out():
-    """A matrix of one row moves along its gradient. NorMuon would move all columns alike."""
+def test_plain_muon_does_not_normalize_neurons():
+    """
+    Move a matrix of one row along its gradient. NorMuon would move all columns by the same amount.
+    """
     p = nn.Parameter(torch.ones(1, 6))
     group = dict(params=[p], lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
     p.grad = torch.arange(6.0)[None]
@@ -88,10 +91,10 @@ def test_plain_muon_evens_no_neurons_out():
     torch.testing.assert_close(p.detach(), expected, atol=1e-6, rtol=0)
 
 
-def test_plain_muons_adamw_suits_gradients_of_a_mean_loss():
+def test_plain_muons_adamw_scales_its_epsilon_to_a_mean_loss():
     """
-    modded-nanogpt's first update moves a weight by lr g / (g + 1e-10), with gradients summed over
-    524,288 tokens. Ours are means: here 2e-16, which is close to the epsilon.
+    Move a weight by lr g / (g + 1e-10), modded-nanogpt's first update, where g is summed over
+    524,288 tokens. Our gradients are means: 2e-16 here, which is close to the scaled epsilon.
     """
     p = nn.Parameter(torch.zeros(3))
     group = dict(params=[p], lr=0.1, betas=(0.8, 0.95), weight_decay=0.0)
@@ -103,17 +106,21 @@ def test_plain_muons_adamw_suits_gradients_of_a_mean_loss():
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.004)])
-def test_newton_schulz_in_half_precision_stays_close(dtype, tolerance):
+def test_newton_schulz_in_half_precision_stays_close_to_float64(dtype, tolerance):
     """
-    A few roundings of 2^-8 or 2^-11 on entries of about 1 / sqrt(48); relative to the whole matrix.
+    Stay within a few rounding errors of 2^-8 (bfloat16) or 2^-11 (float16), relative to the norm of
+    the whole matrix.
     """
     G = torch.randn(2, 48, 48, generator=torch.Generator().manual_seed(0))
     exact = orthogonalize(G.double(), torch.float64)
     assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()
 
 
-def test_matrices_move_as_with_torchs_own_muon():
-    """But for NorMuon, which torch's has not: in the first update it evens all neurons out."""
+def test_matrices_move_as_with_torchs_muon_but_with_equal_neurons():
+    """
+    Compare the first update with torch.optim.Muon, whose neurons are normalized here as NorMuon
+    does it.
+    """
     torch.manual_seed(0)
     shapes = [(24, 24), (16, 64), (64, 16), (16, 64), (24, 24)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -135,8 +142,10 @@ def test_matrices_move_as_with_torchs_own_muon():
         torch.testing.assert_close(p, expected, atol=5e-3, rtol=0)
 
 
-def test_each_neuron_moves_by_its_mean_square_over_time():
-    """NorMuon, by hand and matrix by matrix: tall, wide, and three in one."""
+def test_normuon_divides_each_neuron_by_its_running_root_mean_square():
+    """
+    Compare with the formula, one matrix at a time: a tall one, a wide one, and three stored as one.
+    """
     torch.manual_seed(0)
     shapes = [(8, 4), (4, 8), (12, 4)]
     parts = [1, 1, 3]
@@ -167,10 +176,11 @@ def test_each_neuron_moves_by_its_mean_square_over_time():
         torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
 
 
-def test_a_matrix_moves_along_nesterovs_look_ahead():
+def test_a_matrix_moves_along_nesterov_momentum():
     """
-    A matrix of one row keeps its direction. Of the gradients (1, 0) and (0, 1) the momentum is
-    (0.25, 0.5), and the look-ahead (0.125, 0.75). NorMuon's mean squares are equal to 0.4%.
+    Give a matrix of one row, whose direction Newton-Schulz keeps, the gradients (1, 0) and (0, 1).
+    The momentum is then (0.25, 0.5), and the look-ahead that sets the direction is (0.125, 0.75).
+    NorMuon's mean squares differ by no more than 0.4%.
     """
     p = nn.Parameter(torch.zeros(1, 2))
     keys = dict(params=[p], parts=1, lr=0.1, momentum=0.5, weight_decay=0.0)
@@ -183,8 +193,11 @@ def test_a_matrix_moves_along_nesterovs_look_ahead():
     assert y / x == pytest.approx(0.75 / 0.125, rel=0.01)
 
 
-def test_a_matrix_without_a_gradient_yet_stays_finite():
-    """What feeds a matrix of zeros has a gradient of zeros in the first iteration."""
+def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
+    """
+    Leave the matrix unchanged at a gradient of zeros, as in the first iteration of a matrix that
+    feeds a matrix of zeros, and train it afterwards.
+    """
     p = nn.Parameter(torch.randn(8, 4))
     optimizer = Muon(
         [dict(params=[p], parts=1, lr=0.1, momentum=0.9, weight_decay=0.0)], torch.float32
@@ -202,7 +215,9 @@ VIEWS = ("view", "chunk", "split_with_sizes", "unbind", "mT", "transpose")  # st
 
 
 def operators(step: Callable[[], None]) -> int:
-    """How many operators a step calls itself: about as many kernels as it starts on a GPU."""
+    """
+    Count the operators that a step itself calls, which is about the number of kernels on a GPU.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step()
     called = [e for e in profiler.events() if e.name.startswith("aten::")]
@@ -210,8 +225,8 @@ def operators(step: Callable[[], None]) -> int:
     return sum(parent is None or not parent.name.startswith("aten::") for parent in parents)
 
 
-def test_a_step_starts_few_kernels():
-    """Matrices of one shape move together: 12 layers in a fifth of the kernels of torch's Muon."""
+def test_a_step_starts_a_fifth_of_the_kernels_of_torchs_muon():
+    """Update all matrices of one shape together, here in 12 layers."""
     model = FastGPT(replace(SMALL, n_layer=12, bias=False))
     give_gradients(model, 0)
     ours = build_optimizer(model, torch.bfloat16)
@@ -222,7 +237,7 @@ def test_a_step_starts_few_kernels():
     assert 5 * operators(ours.step) < operators(theirs.step)
 
 
-def test_q_k_and_v_are_a_matrix_each():
+def test_q_k_and_v_are_orthogonalized_as_three_matrices():
     torch.manual_seed(0)
     fused = nn.Parameter(torch.zeros(48, 16))
     apart = [nn.Parameter(torch.zeros(16, 16)) for _ in range(3)]
@@ -236,8 +251,8 @@ def test_q_k_and_v_are_a_matrix_each():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_everything_else_moves_as_with_adamw(plain):
-    """With weight decay on biases and gains too, if it is plain."""
+def test_all_other_weights_move_as_with_torchs_adamw(plain):
+    """Decay biases and gains too, but only with plain_muon."""
     model = fast_model(gains=plain, value_tables=1, bigram_rows=50)
     twin = copy.deepcopy(model)
     ours = build_optimizer(model, torch.float32, plain=plain)
@@ -267,7 +282,7 @@ def test_everything_else_moves_as_with_adamw(plain):
 SIZES = dict(n_layer=2, n_head=1, n_embd=8, block_size=8, vocab_size=16)
 
 
-def test_the_groups_of_gpt2_and_their_rates():
+def test_muon_gives_each_group_of_gpt2_its_learning_rate():
     for tie_weights, first in ((False, "transformer.wte.weight"), (True, "transformer.wpe.weight")):
         groups = muon_groups(build_model(GPTConfig(**SIZES, tie_weights=tie_weights)), RATES)
         rates = [(group["params"][0][0], group["initial_lr"]) for group in groups]
@@ -281,7 +296,7 @@ def test_the_groups_of_gpt2_and_their_rates():
         ]
 
 
-def test_a_frozen_matrix_stays_as_it_is():
+def test_a_matrix_without_a_gradient_does_not_move():
     model = fast_model()
     optimizer = build_optimizer(model, torch.float32)
     give_gradients(model, 0)
@@ -296,8 +311,8 @@ def test_a_frozen_matrix_stays_as_it_is():
 @pytest.mark.parametrize("fused", [True, False])
 def test_skips_the_update_and_halves_the_loss_scale_on_overflow(fused):
     """
-    Muon with a GradScaler: infinite gradients leave the weights alone, the next finite ones move
-    them.
+    Leave the weights alone when gradients are infinite, and move them at the next finite ones (Muon
+    with a GradScaler).
     """
     model = fast_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

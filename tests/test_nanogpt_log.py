@@ -11,7 +11,7 @@ STEP_MS, PAUSE_MS, COMPILE_MS = 100, 5_000, 30_000
 
 
 def launch(log_interval: int, last: int, eval_interval: int = 500, start: int = 0) -> str:
-    """What nanoGPT prints from iteration `start` to `last`, with times that are known."""
+    """Return what nanoGPT prints from iteration `start` to `last`, with times chosen here."""
     lines = []
     for it in range(start, last + 1):
         ms = STEP_MS
@@ -39,7 +39,7 @@ def read(tmp_path, text: str):
 
 
 def logged(last: int, log_interval: int) -> int:
-    """Iterations up to the last line."""
+    """Count the iterations up to the last logged one."""
     return last // log_interval * log_interval + 1
 
 
@@ -50,7 +50,10 @@ both_intervals = pytest.mark.parametrize(
 
 
 @both_intervals
-def test_every_evaluation_counts_whether_its_iteration_was_logged_or_not(log, evals, tmp_path):
+def test_the_hours_of_a_nanogpt_log_include_every_evaluation(log, evals, tmp_path):
+    """
+    Count the time of an evaluation even if log_interval skips the iteration at which it was made.
+    """
     last = 8 * evals - 100
     seen = read(tmp_path, launch(log, last, evals))
     assert seen.eval["seconds"].sum() == pytest.approx(7 * PAUSE_MS / 1000)
@@ -61,7 +64,7 @@ def test_every_evaluation_counts_whether_its_iteration_was_logged_or_not(log, ev
 
 
 @both_intervals
-def test_an_evaluation_at_the_last_line_counts(log, evals, tmp_path):
+def test_the_hours_of_a_nanogpt_log_include_an_evaluation_on_its_last_line(log, evals, tmp_path):
     text = launch(log, 8 * evals, evals)
     text = text[: text.index("saving checkpoint", text.index(f"step {8 * evals}"))]
     seen = read(tmp_path, text)
@@ -70,7 +73,9 @@ def test_an_evaluation_at_the_last_line_counts(log, evals, tmp_path):
 
 
 @both_intervals
-def test_a_log_that_begins_after_a_resume_counts_no_compiling_as_a_pause(log, evals, tmp_path):
+def test_compile_time_is_not_read_as_an_evaluation_if_a_log_begins_with_a_resume(
+    log, evals, tmp_path
+):
     last = 17 * evals - 100
     seen = read(tmp_path, launch(log, last, evals, start=8 * evals))
     assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000)
@@ -80,15 +85,17 @@ def test_a_log_that_begins_after_a_resume_counts_no_compiling_as_a_pause(log, ev
 
 
 @both_intervals
-def test_a_resume_in_the_middle_of_a_log_counts_no_compiling_as_a_pause(log, evals, tmp_path):
+def test_compile_time_is_not_read_as_an_evaluation_if_a_log_holds_a_resume(log, evals, tmp_path):
     text = launch(log, 8 * evals + 300, evals) + launch(log, 10 * evals, evals, start=8 * evals)
     seen = read(tmp_path, text)
     assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000)
     assert seen.eval["seconds"].sum() == pytest.approx(10 * PAUSE_MS / 1000)
 
 
-def test_a_resume_at_the_last_line_of_the_log_before_counts_no_compiling_as_a_pause(tmp_path):
-    """nanoGPT is killed right after an evaluation, and evaluates there again."""
+def test_compile_time_is_not_read_as_an_evaluation_if_a_run_resumes_at_its_last_line(tmp_path):
+    """
+    Read a log in which nanoGPT was killed right after an evaluation and, resumed, evaluates again.
+    """
     before = launch(1, 1000).partition("saving checkpoint to out\niter 1000:")[0]
     seen = read(tmp_path, f"{before}\n{launch(1, 1200, start=1000)}")
     assert [*seen.eval["seconds"][1:]] == pytest.approx([PAUSE_MS / 1000] * 2)
@@ -96,7 +103,8 @@ def test_a_resume_at_the_last_line_of_the_log_before_counts_no_compiling_as_a_pa
 
 # 3,500 is the first iteration that 7 and 500 share; all of 1,000's have an evaluation in them
 @pytest.mark.parametrize("log, time", [(7, hours(3000, 0)), (1000, None)])
-def test_a_log_without_both_kinds_of_iterations_says_what_is_not_known(log, time, tmp_path):
+def test_warns_if_a_log_does_not_show_how_long_evaluations_take(log, time, tmp_path):
+    """Report no total time when every logged iteration holds an evaluation or none does."""
     path = tmp_path / "nanogpt.log"
     seen = read(tmp_path, launch(log, 3000))
     (warning,) = seen.warnings
@@ -106,7 +114,7 @@ def test_a_log_without_both_kinds_of_iterations_says_what_is_not_known(log, time
     assert line.split() == ["time", "of", "both", "n/a"]
 
 
-def test_mfu_of_a_resumed_run_is_read_before_its_next_evaluation(tmp_path):
+def test_the_mfu_of_a_resumed_run_is_read_before_its_next_evaluation(tmp_path):
     text = launch(200, 8400, start=4000)
     spoilt = text.index("step 4500")
     text = text[:spoilt] + text[spoilt:].replace("mfu 10.00%", "mfu 8.00%")
@@ -118,7 +126,7 @@ def test_mfu_of_a_resumed_run_is_read_before_its_next_evaluation(tmp_path):
 # Other people's runs
 
 
-def test_a_csv_of_figures_is_read_as_the_log_that_it_is_from(tmp_path):
+def test_a_csv_reads_as_the_log_it_was_made_from(tmp_path):
     text = launch(200, 3900)
     log, table = tmp_path / "x.log", tmp_path / "x.csv"
     settings = ["dataset = 'fineweb'", "tokens per iteration will be: 524,288"]
@@ -141,7 +149,7 @@ def test_a_csv_of_figures_is_read_as_the_log_that_it_is_from(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "", "# dataset = 'x'\niter,loss\n5,,,,,\n"])
-def test_another_csv_is_one_line(text, tmp_path):
+def test_compare_refuses_a_csv_without_iterations_in_one_line(text, tmp_path):
     (tmp_path / "x.csv").write_text(text)
     result = run("compare.py", tmp_path / "x.csv")
     assert result.code == 2 and "no iteration and no evaluation" in result.err
@@ -157,7 +165,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("name, loss, speed, mfu", PUBLIC)
-def test_a_public_run_has_the_speed_and_the_losses_of_its_log(name, loss, speed, mfu):
+def test_a_public_run_has_the_published_loss_speed_and_mfu(name, loss, speed, mfu):
     seen = open_run(ROOT / f"results/public_runs/{name}.csv")
     assert dict(zip(seen.eval["iter"], seen.eval["val_loss"], strict=True))[1000] == loss
     rate = sorted(seen.step["tokens_per_sec"][seen.step["tokens_per_sec"] > 0])
@@ -166,7 +174,7 @@ def test_a_public_run_has_the_speed_and_the_losses_of_its_log(name, loss, speed,
     assert seen.start["flops_per_token"] * rate / 58.3e12 == pytest.approx(mfu, abs=2e-3)
 
 
-def test_the_mean_of_ten_public_runs_has_their_band_and_no_time():
+def test_the_mean_of_ten_public_runs_has_a_loss_band_and_no_hours():
     seen = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
     assert seen.warnings == [] and seen.hours is None and len(seen.checkpoint["iter"]) == 0
     assert (seen.iterations, seen.tokens) == (3250, 3250 * 524_288)
@@ -177,8 +185,8 @@ def test_the_mean_of_ten_public_runs_has_their_band_and_no_time():
     assert at_250 == dict(iter=250, val_loss=4.09784, low=4.05795, high=4.13773)
 
 
-def test_a_run_of_ours_is_laid_beside_a_public_one(tmp_path):
-    """Row by row at the evaluations of both, with the notice that the validation tokens differ."""
+def test_compares_a_run_with_a_public_one_at_the_evaluations_they_share(tmp_path):
+    """Warn that their validation tokens differ, and draw both."""
     out = tmp_path / "gpt124m"
     out.mkdir()
     lines = [dict(kind="start", config=dict(dataset="fineweb_edu"), tokens_per_iter=524_288)]
@@ -212,8 +220,10 @@ def test_a_run_of_ours_is_laid_beside_a_public_one(tmp_path):
     ],
 )
 @pytest.mark.parametrize("begin", [0, 700])
-def test_a_log_is_read_through_what_other_programs_put_around_its_lines(wrap, begin, tmp_path):
-    """From the first line or, after a restart under another launcher, from a later one."""
+def test_a_log_is_read_if_launchers_or_terminals_add_prefixes_to_its_lines(wrap, begin, tmp_path):
+    """
+    Read prefixes that begin with the first line or, after a restart under another launcher, later.
+    """
     lines = launch(10, 2000).splitlines()
     plain = read(tmp_path, "\n".join(lines))
     lines[begin // 10 :] = [wrap.format(line) for line in lines[begin // 10 :]]
@@ -225,8 +235,8 @@ def test_a_log_is_read_through_what_other_programs_put_around_its_lines(wrap, be
     assert len(seen.checkpoint["iter"]) == 4
 
 
-def test_settings_behind_a_prefix_are_read(tmp_path):
-    """Lines of a printed config file, which nothing but the prefix of the others tells apart."""
+def test_settings_are_read_if_each_line_has_a_launchers_prefix(tmp_path):
+    """Recognize the prefix of printed settings by the log lines, which carry the same one."""
     text = "batch_size = 12\nOverriding: n_layer = 3\n" + launch(10, 2000)
     seen = read(tmp_path, "".join(f"[default0]:{line}\n" for line in text.splitlines()))
     assert (seen.config["batch_size"], seen.config["n_layer"]) == (12, 3)

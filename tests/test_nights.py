@@ -37,14 +37,14 @@ STOPS = (*COMPLETE, "max_minutes", "data", "SIGTERM")
 
 
 def twice(question, *arguments):
-    """Ask twice, and return the answer."""
+    """Ask twice, check that both answers agree, and return the answer."""
     answer = question(*arguments)
     assert question(*arguments) == answer
     return answer
 
 
 def asked(question, *arguments):
-    """Ask twice, and return the answer. Nothing may change."""
+    """Ask twice, check that the arguments did not change, and return the answer."""
     before = repr(arguments)
     answer = twice(question, *arguments)
     assert repr(arguments) == before
@@ -52,7 +52,7 @@ def asked(question, *arguments):
     return answer
 
 
-def test_a_run_stops_for_the_first_reason_that_holds():
+def test_a_run_stops_and_names_the_first_reason_that_applies():
     def stop(now=IN_TIME, it=7, **keys):
         return asked(why_stop, Config(**keys), now, Progress(iter_num=it))
 
@@ -70,7 +70,7 @@ def test_a_run_stops_for_the_first_reason_that_holds():
     assert stop(now=OVER, eval_only=True, max_iters=7, max_minutes=5) == "eval_only"
 
 
-def test_an_evaluation_is_due_at_its_interval_and_when_the_run_is_complete():
+def test_a_run_evaluates_at_every_interval_and_when_it_is_complete():
     def due(it, now=IN_TIME, stop=None, evaluated_at=5, eval_only=False):
         progress = Progress(iter_num=it, evaluated_at=evaluated_at)
         c = Config(eval_interval=10, eval_only=eval_only)
@@ -86,7 +86,7 @@ def test_an_evaluation_is_due_at_its_interval_and_when_the_run_is_complete():
     assert due(23, stop="eval_only", evaluated_at=23, eval_only=True)  # it asks for nothing else
 
 
-def test_a_run_by_the_clock_evaluates_once_in_each_twentieth_of_its_schedule():
+def test_a_timed_run_evaluates_once_in_each_twentieth_of_its_schedule():
     def due(share, evaluated_share, it=7, eval_interval=UNREACHED):
         c = Config(hours=1, eval_interval=eval_interval)
         progress = Progress(iter_num=it, evaluated_at=3, evaluated_share=evaluated_share)
@@ -103,7 +103,7 @@ def test_a_run_by_the_clock_evaluates_once_in_each_twentieth_of_its_schedule():
     assert not due(0.9, 0.101, eval_interval=10) and due(0.9, 0.9, it=20, eval_interval=10)
 
 
-def test_the_best_weights_are_those_of_the_lowest_loss_that_are_evaluated_here():
+def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far():
     def best(val_loss, best_val_loss, it=20, evaluated_at=20, best_iter=10):
         values = dict(val_loss=val_loss, best_val_loss=best_val_loss, best_iter=best_iter)
         return asked(is_best, Progress(iter_num=it, evaluated_at=evaluated_at, **values))
@@ -117,7 +117,7 @@ def test_the_best_weights_are_those_of_the_lowest_loss_that_are_evaluated_here()
     assert not best(4.0, 4.0, it=0, evaluated_at=0, best_iter=0)  # nothing to beat yet
 
 
-def test_a_save_is_due_at_its_interval_after_evaluations_and_at_the_end():
+def test_a_run_saves_at_every_interval_after_the_best_evaluation_and_at_its_end():
     def due(it=20, now=IN_TIME, stop=None, failed=False, newest=(10, 10), keys=(), **progress):
         values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
         c = Config(**dict(checkpoint_interval=15, always_save_checkpoint=False) | dict(keys))
@@ -171,8 +171,10 @@ PEAKS = {
 }
 
 
-def test_a_run_can_be_extended_from_the_end_of_its_peak():
-    """Before it, each learning rate is a longer run's; after it, it is lower."""
+def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
+    """
+    Name the last iteration whose checkpoint can be extended. From there on, the rate is lower.
+    """
     for (max_iters, lr_decay_iters, warmup_iters, decay_fraction), last in PEAKS.items():
         keys = dict(lr_schedule="wsd", warmup_iters=warmup_iters, decay_fraction=decay_fraction)
         c = Config(**keys, max_iters=max_iters, lr_decay_iters=lr_decay_iters)
@@ -196,8 +198,8 @@ RANGES = dict(iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 3
 
 class Night:
     """
-    A run through all its launches, on a machine whose time is turned by hand: its durations change,
-    its disk may be full, signals and kills end launches.
+    Simulate all launches of a run on a machine whose clock is turned by hand: durations vary, the
+    disk may be full, and signals and kills end launches.
     """
 
     def __init__(self, seed: int, is_rough: bool):
@@ -243,7 +245,7 @@ class Night:
         self.is_surprised |= self.seconds[what] > 2 * expected
 
     def run(self) -> tuple[str, int]:
-        """Launch until the run is complete. Returns why it stopped, and at which iteration."""
+        """Launch until the run is complete. Return why it stopped, and at which iteration."""
         early_ends = self.chance.choices([0, 1, 10, 30], k=self.chance.randrange(3))
         for most in itertools.chain(early_ends, itertools.repeat(UNREACHED)):
             stop, it = self.launch(most)
@@ -254,7 +256,7 @@ class Night:
     def launch(self, most: int) -> tuple[str, int]:
         """
         Do what the loop of train.py does, except for training. A kill or a signal comes after
-        `most` iterations. Returns why the launch stopped, and at which iteration.
+        `most` iterations. Return why the launch stopped, and at which iteration.
         """
         c, chance = self.c, self.chance
         clock = Clock(self.now, lambda: None, c, self.on_disk)
@@ -344,7 +346,12 @@ NIGHTS = 10_000
     [range(NIGHTS // 4), pytest.param(range(NIGHTS // 4, NIGHTS), marks=pytest.mark.slow)],
     ids=["a quarter", "the others"],
 )
-def test_ten_thousand_nights_end_in_time_and_lose_nothing(seeds, monkeypatch):
+def test_ten_thousand_simulated_nights_end_on_time_and_lose_nothing(seeds, monkeypatch):
+    """
+    Check that each run evaluates and saves its last iteration, repeats no evaluation and no save,
+    keeps the best weights, and ends by its deadline unless a step took more than twice the time
+    expected.
+    """
     in_time = 0
     for seed in seeds:
         night = Night(seed, is_rough=seed % 4 == 0)

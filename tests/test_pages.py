@@ -30,13 +30,16 @@ from sample import SampleConfig
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings: lower case, no punctuation, hyphens for spaces."""
+    """
+    Return the anchors that GitHub makes of the headings: lower case, no punctuation, hyphens for
+    spaces.
+    """
     headings = re.findall(r"^#+ (.*)$", doc_pages.without_blocks(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_link_leads_somewhere(page):
+def test_every_link_on_a_page_leads_to_a_file_and_heading_that_exist(page):
     links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", read(page))]
     here = [(page.parent / file if file else page, anchor) for file, _, anchor in links]
     lost = [
@@ -49,7 +52,7 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
-def test_every_command_names_a_script_its_configs_and_its_flags(page):
+def test_every_command_on_a_page_has_scripts_configs_and_flags_that_exist(page):
     commands = doc_pages.command_lines(page)
     made = [word.partition("--write=")[2] for command in commands for word in command]
     made += [file for c in commands for mark, file in itertools.pairwise(c) if mark == ">"]
@@ -71,13 +74,13 @@ def test_every_command_names_a_script_its_configs_and_its_flags(page):
 
 
 def test_finds_the_commands_in_the_readme():
-    """Otherwise the test above could pass without checking any command."""
+    """Guard the test above, which would pass if no command were found."""
     scripts = {command[0] for command in doc_pages.command_lines(README)}
     assert {"train.py", "bench.py", "sample.py", "compare.py"} <= scripts
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
-def test_every_file_of_this_project_that_a_page_names_is_there(page):
+def test_every_project_file_named_on_a_page_exists(page):
     name = r"\b(?:common|dev|reports|results|tests|training|docs)/[\w/]+\.(?:py|md|csv|json|png)\b"
     named = {*re.findall(name, read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
@@ -89,7 +92,7 @@ def test_the_index_links_every_page():
     assert {*GUIDES} - {index} <= {(index.parent / link).resolve() for link in links}
 
 
-def test_results_names_every_data_file_and_every_entry_of_rows_json_and_no_other():
+def test_the_results_page_names_every_data_file_and_every_entry_of_rows_json():
     results = ROOT / "results"
     files = {path.relative_to(results).as_posix() for path in results.rglob("*.[jp][sn]*")}
     entries = {*json.loads(read(results / "rows.json"))}
@@ -98,14 +101,14 @@ def test_results_names_every_data_file_and_every_entry_of_rows_json_and_no_other
     assert {name for name in named if name.endswith((".json", ".png"))} == files - {"rows.json"}
 
 
-def test_the_keys_page_lists_every_key_as_configurator_does():
-    """If this fails, run `python dev/make_keys.py`."""
+def test_the_keys_page_lists_every_key_of_configurator_py():
+    """Check that docs/keys.md is up to date. If this fails, run `python dev/make_keys.py`."""
     listed = read(make_keys.PAGE).partition(make_keys.HEADING)[2]
     assert listed == make_keys.list_keys()
     assert len(re.findall(r"^- \*\*`(\w+)`\*\*", listed, re.MULTILINE)) == len(FIELDS)
 
 
-def test_the_sampling_page_lists_the_flags_of_sample_py():
+def test_the_sampling_page_lists_the_flags_and_defaults_of_sample_py():
     section = read("docs/sampling.md").partition("## Flags")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", section, re.MULTILINE)
     shown = {name: default for names, default in rows for name in re.findall(r"--(\w+)", names)}
@@ -124,13 +127,16 @@ def constraints() -> list[str]:
 
 
 def constraint(package: str) -> Requirement:
-    """What constraints.txt says of it."""
+    """Return what constraints.txt requires of a package."""
     (one,) = [found for found in map(Requirement, constraints()) if found.name == package]
     return one
 
 
-def test_everybody_installs_the_torch_that_was_tested():
-    """On Windows PyPI's has no CUDA, and pip would put it in the place of one that has."""
+def test_every_install_command_pins_the_tested_torch_except_on_windows():
+    """
+    Leave torch unpinned on Windows, where pip would replace a build with CUDA by PyPI's, which has
+    none.
+    """
     (tested,) = constraint("torch").specifier
     binds = constraint("torch").marker.evaluate
     assert [binds({"sys_platform": name}) for name in ("linux", "darwin", "win32")] == [1, 1, 0]
@@ -140,13 +146,13 @@ def test_everybody_installs_the_torch_that_was_tested():
     assert len(versions) >= 4 and {*versions} == {tested.version}
 
 
-def test_powershell_asks_nothing_where_a_block_is_pasted():
-    """It would take the next line for the answer; without one it is no."""
+def test_a_block_pasted_into_powershell_meets_no_question():
+    """Use -Force, or PowerShell would take the next pasted line as its answer, which means no."""
     (policy,) = re.findall("^Set-ExecutionPolicy .*$", read("docs/install.md"), re.MULTILINE)
     assert policy.endswith(" -Force")
 
 
-def test_everybody_runs_the_same_tests():
+def test_readme_contributing_install_page_and_ci_run_the_same_test_command():
     (command,) = re.findall("^pytest .*$", read(README), re.MULTILINE)
     assert command in read(".ci/run") and command in read("CONTRIBUTING.md")
     assert f"\nuv run --extra dev {command}\n" in read("docs/install.md")
@@ -158,7 +164,7 @@ def test_everybody_runs_the_same_tests():
 
 
 @pytest.mark.parametrize("extra, file", [("", "requirements.txt"), ("dev", "requirements-dev.txt")])
-def test_uv_installs_what_pip_does(extra, file):
+def test_uv_installs_the_same_packages_as_pip(extra, file):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     ours = project["optional-dependencies"][extra] if extra else project["dependencies"]
     lines = [
@@ -167,13 +173,16 @@ def test_uv_installs_what_pip_does(extra, file):
     assert ours == [line for line in lines if line and not line.startswith("-r")]
 
 
-def test_uv_installs_the_versions_that_were_tested():
+def test_uv_installs_the_tested_versions():
     uv = tomllib.loads(read("pyproject.toml"))["tool"]["uv"]
     assert uv["constraint-dependencies"] == constraints()
 
 
-def test_uv_takes_a_python_that_the_install_page_names():
-    """Without an upper bound it would download the newest, for which the tested torch has none."""
+def test_uv_uses_a_python_version_that_the_install_page_supports():
+    """
+    Set an upper bound. Without one uv would download the newest Python, which the tested torch does
+    not support.
+    """
     python = tomllib.loads(read("pyproject.toml"))["project"]["requires-python"]
     (oldest, newest) = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", read("docs/install.md"))[0]
     assert python == f">=3.{oldest},<3.{int(newest) + 1}"
@@ -185,7 +194,9 @@ def test_uv_takes_a_python_that_the_install_page_names():
 TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 
 
-def test_text_files_become_jsonl_as_the_page_says(tmp_path, monkeypatch):
+def test_the_data_pages_code_turns_text_files_into_jsonl_that_can_be_prepared(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (block,) = code_blocks(ROOT / "docs/data.md", "python")
     Path("texts/deep").mkdir(parents=True)
@@ -199,7 +210,7 @@ def test_text_files_become_jsonl_as_the_page_says(tmp_path, monkeypatch):
     assert sum(shard["bytes"] for shard in shards) == sum(map(len, texts))
 
 
-def test_shakespeares_characters_are_made_as_the_page_says(tmp_path, monkeypatch):
+def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = code_blocks(ROOT / "docs/own_text.md", "python")
     Path("input.txt").write_text(TEXT * 20)
@@ -211,8 +222,11 @@ def test_shakespeares_characters_are_made_as_the_page_says(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for clusters")
-def test_the_slurm_script_starts_one_torchrun_per_machine_at_a_port_of_its_own(tmp_path):
-    """With stand-ins for Slurm's commands: srun starts its command on each of the two machines."""
+def test_the_slurm_script_starts_one_torchrun_per_machine_at_a_port_of_its_job(tmp_path):
+    """
+    Run it with stand-ins for Slurm's commands: srun starts its command once for each of two
+    machines.
+    """
     (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", read("docs/several_gpus.md"), re.S)
     stand_ins = dict(
         scontrol="printf 'first\\nsecond\\n'",
@@ -240,15 +254,18 @@ ROWS = [(315_000, 499_999), (500_000, 849_999), (4_000_000,)]
 
 
 def written(tokens: int, is_bytes: bool, path: Path):
-    """The config for a text of so many tokens for training."""
+    """Return the config that is written for a text with so many training tokens."""
     text = re.sub(r"^(_tokens, _is_bytes) = .*$", rf"\1 = {tokens}, {is_bytes}", RULE, flags=re.M)
     path.write_text(re.sub(r'"?\{[^}\n]*\}"?', '"x"', text))
     return load_config([str(path)])
 
 
 @pytest.mark.parametrize("sizes", ROWS)
-def test_the_rule_on_the_page_is_that_of_the_written_config(sizes, tmp_path):
-    """Epochs of bytes and of tokens, or how many are trained on; and dropout."""
+def test_the_own_text_page_shows_the_epochs_and_dropout_of_written_configs(sizes, tmp_path):
+    """
+    Compare the page with the config that data/prepare_text.py writes, for bytes and for tokens. A
+    large text has its number of trained tokens instead of epochs.
+    """
     figures = []
     for is_bytes in (True, False):
         made = [written(n, is_bytes, tmp_path / f"my{n}.py") for n in sizes]
