@@ -128,8 +128,8 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("words, figures", FIGURES.values(), ids=FIGURES)
-def test_a_figure_of_a_plan_is_the_one_computed_by_hand(words, figures):
-    """Computed to four digits."""
+def test_each_figure_of_a_plan_equals_the_one_computed_by_hand(words, figures):
+    """Compare to four digits."""
     p = plan(*words)
     for name, value in figures.items():
         assert p[name] == (value if value is None else pytest.approx(value, rel=5e-4)), name
@@ -194,7 +194,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("flags, sizes", MEMORY.values(), ids=MEMORY)
-def test_a_part_of_the_memory_is_the_one_computed_by_hand(flags, sizes):
+def test_each_part_of_the_planned_memory_equals_the_one_computed_by_hand(flags, sizes):
     p = plan("gpt124m_4070", "--gpu=4070", *flags)
     parts = {name: size * GIB for name, size in p["vram_parts_gib"].items()}
     assert sum(parts.values()) == pytest.approx(p["vram_gib"] * GIB)
@@ -214,9 +214,12 @@ def test_a_part_of_the_memory_is_the_one_computed_by_hand(flags, sizes):
         ("rtx 3050 6gb", 512, 8, 4),
     ],
 )
-def test_the_largest_micro_batch_that_fits_divides_the_sequences(
+def test_plan_suggests_the_largest_micro_batch_that_fits_and_divides_the_batch(
     gpu, sequences, batch_size, fitting
 ):
+    """
+    Print it with the number of gradient accumulation steps that keeps the tokens per iteration.
+    """
     flags = [f"--batch_size={batch_size}", f"--tokens_per_iter={1024 * sequences}"]
     p = plan("gpt124m_4070", f"--gpu={gpu}", *flags)
     assert p["fits"] is (batch_size <= fitting) and p["batch_size_that_fits"] == fitting
@@ -234,14 +237,14 @@ def test_the_largest_micro_batch_that_fits_divides_the_sequences(
         ),  # 8.4 GiB, with recompute 8.7
     ],
 )
-def test_recompute_is_advised_where_it_takes_less_memory(flags, saves):
+def test_plan_advises_recompute_only_if_it_saves_memory(flags, saves):
     words = ("gpt124m_4070", "--gpu=rtx 3050 6gb", "--batch_size=1", *flags)
     p, recomputed = plan(*words), plan(*words, "--recompute=True")
     assert p["batch_size_that_fits"] is None
     assert ("--recompute=True" in p["out"]) is (recomputed["vram_gib"] < p["vram_gib"]) is saves
 
 
-def test_recompute_is_not_advised_where_it_is_set():
+def test_plan_does_not_advise_recompute_if_it_is_already_on():
     p = plan("gpt124m_4070", "--gpu=rtx 3050 6gb", "--block_size=32768", "--recompute=True")
     assert p["batch_size_that_fits"] is None and "--recompute=True" not in p["out"]
 
@@ -256,12 +259,12 @@ def test_recompute_is_not_advised_where_it_is_set():
         pytest.param("gpt2-xl", 1_557_611_200, marks=pytest.mark.slow),
     ],
 )
-def test_fine_tuning_is_planned_with_the_size_of_its_weights(name, params):
+def test_fine_tuning_gpt2_is_planned_with_the_size_of_the_model_it_starts_from(name, params):
     p = plan("finetune_gpt2", "--gpu=4090", f"--init_from={name}")
     assert (p["params"], p["vocab_size"]) == (params, 50257)
 
 
-def test_fine_tuning_a_run_of_ours_is_planned_with_its_size(tmp_path):
+def test_fine_tuning_a_run_is_planned_with_the_runs_size(tmp_path):
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
     out = tmp_path / "run"
     keys = [*TINY[1:], f"--dataset={data}", "--max_iters=1", "--device=cpu", "--dtype=float32"]
@@ -294,7 +297,7 @@ def test_a_plan_says_whether_its_mfu_is_published_or_assumed(gpu, mfu, source):
 
 
 @pytest.mark.parametrize("gpu", ["T4", "2080", "V100-SXM2-16GB"])
-def test_a_gpu_without_bfloat16_is_planned_in_float16(gpu):
+def test_a_gpu_without_bfloat16_can_be_planned_in_float16(gpu):
     p = plan("gpt124m_4070", f"--gpu={gpu}", "--dtype=float16")
     assert p["dtype"] == "float16" and p["mfu"] > 0
 
@@ -309,7 +312,9 @@ def test_a_gpu_without_bfloat16_is_planned_in_float16(gpu):
         ("a100", ["--gpus=16", "--link_gbits=3200"], 15 / 16 * LINK / 320e9),
     ],
 )
-def test_several_gpus_share_the_work_and_average_their_gradients(gpu, flags, exchange):
+def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange(
+    gpu, flags, exchange
+):
     one, p = plan("gpt124m_4070", f"--gpu={gpu}"), plan("gpt124m_4070", f"--gpu={gpu}", *flags)
     assert p["exchange_seconds"] == pytest.approx(exchange)
     assert p["iter_seconds"] == pytest.approx(one["iter_seconds"] / p["gpus"] + exchange)
@@ -320,23 +325,25 @@ def test_several_gpus_share_the_work_and_average_their_gradients(gpu, flags, exc
 
 
 @pytest.mark.parametrize("length", [["--max_iters=1000"], ["--hours=10"]])
-def test_the_hours_of_several_gpus_hold_the_exchange_of_each_iteration(length):
-    """A slow link: of 10 s on one GPU, 5 s on each of two, and as long for the gradients."""
+def test_the_hours_on_several_gpus_include_a_gradient_exchange_per_iteration(length):
+    """
+    Plan for a slow link: 10 s on one GPU become 5 s on each of two, and 5 s more for the gradients.
+    """
     link = f"--link_gbits={10 * LINK / 2 / 5 / 1e9}"
     p = plan("gpt124m_4070", "--gpu=4070", "--gpus=2", "--iter_seconds=10", link, *length)
     assert p["hours"] == pytest.approx(p["max_iters"] * 10 / 3600, rel=1e-4)
     assert p["max_iters"] <= 3600
 
 
-def test_the_power_and_the_rent_are_those_of_all_gpus():
-    """Eight GPUs of 300 W and of 1.50 an hour."""
+def test_the_energy_and_rent_of_a_plan_count_every_gpu():
+    """Plan for eight GPUs of 300 W, each rented for 1.50 an hour."""
     p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", "--watts=300", "--price_hour=1.5")
     assert p["kwh_total"] == pytest.approx(2.4 * p["hours_total"])
     assert p["rent"] == pytest.approx(12 * p["hours_total"])
 
 
 def write_log(folder, **start):
-    """The log of a run of TINY in which an iteration of 128 tokens took 40, 50 and 90 ms."""
+    """Write the log of a TINY run in which iterations of 128 tokens took 40, 50 and 90 ms."""
     folder.mkdir()
     known = dict(parameters=TINY_PARAMETERS, tokens_per_iter=128, world_size=1, device="cpu")
     known |= dict(dtype="float32", peak_tflops=None, flops_per_token=None, config={})
@@ -360,8 +367,11 @@ iter 30: loss 4.5, time 90.00ms, mfu 1.00%
 """
 
 
-def test_a_pace_may_be_that_of_a_run(tmp_path):
-    """By its out_dir, its metrics.jsonl, or what nanoGPT printed: 50 ms for 128 tokens."""
+def test_from_run_plans_at_the_speed_of_an_earlier_run(tmp_path):
+    """
+    Read the speed from a run's out_dir, from its metrics.jsonl, or from what nanoGPT printed: 50 ms
+    for 128 tokens.
+    """
     run_folder, log = write_log(tmp_path / "run"), tmp_path / "nanogpt.log"
     log.write_text(NANOGPT)
     for source in (run_folder, run_folder / "metrics.jsonl", log):
@@ -371,10 +381,10 @@ def test_a_pace_may_be_that_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("gpus, share", [(2, 1), (1, 2 * 0.75), (4, 0.75 / 2 + 1.5 / 4)])
-def test_the_exchange_of_a_run_on_several_gpus_counts_once(gpus, share, tmp_path):
+def test_from_run_counts_the_gradient_exchange_of_several_gpus_only_once(gpus, share, tmp_path):
     """
-    An exchange of two GPUs sends all gradients once, here in a quarter of the 50 ms; one of four
-    sends them 1.5 times.
+    Plan from a run on two GPUs, whose exchange sends all gradients once, in a quarter of its 50 ms.
+    An exchange of four GPUs sends them 1.5 times.
     """
     run_folder = write_log(tmp_path / "run", world_size=2)
     link = 10 * 4 * TINY_PARAMETERS / (0.050 / 4) / 1e9  # Gbit/s, ten bits a byte
@@ -383,8 +393,8 @@ def test_the_exchange_of_a_run_on_several_gpus_counts_once(gpus, share, tmp_path
     assert p["iter_seconds"] == pytest.approx(0.050 * share, rel=1e-5)
 
 
-def test_without_a_named_gpu_this_machine_is_measured(monkeypatch, tmp_path, capsys):
-    """bench.py hands plan the function that measures; two GPUs would take half of its time."""
+def test_plan_measures_this_machine_if_no_gpu_is_named(monkeypatch, tmp_path, capsys):
+    """Divide the measured time by two for two GPUs. bench.py passes the function that measures."""
     monkeypatch.chdir(tmp_path)
     asked = []
 
@@ -401,7 +411,7 @@ def test_without_a_named_gpu_this_machine_is_measured(monkeypatch, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_machine_without_a_gpu_is_really_measured():
+def test_plan_measures_a_cpu_if_the_device_is_cpu():
     p = plan(*TINY, "--device=cpu")
     assert p["pace"] == "measured here" and 0 < p["iter_seconds"] < 10
 
@@ -411,20 +421,24 @@ def test_a_machine_without_a_gpu_is_really_measured():
 
 
 def test_a_plan_says_when_a_run_that_starts_now_ends():
-    """Asked at 23:00 on 25 November 2026."""
+    """Plan at 23:00 on 25 November 2026 for a run of three hours."""
     p = plan("quickstart", "--gpu=4070", "--iter_seconds=21.6", "--eval_tokens=64")
     assert p["hours"] == pytest.approx(3) and p["ends"] == "2026-11-26 02:00"
     assert p["ends"] in p["out"]
 
 
-def test_until_leaves_the_hours_to_that_time_of_the_clock():
+def test_until_plans_for_the_hours_from_now_to_that_time_of_day():
     p = plan("gpt124m_4070", "--gpu=4070", "--until=07:00")
     assert p["hours_total"] == pytest.approx(8, rel=2e-3)
     assert p["ends"].startswith("2026-11-26 06:5") or p["ends"] == "2026-11-26 07:00"
 
 
-def test_hours_without_intervals_have_those_of_train(tmp_path, monkeypatch):
-    """An evaluation at each twentieth and at the start, and a checkpoint every ten minutes."""
+def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_makes_by_default(
+    tmp_path, monkeypatch
+):
+    """
+    Count an evaluation at the start and at each twentieth, and a checkpoint every ten minutes.
+    """
     monkeypatch.chdir(tmp_path)
     flags = ["--gpu=4070", "--hours=10", "--iter_seconds=10", "--eval_tokens=1000"]
     assert run("bench.py", "plan", *flags, "--json=plan.json").code == 0
@@ -432,8 +446,8 @@ def test_hours_without_intervals_have_those_of_train(tmp_path, monkeypatch):
     assert p["evaluations"] == 21 and 60 <= p["checkpoints"] <= 80
 
 
-def test_hours_of_a_range_of_speeds_hold_a_range_of_tokens():
-    """What is read at the fastest speed must be prepared, and have room on the disk."""
+def test_a_plan_by_hours_gives_a_range_of_tokens_if_the_speed_is_a_range():
+    """Plan the disk for the fastest speed, at which a run reads the most tokens."""
     p = plan("fast124m_4090", "--gpu=4090", "--hours=2")
     low, high = p["tokens_range"]
     assert low < p["total_tokens"] < high
@@ -442,15 +456,18 @@ def test_hours_of_a_range_of_speeds_hold_a_range_of_tokens():
     assert p["shards_gb"] == pytest.approx(2 * high / 1e9)
 
 
-def test_a_tiny_models_time_is_not_zero():
+def test_the_time_of_a_tiny_model_is_not_shown_as_zero():
     p = plan(*TINY, "--gpu=4070")
     assert 0 < p["iter_seconds"] < 1e-3
     times = re.findall(r"([\d.e-]+) m?s\b", p["out"])
     assert len(times) >= 3 and all(float(seconds) > 0 for seconds in times)
 
 
-def test_several_paces_are_one_table():
-    """The hours of the planner note."""
+def test_several_iteration_times_are_planned_in_one_table():
+    """
+    Compare the hours of a 40M model with 2.5, 3, 3.5 and 4 seconds per iteration with those
+    computed by hand.
+    """
     found = plan("gpt40m_4070", "--gpu=4070", "--iter_seconds=2.5,3,3.5,4", "--watts=200")
     hours = [p["hours"] for p in found["plans"]]
     assert hours == pytest.approx([13.89, 16.67, 19.44, 22.22], abs=0.01)
@@ -460,7 +477,7 @@ def test_several_paces_are_one_table():
     assert one["kwh_total"] == found["plans"][3]["kwh_total"]
 
 
-def test_max_minutes_cuts_a_run_into_launches():
+def test_max_minutes_shows_how_many_launches_a_run_takes():
     flags = ["--gpu=4070", "--max_iters=1000", "--iter_seconds=10", "--eval_tokens=1024"]
     for minutes, launches in ((0, 1), (480, 1), (166.7, 2), (100, 2), (60, 3)):
         p = plan("gpt124m_4070", *flags, f"--max_minutes={minutes}")
@@ -483,8 +500,13 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("name, config, flags, mfu", slow_but(PUBLIC[2], of=PUBLIC))
-def test_hours_of_other_peoples_runs_are_near_those_of_their_logs(name, config, flags, mfu):
-    """plan expects 82.2% of the peak: too much of a small model, or without torch.compile."""
+def test_planned_hours_of_public_runs_are_close_to_the_hours_in_their_logs(
+    name, config, flags, mfu
+):
+    """
+    Correct for the MFU of each log, because plan expects 82.2% of the peak, too much for a small
+    model or without torch.compile. With --from_run no correction is needed.
+    """
     log = ROOT / f"results/public_runs/{name}.csv"
     hours = open_run(log).hours
     words = (config, "--gpu=4070", "--eval_interval=500", "--checkpoint_interval=500")
@@ -493,7 +515,7 @@ def test_hours_of_other_peoples_runs_are_near_those_of_their_logs(name, config, 
     assert plan(*words, f"--from_run={log}")["hours_total"] == pytest.approx(hours, rel=0.005)
 
 
-def test_all_gpus_are_one_table_the_fastest_first():
+def test_gpu_all_lists_every_gpu_with_the_fastest_first():
     plans = plan("gpt124m_4070", "--gpu=all")
     rows = plans["out"].splitlines()
     assert len(plans["plans"]) == len(rows) - 3 > 90
@@ -514,8 +536,8 @@ def test_all_gpus_are_one_table_the_fastest_first():
         pytest.param(12, 4, 6, marks=pytest.mark.slow),
     ],
 )
-def test_evaluations_and_checkpoints_are_those_that_train_makes(n, evals, saves, tmp_path):
-    """Their number, and the size of a checkpoint, which has some bytes of names more."""
+def test_plan_counts_the_evaluations_and_checkpoints_that_a_run_makes(n, evals, saves, tmp_path):
+    """Compare the size of a checkpoint too, within 5%, because the file also holds names."""
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
     keys = [*TINY[1:], f"--dataset={data}", f"--max_iters={n}", f"--eval_interval={evals}"]
     keys += [
@@ -536,7 +558,7 @@ def test_evaluations_and_checkpoints_are_those_that_train_makes(n, evals, saves,
     assert size / 1e9 == pytest.approx(p["checkpoint_gb"], rel=0.05)
 
 
-def test_a_datasets_tokens_vocabulary_and_validation_split_are_those_planned_with(tmp_path):
+def test_plan_reads_the_tokens_vocabulary_and_validation_split_of_a_dataset(tmp_path):
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
     p = plan(*TINY, f"--dataset={data}", "--iter_seconds=1", "--eval_tokens=99999")
     assert (p["vocab_size"], p["dataset_tokens"]) == (128, 1200)
@@ -546,8 +568,11 @@ def test_a_datasets_tokens_vocabulary_and_validation_split_are_those_planned_wit
 
 
 @pytest.mark.slow
-def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
-    """As many tokens as the run reads; with hours as many as at the fastest speed, rounded up."""
+def test_plan_prints_the_command_that_prepares_a_missing_dataset(tmp_path, monkeypatch):
+    """
+    Ask for as many tokens as the run reads, rounded up. With --hours that is the number at the
+    fastest speed.
+    """
     monkeypatch.chdir(tmp_path)
     config = ROOT / "config/fast124m_4070.py"
     command = "prepare_fineweb.py --dataset=fineweb --order=records --tokens="
@@ -559,8 +584,11 @@ def test_a_plan_without_its_dataset_says_how_to_make_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_many_epochs_are_warned_of(tmp_path, monkeypatch):
-    """1,000 * 524,288 tokens of 100M are 5.2 epochs; a small dataset is meant to be repeated."""
+def test_plan_warns_of_many_epochs_unless_the_dataset_is_small(tmp_path, monkeypatch):
+    """
+    Warn of 1,000 * 524,288 tokens from 100M, which are 5.2 epochs. Below 100M, repeating is assumed
+    to be meant.
+    """
     monkeypatch.chdir(tmp_path)
     command = ["bench.py", "plan", ROOT / "config/gpt124m_4070.py", "--gpu=4070"]
     for n, tokens, warns in ((1000, "100M", True), (300, "100M", False), (1000, "99M", False)):
@@ -569,6 +597,6 @@ def test_many_epochs_are_warned_of(tmp_path, monkeypatch):
 
 
 def test_plan_help_lists_only_its_own_flags():
-    """Such as --watts and --from_run, but no config key such as --n_layer."""
+    """List flags such as --watts and --from_run, but no config key such as --n_layer."""
     out = run("bench.py", "plan", "--help").out
     assert "--watts" in out and "--from_run" in out and "--n_layer" not in out

@@ -75,9 +75,13 @@ TOLERANCES = dict(
         pytest.param(RECIPE | PLAIN, "bfloat16", {}, marks=pytest.mark.slow),
     ],
 )
-def test_every_number_of_a_fast_run_is_that_of_the_second_trainer(
+def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
     recipe, dtype, computed, tokens, tmp_path
 ):
+    """
+    Compare losses, learning rates, gradient norms and weights with the independent trainer in
+    reference_fast.py.
+    """
     keys = recipe | dict(dtype=dtype)
     command = keys | ONLY_TRAIN_PY | computed | dict(dataset=tokens, out_dir=tmp_path)
     train(**command | dict(max_iters=0))
@@ -136,6 +140,6 @@ PUBLIC = dict(
 
 
 @pytest.mark.parametrize("gpu", ["3060", "4070", "4090", "a100", "h200"])
-def test_the_124m_configs_train_what_the_public_runs_trained(gpu):
+def test_the_fast_124m_configs_use_the_settings_of_modded_nanogpts_runs(gpu):
     c = load_config([f"{ROOT}/config/fast124m_{gpu}.py"])
     assert {name: getattr(c, name) for name in PUBLIC} == PUBLIC

@@ -38,7 +38,7 @@ STUDY = "results/recipe_study.md"
 
 
 def peer_figures():
-    """The ratio of the tokens/s with its range, and that of the memory, of each file."""
+    """Yield, for each file, the tokens/s ratio with its range, and the memory ratio."""
     index = "results/README.md"
     shipped, same = [], []
     for names in PEERS:
@@ -64,13 +64,13 @@ def peer_figures():
 
 
 def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], dict]:
-    """Size and length, as in ("4.72M", "4") -> the row about the tokens that `by` needs."""
+    """Map size and length, as in ("4.72M", "4"), to the row about the tokens that `by` needs."""
     rows = [row for row in result(study)["shares"] if (row["of"], row["by"]) == (of, by)]
     return {(f"{row['matrices'] / 1e6:.2f}M", f"{row['length']:g}"): row for row in rows}
 
 
 def study_figures():
-    """The share of the tokens that the fast recipe needs, with lookup tables and without."""
+    """Yield the share of tokens that the fast recipe needs, with lookup tables and without."""
     for study in STUDIES:
         both = [shares("classic", by, study) for by in ("fast", "no_tables")]
         for key, row in (both[0] | both[1]).items():
@@ -84,7 +84,7 @@ def study_figures():
 
 
 def ranges():
-    """The same shares on the page that gives only their ranges."""
+    """Yield the same shares for the page that gives only their ranges."""
     for studies in (("transfer", "transfer_again"), ("transfer_sources",)):
         percent, sizes = [], []
         for by in ("no_tables", "fast"):
@@ -97,7 +97,7 @@ def ranges():
 
 
 def stored() -> list[float]:
-    """How many times the GPT-2 recipe's parameters the fast recipe has: least and most."""
+    """Return the lowest and highest ratio of the fast recipe's parameters to the GPT-2 recipe's."""
     runs = result("transfer")["runs"]
     sizes = {(run["name"], run["matrices"]): run["parameters"] for run in runs}
     times = [n / sizes["classic", of] for (name, of), n in sizes.items() if name == "fast"]
@@ -105,7 +105,7 @@ def stored() -> list[float]:
 
 
 def h100_figures():
-    """Speed, MFU and memory of both recipes on an H100, and the two pairs with nanoGPT."""
+    """Yield speed, MFU and memory of both recipes on an H100, and two comparisons with nanoGPT."""
     rows, page = result("h100/measured")["rows"], "results/README.md"
     for name in ("step", "fast_step"):
         p = rows[name]["figures"]
@@ -126,19 +126,23 @@ MEASURED = [*peer_figures(), *study_figures(), *ranges(), *h100_figures()]
 
 
 @pytest.mark.parametrize("page, values", MEASURED)
-def test_a_measured_figure_is_that_of_its_file(page, values):
+def test_every_measured_figure_on_a_page_matches_its_results_file(page, values):
     assert shows(page, values)
 
 
-def test_a_figure_that_is_another_one_is_found():
+def test_a_wrong_figure_on_a_page_would_be_noticed():
+    """Guard the tests of this file: reordered or slightly different figures must not match."""
     row = " 1,089 | 2.09 (1.76 to 2.93) |"
     assert holds(row, [1089.4, 2.0851, 1.764, 2.93])
     for wrong in ([1089.4, 1.764, 2.0851], [1089.4, 2.0951, 1.764, 2.93], [1088, 2.09, 1.76, 2.93]):
         assert not holds(row, wrong)
 
 
-def test_the_band_of_the_public_runs_follows_its_rule():
-    """Each limit is 3 x factor x sd from the mean, but at least 0.03 early on and 0.01 later."""
+def test_the_loss_band_of_the_public_runs_follows_its_rule():
+    """
+    Check that each limit is 3 x factor x sd from the mean, but at least 0.03 early on and 0.01
+    later.
+    """
     *_, spread = result("rows")["order_spread"]["rows"]
     name = "results/public_runs/fineweb_124m_muon_h100.csv"
     lines = [line for line in read(name).splitlines() if not line.startswith("#")]
@@ -157,15 +161,18 @@ def test_the_band_of_the_public_runs_follows_its_rule():
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/fast124m_*.py")))
 def test_a_fast_config_has_all_settings_of_the_public_runs(path):
-    """Otherwise compare.py would refuse to lay its run beside them."""
+    """Keep these runs comparable: compare.py would refuse other settings."""
     band = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
     config = load_config([str(path)])
     assert band.config["optimizer"] == "plain_muon"
     assert {key: getattr(config, key) for key in band.config} == band.config
 
 
-def test_the_lines_of_the_quickstart_follow_from_each_other():
-    """16 sequences of 128 bytes in each iteration; losses in nats per byte."""
+def test_the_figures_in_the_quickstarts_log_lines_agree_with_each_other():
+    """
+    Compute tokens and speed from 16 sequences of 128 bytes per iteration, and perplexity and bits
+    per byte from the loss.
+    """
     text = read("docs/training.md")
     pattern = r"^iter (\d+): .* time ([\d.]+)ms, .* tok/s ([\d,]+), .* tokens ([\d.]+)M"
     it, ms, speed, tokens = re.search(pattern, text, re.MULTILINE).groups()
@@ -185,7 +192,7 @@ def test_the_lines_of_the_quickstart_follow_from_each_other():
 
 
 def hours_with_range(p: dict) -> list[float]:
-    """The hours, and the range where the source of the pace has one."""
+    """Return the hours, followed by their range if the source of the pace has one."""
     low, high = p["hours_range"]
     return [p["hours"]] if low == high else [p["hours"], low, high]
 
@@ -209,7 +216,7 @@ def cells_of(row: str) -> list[str]:
 
 
 def planned_cells():
-    """(page, config and flags, column, cell) of each such row."""
+    """Yield (page, config and flags, column, cell) for each table row that names a config."""
     for page in GUIDES:
         for table in re.findall(r"(?:^\|.*\n)+", read(page), re.MULTILINE):
             head, _, *rows = table.splitlines()
@@ -227,17 +234,20 @@ PLANNED = [*planned_cells()]
 
 
 @pytest.mark.parametrize("page, words, column, cell", PLANNED)
-def test_a_cell_about_a_config_is_what_plan_computes(page, words, column, cell):
+def test_every_planned_figure_in_a_table_is_what_plan_computes(page, words, column, cell):
     figures = COLUMNS[column](plan(*words))
     assert holds(cell, figures) and len(numbers(cell)) == len(figures)
 
 
-def test_tables_with_planned_figures_are_found():
+def test_finds_the_planned_figures_in_the_readmes_tables():
+    """Guard the test above, which would pass if no table were found."""
     assert "README.md" in {page for page, *_ in PLANNED}
 
 
 def examples_of_plan():
-    """(page, config and flags, lines shown) of each block that begins with a command of plan."""
+    """
+    Yield (page, config and flags, lines shown) for each block that begins with a plan command.
+    """
     mark = "$ python bench.py plan config/"
     for page in GUIDES:
         for block in code_blocks(page):
@@ -250,7 +260,7 @@ EXAMPLES = [*examples_of_plan()]
 
 
 @pytest.mark.parametrize("page, words, shown", EXAMPLES)
-def test_an_example_of_plan_shows_what_it_prints(page, words, shown):
+def test_an_example_of_plan_on_a_page_shows_what_the_command_prints(page, words, shown):
     config, *flags = words
     printed = plan(config.removesuffix(".py"), *flags)["out"].splitlines()
     assert {(*numbers(line),) for line in shown} <= {(*numbers(line),) for line in printed}
@@ -263,7 +273,7 @@ def assumed_mfu(gpu: str) -> list[float]:
 
 
 def speed_ups(config: str, *gpus: int, link: str = "") -> list[float]:
-    """The seconds of an iteration on one GPU, and how many times as fast several are."""
+    """Return the seconds per iteration on one GPU and the speed-up on several."""
     card = f"--gpu={config.partition('_')[2]}"
     flags = [f"--link_gbits={link}"] if link else []
     alone = plan(config, card)["iter_seconds"]
@@ -274,7 +284,7 @@ def speed_ups(config: str, *gpus: int, link: str = "") -> list[float]:
 
 
 def larger_model(name: str) -> list[float]:
-    """Parameters, memory and hours of the command that the page gives for it."""
+    """Return parameters, memory and hours for the command that the page gives for this model."""
     text = read("docs/several_gpus.md").replace("\\\n", " ")
     (flags,) = re.findall(rf"(--out_dir=out/{name}\s[^>]*)> config/my", text)
     p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", *flags.split())
@@ -302,11 +312,11 @@ FIGURES = [
 
 
 @pytest.mark.parametrize("page, values", FIGURES)
-def test_an_estimated_figure_is_what_plan_computes(page, values):
+def test_every_estimated_figure_on_a_page_is_what_plan_computes(page, values):
     assert shows(f"docs/{page}.md", values())
 
 
-def test_the_fast_recipes_night_is_what_plan_computes():
+def test_the_pages_give_the_tokens_and_memory_that_plan_computes_for_a_fast_night():
     p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
     billions = [tokens / 1e9 for tokens in (p["total_tokens"], *p["tokens_range"])]
     assert shows("docs/fast_recipe.md", billions) and shows("README.md", [p["vram_gib"]])
@@ -339,7 +349,7 @@ LAPTOP = {
 
 
 @pytest.mark.parametrize("words, fits", LAPTOP.items())
-def test_a_laptops_4070_has_room_for_what_the_install_page_gives_it(words, fits):
-    """With 1 GiB for its desktop, of the memory that plan takes for free."""
+def test_a_laptop_4070_fits_the_configs_that_the_install_page_recommends(words, fits):
+    """Leave 1 GiB of memory to the desktop. The fast 124M recipe does not fit."""
     p = plan(*words, "--gpu=RTX 4070 Laptop")
     assert (p["vram_gib"] + 1 < p["usable_gib"]) is fits

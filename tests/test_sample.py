@@ -45,7 +45,7 @@ def small_model(**changes) -> GPT:
 # generate
 
 
-def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
+def test_greedy_generation_with_the_cache_matches_transformers_token_for_token():
     model = small_model()
     reference = as_transformers(model)
     idx = torch.randint(128, (3, 5))
@@ -61,7 +61,7 @@ def test_greedy_with_the_cache_is_transformers_generate_token_for_token():
 
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("prompt", [1, 23, 24, 31])
-def test_past_the_context_each_token_follows_from_the_last_window(flash, prompt):
+def test_generation_past_the_context_uses_the_last_block_size_tokens(flash, prompt):
     model = small_model(flash=flash)
     idx = torch.randint(128, (2, prompt))
     expected = idx
@@ -76,7 +76,7 @@ def test_past_the_context_each_token_follows_from_the_last_window(flash, prompt)
     "top_k, top_p, temperature",
     [(3, 1, 1), (0, 0.7, 1), (5, 0.6, 2), (1, 1, 1), (0, 1e-9, 1), (0, 1e-46, 1)],
 )
-def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature):
+def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps(top_k, top_p, temperature):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(1))
@@ -98,7 +98,7 @@ def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p, temperature)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A run on bytes."""
+    """Train a small run on bytes and return its folder."""
     folder = tmp_path_factory.mktemp("sample")
     tokens = write_tokens(folder / "tokens", [900], [200], vocab=256)
     train(**TINY, dataset=tokens, out_dir=folder / "run", tie_weights=False, bias=True)
@@ -110,7 +110,7 @@ SHORT = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu", "--dtype=float
 
 @pytest.fixture
 def parrot(made, tmp_path) -> Callable[[int], str]:
-    """parrot(byte): the flag of a model after which this byte follows, whatever came before."""
+    """Return parrot(byte): the flag that loads a model which always predicts this byte."""
 
     def make(token: int) -> str:
         state = checkpoint(made, 2)
@@ -125,8 +125,8 @@ def parrot(made, tmp_path) -> Callable[[int], str]:
     return make
 
 
-def test_a_table_of_words_takes_the_longest_that_fit_or_refuses_the_prompt():
-    """As of nanoGPT's datasets whose meta.pkl lists words, pairs of letters or pieces."""
+def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
+    """Read datasets made for nanoGPT whose meta.pkl lists words, pairs of letters or pieces."""
     words = Tokenizer(dict(kind="char", itos=["cat", " ", "the", "cats", "."]))
     assert encode("the cats.", words) == [2, 1, 3, 4]
     with pytest.raises(UserError, match="words such as 'cat' and 'cats', and none with 'dgo'"):
@@ -137,14 +137,14 @@ def test_a_table_of_words_takes_the_longest_that_fit_or_refuses_the_prompt():
         encode("\u2581the cat", pieces)
 
 
-def test_control_characters_reach_no_terminal_not_even_through_a_pipe(parrot):
-    """An ESC could recolour, retitle or reprogram the terminal that shows a sample."""
+def test_samples_print_control_characters_as_escapes_even_into_a_pipe(parrot):
+    """Protect the terminal, which an ESC in a sample could recolour, retitle or reprogram."""
     two = ("--num_samples=2", "--max_new_tokens=2", "--device=cpu")
     result = run("sample.py", parrot(27), "--start=a\tb\r", *two)
     assert result.code == 0 and result.out == 2 * (r"a	b\x0d\x1b\x1b" + RULER)
 
 
-def test_nanogpts_keys_and_a_training_config_are_taken(made, tmp_path):
+def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):
     defaults = dict(
         init_from="resume",
         out_dir="out",
@@ -185,7 +185,7 @@ def first_batch_raises(error: type[BaseException]):
         handle.remove()
 
 
-def test_samples_that_do_not_fit_into_memory_are_one_line(made):
+def test_running_out_of_memory_prints_one_line_that_says_what_to_reduce(made):
     with first_batch_raises(torch.OutOfMemoryError):
         result = run("sample.py", f"--out_dir={made}", *SHORT)
     assert result.code == 1
@@ -193,6 +193,7 @@ def test_samples_that_do_not_fit_into_memory_are_one_line(made):
 
 
 def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(made):
+    """End the program at once if the prompt came from --start."""
     with first_batch_raises(KeyboardInterrupt):
         result = run("sample.py", f"--out_dir={made}", *SHORT, typed="a\nb\n")
     assert result.code == 0
@@ -202,12 +203,12 @@ def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(made):
     assert result.code == 128 + signal.SIGINT
 
 
-def test_on_a_terminal_a_start_is_the_only_prompt(made):
+def test_start_is_the_only_prompt_even_on_a_terminal(made):
     result = run("sample.py", f"--out_dir={made}", *SHORT, "--start=def", typed="import \n")
     assert result.code == 0 and result.out.startswith("def") and "import" not in result.out
 
 
-def test_a_run_is_read_from_its_checkpoints_even_with_an_export_inside(made, tmp_path):
+def test_samples_use_a_runs_checkpoints_even_if_its_folder_holds_an_export(made, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(made, folder)
     assert run("convert.py", "ckpt-to-hf", made, tmp_path / "hf").code == 0
@@ -219,7 +220,7 @@ def test_a_run_is_read_from_its_checkpoints_even_with_an_export_inside(made, tmp
         (folder / name).unlink()
 
 
-def test_text_appears_while_it_grows_and_never_half_a_character(capsys):
+def test_text_appears_token_by_token_but_only_in_whole_characters(capsys):
     seen = []
 
     def new_ids():
@@ -235,7 +236,7 @@ def test_text_appears_while_it_grows_and_never_half_a_character(capsys):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
-def test_a_prompt_from_a_file_is_read_as_windows_writes_it(encoding, made, tmp_path):
+def test_a_prompt_file_saved_on_windows_is_read(encoding, made, tmp_path):
     (tmp_path / "prompt.txt").write_text("naïve\n", encoding, newline="\r\n")
     result = run("sample.py", f"--out_dir={made}", f"--start=FILE:{tmp_path}/prompt.txt", *SHORT)
     # an older encoding cannot be told from damage
@@ -247,12 +248,12 @@ def test_a_prompt_from_a_file_is_read_as_windows_writes_it(encoding, made, tmp_p
     "prompt, count", [("a<|endoftext|>b" * 10, 30), ("<|endoftext|>" * 20, 20)]
 )
 def test_end_of_text_in_a_prompt_is_one_token(prompt, count, made):
-    """The model sees 16 tokens, so that a longer prompt is counted."""
+    """Count a prompt longer than the model's 16 tokens, which sample.py reports."""
     result = run("sample.py", f"--out_dir={made}", f"--start={prompt}", *SHORT)
     assert f"start: {count} tokens" in result.err
 
 
-def test_gpt2_weights_and_bpe_from_a_hugging_face_folder(tmp_path):
+def test_samples_from_a_hugging_face_gpt2_folder_match_transformers(tmp_path):
     try:
         tokens = gpt2_bpe().encode_ordinary("Hello world")
     except UserError as error:
@@ -272,7 +273,7 @@ def test_gpt2_weights_and_bpe_from_a_hugging_face_folder(tmp_path):
     assert result.code == 0 and result.out == gpt2_bpe().decode(expected) + RULER
 
 
-def test_a_missing_vocabulary_is_one_line(made, tmp_path):
+def test_a_vocabulary_that_cannot_be_downloaded_is_reported_in_one_line(made, tmp_path):
     state = checkpoint(made, 2) | dict(tokenizer=dict(kind="gpt2"))
     torch.save(state, tmp_path / "x.pt")
     with mock.patch("tiktoken.get_encoding", side_effect=ConnectionError):

@@ -11,15 +11,15 @@ from dev.simulate_gpu import run
 ROWS = run.read_results()
 
 
-def test_every_row_has_run():
+def test_the_results_hold_every_simulated_row_with_its_current_command():
     assert list(ROWS) == list(run.ROWS)
     for name, row in run.ROWS.items():
         assert ROWS[name]["command"] == run.command_of(row)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_iteration_waits_nowhere_and_compiles_nothing_again(name):
-    """A whole run has a graph to train and one to evaluate, the step alone has one."""
+def test_training_on_a_simulated_gpu_never_waits_or_recompiles(name):
+    """Expect two graphs in a whole run, to train and to evaluate, and one in a step alone."""
     row, compiled = ROWS[name], "compiled_gb" in ROWS[name]
     assert row["waits"] == 0
     assert row["graphs"] == compiled * (2 if run.ROWS[name].whole else 1)
@@ -28,13 +28,13 @@ def test_an_iteration_waits_nowhere_and_compiles_nothing_again(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", run.TABLES)
-def test_the_docs_tables_are_those_of_the_rows(page):
-    """`python dev/simulate_gpu/run.py --docs` writes them."""
+def test_the_tables_in_the_docs_show_the_simulated_rows(page):
+    """Check that the tables are up to date. `python dev/simulate_gpu/run.py --docs` writes them."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert run.with_tables(text, run.TABLES[page]) == text
 
 
-def test_without_nanogpt_its_row_says_what_it_needs_and_nothing_is_downloaded(tmp_path):
+def test_the_nanogpt_row_says_what_it_needs_and_downloads_nothing(tmp_path):
     folder = tmp_path / "folder"
     command = [
         sys.executable,
@@ -49,7 +49,7 @@ def test_without_nanogpt_its_row_says_what_it_needs_and_nothing_is_downloaded(tm
 
 
 def test_a_row_is_stale_when_its_configuration_or_code_changes(tmp_path, monkeypatch):
-    """And not when a comment changes."""
+    """Keep a row when only a comment changes."""
     row, names = run.ROWS["4070-fast"], ["train.py", "model.py", "model_fast.py", "data/loader.py"]
     names += [f"training/{name}.py" for name in ("compiled", "hardware")]
     for name in names:
