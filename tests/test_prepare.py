@@ -48,20 +48,22 @@ ON_WINDOWS = sys.platform == "win32"
 
 
 def prepare(*arguments, script: str = FINEWEB) -> Result:
-    """A preparation in this process; it must end with exit code 0 and no word on stderr."""
+    """
+    Prepare in this process. The command must end with exit code 0 and print nothing on stderr.
+    """
     result = run(script, *arguments)
     assert (result.code, result.err) == (0, ""), result
     return result
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a data folder. The manifest says everything of its text, too."""
+    """Return all files of a data folder, whose manifest also describes its text."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
 def vocabulary():
-    """GPT-2's BPE, or skip: tiktoken fetches it once, or reads it from TIKTOKEN_CACHE_DIR."""
+    """Return GPT-2's BPE, which tiktoken downloads or reads from TIKTOKEN_CACHE_DIR, or skip."""
     tiktoken = pytest.importorskip("tiktoken")
     try:
         return tiktoken.get_encoding("gpt2")
@@ -75,7 +77,7 @@ def vocabulary():
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_shards_hold_every_document_once_in_order(vocabulary, tmp_path, form):
-    """With tiktoken's own tokens, an end-of-text before each document."""
+    """Store the tokens that tiktoken computes, with an end-of-text before each document."""
     texts = documents(700) + ["<|endoftext|> in a text is text"]
     write = write_parquet if form == "parquet" else write_jsonl
     (tmp_path / "source").mkdir()
@@ -108,7 +110,9 @@ SAMPLE = ROOT.parent / "shared" / "corpora" / "fineweb_sample.parquet"
 
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="the FineWeb sample is not beside this checkout")
-def test_real_fineweb_documents(vocabulary, tmp_path):
+def test_a_real_fineweb_sample_has_its_published_number_of_tokens_and_documents(
+    vocabulary, tmp_path
+):
     out = tmp_path / "out"
     prepare(f"--source={SAMPLE}", f"--out={out}", "--val_tokens=20k", "--shard_tokens=100k")
     counts = 346_497, 387  # GPT-2 tokens and documents, as counted by those who made the file
@@ -128,7 +132,7 @@ def test_real_fineweb_documents(vocabulary, tmp_path):
         (25, 25, 10**6),
     ],
 )
-def test_a_split_and_a_shard_end_with_the_document_that_fills_them(
+def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(
     val_tokens, shard_tokens, tokens, tmp_path
 ):
     texts = ["a", "bc", "d" * 9, "e" * 40, "f", "g" * 9, "h" * 40, "ij"] * 6
@@ -161,7 +165,7 @@ SHARDS = {
 
 
 def command(line: str, out: Path) -> list:
-    """The arguments of a preparation in bytes: of rows by one script, of text by the other."""
+    """Return the script and arguments that prepare rows or text as bytes."""
     names = [word for word in line.split() if not word.startswith("--")]
     flags = [word for word in line.split() if word.startswith("--")]
     common = ["--tokenizer=byte", *flags, f"--out={out}"]
@@ -180,7 +184,11 @@ def write_sources(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("line", SHARDS)
-def test_the_same_command_makes_the_same_shards_as_ever(line, tmp_path, monkeypatch):
+def test_a_command_makes_the_same_shards_as_in_earlier_versions(line, tmp_path, monkeypatch):
+    """
+    Compare with recorded hashes. A run resumes only on shards with the names and hashes that it
+    knows.
+    """
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     script, *arguments = command(line, tmp_path / "out")
@@ -189,7 +197,7 @@ def test_the_same_command_makes_the_same_shards_as_ever(line, tmp_path, monkeypa
     assert hashlib.sha256(made.encode()).hexdigest()[:16] == SHARDS[line]
 
 
-def test_the_validation_text_has_one_hash_whatever_its_tokens_are(tmp_path, monkeypatch):
+def test_the_hash_of_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     hashes = {}
@@ -204,7 +212,7 @@ def test_the_validation_text_has_one_hash_whatever_its_tokens_are(tmp_path, monk
 
 
 def test_preparation_needs_no_torch(tmp_path):
-    """Neither to start nor to read: a bare machine prepares."""
+    """Prepare on a machine where torch cannot be imported."""
     write_sources(tmp_path)
     code = "import runpy, sys; sys.modules['torch'] = None; sys.path.insert(0, 'data')\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -223,7 +231,10 @@ def test_preparation_needs_no_torch(tmp_path):
     "name", [pytest.param("many.parquet", marks=pytest.mark.slow), "rows.jsonl"]
 )
 def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_path, monkeypatch):
-    """Of row groups at even distances, or of a jsonl file by the hash of a document's place."""
+    """
+    Hold out row groups at equal distances, or documents of a jsonl file by a hash of their
+    position.
+    """
     monkeypatch.chdir(tmp_path)
     source = [f"{n} {text}" for n, text in enumerate(TEXTS * 2)]
     pq.write_table(pa.table({"text": source}), "many.parquet", row_group_size=2)
@@ -258,7 +269,8 @@ def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_pa
         assert sorted(val + train) == sorted(source)
 
 
-def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypatch):
+def test_more_tokens_are_added_in_the_order_in_which_a_folder_was_begun(tmp_path, monkeypatch):
+    """Refuse another --order or --seed for a folder that exists."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     flags = ["--source=many.parquet", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
@@ -278,8 +290,8 @@ def test_a_folder_goes_on_in_the_order_in_which_it_was_begun(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("order", [pytest.param("shuffled", marks=pytest.mark.slow), "prefix"])
-def test_a_row_group_without_text_is_no_wrong_field(order, tmp_path, monkeypatch):
-    """Unlike a file without text."""
+def test_a_row_group_without_text_is_left_out_with_a_warning(order, tmp_path, monkeypatch):
+    """Refuse a file that begins with too many rows without text."""
     monkeypatch.chdir(tmp_path)
     texts = [None] * 8 + TEXTS * 3
     pq.write_table(pa.table({"text": texts}), "a.parquet", row_group_size=4)
@@ -291,8 +303,13 @@ def test_a_row_group_without_text_is_no_wrong_field(order, tmp_path, monkeypatch
     assert result.code == 2 and "98 of the first 110 rows hold no text" in result.err
 
 
-def test_validation_is_spread_over_the_text_whatever_its_row_groups_hold(tmp_path, monkeypatch):
-    """Few documents in most of them, and in some as many as in all of those."""
+def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size(
+    tmp_path, monkeypatch
+):
+    """
+    Prepare two files with as much text, one of them in row groups five times as large. If whole
+    groups would take much of the text, hold out single documents instead.
+    """
     monkeypatch.chdir(tmp_path)
     Path("source").mkdir()
     text = "the same number of words in each of the documents " * 4
@@ -312,8 +329,8 @@ def test_validation_is_spread_over_the_text_whatever_its_row_groups_hold(tmp_pat
     assert len(held) == 3201
 
 
-def test_the_records_shards_are_full_and_cut_documents(tmp_path, monkeypatch):
-    """All but the last hold as many tokens as asked for; blank text is a document."""
+def test_order_records_fills_every_shard_and_cuts_documents_at_its_end(tmp_path, monkeypatch):
+    """Fill all shards but the last one, and keep blank text as a document."""
     monkeypatch.chdir(tmp_path)
     texts = [*TEXTS[:250], "", " \n", *TEXTS[250:300]]
     write_parquet(Path("a.parquet"), texts)
@@ -382,10 +399,11 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # kills of one preparation
         ),
     ],
 )
-def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(
-    line, moments, tmp_path, monkeypatch
-):
-    """Kills at thirteen places and more, and at each launch another number of threads."""
+def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_path, monkeypatch):
+    """
+    Kill it up to thirteen times at different file renames, and launch it with another number of
+    threads each time.
+    """
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     script, *straight = command(line, tmp_path / "straight")
@@ -404,7 +422,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(
 
 
 @pytest.mark.skipif(ON_WINDOWS, reason="Windows sends no process a signal that it could answer")
-def test_ctrl_c_says_how_to_go_on_and_leaves_no_half_file(tmp_path, monkeypatch):
+def test_ctrl_c_says_how_to_continue_and_leaves_no_partial_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     interrupted = KILLED.replace("SIGKILL", "SIGINT")
@@ -418,7 +436,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_no_half_file(tmp_path, monkeypatch)
     assert result.code == 2 and "unfinished" in result.err
 
 
-def test_a_full_disk_is_said_and_the_same_command_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_same_command_continues_later(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     disk = tmp_path / "disk"
@@ -467,7 +485,11 @@ def test_a_larger_number_of_tokens_continues_a_finished_folder(tmp_path, monkeyp
     assert "complete, nothing to do" in prepare(*flags, "--tokens=20M", "--out=out").out
 
 
-def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
+def test_a_source_may_be_repaired_until_the_folder_is_complete(tmp_path, monkeypatch):
+    """
+    Continue with a warning after a broken line is fixed. Refuse changed text or flags for a
+    finished folder.
+    """
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps(dict(text=text)) for text in TEXTS * 4]  # more than are looked at before
     flags = [
@@ -503,7 +525,7 @@ def test_a_source_that_changes_is_mended_or_another_one(tmp_path, monkeypatch):
 
 
 def test_refuses_a_folder_made_from_other_files_and_leaves_it_unchanged(tmp_path, monkeypatch):
-    """A differing --val_tokens is named with both values."""
+    """Print both values of a --val_tokens that differs."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     flags = ["--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k", "--out=out"]
@@ -521,9 +543,8 @@ def test_refuses_a_folder_made_from_other_files_and_leaves_it_unchanged(tmp_path
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["", "noted without hashes"])
-def test_a_source_with_a_new_date_is_the_same_and_one_with_other_bytes_is_not(
-    earlier, tmp_path, monkeypatch
-):
+def test_a_source_file_may_get_a_new_date_but_not_new_bytes(earlier, tmp_path, monkeypatch):
+    """Refuse even a new date if the manifest is from a version that noted no hashes."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     for line in ("book.txt rows.jsonl", "rows.parquet --val_tokens=2k"):
@@ -549,7 +570,7 @@ def test_a_source_with_a_new_date_is_the_same_and_one_with_other_bytes_is_not(
 
 
 def test_continues_without_a_warning_if_only_the_source_files_date_changed(tmp_path, monkeypatch):
-    """An unfinished folder: exit code 0, nothing on stderr, the same shards."""
+    """Complete an unfinished folder with exit code 0, nothing on stderr and the same shards."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     script, *arguments = command("book.txt", Path("out"))
@@ -562,7 +583,8 @@ def test_continues_without_a_warning_if_only_the_source_files_date_changed(tmp_p
     assert digests(Path("out")) == before
 
 
-def test_validation_that_takes_much_of_a_small_source_is_warned_of(tmp_path):
+def test_warns_if_validation_takes_much_of_a_small_source(tmp_path):
+    """Suggest a --val_tokens that gives no warning."""
     source = write_jsonl(tmp_path / "a.jsonl", [f"document {n:04d}" for n in range(1000)])
     flags = [f"--source={source}", "--tokenizer=byte", f"--out={tmp_path / 'out'}"]
     result = run(FINEWEB, *flags)
@@ -583,7 +605,8 @@ with open(sys.argv[1], "ab") as file:
 """
 
 
-def test_two_preparations_in_one_folder_do_not_touch_each_other(tmp_path, monkeypatch):
+def test_a_second_preparation_in_one_folder_is_refused(tmp_path, monkeypatch):
+    """Wait ten seconds for the first one to end."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     flags = [
@@ -635,7 +658,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def from_hub(address: str, out: Path, *more: str, code: str = ON_THE_HUB):
-    """The process."""
+    """Start a preparation that reads from a local server in place of the hub."""
     flags = [
         "--dataset=org/name",
         "--name=small",
@@ -647,7 +670,11 @@ def from_hub(address: str, out: Path, *more: str, code: str = ON_THE_HUB):
     return start("-c", code, str(ROOT / FINEWEB), *flags, *sizes, *more, **hub)
 
 
-def test_the_hub_gives_the_shards_of_local_files_and_is_asked_again_for_an_hour(tmp_path):
+def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
+    """
+    Retry for an hour when the hub fails, then stop. The same command continues at the same
+    revision.
+    """
     source, out = tmp_path / "source", tmp_path / "out"
     write_parquet(source / "a.parquet", TEXTS[:350])
     write_jsonl(source / "b.jsonl", TEXTS[350:])
@@ -708,7 +735,9 @@ def test_ctrl_c_ends_a_preparation_that_waits_for_the_hub(tmp_path):
         ("--dataset=org/name --name=small", ("org/name", "small", "data/name")),
     ],
 )
-def test_a_dataset_has_one_name_its_samples_and_a_folder(flags, asked, tmp_path, monkeypatch):
+def test_dataset_and_sample_flags_choose_the_hubs_dataset_and_the_data_folder(
+    flags, asked, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     arguments = prepare_fineweb.parse_arguments([*flags.split(), "--tokenizer=byte"])
     assert str(prepare_fineweb.default_folder(arguments)) == str(Path(asked[2]))
@@ -718,15 +747,17 @@ def test_a_dataset_has_one_name_its_samples_and_a_folder(flags, asked, tmp_path,
     assert hub_files.call_args.args[:2] == asked[:2]
 
 
-def test_without_a_network_one_line_names_the_way_out(tmp_path):
+def test_without_a_network_one_line_suggests_local_files(tmp_path):
     code, _, err = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
     assert code == 2 and err.count("\n") == 1 and "give local files" in err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow  # it waits as long as it says
-def test_a_hub_that_is_slow_breaks_off_or_says_429_is_waited_for(tmp_path):
-    """With the shuffle, which reads ranges; a kept request number has each trouble once."""
+def test_preparation_retries_if_the_hub_is_slow_disconnects_or_answers_429(tmp_path):
+    """
+    Read ranges, as the shuffle does. Numbered requests fail once each, and the shards are the same.
+    """
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     pq.write_table(pa.table({"text": (TEXTS * 3)[:2000]}), source / "a.parquet", row_group_size=5)
@@ -744,7 +775,7 @@ def test_a_hub_that_is_slow_breaks_off_or_says_429_is_waited_for(tmp_path):
 # What is printed
 
 
-def test_the_next_command_is_one_that_suits_the_dataset(tmp_path, monkeypatch):
+def test_prints_a_training_command_that_works_for_the_prepared_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my notes.txt").write_text("a line\n" * 400)
     result = prepare("my notes.txt", script="data/prepare_text.py")
@@ -765,7 +796,7 @@ def test_the_next_command_is_one_that_suits_the_dataset(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_writes_the_dataset_even_if_stdout_is_full(tmp_path):
-    """Such as a log file on a full disk. Exit code 0 and nothing on stderr."""
+    """End with exit code 0 and nothing on stderr, even if stdout is a log file on a full disk."""
     (tmp_path / "a.txt").write_text("a line\n" * 400)
     code = "import runpy, sys; sys.stdout = sys.full = open('/dev/full', 'w')\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -779,8 +810,8 @@ def test_writes_the_dataset_even_if_stdout_is_full(tmp_path):
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/status"), reason="needs Linux's /proc for the peak of memory"
 )
-def test_a_document_of_50_megabytes(vocabulary, tmp_path):
-    """Beside ordinary ones, through the whole command, within a gigabyte of memory."""
+def test_a_document_of_50_megabytes_is_prepared_within_a_gigabyte_of_memory(vocabulary, tmp_path):
+    """Run the whole command, with ordinary documents around the long one."""
     sentence = "the quick brown fox jumps over the lazy dog, "
     count = 50_000_000 // len(sentence)
     source = write_parquet(tmp_path / "a.parquet", ["before", sentence * count, "after"])

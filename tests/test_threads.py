@@ -46,7 +46,9 @@ SPINS, PASSIVE = "None 10000", "passive None"
 
 
 def environment(**ours: str) -> dict[str, str]:
-    """This process's variables, without those that say how threads wait or how many there are."""
+    """
+    Return this process's variables without those about the number of threads or how they wait.
+    """
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in names} | ours
 
@@ -68,23 +70,25 @@ def decide(*arguments: int, **variables: str) -> str:
         (40, 1, 1, SPINS),  # a single thread waits for nobody
     ],
 )
-def test_threads_sleep_if_other_programs_run_on_their_cores(running, cpus, per_core, decision):
+def test_idle_threads_sleep_instead_of_spinning_if_other_programs_need_their_cores(
+    running, cpus, per_core, decision
+):
     assert decide(running, cpus, per_core) == decision
 
 
-def test_fewer_threads_leave_room_for_other_programs():
+def test_idle_threads_may_spin_if_omp_num_threads_leaves_cores_to_other_programs():
     assert decide(3, 4, 1) == PASSIVE
     assert decide(3, 4, 1, OMP_NUM_THREADS="2") == SPINS
 
 
-def test_the_users_way_of_waiting_wins():
+def test_the_users_omp_wait_policy_and_gomp_spincount_are_kept():
     assert decide(1, 2, 1, GOMP_SPINCOUNT="77") == "None 77"
     assert decide(4, 2, 1, GOMP_SPINCOUNT="77") == "None 77"
     assert decide(4, 2, 1, OMP_WAIT_POLICY="active") == "active None"
 
 
 @pytest.mark.parametrize("script", slow_but("train.py", of=["train.py", "sample.py", "bench.py"]))
-def test_torch_waits_as_decided_in_every_script_that_trains_or_samples(script):
+def test_every_script_that_trains_or_samples_sets_how_torchs_threads_wait(script):
     variables = dict(OMP_DISPLAY_ENV="verbose", OMP_NUM_THREADS="1")
     kept = environment(**variables)
     command = [sys.executable, script, "--help"]
@@ -93,8 +97,8 @@ def test_torch_waits_as_decided_in_every_script_that_trains_or_samples(script):
     assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.stderr) == ["10000"]
 
 
-def test_beside_endless_loops_threads_sleep():
-    """With as many loops as processors; that all of them are idle cannot be had in a test."""
+def test_idle_threads_sleep_while_endless_loops_use_every_processor():
+    """Check only the busy case. No test can rely on an idle machine."""
     endless = [sys.executable, "-c", "while True: pass"]
     loops = [subprocess.Popen(endless) for _ in range(os.cpu_count() or 1)]
     code = "import common.threads, os; print(os.environ['OMP_WAIT_POLICY'])"
@@ -109,7 +113,7 @@ def test_beside_endless_loops_threads_sleep():
 
 
 @pytest.mark.parametrize("policy, said", [("passive", True), ("active", False)])
-def test_the_device_line_says_that_threads_wait_passively(policy, said, tmp_path, monkeypatch):
+def test_the_device_line_says_if_threads_wait_passively(policy, said, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     dataset = write_tokens(tmp_path / "tokens", [900], [150])
     result = train(**TINY, max_iters=1, dataset=dataset, out_dir=tmp_path / "run")
@@ -119,7 +123,7 @@ def test_the_device_line_says_that_threads_wait_passively(policy, said, tmp_path
 
 @pytest.fixture
 def two_threads(monkeypatch):
-    """A run of two iterations begins with two threads, on a machine where torch takes one."""
+    """Let a run begin with two threads, on a machine where torch takes one."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     yield
@@ -134,7 +138,9 @@ def begin(tmp_path) -> dict:
     return keys | dict(max_iters=4, init_from="resume")
 
 
-def test_a_resume_has_the_threads_that_the_run_began_with(two_threads, tmp_path, monkeypatch):
+def test_a_resume_uses_the_number_of_threads_that_the_run_began_with(
+    two_threads, tmp_path, monkeypatch
+):
     keys = begin(tmp_path)
     assert checkpoint(tmp_path / "run", 2)["threads"] == 2
     line = "resume: 2 threads, as in the checkpoint; OMP_NUM_THREADS=1 overrules it\n"
@@ -143,15 +149,19 @@ def test_a_resume_has_the_threads_that_the_run_began_with(two_threads, tmp_path,
     assert "OMP_NUM_THREADS" not in train(**keys | dict(max_iters=6)).out  # torch has them already
 
 
-def test_omp_num_threads_overrules_the_checkpoint(two_threads, tmp_path, monkeypatch):
+def test_omp_num_threads_overrides_the_checkpoints_number_of_threads(
+    two_threads, tmp_path, monkeypatch
+):
     keys = begin(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "resume: 1 threads (the checkpoint had 2)\n" in train(**keys).out
     assert torch.get_num_threads() == checkpoint(tmp_path / "run", 4)["threads"] == 1
 
 
-def test_a_checkpoint_without_the_number_resumes_with_torchs(two_threads, tmp_path):
-    """Up to November 2026 none had it."""
+def test_a_checkpoint_that_names_no_number_of_threads_resumes_with_torchs_default(
+    two_threads, tmp_path
+):
+    """Resume checkpoints from before November 2026, which do not hold the number."""
     keys = begin(tmp_path)
     path = tmp_path / "run/ckpt-00000002.pt"
     state = torch.load(path)
@@ -161,7 +171,9 @@ def test_a_checkpoint_without_the_number_resumes_with_torchs(two_threads, tmp_pa
     assert torch.get_num_threads() == 1
 
 
-def test_a_machine_with_fewer_cores_keeps_its_own_threads(two_threads, tmp_path, monkeypatch):
+def test_a_resume_on_fewer_cores_uses_torchs_default_number_of_threads(
+    two_threads, tmp_path, monkeypatch
+):
     keys = begin(tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert "resume: 1 threads (the checkpoint had 2)\n" in train(**keys).out

@@ -25,10 +25,10 @@ TINY = TINY_RUN | dict(
 )
 
 
-def test_nothing_waits_for_the_device_between_log_lines(tokens, tmp_path):
+def test_training_waits_for_the_device_only_at_log_lines(tokens, tmp_path):
     """
-    aten::_local_scalar_dense is what .item() and `if tensor` run: none in an iteration, a few at
-    each log line. With an optimizer that is not fused there is one in each iteration.
+    Count aten::_local_scalar_dense, which .item() and `if tensor` call: none per iteration, a few
+    per log line. An optimizer that is not fused would add one to each iteration.
     """
 
     def waits(max_iters: int, log_interval: int) -> int:
@@ -43,8 +43,8 @@ def test_nothing_waits_for_the_device_between_log_lines(tokens, tmp_path):
 
     def in_fused_update(event) -> bool:
         """
-        The CPU's fused AdamW reads its step counts, which lie in CPU memory; on CUDA they are read
-        on the device.
+        Check for the CPU's fused AdamW, which reads its step counts from CPU memory. On CUDA they
+        are read on the device.
         """
         return event is not None and (
             event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent)
@@ -59,8 +59,8 @@ def test_nothing_waits_for_the_device_between_log_lines(tokens, tmp_path):
     assert few < waits(6, 1) <= few + 4 * numbers
 
 
-def test_with_grad_clip_0_the_gradients_are_only_measured(tokens, tmp_path):
-    """Multiplying all of them by 1.0 would take a millisecond of each iteration on a GPU."""
+def test_grad_clip_0_logs_the_gradient_norm_but_does_not_rescale_gradients(tokens, tmp_path):
+    """Save the multiplication by 1.0, which would take a millisecond of each iteration on a GPU."""
 
     def multiplied(grad_clip: float) -> bool:
         out_dir = tmp_path / f"{grad_clip}"
@@ -88,7 +88,7 @@ def broken(call: Callable) -> Callable:
 
 
 def broken_backend(call: Callable) -> Callable:
-    """In the words of torch, whose first line is not the reason."""
+    """Fail with torch's message, whose first line does not give the reason."""
 
     def compiled(*batch):
         raise RuntimeError("backend='inductor' raised:\nno C compiler\nlong details")
@@ -105,7 +105,7 @@ def broken_in_evaluation(call: Callable) -> Callable:
 
 
 def drawing(call: Callable) -> Callable:
-    """It computes the same, and draws more random numbers in between than eager code."""
+    """Compute the same as eager code, but draw more random numbers in between."""
 
     def compiled(*batch):
         torch.rand(7)
@@ -127,10 +127,10 @@ COMPILERS = {
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("compiler", slow_but("right", "1% more", "NaN", "none", of=COMPILERS))
-def test_a_compiler_that_fails_or_computes_something_else_costs_a_warning(
+def test_a_run_warns_and_trains_uncompiled_if_the_compiler_fails_or_is_wrong(
     compiler, dropout, tokens, tmp_path
 ):
-    """Either way it is the run without one: no random number, gradient or setting is left over."""
+    """Train exactly as without a compiler: no random number, gradient or setting is left over."""
     compile, reason = COMPILERS[compiler]
     keys = TINY | dict(dropout=dropout, dataset=tokens)
     train(**keys, out_dir=tmp_path / "eager")
@@ -143,9 +143,7 @@ def test_a_compiler_that_fails_or_computes_something_else_costs_a_warning(
     assert_same_run(tmp_path / "eager", tmp_path / "compiled", 6)
 
 
-def test_a_run_that_is_not_compiled_says_so_at_the_start_every_tenth_line_and_at_the_end(
-    tokens, tmp_path
-):
+def test_an_uncompiled_run_says_so_at_its_start_every_tenth_log_line_and_its_end(tokens, tmp_path):
     keys = TINY | dict(compile=True, max_iters=21, dataset=tokens, out_dir=tmp_path)
     with mock.patch("torch.compile", broken):
         result = train(**keys)
@@ -158,7 +156,7 @@ def test_a_run_that_is_not_compiled_says_so_at_the_start_every_tenth_line_and_at
     assert event["iter"] == 0 and "no C compiler" in event["message"]
 
 
-def test_a_compiler_that_is_required_and_fails_ends_the_run_before_it_trains(tokens, tmp_path):
+def test_compile_required_ends_the_run_before_training_if_the_compiler_fails(tokens, tmp_path):
     keys = TINY | dict(compile="required", dataset=tokens, out_dir=tmp_path)
     with mock.patch("torch.compile", times(0.99)):
         result = run("train.py", *flags(**keys))
@@ -171,8 +169,10 @@ def test_a_compiler_that_is_required_and_fails_ends_the_run_before_it_trains(tok
     assert "not compiled" not in again.out
 
 
-def test_compiled_dropout_may_draw_other_numbers(tokens, tmp_path):
-    """Its loss in training is another one then; that of the evaluation is compared."""
+def test_compiled_code_with_dropout_may_draw_other_random_numbers_without_a_warning(
+    tokens, tmp_path
+):
+    """Compare the loss of an evaluation. The training loss differs because dropout does."""
     with mock.patch("torch.compile", drawing):
         result = train(
             **TINY | dict(compile=True, dropout=0.5, max_iters=1, warmup_iters=0),
@@ -182,8 +182,8 @@ def test_compiled_dropout_may_draw_other_numbers(tokens, tmp_path):
     assert "warning" not in result.err
 
 
-def test_an_error_of_the_model_is_shown_whole(tokens, tmp_path):
-    """A mistake in a new term of the loss, which the compiler meets first."""
+def test_an_error_in_the_model_is_shown_with_its_full_traceback(tokens, tmp_path):
+    """Show a mistake in a new loss term, which appears first while the model is compiled."""
     wrong = mock.patch(
         "torch.nn.functional.cross_entropy", side_effect=TypeError("a mistake in the model")
     )
@@ -197,7 +197,7 @@ def test_an_error_of_the_model_is_shown_whole(tokens, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_resumes_bit_for_bit_and_books_compilation(tokens, tmp_path):
+def test_a_compiled_run_resumes_bit_for_bit_and_records_its_compile_time(tokens, tmp_path):
     keys = TINY | dict(compile=True, dropout=0.1, dataset=tokens)
     torch.compiler.reset()  # an earlier test may have compiled the same model
     train(**keys, out_dir=tmp_path / "straight")

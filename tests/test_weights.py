@@ -31,7 +31,7 @@ TEXT = "the cat sat on the mat, naïve\n"
 
 
 def write_own(folder, files: str) -> None:
-    """A tokenizer of OWN ids, as newer or as older versions of transformers save it."""
+    """Write a tokenizer of OWN ids, as newer or older versions of transformers save it."""
     bpe = own_bpe()
     if files == "tokenizer.json":
         bpe.save(str(folder / files))
@@ -40,8 +40,8 @@ def write_own(folder, files: str) -> None:
 
 
 @pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
-def test_the_tokenizer_in_the_folder_is_that_of_the_weights(files, tmp_path):
-    """They have as many rows as GPT-2, so a guess from that number would say GPT-2's."""
+def test_hugging_face_weights_use_the_tokenizer_in_their_folder(files, tmp_path):
+    """Load weights with as many rows as GPT-2, for which a guess would pick GPT-2's tokenizer."""
     random_gpt2(tmp_path, **SMALL, vocab_size=50257)
     write_own(tmp_path, files)
     state = load_pretrained(str(tmp_path))
@@ -71,7 +71,9 @@ def test_the_tokenizer_in_the_folder_is_that_of_the_weights(files, tmp_path):
         (50264, True, 50258, "bpe"),
     ],
 )
-def test_gpt2s_own_tokenizer_is_recognised_in_resized_models(rows, pad, vocab, kind, tmp_path):
+def test_gpt2s_tokenizer_is_recognized_if_the_embedding_was_resized(
+    rows, pad, vocab, kind, tmp_path
+):
     if not convert.write_gpt2_tokenizer(tmp_path):
         pytest.skip("needs GPT-2's files in tiktoken's cache")
     if pad:
@@ -86,7 +88,7 @@ def test_gpt2s_own_tokenizer_is_recognised_in_resized_models(rows, pad, vocab, k
     assert same_tokenizer(state["tokenizer"], dict(kind="gpt2"))
 
 
-def test_added_tokens_of_an_old_folder_are_tokens(tmp_path):
+def test_tokens_in_added_tokens_json_are_read(tmp_path):
     random_gpt2(tmp_path, **SMALL, vocab_size=OWN + 2)
     write_own(tmp_path, "vocab.json")
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<b>": OWN + 1, "<a>": OWN}))
@@ -95,15 +97,15 @@ def test_added_tokens_of_an_old_folder_are_tokens(tmp_path):
     assert Tokenizer(state["tokenizer"]).decode([OWN, OWN + 1]) == "<a><b>"
 
 
-def test_a_tokenizer_with_more_ids_than_rows_is_refused(tmp_path):
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path):
     random_gpt2(tmp_path, **SMALL, vocab_size=OWN - 1)
     write_own(tmp_path, "tokenizer.json")
     with pytest.raises(UserError, match=f"{OWN} ids.* {OWN - 1} rows"):
         load_pretrained(str(tmp_path))
 
 
-def test_an_end_of_text_without_a_row_is_refused(tmp_path):
-    """As in a German GPT-2 on the hub, whose config.json says a row too few."""
+def test_an_end_of_text_token_without_an_embedding_row_is_refused(tmp_path):
+    """Refuse weights such as a German GPT-2 on the hub, whose config.json gives one row too few."""
     random_gpt2(tmp_path, **SMALL, vocab_size=OWN)
     bpe = own_bpe("<s>")
     bpe.add_special_tokens(["<|endoftext|>"])
@@ -113,7 +115,9 @@ def test_an_end_of_text_without_a_row_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "spiece.model", "tokenizer.model"])
-def test_a_tokenizer_that_only_transformers_reads_is_not_guessed(name, tmp_path):
+def test_weights_whose_tokenizer_only_transformers_reads_load_with_an_unknown_tokenizer(
+    name, tmp_path
+):
     random_gpt2(tmp_path, **SMALL, vocab_size=50257)
     (tmp_path / name).write_text("[UNK]\n")
     state = load_pretrained(str(tmp_path))
@@ -122,7 +126,8 @@ def test_a_tokenizer_that_only_transformers_reads_is_not_guessed(name, tmp_path)
         Tokenizer(state["tokenizer"])
 
 
-def test_a_prompt_that_the_weights_tokenizer_changes_is_shown_as_it_is_read(tmp_path):
+def test_warns_if_the_weights_tokenizer_changes_the_prompt(tmp_path):
+    """Show the prompt as the tokenizer reads it."""
     random_gpt2(tmp_path, **SMALL, vocab_size=3)
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0)]
     unigram = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
@@ -134,7 +139,7 @@ def test_a_prompt_that_the_weights_tokenizer_changes_is_shown_as_it_is_read(tmp_
     assert "reads it as '<unk>'" in result.err
 
 
-def test_an_export_resized_by_others_samples_no_id_without_a_token(tmp_path):
+def test_an_export_with_more_rows_than_tokens_keeps_its_vocabulary(tmp_path):
     random_gpt2(tmp_path, **SMALL, vocab_size=260)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= dict(tokenizer_spec=dict(kind="byte"))
@@ -143,7 +148,7 @@ def test_an_export_resized_by_others_samples_no_id_without_a_token(tmp_path):
     assert (state["vocab"], state["tokenizer"]) == (256, dict(kind="byte"))
 
 
-def test_a_config_from_before_model_types_is_read(tmp_path):
+def test_a_config_json_without_model_type_is_read(tmp_path):
     random_gpt2(tmp_path, **SMALL)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["model_type"]
@@ -165,7 +170,7 @@ def nanogpt_state(vocab_size: int) -> dict:
 
 
 @pytest.mark.parametrize("rows", [50257, pytest.param(50304, marks=pytest.mark.slow)])
-def test_a_meta_pkl_of_as_many_tokens_as_gpt2_wins_over_the_guess(rows, tmp_path):
+def test_meta_pkl_beside_a_nanogpt_checkpoint_is_used_even_if_its_size_is_gpt2s(rows, tmp_path):
     torch.save(nanogpt_state(rows), tmp_path / "ckpt.pt")
     assert load_pretrained(str(tmp_path))["tokenizer"] == dict(kind="gpt2")
     itos = {i: chr(0x4E00 + i) for i in range(rows)}
@@ -177,8 +182,11 @@ def test_a_meta_pkl_of_as_many_tokens_as_gpt2_wins_over_the_guess(rows, tmp_path
 
 
 @pytest.mark.parametrize("name", ["ckpt.pt", "ckpt-00000005.pt"])
-def test_a_tokenizer_copied_beside_a_checkpoint_is_that_of_its_weights(name, tmp_path):
-    """As the message about an unknown tokenizer says, also of a run on shards without one."""
+def test_a_tokenizer_json_copied_beside_a_checkpoint_is_used(name, tmp_path):
+    """
+    Follow the advice of the message about an unknown tokenizer, also for a run on shards without
+    one.
+    """
     state = nanogpt_state(50304)
     if name != "ckpt.pt":
         config = config_to_dict(GPTConfig(**state["model_args"]))
@@ -206,7 +214,7 @@ def test_a_tokenizer_copied_beside_a_checkpoint_is_that_of_its_weights(name, tmp
         "{}._checkpoint_wrapped_module.{}",
     ],
 )
-def test_names_from_wrappers_of_the_model_are_read(wrapped, tmp_path):
+def test_weights_named_by_compile_ddp_or_fsdp_wrappers_are_read(wrapped, tmp_path):
     state = nanogpt_state(65)
     expected = state["model"]
     names = {name: wrapped.format(*name.rsplit(".", 1)) for name in expected}
@@ -217,7 +225,7 @@ def test_names_from_wrappers_of_the_model_are_read(wrapped, tmp_path):
 
 
 def test_reads_hugging_face_weights_of_a_compiled_model(tmp_path):
-    """Names that begin with _orig_mod. load as the same weights."""
+    """Load names that begin with _orig_mod. as the same weights."""
     random_gpt2(tmp_path, **SMALL)
     expected = load_pretrained(str(tmp_path))["model"]
     file = tmp_path / "model.safetensors"
@@ -274,7 +282,7 @@ def write_foreign_files(folder) -> None:
         ("numpy", r"contains numpy.*scalar.*if you trust it.*weights_only=False"),
     ],
 )
-def test_a_file_of_another_program_is_called_what_it_is(name, words, tmp_path):
+def test_a_file_of_another_kind_is_refused_with_its_kind_and_what_to_do(name, words, tmp_path):
     write_foreign_files(tmp_path)
     with pytest.raises(UserError) as error:
         load_pretrained(str(tmp_path / name))
@@ -283,8 +291,10 @@ def test_a_file_of_another_program_is_called_what_it_is(name, words, tmp_path):
     assert re.search(words, line, re.DOTALL), line
 
 
-def test_the_command_in_the_message_writes_a_checkpoint_that_is_read(tmp_path, monkeypatch):
-    """Also for build-nanogpt's, whose config is an object instead of model_args."""
+def test_the_command_in_the_message_rewrites_an_unsafe_checkpoint_so_that_it_loads(
+    tmp_path, monkeypatch
+):
+    """Cover build-nanogpt's checkpoints too, which hold a config object instead of model_args."""
     monkeypatch.chdir(tmp_path)
     state = nanogpt_state(65)
     settings = Settings()
@@ -300,8 +310,8 @@ def test_the_command_in_the_message_writes_a_checkpoint_that_is_read(tmp_path, m
         assert all(torch.equal(weights[name], tensor) for name, tensor in state["model"].items())
 
 
-def test_another_programs_meta_pkl_above_the_weights_is_not_read(tmp_path):
-    """As in ~/data, which is above the hub's cache."""
+def test_a_meta_pkl_of_another_program_above_the_weights_is_ignored(tmp_path):
+    """Ignore a data/meta.pkl above the folder, as ~/data is above the hub's cache."""
     random_gpt2(tmp_path / "cache" / "m", **SMALL, vocab_size=50257)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "meta.pkl").write_bytes(pickle.dumps([1, 2]))

@@ -94,7 +94,7 @@ FAULTS = [
         "write_shards",
         "for name in [*parts]:",
         "write_manifest(plan.folder, manifest)\n            for name in [*parts]:",
-        "test_prepare.py::test_killed_anywhere_the_same_command_ends_with_the_same_bytes",
+        "test_prepare.py::test_a_killed_preparation_continues_to_the_same_bytes",
     ),
     Fault(
         "documents come in the order of the threads",
