@@ -49,7 +49,7 @@ def prepare_text(*arguments) -> Result:
 
 
 def rows_of(source, *flags: str) -> list[str]:
-    """The documents of files of rows."""
+    """Prepare files of rows and return the stored documents."""
     result = prepare_rows(f"--source={source}", *flags)
     assert result.code == 0, result.err
     return stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train")
@@ -70,7 +70,7 @@ def write_lines(name: str, lines: list[bytes]) -> str:
 # Which files
 
 
-def test_files_folders_and_patterns_in_the_order_given_each_once():
+def test_files_folders_and_patterns_are_read_in_the_order_given_and_once_each():
     for name in ("b.txt", "a.md", "deep/c.py", "deep/D.TXT", "deep/photo.jpg"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(f"{name} " * 30)
@@ -85,7 +85,7 @@ def test_files_folders_and_patterns_in_the_order_given_each_once():
     check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
 
 
-def test_links_are_followed_and_each_file_is_read_once_by_whatever_names():
+def test_links_are_followed_but_each_file_is_read_only_once():
     Path("notes").mkdir()
     Path("elsewhere/deep").mkdir(parents=True)
     for name in ("notes/book.txt", "elsewhere/deep/more.txt", "elsewhere/gone.txt"):
@@ -104,8 +104,8 @@ def test_links_are_followed_and_each_file_is_read_once_by_whatever_names():
     assert "of 3 files" in result.out
 
 
-def test_on_a_disk_that_numbers_no_files_each_is_read_once(monkeypatch):
-    """As on some network shares."""
+def test_each_file_is_read_only_once_on_a_disk_without_inode_numbers(monkeypatch):
+    """Prepare on a disk that gives 0 for every inode, as some network shares do."""
     stat = os.stat
 
     def unnumbered(*arguments, **options):
@@ -121,7 +121,7 @@ def test_on_a_disk_that_numbers_no_files_each_is_read_once(monkeypatch):
     assert [*manifest_of(Path("out"))["files"]] == ["a/1.txt", "a/2.txt"]
 
 
-def test_names_that_begin_with_a_dot_are_skipped_and_counted_unless_they_are_given():
+def test_hidden_files_are_skipped_and_counted_unless_they_are_named():
     for name in (".venv/lib/a.txt", ".ipynb_checkpoints/b.txt", "._c.txt", "c.txt", "d/.e.txt"):
         Path("project", name).parent.mkdir(parents=True, exist_ok=True)
         Path("project", name).write_text(f"{name} " * 60)
@@ -132,8 +132,8 @@ def test_names_that_begin_with_a_dot_are_skipped_and_counted_unless_they_are_giv
     assert [*manifest_of(Path("out"))["files"]] == ["project/c.txt", "project/d/.e.txt"]
 
 
-def test_rows_in_what_begins_with_an_underscore_are_left_out_and_text_is_not():
-    """As Spark, Hive and pyarrow leave them out: they are of a job that was killed."""
+def test_rows_under_names_with_an_underscore_are_skipped_but_text_is_read():
+    """Skip what Spark, Hive and pyarrow skip too, such as rows left by a job that was killed."""
     for name in (
         "part-0.parquet",
         "_temporary/0/part-0.parquet",
@@ -166,7 +166,9 @@ def test_rows_in_what_begins_with_an_underscore_are_left_out_and_text_is_not():
     ],
 )
 @pytest.mark.parametrize("source", [".", "*/*.parquet", "year=1/old.parquet", "../link"])
-def test_the_files_of_a_table_with_a_log_are_refused_because_some_are_dead(log, library, source):
+def test_tables_of_delta_lake_hudi_and_iceberg_are_refused_with_the_library_that_reads_them(
+    log, library, source
+):
     for name in ("old", "new"):
         write_parquet(Path(f"table/year=1/{name}.parquet"), FILLING)
     Path("table", log).parent.mkdir()
@@ -186,7 +188,8 @@ NAMED_SPLITS = {
 
 
 @pytest.mark.parametrize("names", NAMED_SPLITS.values(), ids=NAMED_SPLITS)
-def test_files_named_test_or_validation_are_no_training_text_beside_train(names):
+def test_test_and_validation_files_are_left_out_if_a_train_file_is_there(names):
+    """Read them when they are named on the command line."""
     for name in [*names, "more.jsonl", "notes.txt"]:
         Path("copy", name).parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(dict(text=f"{name} {text}")) for text in FILLING]
@@ -202,7 +205,7 @@ def test_files_named_test_or_validation_are_no_training_text_beside_train(names)
     assert len(manifest_of(Path("out"))["files"]) == len(names) + 3  # by their names, they are read
 
 
-def test_pages_about_trains_and_tests_are_read_whole():
+def test_ordinary_files_named_train_or_test_are_all_read():
     for name in ("train.txt", "driving-test.txt", "ships.txt", "train.py", "test.py"):
         Path("pages", name).parent.mkdir(exist_ok=True)
         Path("pages", name).write_text(f"{name} " * 90)
@@ -211,7 +214,7 @@ def test_pages_about_trains_and_tests_are_read_whole():
     assert len(manifest_of(Path("out"))["files"]) == 5
 
 
-def test_a_folder_of_tests_alone_is_read():
+def test_a_folder_with_only_a_test_split_is_read():
     write_parquet(Path("copy/test-00000-of-00001.parquet"), FILLING)
     assert rows_of("copy") == FILLING
 
@@ -220,7 +223,7 @@ def test_a_folder_of_tests_alone_is_read():
     "name", ["notes/lost.txt", "notes/lost.parquet", "notes/linked", "notes.v1"]
 )
 @pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
-def test_a_link_to_nothing_is_missing_text(prepare, name):
+def test_a_broken_link_to_text_is_refused_with_its_target(prepare, name):
     write_parquet(Path("notes/a.parquet"), FILLING)
     Path(name).symlink_to("/mnt/stick/away")
     Path("notes/photo.jpg").symlink_to("/mnt/stick/photo.jpg")  # would not be read
@@ -241,7 +244,9 @@ SAVED = {
 
 
 @pytest.mark.parametrize("splits, said", SAVED.values(), ids=SAVED)
-def test_a_folder_that_save_to_disk_made_is_converted_from_its_training_split(splits, said):
+def test_a_save_to_disk_folder_is_refused_with_a_command_that_converts_its_training_split(
+    splits, said
+):
     for split in splits:
         Path("story", split).mkdir(parents=True)
         for name in ("data-00000-of-00002.arrow", "data-00001-of-00002.arrow", "state.json"):
@@ -251,14 +256,14 @@ def test_a_folder_that_save_to_disk_made_is_converted_from_its_training_split(sp
     assert_refused("story: ", said, prepare_text("story"))
 
 
-def test_of_csv_files_only_those_of_training_are_converted():
+def test_csv_files_are_refused_with_a_command_that_converts_the_training_file():
     Path("table").mkdir()
     for name in ("test.csv", "train.csv", "valid.csv"):
         Path("table", name).write_text("text\nwords\n")
     assert_refused("table: ", "data_files='table/train.csv', split='train')", prepare_text("table"))
 
 
-def test_a_part_of_one_row_is_read_and_an_empty_one():
+def test_json_parts_with_one_row_or_none_are_read():
     Path("source").mkdir()
     for n, text in enumerate(FILLING):
         Path(f"source/part-{n:05}-ab12.json").write_text(json.dumps(dict(text=text)) + "\n")
@@ -277,7 +282,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize("name, said", HINTS.items())
-def test_a_file_of_another_kind_is_told_what_to_do(name, said):
+def test_a_file_that_is_not_plain_text_is_refused_with_what_to_do(name, said):
     if name == "pipe.txt":
         os.mkfifo(name)
     else:
@@ -289,7 +294,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"7" * 64
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "jsonl.gz", "json.zst", "txt"])
-def test_a_git_lfs_pointer_is_recognised_in_place_of_any_file(ending):
+def test_a_git_lfs_pointer_is_recognized_in_place_of_any_file(ending):
     Path("a").mkdir()
     for n in range(60):
         Path(f"a/{n:02}.{ending}").write_bytes(POINTER)
@@ -333,7 +338,7 @@ ENCODINGS = {
 
 
 @pytest.mark.parametrize("content, said", ENCODINGS.values(), ids=ENCODINGS)
-def test_text_of_any_usual_encoding_is_read_and_a_guess_is_said(content, said):
+def test_text_in_a_common_encoding_is_read_and_a_guessed_one_is_reported(content, said):
     Path("a.txt").write_bytes(content)
     result = prepare_text("a.txt", "--val_fraction=0.2")
     assert result.code == 0
@@ -343,7 +348,7 @@ def test_text_of_any_usual_encoding_is_read_and_a_guess_is_said(content, said):
 
 
 @pytest.mark.parametrize("encoding", ["shift_jis", "utf-16-le", "iso2022_jp"])
-def test_another_encoding_is_given_for_what_is_not_unicode(encoding):
+def test_the_encoding_flag_applies_to_files_that_are_not_utf8(encoding):
     Path("a.txt").write_bytes(JAPANESE.encode(encoding))
     Path("b.txt").write_bytes(GERMAN.encode())
     result = prepare_text("a.txt", "b.txt", f"--encoding={encoding}", "--val_fraction=0.2")
@@ -353,8 +358,8 @@ def test_another_encoding_is_given_for_what_is_not_unicode(encoding):
     check_documents(*splits, [JAPANESE, GERMAN])
 
 
-def test_a_python_file_states_its_encoding():
-    """In its first or second line (PEP 263). One that states none is guessed."""
+def test_a_python_file_is_read_in_the_encoding_that_it_declares():
+    """Read the declaration in the first or second line (PEP 263). --encoding is not needed."""
     texts = [f"#!python\n# -*- coding: {name} -*-\n" + text for name, text in STATED.items()]
     for n, (encoding, text) in enumerate(zip(STATED, texts, strict=True)):
         Path(f"{n}.py").write_bytes(text.encode(encoding))
@@ -366,7 +371,7 @@ def test_a_python_file_states_its_encoding():
 STATED = {"koi8-r": "x = 'Привет мир'\n" * 60, "latin-1": "x = 'é'\n" * 60, "iso2022_jp": JAPANESE}
 
 
-def test_the_byte_order_marks_of_joined_files_are_no_text():
+def test_byte_order_marks_inside_joined_files_are_dropped():
     for encoding in ("utf-8-sig", "utf-16"):
         Path("a.txt").write_bytes(GERMAN.encode(encoding) * 2)
         result = prepare_text("a.txt", "--val_fraction=0.2")
@@ -377,7 +382,7 @@ def test_the_byte_order_marks_of_joined_files_are_no_text():
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-def test_a_text_file_with_end_of_text_between_its_stories_is_as_many_documents(tokenizer):
+def test_a_text_file_is_split_into_documents_at_end_of_text(tokenizer):
     if tokenizer == "gpt2":
         try:
             tiktoken.get_encoding("gpt2")
@@ -398,7 +403,7 @@ def test_a_text_file_with_end_of_text_between_its_stories_is_as_many_documents(t
 
 
 @pytest.mark.parametrize("name", ["a.py", "a.md", "a.jsonl"])
-def test_elsewhere_end_of_text_is_text(name):
+def test_end_of_text_in_code_markdown_or_jsonl_stays_in_the_text(name):
     text = "END = '<|endoftext|>'\n" * 30
     Path(name).write_text(json.dumps(dict(text=text)) if name == "a.jsonl" else text)
     assert prepare_text(name, "--val_fraction=0.2").code == 0
@@ -417,14 +422,14 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("content, said", UNREADABLE.values(), ids=UNREADABLE)
-def test_what_is_no_text_is_refused(content, said):
+def test_a_file_that_cannot_be_decoded_as_text_is_refused_in_one_line(content, said):
     Path("a.txt").write_bytes(content)
     result = prepare_text("a.txt")
     assert result.code == 2 and result.err.count("\n") == 1
     assert said in result.err and "a.txt" in result.err and not Path("out").exists()
 
 
-def test_blanks_are_no_document_in_any_form():
+def test_blank_text_makes_no_document_in_any_format():
     Path("a.txt").write_text(" \n\t\n")
     Path("b.md").write_text("")
     rows = [dict(text=text) for text in ["", " \n", *FILLING]]
@@ -460,14 +465,14 @@ ROWS = {
 @pytest.mark.parametrize(
     "ending", ["jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst"]
 )
-def test_a_row_of_jsonl_is_an_object_with_a_text(ending):
+def test_jsonl_rows_with_a_text_field_are_read_and_others_left_out(ending):
     lines = [line for line, _ in ROWS.values()]
     lines += [json.dumps(dict(text=text)).encode() for text in FILLING]
     expected = [text for _, text in ROWS.values() if text] + FILLING
     assert rows_of(write_lines(f"a.{ending}", lines)) == expected
 
 
-def test_a_json_file_of_lines_is_read_and_one_of_another_form_is_left_alone():
+def test_json_files_with_one_object_per_line_are_read_and_others_skipped():
     rows = [dict(text=text) for text in FILLING]
     Path("source").mkdir()
     Path("source/a.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -492,8 +497,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("line, said", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
-def test_a_broken_line_is_named_by_its_number_in_the_file(prepare, line, said):
-    """Behind a hundred rows and a blank line."""
+def test_a_broken_line_is_refused_with_its_line_number(prepare, line, said):
+    """Count blank lines too, here one after a hundred rows."""
     good = [json.dumps(dict(text=text)).encode() for text in (FILLING * 2)[:100]]
     write_lines("a.jsonl", [*good, b"", line, *good])
     source = "--source=a.jsonl" if prepare is prepare_rows else "a.jsonl"
@@ -521,7 +526,7 @@ MENDED = {
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
 @pytest.mark.parametrize("form, line", MENDED.values(), ids=MENDED)
-def test_the_command_for_what_is_almost_jsonl_keeps_all_rows(form, line):
+def test_the_command_suggested_for_almost_jsonl_keeps_every_row(form, line):
     Path("FILE").write_text(form([dict(id=n, text=text) for n, text in enumerate(FILLING)]) + "\n")
     shutil.copy("FILE", "a.jsonl")
     result = prepare_rows("--source=a.jsonl")
@@ -533,7 +538,7 @@ def test_the_command_for_what_is_almost_jsonl_keeps_all_rows(form, line):
     assert rows_of("new.jsonl") == FILLING
 
 
-def test_a_line_that_no_command_mends_comes_without_one():
+def test_no_command_is_suggested_for_a_line_that_none_can_repair():
     lines = [json.dumps(dict(text=text)) for text in FILLING]
     Path("a.jsonl").write_text("\n".join([*lines, '{"text": "a" "b"}', *lines]) + "\n")
     result = prepare_rows("--source=a.jsonl")
@@ -543,7 +548,7 @@ def test_a_line_that_no_command_mends_comes_without_one():
     assert "line 60" in result.err and "cut" in result.err and "NEW" not in result.err
 
 
-def test_the_text_may_be_in_another_field():
+def test_text_field_reads_the_text_from_another_field():
     rows = [dict(body=text, text=1) for text in FILLING]
     Path("source").mkdir()
     Path("source/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -553,7 +558,7 @@ def test_the_text_may_be_in_another_field():
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), "dictionary"])
-def test_parquet_holds_text_in_any_of_its_types(kind):
+def test_parquet_text_is_read_from_string_binary_and_dictionary_columns(kind):
     texts = ["café", None, *FILLING]
     column = pa.array(texts)
     column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
@@ -562,7 +567,9 @@ def test_parquet_holds_text_in_any_of_its_types(kind):
 
 
 def write_bytes_column(name: str, rows: list[bytes], kind=None) -> None:
-    """A parquet file of these bytes, perhaps declared as strings, which pyarrow does not check."""
+    """
+    Write these bytes as a parquet column, declared as strings on request. pyarrow does not check.
+    """
     column = pa.array(rows, pa.binary())
     if kind == "string":
         column = pa.StringArray.from_buffers(len(column), *column.buffers()[1:])
@@ -590,9 +597,7 @@ COLUMNS = {
 @pytest.mark.parametrize("kind", ["string", "binary"])
 @pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
 @pytest.mark.parametrize("texts, encoding, flags, said", COLUMNS.values(), ids=COLUMNS)
-def test_bytes_of_parquet_are_decoded_as_those_of_a_text_file(
-    kind, prepare, texts, encoding, flags, said
-):
+def test_bytes_in_parquet_are_decoded_like_a_text_file(kind, prepare, texts, encoding, flags, said):
     write_bytes_column("a.parquet", [text.encode(encoding) for text in texts], kind)
     result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet", *flags)
     assert result.code == 0 and result.err.count("\n") == bool(said), result.err
@@ -615,20 +620,20 @@ NO_TEXT = {
 
 @pytest.mark.parametrize("rows, said", NO_TEXT.values(), ids=NO_TEXT)
 @pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
-def test_bytes_of_parquet_that_are_no_text_are_refused(prepare, rows, said):
+def test_bytes_in_parquet_that_are_not_text_are_refused(prepare, rows, said):
     write_bytes_column("a.parquet", rows)
     result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet")
     assert result.code == 2 and said in result.err and not Path("out").exists()
     assert "--encoding" in result.err
 
 
-def test_rows_of_jsonl_that_are_full_of_nuls_are_refused():
+def test_jsonl_rows_full_of_nul_characters_are_refused():
     rows = [dict(text=text.encode("utf-16-le").decode("latin-1")) for text in FILLING]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert_refused("60 of the first 60 rows hold no text", "text (str)", prepare_text("a.jsonl"))
 
 
-def test_single_rows_of_parquet_that_are_no_text_stop_nothing_and_are_said():
+def test_a_few_undecodable_rows_in_parquet_give_warnings_and_the_rest_is_prepared():
     cut = "Größe ‒ große Straße".encode()[:-1] + b"\xc3"  # in the middle of a letter
     write_bytes_column("a.parquet", [cut, bytes(range(256)), cut, *(t.encode() for t in FILLING)])
     result = prepare_rows("--source=a.parquet")
@@ -642,8 +647,8 @@ def test_single_rows_of_parquet_that_are_no_text_stop_nothing_and_are_said():
     assert texts == ["Größe ‒ große Straß\ufffd"] * 2 + FILLING
 
 
-def test_rows_without_text_are_counted_and_a_file_that_is_mostly_without_is_refused():
-    """Also a file behind others, when it is reached."""
+def test_rows_without_text_are_counted_but_a_file_with_hardly_any_text_is_refused():
+    """Refuse it even when it comes after other files, as soon as it is reached."""
     texts = [text for text in documents(1400) if text]
     rows = [dict(text=text) for text in texts]
     without = [dict(body="w", tags=[])] * 1100
@@ -680,7 +685,7 @@ def test_rows_without_text_are_counted_and_a_file_that_is_mostly_without_is_refu
 @pytest.mark.parametrize("ending, said", [("gz", "EOFError"), ("zst", "Truncated")])
 @pytest.mark.parametrize("cut", ["a line", "between lines", "the second part", "the last byte"])
 def test_reports_a_truncated_gz_or_zst_file_in_one_line(ending, said, cut):
-    """Exit code 2, with the file's name and the library's own error."""
+    """End with exit code 2, the file's name and the library's own error."""
     rows = [json.dumps(dict(text=text)).encode() + b"\n" for text in FILLING]
     pack = gzip.compress if ending == "gz" else pytest.importorskip("zstandard").compress
     packed = pack(b"".join(rows))
@@ -697,7 +702,7 @@ def test_reports_a_truncated_gz_or_zst_file_in_one_line(ending, said, cut):
 
 
 def flushed(ending: str, content: bytes) -> bytes:
-    """A compressed file that is cut behind this content."""
+    """Return a compressed file that is cut off after this content."""
     if ending == "gz":
         packer = zlib.compressobj(wbits=31)
         return packer.compress(content) + packer.flush(zlib.Z_SYNC_FLUSH)
@@ -709,8 +714,8 @@ def flushed(ending: str, content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "pack, name", [("gzip", "a.jsonl"), ("zstd", "a.jsonl"), ("", "a.jsonl.gz")]
 )
-def test_what_is_packed_is_told_by_its_bytes(pack, name):
-    """A browser unpacks a .gz and keeps its name."""
+def test_compression_is_recognized_by_content_instead_of_the_files_name(pack, name):
+    """Read a .gz file that a browser has unpacked without renaming it."""
     write_lines(f"b.jsonl{dict(gzip='.gz', zstd='.zst').get(pack, '')}", ROW_LINES)
     next(Path().glob("b.*")).rename(name)
     assert rows_of(name) == FILLING
@@ -719,8 +724,8 @@ def test_what_is_packed_is_told_by_its_bytes(pack, name):
 ROW_LINES = [json.dumps(dict(text=text)).encode() for text in FILLING]
 
 
-def test_zst_with_a_large_window_says_how_to_pack_it_anew():
-    """As the dumps of Reddit, which zstd itself reads only with --long=31."""
+def test_a_zst_file_with_a_large_window_is_refused_with_a_command_that_repacks_it():
+    """Refuse files such as Reddit's dumps, which zstd itself reads only with --long=31."""
     zstandard = pytest.importorskip("zstandard")
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -729,7 +734,7 @@ def test_zst_with_a_large_window_says_how_to_pack_it_anew():
     assert_refused("zstd window above 128 MB", "unzstd --long=31", prepare_text("a.jsonl.zst"))
 
 
-def test_zst_in_several_frames_is_read_to_its_end():
+def test_a_zst_file_with_several_frames_is_read_to_its_end():
     zstandard = pytest.importorskip("zstandard")
     skippable = bytes.fromhex("502a4d18") + (4).to_bytes(4, "little") + b"abcd"
     lines = [json.dumps(dict(text=text)).encode() + b"\n" for text in FILLING]
@@ -739,8 +744,8 @@ def test_zst_in_several_frames_is_read_to_its_end():
     assert rows_of("a.jsonl.zst") == FILLING
 
 
-def test_text_that_would_fill_the_memory_is_sent_to_jsonl():
-    """A gigabyte and a byte, of which the disk holds nothing."""
+def test_a_text_file_above_a_gigabyte_is_refused_with_advice_to_use_jsonl():
+    """Give a sparse file of a gigabyte and one byte."""
     with open("a.txt", "wb") as file:
         file.truncate(10**9 + 1)
     result = prepare_text("a.txt")

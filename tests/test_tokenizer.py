@@ -47,13 +47,13 @@ def own() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory) -> Path:
-    """A data folder with a tokenizer of its own, prepared by the command."""
+    """Prepare a data folder with its own tokenizer by the command."""
     return prepare_rows(tmp_path_factory.mktemp("mine"), TEXTS)
 
 
 @pytest.fixture(scope="module")
 def another(tmp_path_factory) -> Path:
-    """The same from other text: a tokenizer of as many ids."""
+    """Prepare other text the same way, which gives another tokenizer with as many ids."""
     return prepare_rows(tmp_path_factory.mktemp("another"), OTHER_TEXTS)
 
 
@@ -73,21 +73,21 @@ def prepare_rows(folder: Path, texts: list, tokenizer: str = f"bpe:{VOCAB}") -> 
 @example("<|endoftext|> in a text<|endoftext|>")
 @example("\ud83d\ude42 \udfff\x00\x1c\x85\u2028\ufeff e\u0301 \u00e9 \u1100\u1161")
 @example("  \r\n\t\n  a  b\n\n\n")
-def test_any_text_comes_back_and_holds_no_end_of_text(own, text):
-    """A lone surrogate, which UTF-8 cannot hold, comes back as a question mark, as from bytes."""
+def test_any_text_decodes_to_itself_and_never_contains_the_end_of_text_id(own, text):
+    """Turn a lone surrogate, which UTF-8 cannot hold, into a question mark."""
     ids = own.encode(text)
     assert own.decode(ids) == text.encode(errors="replace").decode()
     assert own.eot not in ids and all(0 <= i < VOCAB for i in ids)
 
 
-def test_end_of_text_has_an_id_and_any_byte_another(own):
+def test_the_smallest_tokenizer_has_an_id_for_every_byte_and_one_for_end_of_text(own):
     assert own.decode([own.eot]) == "<|endoftext|>"
     smallest = train_bpe("bpe:257", TEXTS)
     assert len(smallest.encode("na\u00efve")) == 6  # its UTF-8 bytes
 
 
-def test_gpt2s_tokens_of_a_lone_surrogate_are_a_question_marks():
-    """As jsonl of the web has them; tiktoken alone would end the preparation."""
+def test_gpt2s_tokenizer_encodes_a_lone_surrogate_as_a_question_mark():
+    """Encode text that jsonl from the web contains. tiktoken alone would raise an error."""
     try:
         gpt2 = Tokenizer({"kind": "gpt2"})
     except UserError as error:
@@ -96,8 +96,8 @@ def test_gpt2s_tokens_of_a_lone_surrogate_are_a_question_marks():
 
 
 @pytest.mark.parametrize("separator", [" ", "\n", "\n\n \t", "  "])
-def test_a_long_document_is_the_same_in_pieces(own, separator, monkeypatch):
-    """The library gets it in pieces, which must not show in the tokens."""
+def test_a_long_document_split_into_pieces_has_the_same_tokens(own, separator, monkeypatch):
+    """Hide from the tokens that the library gets long text in pieces."""
     text = separator.join(" ".join(TEXTS[:40]).split(" ")) + separator
     whole = list(own.encode(text))
     pattern = tokenizer_module.CHUNK.pattern.replace("200000", "7")
@@ -110,7 +110,7 @@ def test_a_long_document_is_the_same_in_pieces(own, separator, monkeypatch):
 # Preparation
 
 
-def test_a_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, own):
+def test_a_data_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, own):
     manifest, content = manifest_of(mine), (mine / "tokenizer.json").read_bytes()
     assert (manifest["tokenizer"], manifest["vocab"]) == ("bpe", VOCAB)
     data = open_dataset(str(mine))
@@ -126,7 +126,7 @@ def test_a_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, o
     assert sum(map(len, splits)) == sum(shard["documents"] for shard in manifest["shards"])
 
 
-def test_validation_text_trains_no_tokenizer(tmp_path):
+def test_a_tokenizer_is_not_trained_on_validation_text(tmp_path):
     rows = ["xyxyxyxyxy " * 50] * 3 + TEXTS
     source = str(write_jsonl(tmp_path / "a.jsonl", rows))
     book = tmp_path / "book.txt"  # its end is for validation
@@ -141,7 +141,7 @@ def test_validation_text_trains_no_tokenizer(tmp_path):
     assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
 
 
-def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
+def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(monkeypatch):
     monkeypatch.setattr(tokenizer_module, "SAMPLE_MB", 1)
     rows = [letter * 10_000 for letter in "abcdefgh" for _ in range(50)]  # 4 MB
 
@@ -162,8 +162,8 @@ def test_the_sample_is_bounded_and_from_the_whole_text(monkeypatch):
         pytest.param("\u7684\u4e00\u662f\u5728", marks=pytest.mark.slow),
     ],
 )
-def test_a_tokenizer_of_one_long_word_takes_as_long_as_of_short_ones(letters):
-    """Without cutting the word, it takes a hundred times as long."""
+def test_training_a_tokenizer_on_one_endless_word_is_not_slow(letters):
+    """Cut the word. Otherwise it would take a hundred times as long."""
     text = "".join(random.Random(0).choices(letters, k=200_000))
 
     def seconds(texts: list[str]) -> float:
@@ -177,8 +177,8 @@ def test_a_tokenizer_of_one_long_word_takes_as_long_as_of_short_ones(letters):
 
 @needs_signals
 @pytest.mark.slow
-def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
-    """The library would train on for minutes."""
+def test_ctrl_c_while_a_tokenizer_trains_ends_the_preparation_at_once(tmp_path):
+    """End within ten seconds, although the library would continue for minutes."""
     letters = np.random.default_rng(0).integers(97, 123, 20_000_000, dtype=np.uint8)
     letters[::9] = 32
     (tmp_path / "words.txt").write_bytes(letters.tobytes())
@@ -197,7 +197,7 @@ def test_ctrl_c_while_a_tokenizer_trains_ends_at_once(tmp_path):
 # Training with it
 
 
-def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path):
+def test_a_run_with_its_own_tokenizer_trains_resumes_samples_and_is_fine_tuned(mine, tmp_path):
     run_here(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
     run_here(mine, tmp_path / "run", init_from="resume", max_iters=6)
     state = checkpoint(tmp_path / "run", 6)
@@ -211,7 +211,7 @@ def test_training_sampling_and_resuming_as_with_gpt2(mine, tmp_path):
 
 
 def refusal(result) -> str:
-    """The one error line of a command that was refused."""
+    """Return the only error line of a command that was refused."""
     errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert result.code == 2 and len(errors) == 1, result
     return errors[0]
@@ -221,7 +221,7 @@ def train_on(dataset, out_dir, **options):
     return run("train.py", *all_flags(dataset, out_dir, **options))
 
 
-def test_two_tokenizers_are_never_mixed(mine, another, tmp_path):
+def test_resuming_or_fine_tuning_with_another_tokenizer_is_refused(mine, another, tmp_path):
     run_here(mine, tmp_path / "run", max_iters=1)
     resumed = train_on(another, tmp_path / "run", init_from="resume")
     assert "another tokenizer" in refusal(resumed)
@@ -233,7 +233,9 @@ def test_two_tokenizers_are_never_mixed(mine, another, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, monkeypatch):
+def test_a_stream_uses_the_given_tokenizer_json_and_keeps_it_when_resumed(
+    mine, another, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)  # its shards go to data/streamed
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     options = dict(stream=True, data_workers=1, tokenizer=mine / "tokenizer.json")
@@ -247,21 +249,21 @@ def test_a_stream_takes_a_tokenizer_json_and_keeps_it(mine, another, tmp_path, m
     assert "another tokenizer" in refusal(train_on(source, tmp_path / "run", **options))
 
 
-def test_a_preparation_that_has_written_no_tokenizer_yet_is_unfinished(mine, tmp_path):
-    """A stream looks at any moment."""
+def test_a_data_folder_without_its_tokenizer_yet_is_reported_as_unfinished(mine, tmp_path):
+    """Read it without an error too, because a stream may look at any moment."""
     begun = manifest_of(mine) | dict(shards=[], complete=False)
     (tmp_path / "manifest.json").write_text(json.dumps(begun), "utf-8")
     assert len(read_folder(tmp_path).train) == 0
     assert "unfinished" in refusal(train_on(tmp_path, tmp_path / "run"))
 
 
-def test_a_tokenizer_for_a_folder_that_has_its_own_is_refused(mine, tmp_path):
+def test_a_tokenizer_flag_is_refused_for_a_data_folder_that_has_its_own(mine, tmp_path):
     result = train_on(mine, tmp_path / "run", tokenizer=mine / "tokenizer.json")
     assert "tokenizer: a data folder has its own" in refusal(result)
 
 
-def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsys):
-    """Prepared shards are enough; the checkpoint holds the tokenizer all the same."""
+def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypatch, capsys):
+    """Warn that there are no samples. The checkpoint still holds the tokenizer."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     run_here(mine, tmp_path / "run", max_iters=1, sample_tokens=3)
     assert "no sample: tokenizer.json: the tokenizers library" in capsys.readouterr().err
@@ -285,7 +287,7 @@ def test_training_needs_no_tokenizers_library(mine, tmp_path, monkeypatch, capsy
         (".", "; give one of byte, gpt2, "),
     ],
 )
-def test_a_tokenizer_that_there_is_not(tmp_path, name, message):
+def test_a_tokenizer_that_does_not_exist_is_refused_and_leaves_no_folder(tmp_path, name, message):
     source, out = write_parquet(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
     flags = [f"--tokenizer={name}", f"--out={out}"]
     for command in ([TEXT, source], [FINEWEB, f"--source={source}", "--val_tokens=100"]):
@@ -366,7 +368,7 @@ TOKENIZER_FILES = {
 
 
 @pytest.mark.parametrize("content, message", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
-def test_a_tokenizer_json_that_cannot_be_used(tmp_path, content, message):
+def test_a_tokenizer_json_that_loses_text_or_cannot_be_read_is_refused(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     path.write_text(content if isinstance(content, str) else content(), "utf-8")
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
@@ -375,7 +377,9 @@ def test_a_tokenizer_json_that_cannot_be_used(tmp_path, content, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_other_names_of_end_of_text_and_settings_that_would_change_the_tokens(own, tmp_path):
+def test_a_tokenizer_json_may_rename_end_of_text_and_its_truncation_and_dropout_are_ignored(
+    own, tmp_path
+):
     content = json.loads(own.spec["json"])
     content["added_tokens"][0]["content"] = "</s>"
     content["model"]["vocab"]["</s>"] = content["model"]["vocab"].pop("<|endoftext|>")
@@ -387,20 +391,20 @@ def test_other_names_of_end_of_text_and_settings_that_would_change_the_tokens(ow
     assert list(theirs.encode(TEXTS[0])) == ids and len(ids) > 4
 
 
-def test_the_text_that_tries_a_tokenizer_holds_every_byte_of_utf8():
-    """All but C0, C1 and F5 to FF, which no text has (RFC 3629)."""
+def test_the_text_that_checks_a_tokenizer_contains_every_byte_of_utf8():
+    """Leave out only C0, C1 and F5 to FF, which valid UTF-8 never contains (RFC 3629)."""
     missing = set(range(256)) - set(tokenizer_module.PROBE.encode())
     assert missing == {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
-def test_a_folder_without_its_tokenizer_is_not_trained_on(mine, tmp_path):
+def test_training_is_refused_if_the_data_folders_tokenizer_is_missing(mine, tmp_path):
     folder = shutil.copytree(mine, tmp_path / "data")
     (folder / "tokenizer.json").unlink()
     message = "tokenizer.json: No such file or directory; restore it, or prepare it again"
     assert message in refusal(train_on(folder, tmp_path / "run"))
 
 
-def test_a_preparation_continues_with_no_other_tokenizer(mine, tmp_path):
+def test_a_preparation_does_not_continue_with_another_tokenizer(mine, tmp_path):
     folder = shutil.copytree(mine, tmp_path / "data")
     content = (folder / "tokenizer.json").read_text("utf-8")
     (folder / "tokenizer.json").write_text(content + "\n", "utf-8")
@@ -408,7 +412,7 @@ def test_a_preparation_continues_with_no_other_tokenizer(mine, tmp_path):
     assert "other flags (tokenizer_sha256); choose" in refusal(run(TEXT, *flags))
 
 
-def test_a_tokenizer_of_the_users_is_neither_overwritten_nor_deleted(own, tmp_path):
+def test_a_users_tokenizer_json_in_the_output_folder_is_never_overwritten_or_deleted(own, tmp_path):
     path = tmp_path / "out/tokenizer.json"
     path.parent.mkdir()
     path.write_text(own.spec["json"], "utf-8")
@@ -420,7 +424,7 @@ def test_a_tokenizer_of_the_users_is_neither_overwritten_nor_deleted(own, tmp_pa
     assert path.read_text("utf-8") == own.spec["json"]
 
 
-def test_too_little_text_leaves_nothing(tmp_path):
+def test_too_little_text_is_refused_and_leaves_no_folder(tmp_path):
     source = write_parquet(tmp_path / "a.parquet", TEXTS[:20])
     out = tmp_path / "out"
     flags = [f"--source={source}", f"--out={out}", "--val_tokens=1M"]

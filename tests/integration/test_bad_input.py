@@ -331,7 +331,7 @@ PREPARATION = [
 
 
 class Evil:
-    """Unpickled by a careless program, it leaves a file."""
+    """Write a file when a careless program unpickles this object."""
 
     def __reduce__(self):
         return Path.write_text, (Path("evil_was_here"), "!")
@@ -455,7 +455,7 @@ def write_texts() -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """The working folder of all commands, which none of them may change."""
+    """Create the working folder of all commands, which none of them may change."""
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -475,7 +475,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything in a folder; of files the size and the time of the last change."""
+    """Return everything in a folder, files with their size and the time of their last change."""
     found = {}
     for path in folder.rglob("*"):
         stat = path.lstat()
@@ -484,7 +484,9 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
-    """Each error has its words; there are no other lines but warnings, and commands below them."""
+    """
+    Check that each error has its words, and that other lines are warnings or indented commands.
+    """
     lines = "\n".join(lines).replace("\n    ", " ").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert all(line.isprintable() for line in lines), lines
@@ -509,24 +511,26 @@ BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + TOOLS + PREPARATION
 
 
 @pytest.mark.parametrize("row", BAD_STARTS, ids=[row[0] for row in BAD_STARTS])
-def test_a_bad_start_is_one_line_a_problem_and_writes_nothing(row, world, monkeypatch):
+def test_a_bad_command_prints_one_line_per_problem_and_writes_nothing(row, world, monkeypatch):
     check(world, monkeypatch, *row)
 
 
 @pytest.mark.parametrize("flag", OF_A_RUN)
-def test_a_resumed_run_keeps_its_architecture_or_is_refused(flag, world, monkeypatch):
+def test_resuming_is_refused_if_a_flag_changes_what_a_run_keeps(flag, world, monkeypatch):
     command = f"train.py tiny.py --init_from=resume --out_dir=run --max_iters=3 --{flag}"
     check(world, monkeypatch, command, flag.partition("=")[0])
 
 
 @pytest.mark.parametrize("flag", ARCHITECTURE)
-def test_weights_keep_their_architecture_or_are_refused(flag, world, monkeypatch):
+def test_fine_tuning_is_refused_if_a_flag_changes_the_architecture_of_the_weights(
+    flag, world, monkeypatch
+):
     check(world, monkeypatch, f"train.py tiny.py --init_from=run --{flag}", flag.partition("=")[0])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("script", ["train.py tiny.py", "sample.py --out_dir=run"])
-def test_a_gpu_that_is_not_there_is_said(script, world, monkeypatch):
+def test_device_cuda_without_a_gpu_is_refused_with_the_flag_for_the_cpu(script, world, monkeypatch):
     check(world, monkeypatch, f"{script} --device=cuda", "device cuda --device=cpu")
 
 
@@ -539,7 +543,9 @@ assert ctypes.CDLL(None).capset(version_3, none) == 0
 
 
 @pytest.mark.parametrize("row", LEFTOVERS, ids=[row[0] for row in LEFTOVERS])
-def test_what_another_launcher_left_is_named_with_what_to_unset(row, world, monkeypatch):
+def test_a_variable_left_by_another_launcher_is_named_with_the_command_that_unsets_it(
+    row, world, monkeypatch
+):
     variables, words = row
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
@@ -548,7 +554,7 @@ def test_what_another_launcher_left_is_named_with_what_to_unset(row, world, monk
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
 @pytest.mark.parametrize("key", ["out_dir", "dataset"])
-def test_a_folder_without_permission_is_one_line(key, world, tmp_path):
+def test_a_folder_without_permission_is_reported_in_one_line(key, world, tmp_path):
     (tmp_path / "private").mkdir(mode=0)
     keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new")
     keys |= {key: tmp_path / "private" / "x"}
@@ -559,7 +565,7 @@ def test_a_folder_without_permission_is_one_line(key, world, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_help_of_several_ranks_is_printed_once():
+def test_help_is_printed_once_by_several_ranks():
     results = finish_ranks(start_ranks(2, "--help"))
     assert [(result.code, result.err) for result in results] == [(0, "")] * 2
     assert [bool(result.out) for result in results] == [True, False]

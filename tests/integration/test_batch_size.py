@@ -29,7 +29,7 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(tmp_path, tokens) -> Path:
-    """A config file that says its tokens per iteration twice."""
+    """Write a config file that states its tokens per iteration twice."""
     path = tmp_path / "mine.py"
     path.write_text(f"dataset = {str(tokens)!r}\n{BATCH.format(8)}", "utf-8")
     return path
@@ -47,7 +47,7 @@ def printed_config(*arguments) -> dict:
     return values
 
 
-def test_a_file_whose_accumulation_does_not_follow_is_told_the_one_to_write(tmp_path):
+def test_a_config_with_contradicting_accumulation_is_refused_with_the_right_value(tmp_path):
     (tmp_path / "x.py").write_text(BATCH.format(9), "utf-8")
     result = run("configurator.py", tmp_path / "x.py")
     assert result.code == 2
@@ -80,14 +80,14 @@ def test_recomputes_accumulation_for_flags_after_a_config(
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_tokens_per_iter_that_is_typed_must_divide(order, config):
+def test_tokens_per_iter_on_the_command_line_is_refused_if_it_does_not_divide(order, config):
     typed = ["--batch_size=3", "--tokens_per_iter=512"][::order]
     result = run("configurator.py", config, *typed)
     assert result.code == 2
     assert "480 or 528" in result.err
 
 
-def test_a_resume_keeps_its_tokens_per_iteration(config, tmp_path):
+def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, tmp_path):
     out_dir = tmp_path / "run"
     first = run_tiny(config, "--batch_size=3", out_dir=out_dir, max_iters=2)
     assert [
@@ -111,14 +111,16 @@ NINE_SUBJECTS = """
 
 
 @pytest.mark.parametrize("path", GPU_CONFIGS, ids=lambda path: path.stem)
-def test_the_config_of_a_gpu_shows_the_nine_subjects(path):
+def test_every_gpu_config_spells_out_nine_important_settings(path):
     shown: dict = {}
     exec(path.read_text("utf-8"), shown)
     assert not [name for name in NINE_SUBJECTS if name not in shown]
 
 
-def test_a_resume_keeps_tokens_that_only_its_accumulation_said(tokens, tmp_path):
-    """As nanoGPT's configs do, without tokens_per_iter."""
+def test_a_resume_keeps_the_tokens_per_iteration_that_its_accumulation_gave(tokens, tmp_path):
+    """
+    Resume a config without tokens_per_iter, as nanoGPT writes them, with a larger micro-batch.
+    """
     (tmp_path / "x.py").write_text(
         f"dataset = {str(tokens)!r}\nbatch_size = 4\nblock_size = 16\n"
         "gradient_accumulation_steps = 3\n",

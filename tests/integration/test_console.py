@@ -39,7 +39,7 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(tmp_path, tokens) -> Path:
-    """A config file that says its tokens per iteration twice."""
+    """Write a config file that states its tokens per iteration twice."""
     path = tmp_path / "mine.py"
     path.write_text(f"dataset = {str(tokens)!r}\n{BATCH.format(8)}", "utf-8")
     return path
@@ -57,7 +57,7 @@ def printed_config(*arguments) -> dict:
     return values
 
 
-def test_mfu_is_of_a_measured_matmul_which_the_run_keeps(tokens, tmp_path):
+def test_mfu_on_a_cpu_is_relative_to_a_measured_matmul_that_a_resume_keeps(tokens, tmp_path):
     out_dir = tmp_path / "run"
     keys = TINY | dict(dataset=tokens, out_dir=out_dir, batch_size=2, block_size=16)
     train(**keys | dict(max_iters=2))
@@ -72,13 +72,13 @@ def test_mfu_is_of_a_measured_matmul_which_the_run_keeps(tokens, tmp_path):
     assert checkpoint(out_dir, 4)["peak"]["tflops"] == pytest.approx(first["peak_tflops"])
 
 
-def test_peak_tflops_overrides_what_is_measured(tokens, tmp_path):
+def test_peak_tflops_replaces_the_measured_peak(tokens, tmp_path):
     train(**TINY, dataset=tokens, out_dir=tmp_path / "run", block_size=16, peak_tflops=2.5)
     (start,) = records(tmp_path / "run", "start")
     assert (start["peak_tflops"], start["peak_source"]) == (2.5, "peak_tflops")
 
 
-def test_console_and_log_begin_with_what_can_be_pasted_again(config, tmp_path):
+def test_console_and_log_begin_with_the_command_and_settings_in_a_form_to_paste(config, tmp_path):
     out_dir = tmp_path / "run"
     result = run_tiny(config, out_dir=out_dir)
     lines = result.out.splitlines()
@@ -98,8 +98,10 @@ def test_console_and_log_begin_with_what_can_be_pasted_again(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_well_writes_nothing_to_stderr(tokens, tmp_path):
-    """torch 2.15 names what the garbage collector was still kept from at the end as leaked."""
+def test_a_successful_run_writes_nothing_to_stderr(tokens, tmp_path):
+    """
+    Release everything kept from the garbage collector, which torch 2.15 would report as leaked.
+    """
     keys = TINY | dict(block_size=16, dataset=tokens, out_dir=tmp_path / "run", warmup_iters=0)
     code = "import atexit, gc, runpy; atexit.register(lambda: print('kept', gc.get_freeze_count()))"
     code += "; runpy.run_path('train.py', run_name='__main__')"
@@ -108,7 +110,7 @@ def test_a_run_that_ends_well_writes_nothing_to_stderr(tokens, tmp_path):
     assert ended.out.endswith("\nkept 0\n")
 
 
-def test_a_run_ends_with_its_figures_one_a_line(tokens, tmp_path):
+def test_a_run_ends_with_its_figures_one_per_line(tokens, tmp_path):
     out_dir = tmp_path / "run"
     trainer = InProcessRun(fake_clock=True)
     keys = TINY | dict(batch_size=4, block_size=16, peak_tflops=1e-6)
@@ -130,10 +132,12 @@ def test_a_run_ends_with_its_figures_one_a_line(tokens, tmp_path):
     assert float(found["mem_gib"]) > 0
 
 
-def test_the_figures_of_a_resumed_run_are_the_whole_runs_or_this_launchs(
+def test_a_resumed_run_ends_with_total_tokens_and_seconds_but_the_speed_of_its_last_launch(
     tokens, tmp_path, monkeypatch
 ):
-    """Tokens and seconds of both launches; speed, MFU and peak memory of the second one."""
+    """
+    Sum tokens and seconds over both launches. Give speed, MFU and peak memory of the second one.
+    """
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", batch_size=4, block_size=16)
     keys |= dict(max_iters=4, eval_interval=2, peak_tflops=0.001)
     trainer = InProcessRun(fake_clock=True)
