@@ -22,7 +22,7 @@ FAULTS = [
         "replacing",
         "os.fsync(file.fileno())",
         "pass",
-        "integration/test_disks.py::test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_run_goes_on",
+        "integration/test_disks.py::test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards",
     ),
     Fault(
         "the new name is not on the disk when the run goes on",
@@ -30,7 +30,7 @@ FAULTS = [
         "replacing",
         "fsync_folder(path.parent)",
         "pass",
-        "integration/test_disks.py::test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_run_goes_on",
+        "integration/test_disks.py::test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards",
     ),
     Fault(
         "fsync comes before flush",
@@ -38,7 +38,7 @@ FAULTS = [
         "replacing",
         "file.flush()\n            os.fsync(file.fileno())",
         "os.fsync(file.fileno())\n            file.flush()",
-        "integration/test_disks.py::test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_run_goes_on",
+        "integration/test_disks.py::test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards",
     ),
     Fault(
         "a save that failed counts as the best on the disk",
@@ -46,7 +46,7 @@ FAULTS = [
         "main",
         "if not problem:\n                progress = to_save",
         "progress = to_save\n            if not problem:",
-        "integration/test_disks.py::test_the_best_is_the_best_that_is_on_the_disk[True]",
+        "integration/test_disks.py::test_best_pt_holds_the_best_model_that_could_be_saved[True]",
     ),
     Fault(
         "damaged checkpoints count among the newest",
@@ -54,7 +54,7 @@ FAULTS = [
         "claim_folder",
         "set_aside(path)",
         "pass",
-        "integration/test_disks.py::test_death_at_any_disk_call_costs_no_more_than_the_iterations_since_the_last_save[2-6]",
+        "integration/test_disks.py::test_a_kill_at_any_disk_call_loses_only_the_iterations_since_the_last_save[2-6]",
     ),
     Fault(
         "old checkpoints are deleted only after the save",
@@ -62,7 +62,7 @@ FAULTS = [
         "Saver.save",
         "self.prune(max(1, self.keep - 1))",
         "pass",
-        "integration/test_disks.py::test_a_disk_with_the_room_that_the_page_names_is_enough[True-True]",
+        "integration/test_disks.py::test_a_run_fits_the_disk_space_that_the_docs_name[True-True]",
     ),
     Fault(
         "records that a full disk refused are lost",
@@ -70,7 +70,7 @@ FAULTS = [
         "Saver.write_record",
         "self.unwritten + json.dumps",
         "json.dumps",
-        "integration/test_disks.py::test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made[before-0]",
+        "integration/test_disks.py::test_a_run_trains_on_while_the_disk_is_full_and_later_saves_what_it_could_not[before-0]",
     ),
     Fault(
         "a cut record is completed where the file does not end",
@@ -86,7 +86,7 @@ FAULTS = [
         "link",
         "except OSError:",
         "except FileNotFoundError:",
-        "integration/test_disks.py::test_a_disk_with_the_room_that_the_page_names_is_enough[True-False]",
+        "integration/test_disks.py::test_a_run_fits_the_disk_space_that_the_docs_name[True-False]",
     ),
     Fault(
         "the manifest lists a shard before it is written",
@@ -230,7 +230,7 @@ FAULTS = [
         "restore_optimizer",
         "moment.clone()",
         "moment",
-        "integration/test_disks.py::test_a_resumed_run_does_not_hold_the_room_of_deleted_checkpoints",
+        "integration/test_disks.py::test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from",
     ),
     Fault(
         "a teraflop is 2**40 operations",

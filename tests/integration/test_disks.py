@@ -74,7 +74,7 @@ FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 @pytest.fixture(scope="module")
 def straight(tokens, tmp_path_factory) -> Path:
-    """The run that nothing happens to."""
+    """Train a run that nothing interrupts."""
     out_dir = tmp_path_factory.mktemp("straight")
     train(**TINY, dataset=tokens, out_dir=out_dir)
     return out_dir
@@ -93,7 +93,7 @@ def start_tiny(tokens: Path, out_dir: Path, **changes):
 
 
 def planned(tmp_path: Path, *steps, rank: int = 0) -> list[str]:
-    """train.py, with steps of fault_injection.py."""
+    """Return train.py's command line with steps of fault_injection.py."""
     plan = dict(disk=str(tmp_path), rank=rank, steps=steps)
     return ["tests/fault_injection.py", json.dumps(plan), "train.py"]
 
@@ -115,7 +115,7 @@ def best_iter(out_dir: Path) -> int:
 
 
 def best_logged(out_dir: Path) -> int:
-    """The iteration of the lowest validation loss; the untrained model of 0 is never saved."""
+    """Return the iteration with the lowest validation loss. The untrained model is never saved."""
     losses = dict(column(out_dir, "eval", "iter", "val_loss"))
     return min((it for it in losses if it), key=losses.get)
 
@@ -124,8 +124,10 @@ def best_logged(out_dir: Path) -> int:
 # Full disks
 
 
-def test_a_disk_that_takes_no_file_so_large_ends_the_run(tokens, tmp_path):
-    """FAT32 takes 4 GB, for example. Waiting for room would not help."""
+def test_a_checkpoint_above_the_disks_file_size_limit_ends_the_run_with_one_line(tokens, tmp_path):
+    """
+    End at once, because waiting for room would not help. FAT32, for example, limits files to 4 GB.
+    """
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
@@ -142,18 +144,18 @@ def test_a_disk_that_takes_no_file_so_large_ends_the_run(tokens, tmp_path):
 
 
 def seems_empty():
-    """As with a quota: the disk tells of free room, and a write fails in the middle of the file."""
+    """Report free room while a write fails in the middle of a file, as a quota does."""
     statvfs = os.statvfs
     return mock.patch("os.statvfs", lambda path: statvfs("/"))
 
 
 def no_wait():
-    """A run that waits for room fails the test."""
+    """Fail the test if the run waits for room."""
     return Clock(lambda: pytest.fail("waits for room")).patched()
 
 
 @pytest.mark.parametrize("noticed, left", [("before", 0), ("in the middle", 20_000)])
-def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_made(
+def test_a_run_trains_on_while_the_disk_is_full_and_later_saves_what_it_could_not(
     noticed, left, tokens, make_disk, tmp_path
 ):
     options = dict(max_iters=40, lr_decay_iters=40)
@@ -181,10 +183,12 @@ def test_a_full_disk_costs_no_iteration_no_record_and_no_save_that_can_still_be_
     assert_same_run(tmp_path / "straight", disk / "run", 40)
 
 
-def test_records_that_a_disk_refused_to_the_end_are_in_the_checkpoint(
+def test_log_records_that_could_not_be_written_are_restored_from_the_checkpoint(
     tokens, straight, make_disk, tmp_path
 ):
-    """metrics.jsonl alone is on the full disk. A resume makes a new file in out_dir of it."""
+    """
+    Stop a run whose metrics.jsonl lies on a full disk, and resume it. The resume writes a new file.
+    """
     disk, out_dir = make_disk(PAGE), tmp_path / "run"
     out_dir.mkdir()
     (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
@@ -197,8 +201,8 @@ def test_records_that_a_disk_refused_to_the_end_are_in_the_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
-    """Iterations of 20 seconds, and the next regular save is far away."""
+def test_a_failed_save_is_retried_within_a_minute(tokens, make_disk):
+    """Train iterations of 20 seconds, long before the next regular save."""
     disk, clock = make_disk(1 << 20), Clock()
 
     def act(n, optimizer):
@@ -219,7 +223,9 @@ def test_a_failed_save_is_tried_again_within_a_minute(tokens, make_disk):
 @pytest.mark.parametrize(
     "begins, best_there", slow_but(("full", 8), of=[("full", 8), ("with room", 4)])
 )
-def test_the_last_save_waits_until_there_is_room(begins, best_there, tokens, straight, make_disk):
+def test_the_last_save_waits_until_the_disk_has_room(
+    begins, best_there, tokens, straight, make_disk
+):
     disk = make_disk(1 << 20)
 
     def look():
@@ -240,7 +246,7 @@ def test_the_last_save_waits_until_there_is_room(begins, best_there, tokens, str
 
 
 @pytest.mark.parametrize("number", slow_but(signal.SIGINT, of=[signal.SIGINT, signal.SIGTERM]))
-def test_a_signal_ends_the_wait_for_room_and_the_run_can_be_resumed(
+def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
     number, tokens, straight, make_disk
 ):
     disk = make_disk(1 << 20)
@@ -260,8 +266,8 @@ def test_a_signal_ends_the_wait_for_room_and_the_run_can_be_resumed(
     assert_same_run(straight, disk / "run", 8)
 
 
-def test_a_save_that_is_refused_is_tried_again(tokens, straight, tmp_path):
-    """A missing permission, or a network share that is away for a while."""
+def test_the_last_save_is_retried_if_the_system_refuses_it(tokens, straight, tmp_path):
+    """Retry after a missing permission, or while a network share is away."""
     replace, refused = os.replace, []
 
     def refuse(source, target):
@@ -278,8 +284,10 @@ def test_a_save_that_is_refused_is_tried_again(tokens, straight, tmp_path):
     assert_same_run(straight, tmp_path / "run", 8)
 
 
-def test_a_quota_that_a_share_finds_out_late_is_a_full_disk(tokens, straight, tmp_path):
-    """When the file has its name already, and its folder is synced."""
+def test_an_exceeded_quota_that_is_reported_late_is_treated_as_a_full_disk(
+    tokens, straight, tmp_path
+):
+    """Raise the error when the folder is synced, after the file has its final name."""
     refused = []
 
     def sync(file):
@@ -298,8 +306,11 @@ def is_folder(file) -> bool:
 
 
 @pytest.mark.parametrize("always", slow_but(False, of=[True, False]))
-def test_the_best_is_the_best_that_is_on_the_disk(always, tokens, make_disk):
-    """The save at the best evaluation, 4, fails. That at 6 is better than all that are saved."""
+def test_best_pt_holds_the_best_model_that_could_be_saved(always, tokens, make_disk):
+    """
+    Fail the save at iteration 4, the best evaluation. Iteration 6 is then better than all saved
+    ones.
+    """
     disk = make_disk(1 << 20)
 
     def act(n, optimizer):
@@ -319,10 +330,13 @@ def test_the_best_is_the_best_that_is_on_the_disk(always, tokens, make_disk):
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
-def test_a_disk_with_the_room_that_the_page_names_is_enough(
+def test_a_run_fits_the_disk_space_that_the_docs_name(
     worse_later, links, tokens, straight, make_disk
 ):
-    """Of keep_checkpoints=2 and best.pt: three files, and one more on a disk without hard links."""
+    """
+    Leave room for three files: keep_checkpoints=2 and best.pt. A disk without hard links needs one
+    more.
+    """
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk((3 if links else 4) * size + (48 << 10))
     options = dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
@@ -336,8 +350,10 @@ def test_a_disk_with_the_room_that_the_page_names_is_enough(
     assert (best_iter(disk / "run") == 10) != worse_later
 
 
-def test_a_resumed_run_does_not_hold_the_room_of_deleted_checkpoints(tokens, straight, make_disk):
-    """Its tensors come from a file that is deleted later, and is not best.pt."""
+def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
+    tokens, straight, make_disk
+):
+    """Release the file that its tensors were loaded from when it is deleted later."""
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(3 * size + (48 << 10))
     train_tiny(tokens, disk / "run", eval_interval=2, max_iters=2)
@@ -347,8 +363,8 @@ def test_a_resumed_run_does_not_hold_the_room_of_deleted_checkpoints(tokens, str
     assert best_iter(disk / "run") == 4
 
 
-def test_records_that_a_checkpoint_kept_are_not_written_twice(tokens, make_disk, tmp_path):
-    """The disk of metrics.jsonl is full at a save, has room later, and then the run is killed."""
+def test_log_records_kept_in_a_checkpoint_are_not_written_twice(tokens, make_disk, tmp_path):
+    """Fill the disk of metrics.jsonl during a save, free it, and then kill the run."""
     options = dict(max_iters=50, eval_interval=20, keep_checkpoints=3)
     disk, out_dir, there = make_disk(1 << 20), tmp_path / "run", []
     out_dir.mkdir()
@@ -381,7 +397,7 @@ def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tokens, strai
     assert same(checkpoint(disk / "run", 8)["model"], checkpoint(straight, 8)["model"])
 
 
-def test_the_room_that_plan_names_is_that_of_the_run(tokens, straight, tmp_path):
+def test_plan_names_the_disk_space_that_a_run_needs(tokens, straight, tmp_path):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", n_embd=128)
     train(**keys | dict(max_iters=1))
     arguments = (*flags(**keys), "--gpu=4070", "--iter_seconds=1", f"--json={tmp_path}/plan.json")
@@ -394,7 +410,7 @@ def test_the_room_that_plan_names_is_that_of_the_run(tokens, straight, tmp_path)
 
 
 @pytest.mark.parametrize("files, warned", [(2, True), (4, False)])
-def test_a_disk_too_small_for_the_run_is_said_at_the_start(
+def test_warns_at_the_start_if_the_disk_is_too_small_for_the_run(
     files, warned, tokens, straight, make_disk
 ):
     size = (straight / "ckpt-00000008.pt").stat().st_size
@@ -403,7 +419,7 @@ def test_a_disk_too_small_for_the_run_is_said_at_the_start(
 
 
 def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_path):
-    """The one before is of other weights."""
+    """Leave val_loss empty, because the last evaluation was of other weights."""
     train_tiny(tokens, tmp_path, checkpoint_interval=3, keep_checkpoints=9)
     losses = dict(column(tmp_path, "eval", "iter", "val_loss"))
     found = {it: checkpoint(tmp_path, it)["val_loss"] for it in checkpoints(tmp_path)}
@@ -413,9 +429,7 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_pat
 
 
 @pytest.mark.parametrize("launches", slow_but([6, 10], of=[[10], [6, 10]]))
-def test_an_evaluation_worse_than_the_best_leaves_best_pt_also_if_it_beats_the_start(
-    launches, tokens, tmp_path
-):
+def test_best_pt_is_replaced_only_if_an_evaluation_beats_the_best_one(launches, tokens, tmp_path):
     for max_iters in launches:
         options = dict(eval_interval=2, max_iters=max_iters, init_from="auto")
         train_tiny(tokens, tmp_path, **options)
@@ -430,9 +444,9 @@ def test_an_evaluation_worse_than_the_best_leaves_best_pt_also_if_it_beats_the_s
 
 def folders_at_every_disk_call(tokens: Path, out_dir: Path, copies: Path, **changes) -> list[Path]:
     """
-    Copies of out_dir, as it is before each call of a run that changes the disk. This is what the
-    run leaves if it is killed there. Of two that differ only in the length of log.txt or of a file
-    that is not complete yet, there is one copy.
+    Return copies of out_dir before each call that changes the disk, which is what a kill at that
+    moment leaves. States that differ only in the length of log.txt or of an unfinished file share a
+    copy.
     """
     states = {}
 
@@ -453,10 +467,13 @@ def folders_at_every_disk_call(tokens: Path, out_dir: Path, copies: Path, **chan
 
 
 @pytest.mark.parametrize("begins, ends", slow_but((2, 6), of=[(0, 2), (2, 6)]))
-def test_death_at_any_disk_call_costs_no_more_than_the_iterations_since_the_last_save(
+def test_a_kill_at_any_disk_call_loses_only_the_iterations_since_the_last_save(
     begins, ends, tokens, tmp_path
 ):
-    """From scratch, and resumed with a damaged newest file. 4 is the best, so best.pt stays."""
+    """
+    Begin from scratch, and from a run whose newest file is damaged. Iteration 4 is the best, so
+    best.pt stays.
+    """
     options = dict(eval_interval=2, max_iters=6, keep_checkpoints=1)
     train_tiny(tokens, tmp_path / "straight", **options)
     options |= dict(init_from="auto")
@@ -478,7 +495,7 @@ def test_death_at_any_disk_call_costs_no_more_than_the_iterations_since_the_last
         assert not leftovers(folder)
 
 
-def test_a_save_that_was_killed_leaves_the_one_before_and_its_remains_go(
+def test_a_killed_save_leaves_the_previous_checkpoint_and_its_partial_file_is_removed(
     tokens, straight, tmp_path
 ):
     script = planned(tmp_path, ("save", 2, "SIGKILL"))
@@ -494,10 +511,8 @@ def test_a_save_that_was_killed_leaves_the_one_before_and_its_remains_go(
     assert_same_run(straight, tmp_path / "run", 8)
 
 
-def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_run_goes_on(
-    tokens, tmp_path
-):
-    """A killed process does not lose what the system holds in memory; a power cut does."""
+def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tokens, tmp_path):
+    """Protect against a power cut, which loses what the system holds in memory."""
     calls = []
 
     def sync(file):
@@ -534,16 +549,16 @@ def flipped(content: bytes, place: int) -> bytes:
 
 
 def replace_newest(out_dir: Path, content: bytes) -> None:
-    """Without a change of best.pt, which may be a link to it."""
+    """Replace the newest checkpoint without changing best.pt, which may be a link to it."""
     newest = out_dir / f"ckpt-{checkpoints(out_dir)[-1]:08}.pt"
     newest.unlink()
     newest.write_bytes(content)
 
 
-def test_no_flipped_bit_reaches_a_run(tokens, straight, tmp_path):
+def test_a_flipped_bit_in_a_checkpoint_never_reaches_training(tokens, straight, tmp_path):
     """
-    Every one costs the iterations since the checkpoint before, except between the records of the
-    file, where it changes nothing that is read.
+    Resume from the previous checkpoint instead, unless the bit lies between the file's records,
+    where nothing reads it.
     """
     content = (straight / "ckpt-00000008.pt").read_bytes()
     noticed = 0
@@ -558,7 +573,7 @@ def test_no_flipped_bit_reaches_a_run(tokens, straight, tmp_path):
 
 
 def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tokens, tmp_path):
-    """It is read back then, and not when it is needed."""
+    """Read each checkpoint back right after saving it."""
     replace = os.replace
 
     def damage(source, target):
@@ -584,7 +599,7 @@ def cut(shard: Path) -> None:
 
 
 def invalid(shard: Path) -> None:
-    """Ids outside the vocabulary, which ends with 60."""
+    """Write ids above 60, the last one of the vocabulary."""
     size = shard.stat().st_size
     with open(shard, "r+b") as file:
         file.seek(1024)
@@ -601,7 +616,7 @@ HARMS = [
 
 
 @pytest.mark.parametrize("moment, harm", slow_but(HARMS[0], HARMS[-1], of=HARMS))
-def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
+def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
     moment, harm, tokens, tmp_path
 ):
     data, out_dir = tmp_path / "tokens", tmp_path / "run"
@@ -628,8 +643,10 @@ def test_a_shard_that_cannot_be_read_ends_the_run_with_all_iterations_saved(
     assert_same_run(tmp_path / "straight", out_dir, 12)
 
 
-def test_a_shard_is_trained_on_up_to_what_cannot_be_read(tmp_path):
-    """Which is found out earlier, as a thread reads ahead."""
+def test_a_run_trains_up_to_the_damaged_tokens_of_a_shard(tmp_path):
+    """
+    Finish the earlier iterations, although the thread that reads ahead meets the damage sooner.
+    """
     data = write_tokens(tmp_path / "tokens", [1200], [250])
     options = dict(eval_tokens=16, eval_interval=10**6, seed=5)
     *_, eleventh = itertools.islice(reference_gpt2.batches(data, TINY | options), 11)
@@ -652,7 +669,7 @@ def test_a_shard_is_trained_on_up_to_what_cannot_be_read(tmp_path):
 # The folder, and who else is in it
 
 
-def test_a_second_run_in_a_folder_is_refused_and_disturbs_nothing(tokens, tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tokens, tmp_path):
     out_dir = tmp_path / "run"
     options = FOREVER | dict(checkpoint_interval=5)
     first = start_tiny(tokens, out_dir, **options)
@@ -671,7 +688,7 @@ def test_a_second_run_in_a_folder_is_refused_and_disturbs_nothing(tokens, tmp_pa
     assert checkpoint(out_dir, end["iters"])
 
 
-def test_a_dead_run_does_not_hold_the_folder(tokens, tmp_path):
+def test_a_killed_run_does_not_keep_its_folder_locked(tokens, tmp_path):
     first = start_tiny(tokens, tmp_path / "run", **FOREVER | dict(checkpoint_interval=5))
     wait_for_line(first, "iter 9:")
     first.kill()
@@ -680,7 +697,7 @@ def test_a_dead_run_does_not_hold_the_folder(tokens, tmp_path):
     train_tiny(tokens, tmp_path / "run", init_from="auto", max_iters=newest + 1)
 
 
-def test_of_two_runs_that_start_together_one_has_the_folder(tokens, tmp_path):
+def test_of_two_runs_started_at_once_in_one_folder_one_trains_and_one_is_refused(tokens, tmp_path):
     runs = {seed: start_tiny(tokens, tmp_path / "run", seed=seed) for seed in (1, 2)}
     results = {seed: finish(process) for seed, process in runs.items()}
     assert sorted(result.code for result in results.values()) == [0, 2]
@@ -690,8 +707,8 @@ def test_of_two_runs_that_start_together_one_has_the_folder(tokens, tmp_path):
     assert column(tmp_path / "run", "step", "iter") == [*range(8)]
 
 
-def test_a_run_that_another_one_has_overtaken_leaves_its_folder_alone(tokens, tmp_path):
-    """The other one begins and ends while this one still starts."""
+def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(tokens, tmp_path):
+    """Leave the other run's files alone, even if it began and ended while this one was starting."""
     seed, codes = torch.manual_seed, []
 
     def overtaken(number):
@@ -706,15 +723,15 @@ def test_a_run_that_another_one_has_overtaken_leaves_its_folder_alone(tokens, tm
     assert column(tmp_path / "run", "start", "config")[0]["seed"] == 5
 
 
-def test_a_log_that_is_emptied_under_the_run_goes_on_at_its_beginning(tokens, tmp_path):
-    """`> metrics.jsonl` in a shell: no zeros where the old records were."""
+def test_a_log_emptied_during_a_run_continues_from_its_beginning(tokens, tmp_path):
+    """Empty it as `> metrics.jsonl` does. No zeros take the place of the old records."""
     with at_update(6, lambda: os.truncate(tmp_path / "run" / "metrics.jsonl", 0)):
         train_tiny(tokens, tmp_path / "run")
     assert column(tmp_path / "run", "step", "iter") == [5, 6, 7]
 
 
-def test_a_save_imports_nothing(tokens, tmp_path):
-    """The folder that it would be imported from may have been upgraded or removed by then."""
+def test_a_save_imports_no_module(tokens, tmp_path):
+    """Survive an upgrade or removal of the program's folder while it trains."""
     between_updates = """
         if n > 1:
             print("imported", sorted(set(sys.modules) - before))
@@ -727,7 +744,7 @@ def test_a_save_imports_nothing(tokens, tmp_path):
     assert checkpoints(tmp_path) == [1, 2]
 
 
-def test_torch_alone_reads_a_checkpoint_with_the_keys_of_the_page(straight):
+def test_torch_load_reads_a_checkpoint_with_the_keys_that_the_docs_list(straight):
     page = (ROOT / "docs/internals/checkpoints.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", page.partition("## The order")[0], re.MULTILINE)
     state = torch.load(straight / "ckpt-00000008.pt", weights_only=True)
@@ -741,8 +758,8 @@ USERS_FILES = [
 
 
 @pytest.mark.parametrize("name", slow_but("metrics.jsonl", "best.pt", "notes.tmp", of=USERS_FILES))
-def test_a_fresh_run_keeps_every_file_that_it_did_not_write(name, tokens, tmp_path):
-    """Under its name or another one; the run may also refuse the folder."""
+def test_a_new_run_never_deletes_a_users_file_in_its_folder(name, tokens, tmp_path):
+    """Keep it under its own or another name, or refuse the folder."""
     content = b"what a user has kept here\n"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_bytes(content)
@@ -751,7 +768,7 @@ def test_a_fresh_run_keeps_every_file_that_it_did_not_write(name, tokens, tmp_pa
 
 
 @pytest.mark.parametrize("keep", slow_but(2, of=[1, 2, 3]))
-def test_the_newest_are_kept_and_the_best(keep, tokens, tmp_path):
+def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tokens, tmp_path):
     there = set()
     options = dict(eval_interval=2, max_iters=10, keep_checkpoints=keep)
     with before_updates(lambda n, optimizer: there.add(len(checkpoints(tmp_path / "run")))):
@@ -761,7 +778,7 @@ def test_the_newest_are_kept_and_the_best(keep, tokens, tmp_path):
     assert best_iter(tmp_path / "run") == 4
 
 
-def test_a_folder_that_is_deleted_under_the_run_is_made_again(tokens, straight, tmp_path):
+def test_a_run_recreates_its_folder_if_it_is_deleted(tokens, straight, tmp_path):
     out_dir = tmp_path / "run"
     with at_update(6, lambda: shutil.rmtree(out_dir)), no_wait():
         train_tiny(tokens, out_dir)
@@ -769,7 +786,7 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_again(tokens, straight, 
 
 
 @pytest.mark.parametrize("number", slow_but(errno.EINVAL, of=[errno.EINVAL, errno.EIO]))
-def test_a_share_that_cannot_sync_a_folder_is_warned_of_once(number, tokens, straight, tmp_path):
+def test_warns_once_if_a_network_share_cannot_sync_folders(number, tokens, straight, tmp_path):
     def sync(file):
         if is_folder(file):
             raise OSError(number, os.strerror(number))
@@ -781,8 +798,10 @@ def test_a_share_that_cannot_sync_a_folder_is_warned_of_once(number, tokens, str
     assert "sync" in line
 
 
-def test_a_disk_without_locks_is_warned_of_once(tokens, straight, tmp_path):
-    """As Lustre without its option, or NFS without its daemon."""
+def test_warns_once_if_a_disk_has_no_locks(tokens, straight, tmp_path):
+    """
+    Train on such a disk, for example Lustre without its lock option, or NFS without its daemon.
+    """
     refusal = OSError(errno.ENOLCK, "No locks available")
     with mock.patch("fcntl.lockf", side_effect=refusal):
         with mock.patch("fcntl.flock", side_effect=refusal):
@@ -791,7 +810,9 @@ def test_a_disk_without_locks_is_warned_of_once(tokens, straight, tmp_path):
     assert len([line for line in lines(result.err, "warning:") if "locks" in line]) == 1
 
 
-def test_the_room_of_files_that_are_there_is_not_asked_for_again(tokens, straight, make_disk):
+def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(
+    tokens, straight, make_disk
+):
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(4 * size)  # three files, and the log
     for more in (dict(), dict(init_from="resume", max_iters=9)):
@@ -799,7 +820,7 @@ def test_the_room_of_files_that_are_there_is_not_asked_for_again(tokens, straigh
 
 
 def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
-    """A weight with two names, as the tied embedding, is written once."""
+    """Write a weight that has two names, such as the tied embedding, only once."""
     wide = dict(pad_vocab_multiple=4096)  # a table that is larger than all else
     train_tiny(tokens, tmp_path / "before", **wide)
     size = (tmp_path / "before" / "ckpt-00000008.pt").stat().st_size
@@ -809,10 +830,8 @@ def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
 
 
 @pytest.mark.parametrize("other", slow_but(2, of=[0, 2, None]))
-def test_a_newest_checkpoint_of_another_format_is_refused_and_not_passed_over(
-    other, tokens, tmp_path
-):
-    """The run must not continue from the one before: it would lose iterations without a word."""
+def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tokens, tmp_path):
+    """Do not continue from an older one, which would silently lose iterations."""
     train_tiny(tokens, tmp_path)
     newest = tmp_path / "ckpt-00000008.pt"
     state = torch.load(newest)
@@ -824,8 +843,10 @@ def test_a_newest_checkpoint_of_another_format_is_refused_and_not_passed_over(
 
 
 @pytest.mark.parametrize("is_refused", slow_but(False, of=[False, True]))
-def test_a_macs_disk_empties_its_cache_too_where_it_can(is_refused, tokens, straight, tmp_path):
-    """fsync alone leaves the data in the drive's own memory there."""
+def test_a_save_on_a_mac_also_flushes_the_drives_cache(is_refused, tokens, straight, tmp_path):
+    """
+    Call F_FULLFSYNC where it is supported, because fsync leaves data in the drive's own memory.
+    """
     synced = []
 
     def control(file, command):

@@ -42,14 +42,14 @@ ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|
 SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 143: "SIGTERM", 152: "SIGXCPU"}
 
 
-def test_the_page_names_every_exit_code():
+def test_the_docs_list_every_exit_code():
     killed, on_windows = 137, 149
     assert set(ROWS) == {0, 1, 2, killed, on_windows, *SIGNALS}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 @pytest.mark.parametrize("code", SIGNALS)
-def test_a_stop_saves_and_ends_with_the_code_of_the_page(code, tiny, tmp_path):
+def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, tiny, tmp_path):
     assert ROWS[code].startswith(SIGNALS[code])
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
@@ -57,7 +57,7 @@ def test_a_stop_saves_and_ends_with_the_code_of_the_page(code, tiny, tmp_path):
     assert checkpoints(tmp_path / "run")[-1] == 3
 
 
-def test_the_units_success_and_no_restart_are_the_codes_of_the_page():
+def test_the_documented_systemd_unit_restarts_a_run_only_after_a_failure():
     first = block_with("SuccessExitStatus=").partition("tell@.service\n")[0]
     unit = dict(re.findall(r"^(\w+)=(.*)$", first, re.M))
     assert [int(code) for code in unit["SuccessExitStatus"].split()] == [*SIGNALS]
@@ -66,7 +66,7 @@ def test_the_units_success_and_no_restart_are_the_codes_of_the_page():
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
-def test_systemd_knows_every_line_of_the_units(tmp_path):
+def test_systemd_accepts_the_documented_units(tmp_path):
     text = block_with("SuccessExitStatus=").replace("User=me", "User=root")
     text = re.sub(r"=/(home/me/nightshift/\.venv|usr)/bin/\S+", "=/bin/sh", text)
     names = re.findall(r"^# /etc/systemd/system/(\S+)$", text, re.M)
@@ -95,7 +95,7 @@ STUBS = {
 @pytest.mark.parametrize(
     "codes, starts", [((1, 137, 0), 3), ((143,), 1), ((130,), 1), ((2,), 1), ((1,) * 9, 5)]
 )
-def test_the_script_starts_again_after_a_failure_only_and_tells_the_last_code(
+def test_the_documented_script_restarts_only_after_a_failure_and_reports_the_last_exit_code(
     codes, starts, tmp_path
 ):
     for name, code in STUBS.items():

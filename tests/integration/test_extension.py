@@ -51,14 +51,17 @@ NIGHT = TINY_RUN | dict(
 
 @pytest.fixture(scope="module", params=slow_but(1, of=[1, 2]))
 def planned(request, tokens, tmp_path_factory) -> tuple[int, Path]:
-    """A number of ranks, and their run that was planned for 24 iterations from the start."""
+    """Train a run planned for 24 iterations. Return its number of ranks and its folder."""
     out_dir = tmp_path_factory.mktemp("planned")
     launch(request.param, *flags(**NIGHT | dict(max_iters=24, dataset=tokens, out_dir=out_dir)))
     return request.param, out_dir
 
 
 def launch(ranks: int, *arguments, script=("train.py",), code: int = 0) -> Result:
-    """Train in processes of their own. All must end with this exit code. Returns the first's."""
+    """
+    Train in separate processes, which must all end with this exit code. Return the first one's
+    result.
+    """
     if ranks == 1:
         results = [finish(start(*script, *arguments))]
     else:
@@ -83,12 +86,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def commands(out: str) -> list[str]:
-    """The lines that are printed to be copied."""
+    """Return the printed lines that are meant to be copied."""
     return [line.strip() for line in out.splitlines() if line.startswith("    ")]
 
 
 def copy_as_printed(out: str) -> list[str]:
-    """Type the printed commands but the last, which trains. Returns the arguments of train.py."""
+    """Run the printed commands except the last one, which trains. Return train.py's arguments."""
     *copying, training = commands(out)
     for command in copying:
         subprocess.run(command, shell=True, check=True)
@@ -98,7 +101,7 @@ def copy_as_printed(out: str) -> list[str]:
 
 
 @pytest.mark.parametrize("keep", slow_but(2, of=[1, 2]))
-def test_the_newest_checkpoint_before_the_decay_is_kept_besides_the_newest(keep, tokens, tmp_path):
+def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens, tmp_path):
     there = []
     with before_updates(lambda n, optimizer: there.append(checkpoints(tmp_path / "run"))):
         train(**NIGHT, dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=keep)
@@ -125,8 +128,13 @@ def test_a_run_with_another_schedule_keeps_only_the_newest(changes, tokens, tmp_
     assert "iterations are done" in result.out and not commands(result.out)
 
 
-def test_the_printed_commands_extend_a_run_as_if_it_had_been_planned_so(planned, tokens, tmp_path):
-    """The folder's name has a space. A kill comes before the decay, and another after it."""
+def test_the_printed_commands_extend_a_run_to_the_bits_of_one_planned_that_long(
+    planned, tokens, tmp_path
+):
+    """
+    Extend a run in a folder whose name has a space, with a kill before the decay and another one
+    after it.
+    """
     ranks, longer = planned
     out_dir = tmp_path / "a run"
     arguments = flags(**NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=1))
@@ -151,7 +159,9 @@ def test_the_printed_commands_extend_a_run_as_if_it_had_been_planned_so(planned,
     assert files(out_dir) == before  # the finished run stays
 
 
-def test_a_resume_that_raises_the_rate_prints_the_same_way(tokens, tmp_path):
+def test_a_resume_that_raises_the_learning_rate_prints_the_commands_that_extend_a_run(
+    tokens, tmp_path
+):
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run")
     train(**keys)
     asked = commands(train(**keys).out)
@@ -160,10 +170,8 @@ def test_a_resume_that_raises_the_rate_prints_the_same_way(tokens, tmp_path):
     assert commands(raised.out)[:4] == asked
 
 
-def test_a_usable_model_this_morning_and_the_evening_goes_on_from_the_kept_checkpoint(
-    planned, tokens, tmp_path
-):
-    """An unfinished night is decayed at once in a copy, and then continued as it was planned."""
+def test_an_unfinished_run_can_be_decayed_in_a_copy_and_then_continued(planned, tokens, tmp_path):
+    """Stop a run, decay a copy of it at once, and continue the original as it was planned."""
     ranks, longer = planned
     keys = NIGHT | dict(max_iters=24, dataset=tokens, out_dir=tmp_path / "night")
     launch(ranks, *flags(**keys | dict(max_iters=24)), script=watched(STOPPED), code=130)
@@ -182,7 +190,7 @@ def test_a_usable_model_this_morning_and_the_evening_goes_on_from_the_kept_check
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_the_last_save_before_the_decay_leaves_the_one_before_it(
+def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_decay_failed(
     tokens, make_disk, tmp_path
 ):
     disk = make_disk(1 << 20)
@@ -203,7 +211,7 @@ def test_a_disk_that_is_full_at_the_last_save_before_the_decay_leaves_the_one_be
     assert_same_run(tmp_path / "planned", disk / "run_24", 24)
 
 
-def test_a_disk_with_room_for_the_files_that_plan_counts_is_enough(tokens, make_disk, tmp_path):
+def test_a_wsd_run_fits_the_number_of_checkpoints_that_plan_counts(tokens, make_disk, tmp_path):
     keys = NIGHT | dict(dataset=tokens, keep_checkpoints=2)
     train(**keys | dict(out_dir=tmp_path / "first"))
     size = (tmp_path / "first" / "ckpt-00000012.pt").stat().st_size
@@ -222,7 +230,9 @@ def test_a_disk_with_room_for_the_files_that_plan_counts_is_enough(tokens, make_
 
 
 @pytest.mark.parametrize("room, warned", [(3.5, True), (5, False)])
-def test_a_disk_too_small_for_that_is_said_at_the_start(room, warned, tokens, make_disk, tmp_path):
+def test_warns_at_the_start_if_the_disk_is_too_small_for_a_wsd_runs_checkpoints(
+    room, warned, tokens, make_disk, tmp_path
+):
     keys = NIGHT | dict(dataset=tokens, max_iters=3)
     train(**keys | dict(out_dir=tmp_path / "first"))
     (parameters,) = column(tmp_path / "first", "start", "parameters")
@@ -232,9 +242,10 @@ def test_a_disk_too_small_for_that_is_said_at_the_start(room, warned, tokens, ma
 
 
 @pytest.mark.parametrize("keep", slow_but(1, of=[1, 2]))
-def test_a_run_whose_newest_checkpoints_are_damaged_does_not_go_back_to_before_the_decay(
+def test_resuming_is_refused_if_only_the_checkpoint_before_the_decay_is_intact(
     keep, tokens, tmp_path
 ):
+    """Say how to train again from that checkpoint."""
     out_dir = tmp_path / "run"
     keys = NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=keep)
     train(**keys)
@@ -253,8 +264,8 @@ def test_a_run_whose_newest_checkpoints_are_damaged_does_not_go_back_to_before_t
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_soon_after_the_decay_began_costs_one_interval(tokens, tmp_path):
-    """The one before is the newest intact one, whatever else it is kept for."""
+def test_a_damaged_checkpoint_soon_after_the_decay_began_loses_only_one_interval(tokens, tmp_path):
+    """Resume from the previous checkpoint, the newest one that is intact."""
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run")
     process = start(*moment(tmp_path, ("update", 9, "SIGKILL")), *flags(**keys))
     assert finish(process).code == -signal.SIGKILL

@@ -66,7 +66,7 @@ GPT.hidden = lambda self, *idx: self.config.scale * unscaled(self, *idx)
 
 
 def new_weight(made: str, used: str) -> dict:
-    """A weight outside the blocks, which the forward pass uses."""
+    """Return a change that adds a weight outside the blocks and uses it in the forward pass."""
     code = f"""
 plain_init, plain_hidden = GPT.__init__, GPT.hidden
 
@@ -92,7 +92,10 @@ NEW_WEIGHTS = {
 
 
 def changed_groups(change: str) -> dict:
-    """The groups of AdamW, `decayed` and `others`, are changed before a resume looks at them."""
+    """
+    Return a change to AdamW's groups, `decayed` and `others`, which acts before a resume checks
+    them.
+    """
     code = f"""
 plain_build = build_optimizer
 
@@ -141,7 +144,7 @@ GPT.__init__ = init
 
 @pytest.fixture(scope="module")
 def whole(tokens, tmp_path_factory) -> Path:
-    """A whole run of the unchanged program."""
+    """Train the unchanged program to its end."""
     out_dir = tmp_path_factory.mktemp("whole")
     train(**TINY, dataset=tokens, out_dir=out_dir)
     return out_dir
@@ -149,7 +152,7 @@ def whole(tokens, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def half(whole, tmp_path) -> Path:
-    """The same run, stopped halfway."""
+    """Return a copy of the same run, stopped halfway."""
     out_dir = tmp_path / "half"
     shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt", "best.pt"))
     return out_dir
@@ -165,7 +168,7 @@ def sample_changed(program: Path, path: Path) -> Result:
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """In one line of error. It has these words, or a warning has, and not only in a path."""
+    """Check for one error line and these words, in it or in a warning, but not only in a path."""
     assert result.code in (1, 2)
     lines = result.err.splitlines()
     errors = [line for line in lines if not line.startswith("warning: ")]
@@ -176,7 +179,7 @@ def assert_refused(result: Result, *words: str) -> None:
 
 
 @pytest.mark.parametrize("key", slow_but("value_tables", of=["recompute", "value_tables", "tf32"]))
-def test_a_key_that_a_checkpoint_lacks_has_its_default(key, tokens, whole, half):
+def test_a_checkpoint_without_a_key_resumes_with_the_keys_default(key, tokens, whole, half):
     path = half / "ckpt-00000004.pt"
     state = torch.load(path, weights_only=True)
     del state["config"][key]
@@ -191,7 +194,7 @@ def test_a_key_that_a_checkpoint_lacks_has_its_default(key, tokens, whole, half)
     assert key in checkpoint(half, 8)["config"]
 
 
-def test_a_new_key_has_its_default_in_runs_from_before_it(tokens, whole, half, tmp_path):
+def test_a_run_from_before_a_new_key_resumes_with_the_keys_default(tokens, whole, half, tmp_path):
     program = changed(tmp_path / "program", NEW_KEY)
     keys = dict(dataset=tokens, out_dir=half, init_from="resume")
     assert_refused(train_changed(program, **keys, scale=2.0), "scale")
@@ -206,7 +209,7 @@ def test_a_new_key_has_its_default_in_runs_from_before_it(tokens, whole, half, t
 
 
 @pytest.mark.parametrize("name", slow_but("extra", of=NEW_WEIGHTS))
-def test_muon_refuses_a_weight_that_it_knows_no_group_for(name, tokens, tmp_path):
+def test_muon_refuses_a_new_weight_by_name_if_it_fits_none_of_its_groups(name, tokens, tmp_path):
     program = changed(tmp_path / "program", NEW_WEIGHTS[name])
     out_dir = tmp_path / "out"
     result = train_changed(program, dataset=tokens, out_dir=out_dir, optimizer="muon")
@@ -222,7 +225,7 @@ def assert_every_weight_is_in_one_group(state: dict) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but("extra", of=NEW_WEIGHTS))
-def test_adamw_trains_a_new_weight(name, tokens, tmp_path):
+def test_adamw_trains_a_weight_that_was_added_to_the_model(name, tokens, tmp_path):
     program = changed(tmp_path / "program", NEW_WEIGHTS[name])
     result = train_changed(program, dataset=tokens, out_dir=tmp_path / "out", max_iters=1)
     assert result.code == 0, result.err
@@ -243,12 +246,12 @@ def test_adamw_trains_a_new_weight(name, tokens, tmp_path):
     ],
     ids=lambda keys: " ".join(map(str, keys.values())),
 )
-def test_every_weight_is_in_one_group(model, optimizer, tokens, tmp_path):
+def test_every_weight_is_in_exactly_one_optimizer_group(model, optimizer, tokens, tmp_path):
     train(**TINY | model | dict(max_iters=1, optimizer=optimizer, dataset=tokens, out_dir=tmp_path))
     assert_every_weight_is_in_one_group(checkpoint(tmp_path, 1))
 
 
-def test_a_weight_in_no_group_is_refused_by_name(tokens, tmp_path):
+def test_a_weight_in_no_optimizer_group_is_refused_by_name(tokens, tmp_path):
     program = changed(tmp_path / "program", NO_GROUP)
     result = train_changed(program, dataset=tokens, out_dir=tmp_path / "out")
     assert_refused(result, "transformer.ln_f.weight")
@@ -261,7 +264,7 @@ def test_a_weight_in_no_group_is_refused_by_name(tokens, tmp_path):
         pytest.param(EXCHANGED_LAYERS, id="equal shapes"),
     ],
 )
-def test_a_run_whose_groups_differ_is_not_resumed(change, tokens, half, tmp_path):
+def test_resuming_is_refused_if_the_optimizer_groups_changed(change, tokens, half, tmp_path):
     program = changed(tmp_path / "program", change)
     before = (half / "ckpt-00000004.pt").read_bytes()
     result = train_changed(program, dataset=tokens, out_dir=half, init_from="resume")
@@ -279,7 +282,7 @@ NOT_FUSED = dict(
 
 
 @pytest.mark.parametrize("name", slow_but("SGD", of=NOT_FUSED))
-def test_an_optimizer_that_is_not_fused_trains_and_resumes_bit_for_bit(name, tokens, tmp_path):
+def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(name, tokens, tmp_path):
     out_dir, halves = tmp_path / "whole", tmp_path / "halves"
     with mock.patch("torch.optim.AdamW", NOT_FUSED[name]):
         train(**TINY, dataset=tokens, out_dir=out_dir)
@@ -291,7 +294,7 @@ def test_an_optimizer_that_is_not_fused_trains_and_resumes_bit_for_bit(name, tok
     assert_same_run(halves, out_dir, 8)
 
 
-def test_an_optimizer_that_is_not_fused_skips_the_update_of_a_gradient_of_nan(tokens, tmp_path):
+def test_an_unfused_optimizer_skips_the_update_if_a_gradient_is_nan(tokens, tmp_path):
     backward = torch.Tensor.backward
     passes = itertools.count()
 
@@ -358,7 +361,8 @@ MODELS = {  # code in model.py, and the FLOPs of a token then
 
 
 @pytest.mark.parametrize("name", slow_but("attention in windows", of=MODELS))
-def test_a_changed_model_is_counted_as_it_runs(name, tokens, tmp_path):
+def test_the_flops_of_a_changed_model_are_counted_from_what_it_computes(name, tokens, tmp_path):
+    """Print no MFU if they cannot be counted."""
     code, flops = MODELS[name]
     program = changed(tmp_path / "program", {"model.py": code})
     keys = TINY | dict(
@@ -419,8 +423,8 @@ for out_dir, *last in (
 """
 
 
-def test_what_a_model_draws_counts_and_masks_is_seeded_saved_and_resumed(tokens, tmp_path):
-    """And the proof that a compiler computes the same leaves no trace in it."""
+def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(tokens, tmp_path):
+    """Leave no trace in them when compiled code is compared with eager code."""
     program = changed(tmp_path / "program", NOISY)
     words = flags(**TINY, dropout=0.1, dataset=tokens)
     result = finish(start("-c", LAUNCHES, *words, cwd=program, only_torch=True))
@@ -447,8 +451,8 @@ Z = 1e-4
 
 
 @pytest.mark.slow
-def test_the_z_loss_acts_in_plain_chunked_and_compiled_training(tokens, tmp_path):
-    """And only in training."""
+def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(tokens, tmp_path):
+    """Leave the validation loss as it is."""
     ways = dict(plain=dict(), chunked=dict(loss_chunk=16), compiled=dict(compile="required"))
     keys = dict(dataset=tokens, n_layer=1, loss_chunk="off")
     train(**TINY | keys, out_dir=tmp_path / "without")
@@ -473,7 +477,7 @@ def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> Tensor:
 
 
 def load_model(path: Path, changes: dict[str, str]):
-    """model.py, or a changed one, as a namespace."""
+    """Load model.py, changed or not, as a module."""
     text = (ROOT / "model.py").read_text("utf-8")
     path.write_text(with_definitions(text, changes.get("model.py", "")), "utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -485,8 +489,8 @@ def load_model(path: Path, changes: dict[str, str]):
 
 @pytest.mark.parametrize("cap", [None, 15.0])
 @pytest.mark.parametrize("chunk", [0, 256])
-def test_the_small_z_loss_is_not_rounded_away_in_bfloat16(chunk, cap, tmp_path):
-    """The head's gradient, with the term less without it, against the term's in float64."""
+def test_the_documented_z_loss_is_not_rounded_away_in_bfloat16(chunk, cap, tmp_path):
+    """Compare the change in the head's gradient with the term's gradient in float64."""
     torch.manual_seed(0)
     x = torch.randn(64, 64, 32) + 0.5 * torch.randn(32)
     head = (0.02 * torch.randn(128, 32)).requires_grad_()
@@ -509,7 +513,9 @@ def test_the_small_z_loss_is_not_rounded_away_in_bfloat16(chunk, cap, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lion_moves_weights_by_its_rate_and_resumes_bit_for_bit(dtype, tokens, tmp_path):
+def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_for_bit(
+    dtype, tokens, tmp_path
+):
     program = changed(tmp_path / "program", OPTIMIZER)
     keys = dict(dataset=tokens, learning_rate=1e-3, weight_decay=0.0, grad_clip=0.0, dtype=dtype)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -543,13 +549,13 @@ def test_lion_moves_weights_by_its_rate_and_resumes_bit_for_bit(dtype, tokens, t
 
 
 def gradient_of(w: reference_gpt2.Weights, tokens: Path, it: int) -> reference_gpt2.Weights:
-    """The gradient of iteration `it`, in float64."""
+    """Return the gradient of iteration `it` in float64."""
     rows = next(itertools.islice(reference_gpt2.batches(tokens, CONFIG), it, None))
     loss = reference_gpt2.loss_of(w, CONFIG, rows)
     return dict(zip(w, torch.autograd.grad(loss, [*w.values()]), strict=True))
 
 
-def test_the_1_sqrt_schedule_has_the_rates_of_its_formula(tokens, tmp_path):
+def test_the_documented_1_sqrt_schedule_follows_its_formula(tokens, tmp_path):
     program = changed(tmp_path / "program", SCHEDULE)
     keys = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
     result = train_changed(program, **keys, dataset=tokens, out_dir=tmp_path / "run")
@@ -559,7 +565,7 @@ def test_the_1_sqrt_schedule_has_the_rates_of_its_formula(tokens, tmp_path):
     assert column(tmp_path / "run", "step", "lr") == pytest.approx(expected)
 
 
-def test_the_functions_that_the_page_names_are_there():
+def test_the_functions_named_in_the_hacking_guide_exist():
     files = {*re.findall(r"\b((?:\w+/)*\w+\.py)\b", PAGE)}
     code = "\n".join((ROOT / file).read_text("utf-8") for file in files if (ROOT / file).exists())
     named = {
@@ -572,8 +578,8 @@ def test_the_functions_that_the_page_names_are_there():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-def test_the_loop_of_the_page_trains_both_sides_and_ends_with_a_verdict(tokens, tmp_path):
-    """With tiny models, two seeds, and some iterations in place of the hours."""
+def test_the_documented_loop_trains_both_versions_and_ends_with_a_verdict(tokens, tmp_path):
+    """Run it with tiny models, two seeds, and a few iterations instead of hours."""
     clones, loop = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     keys = shlex.join(flags(**TINY | dict(dataset=tokens, max_iters=4, warmup_iters=1)))
     loop = re.sub(r"dev/\S+ idea.py --hours=\S+", f"idea.py {keys}", loop)
