@@ -150,7 +150,7 @@ FAULTS = [
         "main",
         "c.seed + ranks.rank",
         "c.seed",
-        "integration/test_losses.py::test_ranks_drop_differently_and_resume_bit_for_bit",
+        "integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit",
     ),
     Fault(
         "all ranks resume with the random state of rank 0",
@@ -158,7 +158,7 @@ FAULTS = [
         "restore",
         'resumed["rng"][rank]',
         'resumed["rng"][0]',
-        "integration/test_losses.py::test_ranks_drop_differently_and_resume_bit_for_bit",
+        "integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit",
     ),
     Fault(
         "only the random state of rank 0 is saved",
@@ -166,7 +166,7 @@ FAULTS = [
         "state_to_save",
         "ranks.gather(hardware.get_rng_state(hw.device))",
         "[hardware.get_rng_state(hw.device)]",
-        "integration/test_losses.py::test_ranks_drop_differently_and_resume_bit_for_bit",
+        "integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit",
     ),
     Fault(
         "the validation loss is of one rank",
@@ -174,7 +174,7 @@ FAULTS = [
         "estimate_loss",
         "ranks.sum(*sums)",
         "sums",
-        "integration/test_losses.py::test_two_ranks_train_as_one_process",
+        "integration/test_losses.py::test_two_ranks_train_like_one_process",
     ),
     Fault(
         "each rank follows its own clock",
@@ -198,7 +198,7 @@ FAULTS = [
         "Batches.take",
         "count * self.stride",
         "count * self.batch_size",
-        "integration/test_losses.py::test_ranks_drop_differently_and_resume_bit_for_bit",
+        "integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit",
     ),
     Fault(
         "float16 gradients are clipped before they are unscaled",
@@ -214,7 +214,7 @@ FAULTS = [
         "train_step",
         "grad_clip, grad_norm)",
         "grad_clip, grad_norm)\n        grad_norm = torch.nn.utils.get_total_norm(gradients)",
-        "integration/test_losses.py::test_every_number_of_a_run_is_the_plain_trainers[gpt2]",
+        "integration/test_losses.py::test_a_run_logs_and_saves_what_a_second_trainer_computes[gpt2]",
     ),
     Fault(
         "counting FLOPs changes the random state",
@@ -222,7 +222,7 @@ FAULTS = [
         "count_flops",
         "set_rng_state(random_states, cpu)",
         "torch.manual_seed(0)",
-        "integration/test_losses.py::test_ranks_drop_differently_and_resume_bit_for_bit",
+        "integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit",
     ),
     Fault(
         "resumed moments hold a deleted checkpoint open",
@@ -238,7 +238,7 @@ FAULTS = [
         "Hardware.mfu",
         "1e12",
         "2**40",
-        "integration/test_losses.py::test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed[1]",
+        "integration/test_losses.py::test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_speed[1]",
     ),
     Fault(
         "the second signal names the end",
@@ -246,7 +246,7 @@ FAULTS = [
         "StopSignals.receive",
         "self.received or number",
         "number",
-        "integration/test_interrupts.py::test_one_stop_may_be_sent_as_two_signals[Slurm's warning and then its end]",  # noqa: E501
+        "integration/test_interrupts.py::test_a_stop_sent_as_two_signals_still_saves[Slurm's warning and then its end]",  # noqa: E501
     ),
     Fault(
         "max_minutes counts earlier launches",

@@ -54,7 +54,7 @@ TINY = TINY_RUN | dict(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> dict:
-    """The keys of a run of 12 iterations, with its data."""
+    """Return the keys of a run of 12 iterations, with its data."""
     folder = tmp_path_factory.mktemp("nights")
     return TINY | dict(dataset=write_tokens(folder / "tokens", [700, 37, 500], [250, 150]))
 
@@ -86,7 +86,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", slow_but("AdamW with dropout", "fast with Muon", of=KINDS))
-def test_a_run_that_is_stopped_and_resumed_is_the_unbroken_run(kind, tiny, tmp_path):
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, tmp_path):
     keys = tiny | KINDS[kind]
     unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
     train(**keys, out_dir=unbroken)
@@ -120,7 +120,7 @@ def unbroken(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("moment", slow_but("in a later evaluation", "in a save", of=MOMENTS))
 def test_a_stop_signal_at_any_moment_saves_and_loses_nothing(moment, tiny, unbroken, tmp_path):
-    """An evaluation that it ended is made again by the resumed run."""
+    """Repeat the interrupted evaluation, if there was one, in the resumed run."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     trainer = InProcessRun()
     trainer.at[MOMENTS[moment]] = sigterm
@@ -133,7 +133,7 @@ def test_a_stop_signal_at_any_moment_saves_and_loses_nothing(moment, tiny, unbro
 
 
 @pytest.mark.parametrize("moment", [("iteration", 12), ("evaluation", 4)])
-def test_a_signal_in_the_last_evaluation_does_not_complete_the_run(
+def test_a_signal_during_the_last_evaluation_leaves_the_evaluation_to_a_resume(
     moment, tiny, unbroken, tmp_path
 ):
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
@@ -150,7 +150,7 @@ def test_a_signal_in_the_last_evaluation_does_not_complete_the_run(
     assert column(tmp_path, "eval", *EVAL) == column(unbroken, "eval", *EVAL)
 
 
-def test_a_signal_ends_eval_only_with_its_exit_code(tiny, tmp_path):
+def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, tmp_path):
     train(**tiny, out_dir=tmp_path)
     before = contents(tmp_path)
     trainer = InProcessRun()
@@ -162,12 +162,12 @@ def test_a_signal_ends_eval_only_with_its_exit_code(tiny, tmp_path):
 
 
 def contents(folder) -> dict[str, bytes]:
-    """What a run must not touch when it ends at its start: all but the lock."""
+    """Return all files but the lock, which a run that ends at its start must not touch."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
-def test_the_random_states_of_python_and_numpy_are_resumed_too(tiny, tmp_path):
-    """People's own changes draw on them."""
+def test_a_resume_restores_the_random_states_of_python_and_numpy(tiny, tmp_path):
+    """Continue the random numbers that people's own changes to the program may draw."""
     drawn = []
     trainer = InProcessRun()
     for n in range(1, 25):
@@ -196,8 +196,8 @@ def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, tmp_path):
     assert (group["betas"][0], group["weight_decay"]) == (0.7, 0.3)
 
 
-def test_a_resume_takes_what_the_run_keeps_from_the_checkpoint(tiny, unbroken, tmp_path):
-    """Model, vocabulary, data and seed need not be typed again."""
+def test_a_resume_takes_model_data_and_seed_from_the_checkpoint(tiny, unbroken, tmp_path):
+    """Resume without typing the model's sizes, the dataset and the seed again."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     train(**keys | dict(max_iters=8))
     kept = ("n_layer", "n_head", "n_embd", "block_size", "seed", "dataset")
@@ -206,7 +206,7 @@ def test_a_resume_takes_what_the_run_keeps_from_the_checkpoint(tiny, unbroken, t
     assert_same_run(unbroken, tmp_path, 12)
 
 
-def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tmp_path):
+def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny, tmp_path):
     train(**tiny, out_dir=tmp_path / "unbroken")
     trainer = InProcessRun()
     trainer.at["iteration", 5] = sigterm
@@ -221,7 +221,7 @@ def test_another_micro_batch_of_equal_tokens_trains_on_the_same_windows(tiny, tm
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_stopped_and_resumed_is_the_unbroken_one(tiny, tmp_path, monkeypatch):
+def test_a_stopped_and_resumed_stream_equals_an_uninterrupted_one(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
     write_jsonl(tmp_path / "text.jsonl", documents(60))
     keys = tiny | dict(dataset=tmp_path / "text.jsonl", stream=True, tokenizer="byte", dropout=0.2)
@@ -233,15 +233,15 @@ def test_a_stream_that_is_stopped_and_resumed_is_the_unbroken_one(tiny, tmp_path
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", 12)
 
 
-def test_a_run_of_no_iterations_is_resumed(tiny, unbroken, tmp_path):
-    """Its checkpoint has the first weights, and no state of the optimizer."""
+def test_a_run_saved_before_its_first_iteration_resumes(tiny, unbroken, tmp_path):
+    """Start from a checkpoint with initial weights and no optimizer state."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     train(**keys | dict(max_iters=0))
     train(**keys, init_from="resume")
     assert_same_run(unbroken, tmp_path, 12)
 
 
-def test_a_resume_does_not_repeat_the_evaluation_that_its_checkpoint_has(tiny, tmp_path):
+def test_a_resume_does_not_repeat_the_evaluation_of_its_checkpoint(tiny, tmp_path):
     train(**tiny | dict(max_iters=8), out_dir=tmp_path)
     # the newest is the one of the most iterations, also if another one was touched since
     os.utime(tmp_path / "ckpt-00000004.pt")
@@ -256,7 +256,7 @@ def start_watched(action: str, **keys):
 
 
 @needs_signals
-def test_after_kill_9_the_log_holds_each_record_once(tiny, unbroken, tmp_path):
+def test_after_kill_9_and_a_resume_the_log_holds_each_record_once(tiny, unbroken, tmp_path):
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     # after the evaluation and the save at 8, and two more iterations
     at_10 = """
@@ -290,7 +290,7 @@ def losses_of(out_dir) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("then, number", slow_but((WORSE, 12), of=[(WORSE, 12), (BETTER, 24)]))
-def test_best_pt_is_the_best_of_the_log_across_a_resume(then, number, tiny, tmp_path):
+def test_best_pt_has_the_lowest_logged_loss_across_a_resume(then, number, tiny, tmp_path):
     train(**tiny, out_dir=tmp_path)
     train(**tiny | then, out_dir=tmp_path)
     losses = losses_of(tmp_path)
@@ -307,8 +307,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("key", slow_but("eval_tokens", of=OTHERS))
-def test_a_resume_that_evaluates_on_other_tokens_starts_a_new_best(key, tiny, tmp_path):
-    """A loss on other tokens does not compare."""
+def test_best_pt_starts_anew_if_a_resume_evaluates_on_other_tokens(key, tiny, tmp_path):
+    """Ignore the earlier losses, which are not comparable."""
     before, after = OTHERS[key]
     train(**tiny | before, out_dir=tmp_path)
     train(**tiny | after | WORSE, out_dir=tmp_path)
@@ -339,7 +339,9 @@ def damage(path, how) -> None:
 
 
 @pytest.mark.parametrize("how", slow_but(flip, cut, of=[flip, cut, blank, bytearray.clear]))
-def test_a_damaged_newest_checkpoint_costs_one_interval_and_is_named(how, tiny, unbroken, tmp_path):
+def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
+    how, tiny, unbroken, tmp_path
+):
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     train(**keys | dict(max_iters=8))
     damage(tmp_path / "ckpt-00000008.pt", how)
@@ -352,8 +354,8 @@ def test_a_damaged_newest_checkpoint_costs_one_interval_and_is_named(how, tiny, 
     assert_same_run(unbroken, tmp_path, 12)
 
 
-def test_without_a_whole_checkpoint_nothing_is_started(tiny, tmp_path):
-    """A run never begins again in silence."""
+def test_auto_refuses_to_start_again_if_every_checkpoint_is_damaged(tiny, tmp_path):
+    """Change nothing, and never begin a run again silently."""
     train(**tiny, out_dir=tmp_path)
     for number in (4, 8, 12):
         damage(tmp_path / f"ckpt-{number:08}.pt", flip)
@@ -366,7 +368,7 @@ def test_without_a_whole_checkpoint_nothing_is_started(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("value", slow_but(torch.inf, of=[torch.nan, torch.inf]))
-def test_weights_that_are_not_finite_are_never_saved(value, tiny, tmp_path):
+def test_weights_with_nan_or_infinity_are_never_saved(value, tiny, tmp_path):
     def spoil(model):
         with torch.no_grad():
             next(model.parameters()).fill_(value)
@@ -393,8 +395,10 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("error", slow_but("out of memory", of=ERRORS))
-def test_an_error_costs_what_came_after_the_newest_checkpoint(error, tiny, unbroken, tmp_path):
-    """Half an update is never saved."""
+def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
+    error, tiny, unbroken, tmp_path
+):
+    """Save nothing in the middle of an update."""
 
     def fail():
         raise ERRORS[error]
@@ -412,8 +416,8 @@ def test_an_error_costs_what_came_after_the_newest_checkpoint(error, tiny, unbro
 
 
 @pytest.mark.parametrize("scale, perplexity", [(1e4, None), (1.0, pytest.approx(128, rel=0.1))])
-def test_a_loss_of_any_size_is_a_record(scale, perplexity, tiny, tmp_path):
-    """A run that explodes has lost enough already. exp(710) is more than a float holds."""
+def test_a_huge_loss_is_logged_with_no_perplexity(scale, perplexity, tiny, tmp_path):
+    """Log an exploding run without an error, although exp(710) overflows a float."""
     train(**tiny | dict(max_iters=0, tie_weights=False), out_dir=tmp_path / "first")
     state = checkpoint(tmp_path / "first", 0)
     state["model"]["lm_head.weight"] *= scale
@@ -435,7 +439,7 @@ SKIPPED = {
 
 @pytest.mark.parametrize("updates", slow_but("20", of=SKIPPED))
 def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
-    """Float16 may need 16 to find its scale."""
+    """Allow for 19, because float16 may skip 16 until it has found its scale."""
     skipped, code = SKIPPED[updates]
     backward = torch.Tensor.backward
     iterations = iter(range(40))
@@ -466,7 +470,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tiny, tmp_path):
 
 
 @needs_signals
-def test_a_second_ctrl_c_ends_at_once(tiny, tmp_path):
+def test_a_second_ctrl_c_ends_the_run_at_once(tiny, tmp_path):
     train(**tiny | dict(max_iters=4), out_dir=tmp_path)
     keys = tiny | dict(init_from="resume", out_dir=tmp_path)
     long_iteration = """
@@ -495,7 +499,8 @@ ONE_STOP = {
 
 @needs_signals
 @pytest.mark.parametrize("sender", slow_but("passed on by torchrun", of=ONE_STOP))
-def test_one_stop_may_be_sent_as_two_signals(sender, tiny, tmp_path):
+def test_a_stop_sent_as_two_signals_still_saves(sender, tiny, tmp_path):
+    """Cover the pairs of signals that Slurm, a CPU limit and torchrun send."""
     first, seconds, second, code = ONE_STOP[sender]
     at_3 = f"""
         if n == 3:
@@ -514,8 +519,8 @@ def test_one_stop_may_be_sent_as_two_signals(sender, tiny, tmp_path):
 
 @needs_signals
 @pytest.mark.slow
-def test_a_cpu_limit_stops_once_though_the_kernel_repeats_it(tiny, tmp_path):
-    """SIGXCPU comes each second from then on, here while a slow save computes."""
+def test_a_cpu_limit_lets_a_slow_save_finish_although_sigxcpu_repeats(tiny, tmp_path):
+    """Reach the limit, after which the kernel sends SIGXCPU every second, also during the save."""
     limited = """
         if n == 1:
             import resource, torch
@@ -538,8 +543,8 @@ def test_a_cpu_limit_stops_once_though_the_kernel_repeats_it(tiny, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "login_tty"), reason="needs pseudo-terminals")
-def test_a_terminal_that_closes_ends_a_run_after_saving(tiny, tmp_path):
-    """Every further line to it fails, besides the signal."""
+def test_a_run_saves_and_ends_if_its_terminal_is_closed(tiny, tmp_path):
+    """Survive the failure of every further line printed to it."""
     terminal, its_end = os.openpty()
     login = f"os.login_tty(os.open({os.ttyname(its_end)!r}, os.O_RDWR))"
     keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)

@@ -49,7 +49,7 @@ TINY = dict(
 
 
 class NoLog:
-    """A log whose methods all do nothing."""
+    """Replace the log by one whose methods all do nothing."""
 
     def __init__(self, *arguments, **named):
         pass
@@ -63,7 +63,7 @@ def no_log():
 
 
 def assert_same_files(left, right) -> None:
-    """The folders hold equal checkpoints and an equal best.pt, but for the seconds in them."""
+    """Check for equal checkpoints and an equal best.pt, apart from the times in them."""
     assert checkpoints(left) == checkpoints(right)
     pairs = [(checkpoint(left, it), checkpoint(right, it)) for it in checkpoints(left)]
     for a, b in [*pairs, (best(left), best(right))]:
@@ -71,7 +71,7 @@ def assert_same_files(left, right) -> None:
             assert same(a[key], b[key]), key
 
 
-def test_a_run_without_a_log_is_the_same_run(tokens, tmp_path):
+def test_a_run_without_a_log_saves_the_same_checkpoints(tokens, tmp_path):
     for name, log in (("logged", contextlib.nullcontext()), ("silent", no_log())):
         with log:
             train(**TINY | dict(max_iters=6), dataset=tokens, out_dir=tmp_path / name)
@@ -82,7 +82,7 @@ def test_a_run_without_a_log_is_the_same_run(tokens, tmp_path):
 
 
 def rates_of(out_dir, **keys) -> list[float]:
-    """The learning rate of each update of a run on a fake clock."""
+    """Return the learning rate of each update of a run on a fake clock."""
     rates = []
     with before_updates(lambda n, optimizer: rates.append(optimizer.param_groups[0]["lr"])):
         assert InProcessRun(fake_clock=True).launch(**keys, out_dir=out_dir).code == 0
@@ -91,7 +91,7 @@ def rates_of(out_dir, **keys) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log_interval", [1, 7])
-def test_with_hours_the_rates_do_not_depend_on_the_log(log_interval, tokens, tmp_path):
+def test_the_learning_rates_of_a_timed_run_do_not_depend_on_the_log(log_interval, tokens, tmp_path):
     keys = TINY | dict(lr_schedule="linear", hours=0.25, log_interval=log_interval, dataset=tokens)
     del keys["max_iters"], keys["eval_interval"]
     logged = rates_of(tmp_path / "logged", **keys)
@@ -102,8 +102,8 @@ def test_with_hours_the_rates_do_not_depend_on_the_log(log_interval, tokens, tmp
     assert_same_files(tmp_path / "logged", tmp_path / "silent")
 
 
-def test_a_run_without_a_log_still_tries_a_failed_save_again(tokens, make_disk):
-    """Iterations of 20 seconds; the disk is full at the save of iteration 10, until 12."""
+def test_a_run_without_a_log_still_retries_a_failed_save(tokens, make_disk):
+    """Train iterations of 20 seconds. The disk is full from iteration 10 to 12."""
     disk, clock, first = make_disk(1 << 20), Clock(), []
 
     def act(n, optimizer):
@@ -122,7 +122,7 @@ def test_a_run_without_a_log_still_tries_a_failed_save_again(tokens, make_disk):
 
 
 @pytest.mark.parametrize("log_interval", slow_but(3, of=[1, 3]))
-def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_alone(
+def test_the_speed_on_log_lines_does_not_count_evaluations_and_saves(
     log_interval, tokens, tmp_path
 ):
     keys = TINY | dict(log_interval=log_interval, peak_tflops=0.001, dataset=tokens)
@@ -140,7 +140,7 @@ def test_each_line_has_loss_time_speed_and_mfu_and_a_slow_pause_leaves_the_time_
     assert {time for _, _, time, _, _ in lines["slow"]} == {"10000.00"}
 
 
-def test_a_line_of_a_long_run_on_a_gpu_fits_120_columns(capsys):
+def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
     c = Config(max_iters=99_999, hours=100.0)
     clock = SimpleNamespace(
         seconds=dict(steps=3.2e5),
@@ -163,7 +163,7 @@ def last_line(out: str, name: str) -> str:
     return [line for line in out.splitlines() if line.startswith(f"{name}: ")][-1]
 
 
-def test_a_run_ends_with_what_to_type_next_and_how_old_its_val_loss_is(tokens, tmp_path):
+def test_a_run_ends_with_the_next_command_and_the_iteration_of_its_val_loss(tokens, tmp_path):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
@@ -188,7 +188,7 @@ def test_a_run_ends_with_what_to_type_next_and_how_old_its_val_loss_is(tokens, t
     ],
     ids=["more iterations", "hours", "lower rate", "same schedule"],
 )
-def test_a_resume_that_raises_the_learning_rate_says_so(change, warns, tokens, tmp_path):
+def test_warns_if_a_resume_raises_the_learning_rate(change, warns, tokens, tmp_path):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path, min_lr=0.001, eval_interval=100)
     trainer = InProcessRun(fake_clock=True)
     stop = 10

@@ -89,8 +89,8 @@ def tokens(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tokens, tmp_path_factory):
     """
-    Makes a file with weights like those of a trained model: so far from 0 that each part of the
-    model matters, biases and norms too. A run from scratch would hardly show which GELU it has.
+    Return a function that writes weights like a trained model's: so far from 0 that every part
+    matters, biases and norms too. A run from scratch would hardly show which GELU it has.
     """
     folder = tmp_path_factory.mktemp("trained")
 
@@ -130,7 +130,11 @@ KINDS = dict(
 
 
 @pytest.mark.parametrize("kind", slow_but("gpt2", "untied", "computed_otherwise", of=KINDS))
-def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_path):
+def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, trained, tmp_path):
+    """
+    Compare losses, learning rates, gradient norms and weights with the plain trainer in
+    reference_gpt2.py.
+    """
     config = BASE | KINDS[kind]
     weights = trained(**config)
     train(**config, init_from=weights, dataset=tokens, out_dir=tmp_path)
@@ -163,8 +167,8 @@ def test_every_number_of_a_run_is_the_plain_trainers(kind, tokens, trained, tmp_
 
 def distance(a: reference_gpt2.Weights, b: reference_gpt2.Weights) -> float:
     """
-    Between two models' weights, without the biases of attention's keys: they move all scores of a
-    query alike, which changes nothing, so their gradients are rounding.
+    Return the distance between two models' weights, without the biases of attention's keys. They
+    move all scores of a query alike, which changes nothing, so their gradients are rounding.
     """
     total = 0.0
     for name in a.keys() | b.keys():
@@ -176,7 +180,7 @@ def distance(a: reference_gpt2.Weights, b: reference_gpt2.Weights) -> float:
     return math.sqrt(total)
 
 
-def test_a_run_from_scratch_starts_with_gpt2s_weights_and_a_loss_of_ln_v(tokens, tmp_path):
+def test_a_run_from_scratch_has_gpt2s_initial_weights_and_a_loss_near_ln_v(tokens, tmp_path):
     sizes = dict(n_layer=4, n_embd=128, tie_weights=False, max_iters=0)
     train(**BASE | sizes, dataset=tokens, out_dir=tmp_path)
     for name, p in checkpoint(tmp_path, 0)["model"].items():
@@ -234,7 +238,7 @@ EXTRA = {
 
 
 @pytest.mark.parametrize("schedule", slow_but("cosine", "wsd", of=SCHEDULES))
-def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, tmp_path):
+def test_a_run_trains_with_the_learning_rates_of_its_schedule(schedule, tokens, tmp_path):
     config = BASE | dict(max_iters=14, lr_schedule=schedule.partition(" ")[0])
     config |= EXTRA.get(schedule, {})
     used = []
@@ -254,7 +258,7 @@ def test_a_run_uses_the_rates_of_its_schedule(schedule, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("lr_decay_iters", slow_but(0, of=[0, 8]))
-def test_a_larger_max_iters_has_a_longer_schedule_unless_its_end_is_given(
+def test_raising_max_iters_stretches_the_schedule_unless_lr_decay_iters_is_set(
     lr_decay_iters, tokens, tmp_path
 ):
     config = BASE | dict(lr_decay_iters=lr_decay_iters, dataset=tokens)
@@ -287,8 +291,8 @@ WHEN = {
 
 
 @pytest.mark.parametrize("kind", slow_but("at intervals", "the best alone", of=WHEN))
-def test_iterations_evaluations_and_checkpoints_come_when_they_should(kind, tokens, tmp_path):
-    """nanoGPT runs one iteration too many."""
+def test_a_run_iterates_evaluates_and_saves_at_the_expected_iterations(kind, tokens, tmp_path):
+    """Train exactly max_iters iterations. nanoGPT trains one more."""
     keys, expected = WHEN[kind]
     train(**BASE | keys, dataset=tokens, out_dir=tmp_path)
     assert column(tmp_path, "step", "iter") == [*range(keys["max_iters"])]
@@ -300,7 +304,7 @@ def test_iterations_evaluations_and_checkpoints_come_when_they_should(kind, toke
 
 @pytest.mark.parametrize("grad_clip", slow_but(0.01, of=[0.01, 1e9, 0]))
 def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_path):
-    """Plain gradient descent in AdamW's place moves the weights by the clipped gradient."""
+    """Replace AdamW by plain gradient descent, which moves the weights by the clipped gradient."""
     config = BASE | dict(grad_clip=grad_clip, lr_schedule="constant", learning_rate=1.0)
     config |= dict(warmup_iters=0, weight_decay=0.0, dataset=tokens)
     train(**config | dict(max_iters=0), out_dir=tmp_path / "before")
@@ -326,13 +330,13 @@ def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_pat
         pytest.param(128, 128, marks=pytest.mark.slow),
     ],
 )
-def test_the_vocabulary_is_rounded_up(multiple, rows, tokens, tmp_path):
+def test_the_vocabulary_is_rounded_up_to_pad_vocab_multiple(multiple, rows, tokens, tmp_path):
     config = BASE | dict(pad_vocab_multiple=multiple, max_iters=0)
     train(**config, dataset=tokens, out_dir=tmp_path)
     assert len(checkpoint(tmp_path, 0)["model"]["lm_head.weight"]) == rows
 
 
-def test_an_evaluation_reads_the_whole_windows_that_its_tokens_hold(tokens, tmp_path):
+def test_an_evaluation_rounds_eval_tokens_down_to_whole_windows(tokens, tmp_path):
     def losses(eval_tokens: int) -> list:
         out_dir = tmp_path / str(eval_tokens)
         keys = dict(max_iters=0, eval_tokens=eval_tokens)
@@ -342,8 +346,8 @@ def test_an_evaluation_reads_the_whole_windows_that_its_tokens_hold(tokens, tmp_
     assert losses(6 * T + 4) == losses(6 * T) != losses(7 * T)
 
 
-def test_what_is_not_set_is_as_in_nanogpt(tokens, tmp_path):
-    """Its train.py's optimizer, whose beta2 is not torch's."""
+def test_the_optimizers_defaults_are_nanogpts(tokens, tmp_path):
+    """Use nanoGPT's beta2, for example, which differs from torch's."""
     expected = dict(learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
     keys = {name: value for name, value in BASE.items() if name not in {*expected, "min_lr"}}
     train(**keys | dict(max_iters=0), dataset=tokens, out_dir=tmp_path)
@@ -352,7 +356,7 @@ def test_what_is_not_set_is_as_in_nanogpt(tokens, tmp_path):
 
 
 def prepare_source(texts: list[str]) -> Path:
-    """Makes text.jsonl here, and shards of it."""
+    """Write text.jsonl here and prepare shards from it."""
     rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
     Path("text.jsonl").write_text("".join(rows))
     held_out = f"--val_tokens={BASE['eval_tokens']}"
@@ -370,7 +374,7 @@ def prepare_source(texts: list[str]) -> Path:
 
 @contextmanager
 def windows_of_training():
-    """Collects the windows that a model is trained on: inputs, and the last target."""
+    """Collect the windows that a model is trained on: the inputs and the last target."""
     windows: list[list[int]] = []
 
     def before_forward(module, arguments):
@@ -392,7 +396,7 @@ def expected_windows(folder: Path, config: dict) -> list[list[int]]:
     return [row for rows in iterations for row in rows.tolist()]
 
 
-def test_a_run_trains_on_each_window_once_an_epoch_in_the_order_of_its_seed(tokens, tmp_path):
+def test_a_run_trains_on_each_window_once_per_epoch_in_the_order_of_its_seed(tokens, tmp_path):
     with windows_of_training() as found:
         train(**BASE, dataset=tokens, out_dir=tmp_path)
     assert found == expected_windows(tokens, BASE)
@@ -401,8 +405,10 @@ def test_a_run_trains_on_each_window_once_an_epoch_in_the_order_of_its_seed(toke
 STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 
 
-def test_a_stream_trains_on_the_shards_that_a_preparation_makes(tmp_path, monkeypatch):
-    """In order, and evaluates on the same tokens as a run on them."""
+def test_a_stream_trains_and_evaluates_on_the_shards_that_a_preparation_makes(
+    tmp_path, monkeypatch
+):
+    """Read the training tokens in order."""
     monkeypatch.chdir(tmp_path)
     words = ("alpha", "beta", "zeta")
     shards = prepare_source([f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in words])
@@ -422,7 +428,7 @@ SMALL_SHARDS = {"data/stream.py": f"SHARD_TOKENS = {8 * T}\nTOKENS_AHEAD = 0"}
 
 @pytest.mark.slow
 def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
-    """It is in the next shard, which is not there yet."""
+    """Wait for the next shard, which holds this token and is not there yet."""
     monkeypatch.chdir(tmp_path)
     # 64 tokens each with their end, so that there are 8 windows in a shard
     shards = prepare_source([(f"alpha {n} " * 9)[:63] for n in range(40)])
@@ -445,8 +451,8 @@ def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
 
 def test_applies_dropout_in_training_and_never_in_evaluation(tokens, trained, tmp_path):
     """
-    Launches without dropout from the same checkpoints have other training losses and equal
-    evaluations, also right after an evaluation or a sample.
+    Launch without dropout from the same checkpoints: training losses differ and evaluations are
+    equal, also right after an evaluation or a sample.
     """
     config = BASE | dict(eval_interval=4, sample_tokens=4, checkpoint_interval=1, dataset=tokens)
     out_dir = tmp_path / "run"
@@ -469,12 +475,12 @@ def test_applies_dropout_in_training_and_never_in_evaluation(tokens, trained, tm
 
 
 def evaluation_in(out: str) -> tuple[float, float]:
-    """Train and validation loss of the one evaluation on a console, in four digits."""
+    """Return train and validation loss of the only evaluation on a console, in four digits."""
     [found] = re.findall(r"^step .* loss (\S+), val loss (\S+),", out, re.MULTILINE)
     return float(found[0]), float(found[1])
 
 
-def test_samples_change_no_bit_of_the_training(tokens, tmp_path):
+def test_drawing_samples_changes_no_bit_of_training(tokens, tmp_path):
     config = BASE | dict(dropout=0.3, eval_interval=3, dataset=tokens)
     train(**config, out_dir=tmp_path / "silent")
     train(**config, out_dir=tmp_path / "sampling", sample_tokens=12)
@@ -482,7 +488,7 @@ def test_samples_change_no_bit_of_the_training(tokens, tmp_path):
     assert_same_run(tmp_path / "silent", tmp_path / "sampling", 12)
 
 
-def test_a_sample_is_made_without_dropout(tokens, trained, tmp_path):
+def test_samples_during_training_are_drawn_without_dropout(tokens, trained, tmp_path):
     # with rates of 0 both runs keep the weights that they start from
     config = BASE | dict(learning_rate=0, min_lr=0, sample_tokens=40, init_from=trained())
     for dropout in (0.0, 0.5):
@@ -492,7 +498,7 @@ def test_a_sample_is_made_without_dropout(tokens, trained, tmp_path):
     assert len(texts[0]) > 10
 
 
-def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(tokens, tmp_path):
+def test_a_run_without_its_vocabulary_warns_and_trains_without_samples(tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | dict(tokenizer="gpt2")))
@@ -510,8 +516,8 @@ def test_a_vocabulary_that_cannot_be_had_costs_the_samples_not_the_run(tokens, t
 
 def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
     """
-    Within 2^-9 (bfloat16) or 2^-12 (float16). The first losses differ, so half precision is really
-    used, in evaluation too.
+    Stay within 2^-9 (bfloat16) or 2^-12 (float16). The first losses must differ, so half precision
+    is really used, in evaluation too.
     """
     for dtype in ("float32", "bfloat16", "float16"):
         train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
@@ -530,8 +536,8 @@ def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
 
 def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     """
-    From 2^26, each overflow halves the scale and logs no grad_norm; after 16 iterations at most
-    there are none, and the loss has fallen at the end.
+    Begin at 2^26, where each overflow halves the scale and logs no grad_norm. After 16 iterations
+    at most there are no more, and the loss falls by the end.
     """
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     config = BASE | dict(dtype="float16", max_iters=24, eval_interval=24)
@@ -547,7 +553,7 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
 
 @contextmanager
 def gradient_of_nan(backward_pass: int):
-    """The n-th backward pass from here on, counted from 1, makes gradients that are not numbers."""
+    """Make the gradients of the n-th backward pass from here, counted from 1, NaN."""
     real, count = torch.Tensor.backward, 0
 
     def backward(self, *args, **kwargs):
@@ -565,7 +571,7 @@ OPTIMIZERS = {"": dict(), "half": dict(dtype="float16"), "muon": MUON, "plain_mu
 
 
 @pytest.mark.parametrize("kind", slow_but({}, MUON, of=OPTIMIZERS.values()), ids=OPTIMIZERS)
-def test_a_gradient_that_is_not_finite_changes_nothing(kind, tokens, tmp_path):
+def test_an_update_with_a_gradient_of_nan_is_skipped_with_a_warning(kind, tokens, tmp_path):
     config = BASE | kind | dict(checkpoint_interval=1, eval_interval=100, max_iters=8)
     with gradient_of_nan(backward_pass=5 * 3 + 2):  # a micro-batch of iteration 5
         result = train(**config, dataset=tokens, out_dir=tmp_path)
@@ -582,7 +588,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind, tokens, tmp_path):
 @pytest.mark.parametrize(
     "tf32, precision", slow_but((True, "high"), of=[(True, "high"), (False, "highest")])
 )
-def test_tf32_is_set_as_asked(tf32, precision, tokens, tmp_path):
+def test_the_tf32_key_sets_torchs_matmul_precision(tf32, precision, tokens, tmp_path):
     torch.set_float32_matmul_precision("medium")
     train(**BASE | dict(max_iters=1), tf32=tf32, dataset=tokens, out_dir=tmp_path)
     assert torch.get_float32_matmul_precision() == precision
@@ -618,7 +624,9 @@ PEAK_TFLOPS = 1e-3
 
 
 def assert_speeds(out_dir: Path, sizes: list[int], devices: int = 1) -> None:
-    """The speeds of a run with PEAK_TFLOPS, whose logged iterations had these sizes in tokens."""
+    """
+    Check the speeds of a run with PEAK_TFLOPS whose logged iterations had these sizes in tokens.
+    """
     flops_per_token = column(out_dir, "start", "flops_per_token")[0]
     assert set(column(out_dir, "start", "flops_per_token")) == {flops_per_token}
     for size, step in zip(sizes, records(out_dir, "step"), strict=True):
@@ -629,7 +637,7 @@ def assert_speeds(out_dir: Path, sizes: list[int], devices: int = 1) -> None:
 
 
 class Hand:
-    """A fake time.perf_counter: only updates, layers of an evaluation, and saves take time."""
+    """Fake time.perf_counter: only updates, layers of an evaluation, and saves take time."""
 
     SECONDS = dict(steps=0.5, evaluation=0.001, checkpoints=1.0)
 
@@ -668,7 +676,7 @@ class Hand:
 
 
 @pytest.mark.parametrize("log_interval", slow_but(3, of=[1, 3]))
-def test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed(
+def test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_speed(
     log_interval, tokens, tmp_path
 ):
     hand = Hand()
@@ -693,8 +701,8 @@ def test_each_second_is_booked_once_and_none_of_an_evaluation_as_speed(
     assert column(tmp_path, "checkpoint", "seconds") == pytest.approx([1.0] * 3)
 
 
-def test_tokens_speed_and_epochs_are_those_of_the_batches_trained_on(tokens, tmp_path):
-    """Of a loop that takes twice as many micro-batches from iteration 10 on; and after a resume."""
+def test_tokens_speed_and_epochs_count_the_batches_really_trained_on(tokens, tmp_path):
+    """Double the micro-batches from iteration 10 on, and resume the run."""
     out_dir = tmp_path / "run"
     keys = BASE | dict(peak_tflops=PEAK_TFLOPS, dataset=tokens, out_dir=out_dir)
     take = Batches.take
@@ -721,7 +729,7 @@ def test_tokens_speed_and_epochs_are_those_of_the_batches_trained_on(tokens, tmp
 
 
 def number(count: str) -> float:
-    """1.15k -> 1150"""
+    """Convert 1.15k to 1150."""
     return float(count.replace("k", "e3"))
 
 
@@ -734,8 +742,11 @@ def train_on_two_ranks(**keys) -> None:
     assert [result.code for result in results] == [0, 0], results
 
 
-def test_two_ranks_train_as_one_process(tokens, tmp_path):
-    """The same numbers but for rounding; an evaluation's 18 windows leave the last batch uneven."""
+def test_two_ranks_train_like_one_process(tokens, tmp_path):
+    """
+    Log the same numbers but for rounding, even if an evaluation's 18 windows leave the last batch
+    uneven.
+    """
     config = BASE | dict(batch_size=5, gradient_accumulation_steps=4, peak_tflops=PEAK_TFLOPS)
     train(**config, dataset=tokens, out_dir=tmp_path / "1")
     train_on_two_ranks(**config, dataset=tokens, out_dir=tmp_path / "2")
@@ -746,7 +757,7 @@ def test_two_ranks_train_as_one_process(tokens, tmp_path):
     assert_speeds(tmp_path / "2", [4 * 5 * T] * 12, devices=2)
 
 
-def test_ranks_drop_differently_and_resume_bit_for_bit(tokens, tmp_path):
+def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path):
     config = BASE | dict(gradient_accumulation_steps=4, dropout=0.2, dataset=tokens)
     train_on_two_ranks(**config, out_dir=tmp_path / "whole")
     (tmp_path / "resumed").mkdir()
@@ -762,8 +773,11 @@ def test_ranks_drop_differently_and_resume_bit_for_bit(tokens, tmp_path):
 # What a stranger's faults asked for
 
 
-def test_the_wait_for_data_on_a_line_is_of_one_iteration(tokens, tmp_path):
-    """As its time is; here each look at what has been read takes a quarter of a second."""
+def test_data_wait_ms_is_the_average_wait_per_iteration(tokens, tmp_path):
+    """
+    Let each look at the data take a quarter of a second, at log lines for one, two or three
+    iterations.
+    """
     hand = Hand()
     hand.spent["waits"] = 0.0
     wait_for = threading.Condition.wait_for
@@ -783,8 +797,10 @@ def test_the_wait_for_data_on_a_line_is_of_one_iteration(tokens, tmp_path):
     assert hand.spent["waits"] >= 12 * 0.25
 
 
-def test_a_compiled_run_is_the_eager_one_with_dropout_and_resumed(tokens, trained, tmp_path):
-    """With a compiler that changes nothing: what is around it is looked at."""
+def test_a_compiled_run_with_dropout_equals_the_eager_run_even_when_resumed(
+    tokens, trained, tmp_path
+):
+    """Use a compiler that changes nothing, to test the code around it."""
     # weights so large that a loss with this much dropout is another one by far
     config = BASE | dict(dropout=0.7, init_from=trained(), dataset=tokens)
     train(**config, out_dir=tmp_path / "eager")
@@ -795,7 +811,7 @@ def test_a_compiled_run_is_the_eager_one_with_dropout_and_resumed(tokens, traine
     assert_same_run(tmp_path / "eager", tmp_path / "compiled", 12)
 
 
-def test_a_run_that_goes_back_drops_the_warnings_of_what_it_repeats(tokens, tmp_path):
+def test_a_run_resumed_from_an_older_checkpoint_drops_later_warnings_from_its_log(tokens, tmp_path):
     config = BASE | dict(dataset=tokens, out_dir=tmp_path)
     with gradient_of_nan(backward_pass=6 * 3 + 2):  # of iteration 6, behind its checkpoint
         train(**config)
@@ -805,7 +821,7 @@ def test_a_run_that_goes_back_drops_the_warnings_of_what_it_repeats(tokens, tmp_
     assert records(tmp_path, "event") == []
 
 
-def test_sampling_drops_nothing(tokens, trained, tmp_path):
+def test_sample_py_ignores_a_models_dropout(tokens, trained, tmp_path):
     state = torch.load(trained())
     texts = []
     for dropout in (0.0, 0.9):
@@ -816,8 +832,8 @@ def test_sampling_drops_nothing(tokens, trained, tmp_path):
     assert texts[0] and texts[0] == texts[1]
 
 
-def test_a_thousand_tokens_are_1k(tokens, tmp_path):
-    """Not 1000, which no other line has."""
+def test_a_thousand_tokens_are_printed_as_1k(tokens, tmp_path):
+    """Print 1k instead of 1000, as on all later lines."""
     size = dict(block_size=10, batch_size=5, gradient_accumulation_steps=5, eval_tokens=100)
     out = train(**BASE | size, dataset=tokens, out_dir=tmp_path).out
     shown = re.findall(r"^iter \d+: .*, tokens ([^,]+),", out, re.MULTILINE)

@@ -25,9 +25,7 @@ from program import (
 )
 
 
-def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_continues_it(
-    corpus, tmp_path
-):
+def test_ctrl_c_ends_a_run_with_code_130_and_the_printed_command_continues_it(corpus, tmp_path):
     arguments = flags(**SHORT_RUN | dict(max_iters=10**6), dataset=corpus, out_dir=tmp_path / "run")
     process = start(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     wait_for_line(process, "iter 3:")
@@ -45,8 +43,8 @@ def test_a_signal_ends_a_run_with_128_and_its_number_and_the_printed_line_contin
     assert column(tmp_path / "run", "step", "iter") == [*range(saved + 2)]
 
 
-def test_a_resume_verifies_the_checksums_of_its_checkpoint_once(corpus, tmp_path):
-    """A second time would take seconds for a checkpoint of gigabytes."""
+def test_a_resume_verifies_its_checkpoint_only_once(corpus, tmp_path):
+    """Save the second check, which takes seconds for a checkpoint of gigabytes."""
     arguments = dict(SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run")
     train(**arguments | dict(max_iters=2))
     verified, testzip = [], zipfile.ZipFile.testzip
@@ -60,7 +58,7 @@ def test_a_resume_verifies_the_checksums_of_its_checkpoint_once(corpus, tmp_path
     assert verified == ["ckpt-00000002.pt", "ckpt-00000004.pt"]  # the second one after its save
 
 
-def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(corpus, tmp_path):
+def test_repeating_the_command_of_a_finished_run_exits_with_0_and_changes_nothing(corpus, tmp_path):
     arguments = dict(SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", init_from="auto")
     train(**arguments)
     before = files(tmp_path)
@@ -69,9 +67,7 @@ def test_a_run_that_is_done_exits_with_0_and_again_when_it_is_asked_again(corpus
     assert "iterations are done" in result.out
 
 
-def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weights(
-    corpus, tmp_path
-):
+def test_a_diverging_run_exits_with_1_and_one_line_and_saves_no_broken_weights(corpus, tmp_path):
     changes = dict(learning_rate=1e38, grad_clip=0, warmup_iters=0, max_iters=60, eval_interval=60)
     changes |= dict(checkpoint_interval=1)
     arguments = flags(**SHORT_RUN | changes, dataset=corpus, out_dir=tmp_path / "run")
@@ -88,14 +84,14 @@ def test_a_run_that_fails_exits_with_1_and_one_line_and_has_saved_no_broken_weig
 
 @pytest.fixture(scope="module")
 def eight(corpus, tmp_path_factory) -> Path:
-    """A run of eight iterations, with checkpoints after 4 and 8."""
+    """Train a run of eight iterations, with checkpoints after 4 and 8."""
     out_dir = tmp_path_factory.mktemp("runs") / "eight"
     train(**SHORT_RUN, dataset=corpus, out_dir=out_dir)
     assert checkpoints(out_dir) == [4, 8]
     return out_dir
 
 
-def test_a_run_that_was_moved_with_its_dataset_goes_on(eight, corpus, tmp_path):
+def test_a_run_moved_together_with_its_dataset_resumes(eight, corpus, tmp_path):
     shutil.copytree(eight, tmp_path / "moved")
     shutil.copytree(corpus, tmp_path / "tokens_moved")
     where = dict(out_dir=tmp_path / "moved", dataset=tmp_path / "tokens_moved")
@@ -103,7 +99,7 @@ def test_a_run_that_was_moved_with_its_dataset_goes_on(eight, corpus, tmp_path):
     assert column(tmp_path / "moved", "step", "iter") == [*range(10)]
 
 
-def test_without_its_newer_checkpoints_a_run_goes_back(eight, corpus, tmp_path):
+def test_a_run_resumes_from_an_older_checkpoint_if_the_newest_was_deleted(eight, corpus, tmp_path):
     shutil.copytree(eight, tmp_path / "run")
     (tmp_path / "run" / "ckpt-00000008.pt").unlink()
     result = train(**SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", init_from="resume")
@@ -112,8 +108,8 @@ def test_without_its_newer_checkpoints_a_run_goes_back(eight, corpus, tmp_path):
     assert_same_run(tmp_path / "run", eight, 8)
 
 
-def test_best_pt_goes_on_under_the_name_of_a_checkpoint(eight, corpus, tmp_path):
-    """Where it alone is left."""
+def test_a_copy_of_best_pt_named_as_a_checkpoint_resumes(eight, corpus, tmp_path):
+    """Resume a run of which only best.pt is left, after copying it to a checkpoint's name."""
     (tmp_path / "run").mkdir()
     shutil.copy(eight / "best.pt", tmp_path / "run" / "ckpt-00000008.pt")
     given = SHORT_RUN | dict(max_iters=10)
@@ -136,7 +132,7 @@ def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
         process.wait()
 
 
-def test_eval_iters_are_the_micro_batches_of_an_evaluation(corpus, tmp_path):
+def test_eval_iters_counts_the_micro_batches_of_an_evaluation(corpus, tmp_path):
     for name, size in (("iters", dict(eval_iters=3)), ("tokens", dict(eval_tokens=3 * 4 * T))):
         given = SHORT_RUN | dict(eval_tokens=0, max_iters=0) | size
         train(**given, dataset=corpus, out_dir=tmp_path / name)
@@ -146,7 +142,7 @@ def test_eval_iters_are_the_micro_batches_of_an_evaluation(corpus, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_the_first_words_of_text_in_another_encoding_are_shown(tmp_path):
+def test_preparing_text_in_another_encoding_shows_some_of_its_words(tmp_path):
     text = "Über die Straße ging ein Bär.\n" * 300
     (tmp_path / "book.txt").write_bytes(text.encode("cp1252"))
     arguments = (tmp_path / "book.txt", "--encoding=cp1252", f"--out={tmp_path / 'data'}")
@@ -156,8 +152,11 @@ def test_the_first_words_of_text_in_another_encoding_are_shown(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_resume_on_a_folder_of_which_one_file_has_changed_is_refused(split, letters, tmp_path):
-    """nanoGPT's own folder, without a manifest; the file has its name and its size."""
+def test_resuming_is_refused_if_a_file_of_the_dataset_changed(split, letters, tmp_path):
+    """
+    Notice new content in nanoGPT's own folder, which has no manifest, although the file's name and
+    size stay the same.
+    """
     data, out_dir = tmp_path / "letters", tmp_path / "run"
     shutil.copytree(letters, data)
     keys = SHORT_RUN | dict(dataset=data, out_dir=out_dir, max_iters=2)
