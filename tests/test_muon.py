@@ -1,4 +1,7 @@
-"""Muon against an SVD, torch's own Muon and AdamW; the split of parameters; skipped updates."""
+"""
+Compare Muon with an SVD, torch's own Muon and AdamW. Check which weights are in which group, and
+that updates are skipped on overflow.
+"""
 
 import copy
 from collections.abc import Callable

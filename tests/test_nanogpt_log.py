@@ -1,4 +1,4 @@
-"""What nanoGPT's console output tells about a run's time, and a CSV of its figures."""
+"""Read a run's time and losses from nanoGPT's console output and from CSV files."""
 
 import json
 

@@ -1,6 +1,6 @@
 """
-README, docs/ and results/: links that lead somewhere, commands that parse, names and messages that
-the program has, and code that runs.
+Check README, docs/ and results/: links lead somewhere, commands parse, the files and flags that
+they name exist, and their code runs.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """
-bench.py plan from outside: its figures against numbers computed by hand, and what it says.
+Compare the figures of bench.py plan with numbers computed by hand, and check what it prints.
 
-All figures are of --json. N = 124,373,760 are the parameters of GPT-2 124M with 50,304 rows:
-50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768.
+All figures are from --json. N = 124,373,760 is the number of parameters of GPT-2 124M with 50,304
+rows: 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768.
 """
 
 import json

@@ -1,7 +1,7 @@
 """
-Preparation from outside: the right tokens in the right shards, the same bytes whatever interrupts
-it, and one line for what goes wrong on the way. What is read of which file: test_sources.py. Bad
-command lines: test_bad_input.py.
+Prepare data by the commands: the right tokens in the right shards, the same bytes after
+interruptions, and one line for each problem. test_sources.py tests what is read from which file,
+test_bad_input.py bad command lines.
 """
 
 import hashlib

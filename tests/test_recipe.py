@@ -1,4 +1,4 @@
-"""Whole runs of the fast recipe against the second trainer in reference_fast.py."""
+"""Compare whole runs of the fast recipe with the second trainer in reference_fast.py."""
 
 import pytest
 from program import ROOT, checkpoint, column, train

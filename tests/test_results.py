@@ -1,6 +1,6 @@
 """
-Figures on the pages: those that were measured are the ones in the json files of results/, and those
-that are estimated are what `bench.py plan` computes.
+Check the figures on the pages: measured ones against the json files of results/, estimated ones
+against `bench.py plan`.
 """
 
 import csv

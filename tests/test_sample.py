@@ -1,6 +1,6 @@
 """
-generate() against transformers, and texts, prompts and terminals as people have them. Samples of
-whole runs: integration/test_samples.py.
+Compare generate() with transformers, and run sample.py on the texts, prompts and terminals that
+people have. integration/test_samples.py samples whole runs.
 """
 
 import shutil

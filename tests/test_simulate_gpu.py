@@ -1,4 +1,7 @@
-"""What training asked of simulated cards (dev/simulate_gpu), and that the docs say just that."""
+"""
+Check the recorded results of training on simulated GPUs (dev/simulate_gpu), and that the docs show
+them.
+"""
 
 import subprocess
 import sys

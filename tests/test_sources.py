@@ -1,6 +1,6 @@
 """
-What becomes a document: files, folders and patterns, text in every encoding that people have, and
-jsonl and parquet as they are in the world. Each is prepared by the command and read back.
+Check what becomes a document: files, folders and patterns, text in common encodings, jsonl and
+parquet. The commands prepare each source, and the tests read the shards back.
 """
 
 import codecs

@@ -1,7 +1,8 @@
 """
-How torch's threads wait for one another, and how many a resumed run has.
+Check how torch's threads wait for one another, and how many a resumed run has.
 
-libgomp itself says how it waits: with OMP_DISPLAY_ENV it prints its settings as torch is imported.
+libgomp itself reports how it waits: with OMP_DISPLAY_ENV it prints its settings when torch is
+imported.
 """
 
 import os

@@ -1,6 +1,6 @@
 """
-A tokenizer of one's own: what it makes of any text, where it comes from, and that two are never
-mixed.
+Train and use your own tokenizer: what it makes of any text, where it is stored, and that two
+tokenizers are never mixed.
 """
 
 import json

@@ -1,6 +1,6 @@
 """
-What an iteration costs, and who computes it: the host waits for the device at log lines alone, and
-a compiler is used only if it computes what eager code does.
+Check that training waits for the device only at log lines, and that compiled code is used only if
+it computes what eager code does.
 """
 
 import math

@@ -1,6 +1,6 @@
 """
-Weights of others as people have them: which tokenizer is theirs, names from wrappers, and files
-that are something else. transformers is the reference for tokenizers; convert.py: test_convert.py.
+Load other people's weights: which tokenizer belongs to them, names from wrappers, and files of
+another kind. transformers is the reference for tokenizers. test_convert.py tests convert.py.
 """
 
 import json

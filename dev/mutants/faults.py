@@ -110,7 +110,7 @@ FAULTS = [
         "end_with_parent.listen",
         "os._exit(1)",
         "pass",
-        "integration/test_streaming.py::test_no_more_is_prepared_than_is_allowed_and_closing_the_pipe_ends_it",
+        "integration/test_streaming.py::test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_pipe",
     ),
     Fault(
         "Ctrl-C leaves the measured process behind",
@@ -126,7 +126,7 @@ FAULTS = [
         "end_process",
         "dist.destroy_process_group()",
         "pass",
-        "integration/test_ranks.py::test_a_rank_leaves_the_others_on_every_way_out[the end]",
+        "integration/test_ranks.py::test_every_rank_destroys_its_process_group_however_it_ends[the end]",
     ),
     Fault(
         "a failed rank waits for ranks that hang",
@@ -134,7 +134,7 @@ FAULTS = [
         "end_process",
         "if code:",
         "if False:",
-        "integration/test_ranks.py::test_a_rank_that_cannot_leave_after_an_error_ends_all_the_same",
+        "integration/test_ranks.py::test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs",
     ),
     Fault(
         "DDP arranges its buckets in the first iteration",
@@ -142,7 +142,7 @@ FAULTS = [
         "arrange_buckets",
         "ddp_model.reducer.prepare_for_backward([])",
         "return",
-        "integration/test_ranks.py::test_buckets_are_arranged_before_the_first_iteration",
+        "integration/test_ranks.py::test_gradient_buckets_are_arranged_before_the_first_iteration",
     ),
     Fault(
         "all ranks have one seed",
@@ -182,7 +182,7 @@ FAULTS = [
         "main",
         "ranks.on_main(clock.position, it)",
         "clock.position(it)",
-        "integration/test_time_limits.py::test_ranks_follow_the_clock_of_the_first",
+        "integration/test_time_limits.py::test_all_ranks_follow_the_clock_of_the_first",
     ),
     Fault(
         "a maximum over ranks is a sum",
@@ -190,7 +190,7 @@ FAULTS = [
         "Ranks.max",
         ", op=dist.ReduceOp.MAX",
         "",
-        "integration/test_ranks.py::test_a_signal_ends_all_ranks_after_saving[all]",
+        "integration/test_ranks.py::test_a_signal_to_one_or_all_ranks_saves_and_ends_all_of_them[all]",
     ),
     Fault(
         "the position in the data counts one rank",
@@ -254,6 +254,6 @@ FAULTS = [
         "Clock.position",
         "self.since_launch() / 60",
         "self.used() / 60",
-        "integration/test_time_limits.py::test_max_minutes_end_a_launch_and_the_same_command_resumes_it",
+        "integration/test_time_limits.py::test_max_minutes_ends_a_launch_and_the_same_command_resumes_the_run",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Data and a run that several files of this folder share."""
+"""Define the data and the run that several files of this folder share."""
 
 from pathlib import Path
 

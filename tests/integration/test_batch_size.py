@@ -1,4 +1,4 @@
-"""Tokens per iteration: of a config, of flags, of a resume."""
+"""Check the tokens per iteration that configs, flags and resumes lead to."""
 
 import sys
 from pathlib import Path

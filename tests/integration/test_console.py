@@ -1,4 +1,4 @@
-"""What a run prints at its start and its end, and what its MFU is relative to."""
+"""Check what a run prints at its start and its end, and which peak its MFU is relative to."""
 
 import re
 from pathlib import Path

@@ -1,10 +1,9 @@
 """
-What a disk can do to a run: it fills up, it damages files, a shard disappears, the run is killed
-while it writes, another run or the user's own files are in the folder. No iteration, no record and
-no file is lost that anybody could want back.
+Run with a disk that fills up or damages files, with shards that disappear, kills during a save, a
+second run in the folder, or a user's own files in it. No iteration, record or file that anybody
+could want is lost.
 
-A full disk is a real tmpfs. Faults are injected at calls of torch and of the system: see
-fault_injection.py.
+A full disk is a real tmpfs. fault_injection.py injects faults at calls of torch and of the system.
 """
 
 import errno

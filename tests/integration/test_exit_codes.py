@@ -1,4 +1,4 @@
-"""Exit codes, and what decides by them: systemd, and the script of the page."""
+"""Check the documented exit codes, and the systemd unit and the script that act on them."""
 
 import os
 import re

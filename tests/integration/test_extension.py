@@ -1,6 +1,6 @@
 """
-One more night: a finished run with lr_schedule=wsd is extended from the checkpoint that was kept
-before its decay, in a copy, and ends with the bits of a run that was planned that long.
+Extend a finished run with lr_schedule=wsd from the checkpoint kept before its decay. The copy ends
+with the same bits as a run planned that long from the start.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints of the present format, made by dev/make_golden.py, can be resumed."""
+"""Resume recorded checkpoints of the present format, which dev/make_golden.py made."""
 
 import json
 import shutil

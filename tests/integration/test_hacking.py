@@ -1,7 +1,7 @@
 """
-People change the program: a key, a weight, a group, an optimizer, a model. What the program does
-then; and the experiments of docs/hacking.md, whose functions replace those of the same names in a
-copy of the program.
+Change the program as people do: a key, a weight, an optimizer group, an optimizer, a model. Run the
+experiments of docs/hacking.md, whose functions replace the functions of the same name in a copy of
+the program.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """
-The nights of a run, from outside: whatever interrupts it, the resumed run is the unbroken one, and
-its exit code and its folder say what happened.
+Interrupt runs in every way. The resumed run equals an uninterrupted one, and its exit code and
+folder tell what happened.
 """
 
 import os
@@ -416,8 +416,8 @@ def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize("scale, perplexity", [(1e4, None), (1.0, pytest.approx(128, rel=0.1))])
-def test_a_huge_loss_is_logged_with_no_perplexity(scale, perplexity, tiny, tmp_path):
-    """Log an exploding run without an error, although exp(710) overflows a float."""
+def test_a_loss_of_any_size_is_logged(scale, perplexity, tiny, tmp_path):
+    """Log an exploding run without a perplexity, because exp(710) overflows a float."""
     train(**tiny | dict(max_iters=0, tie_weights=False), out_dir=tmp_path / "first")
     state = checkpoint(tmp_path / "first", 0)
     state["model"]["lm_head.weight"] *= scale

@@ -1,6 +1,6 @@
 """
-The log only writes: a run whose log does nothing trains, saves and ends as any other. And what each
-of its lines says.
+Check that a run whose log does nothing trains, saves and ends like any other, and check what the
+log's lines say.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """
-The numbers of real runs, judged from outside: by a second trainer (reference_gpt2.py), by figures
-computed by hand, and by runs that must be equal.
+Judge the numbers of real runs by a second trainer (reference_gpt2.py), by figures computed by hand,
+and by runs that must be equal.
 """
 
 import functools

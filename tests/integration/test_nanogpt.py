@@ -1,6 +1,6 @@
 """
-What nanoGPT's users bring along beside what test_pretrained.py has: config files, checkpoints with
-their characters, and lines of code.
+Use what nanoGPT's users bring along: config files, checkpoints with their characters, and lines of
+code. test_pretrained.py has more.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ init_from = 'gpt2'
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_config_files_run_unchanged(name, tmp_path):
+def test_nanogpts_config_files_load_unchanged(name, tmp_path):
     path = tmp_path / f"{name}.py"
     path.write_text(FILES[name])
     config = load_config([str(path)])
@@ -112,7 +112,7 @@ def tokens(tmp_path_factory) -> Path:
 
 
 def test_fine_tuning_resumes_with_the_vocabulary_of_its_checkpoint(tokens, tmp_path):
-    """GPT-2's 50257 are not padded to 50304 on the way."""
+    """Keep GPT-2's 50257 rows, for example, instead of padding them to 50304."""
     random_gpt2(tmp_path / "hf", vocab_size=61)
     sizes = dict(n_layer=2, bias=True, dataset=tokens, out_dir=tmp_path / "run")
     train(**TINY | sizes, init_from=tmp_path / "hf")
@@ -128,7 +128,7 @@ CHARACTERS = sorted(set("to be or not to be, that is the question:\n"))
 
 @pytest.fixture
 def nanogpt(tmp_path) -> Path:
-    """A folder of nanoGPT in which a small model of 16 characters was trained."""
+    """Create a nanoGPT folder with a small model of 16 characters."""
     letters = dict(enumerate(CHARACTERS))
     meta = dict(vocab_size=len(letters), itos=letters, stoi={c: i for i, c in letters.items()})
     data = tmp_path / "data" / "shakespeare_char"
@@ -155,13 +155,13 @@ SHORT = ("--start=to be", "--num_samples=1", "--max_new_tokens=8", "--device=cpu
 
 
 @pytest.mark.parametrize("given", ["--out_dir={}", "--init_from={}", "--init_from={}/ckpt.pt"])
-def test_its_checkpoint_is_sampled_with_the_characters_beside_it(given, nanogpt):
+def test_a_nanogpt_checkpoint_is_sampled_with_the_characters_in_its_meta_pkl(given, nanogpt):
     result = run("sample.py", given.format(nanogpt / "out-shakespeare-char"), *SHORT)
     assert result.code == 0 and result.out.startswith("to be")
     assert "iteration 2,000, val loss 1.4697" in result.err
 
 
-def test_without_its_characters_the_message_says_where_to_put_them(nanogpt):
+def test_sampling_without_meta_pkl_is_refused_with_where_to_put_it(nanogpt):
     where = f"--out_dir={nanogpt / 'out-shakespeare-char'}"
     table = (nanogpt / "data" / "shakespeare_char" / "meta.pkl").rename(nanogpt / "kept.pkl")
     result = run("sample.py", where, *SHORT)
@@ -170,7 +170,7 @@ def test_without_its_characters_the_message_says_where_to_put_them(nanogpt):
     assert run("sample.py", where, *SHORT).code == 0
 
 
-def test_its_vocabulary_stays_unpadded(nanogpt):
+def test_fine_tuning_a_nanogpt_checkpoint_keeps_its_vocabulary_unpadded(nanogpt):
     keys = TINY | dict(n_embd=16, init_from=nanogpt / "out-shakespeare-char")
     keys |= dict(dataset=nanogpt / "data" / "shakespeare_char", out_dir=nanogpt / "run")
     result = run("train.py", *flags(**keys, pad_vocab_multiple=128))
@@ -186,13 +186,13 @@ def test_its_vocabulary_stays_unpadded(nanogpt):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """docs/nanogpt_model.py, as it is beside a script."""
+    """Import docs/nanogpt_model.py as a script beside it would."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     return importlib.import_module("nanogpt_model")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_a_batch_of_two_is_no_pair(rows, calls):
+def test_nanogpt_model_returns_logits_and_loss_for_any_batch_size(rows, calls):
     model = calls.GPT(calls.GPTConfig(8, 12, 1, 2, 16)).eval()
     idx = torch.zeros(rows, 5, dtype=torch.long)
     logits, loss = model(idx)
@@ -204,7 +204,7 @@ def test_a_batch_of_two_is_no_pair(rows, calls):
     assert model(idx, half)[1].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_the_notebooks_other_calls_run(calls, tmp_path):
+def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path):
     random_gpt2(tmp_path / "hf")
     model = calls.GPT.from_pretrained(tmp_path / "hf", dict(dropout=0.1))
     assert model.config.dropout == model.transformer.drop.p == 0.1
@@ -235,7 +235,7 @@ def test_the_notebooks_other_calls_run(calls, tmp_path):
     assert calls.LayerNorm(4, False).bias is None and calls.LayerNorm(4, bias=True).eps == 1e-5
 
 
-def test_the_lines_of_its_table_run(tokens, tmp_path):
+def test_the_lines_of_code_in_from_nanogpt_md_run(tokens, tmp_path):
     train(**TINY, dataset=tokens, out_dir=tmp_path)
     page = (ROOT / "docs" / "from_nanogpt.md").read_text(encoding="utf-8")
     table = page.partition("| one line of code |")[2]

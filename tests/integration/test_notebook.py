@@ -1,5 +1,5 @@
 """
-notebook.ipynb: an own text on a CPU, and what a GPU that is lent for some hours is given, run here
+Run notebook.ipynb, both its training on a user's text on a CPU and its training on a lent GPU, here
 on a CPU at a tiny size.
 """
 
@@ -35,14 +35,14 @@ def test_the_notebook_is_stored_without_outputs():
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-def test_it_leaves_the_torch_that_is_there():
-    """The tested one would be a download of 3 GB, for a driver that the lent GPU may not have."""
+def test_the_notebook_keeps_the_torch_that_is_installed():
+    """Avoid a download of 3 GB, made for a driver that a lent GPU may not have."""
     installs = [command for command in shell_commands() if command[0] == "pip"]
     assert installs and not [words for words in installs if "constraints.txt" in words]
 
 
-def test_its_minutes_are_what_plan_computes():
-    """By the flags of its own command."""
+def test_the_notebook_states_the_minutes_that_plan_computes():
+    """Plan with the flags of the notebook's own command."""
     command = next(c for c in shell_commands() if "config/fast40m_4070.py" in c)
     flags = [w for w in command[3:] if not w.startswith(("--dataset", "$", "--out", "--max_min"))]
     p = plan("fast40m_4070", *flags, "--gpu=T4", "--dataset_tokens=100M")
@@ -58,7 +58,7 @@ def shell_commands() -> list[list[str]]:
 
 
 def test_notebook_commands_name_existing_scripts_configs_and_flags():
-    """Its python commands; configs with a variable in their path are not checked."""
+    """Check its python commands, except configs whose path contains a variable."""
     commands = [words[1:] for words in shell_commands() if words[0] == "python"]
     assert len(commands) >= 8
     for script, *words in commands:
@@ -69,7 +69,7 @@ def test_notebook_commands_name_existing_scripts_configs_and_flags():
 
 
 def commit_tree(folder: Path) -> str:
-    """The working tree as a repository of one commit; its address."""
+    """Commit the working tree into a new repository and return its address."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -85,7 +85,7 @@ def commit_tree(folder: Path) -> str:
     return f"file://{folder}"
 
 
-def test_without_a_gpu_it_stops_before_the_data(monkeypatch, tmp_path):
+def test_the_notebook_stops_before_preparing_data_if_there_is_no_gpu(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     install, data = (SHELL.sub("\\1pass", CELLS[i]) for i in (0, 3))
@@ -96,7 +96,7 @@ def test_without_a_gpu_it_stops_before_the_data(monkeypatch, tmp_path):
         exec(install, {})
 
 
-def test_on_colab_the_run_is_kept_in_drive(monkeypatch):
+def test_the_notebook_keeps_the_run_in_google_drive_on_colab(monkeypatch):
     monkeypatch.chdir(ROOT)
     calls = []
     drive = SimpleNamespace(mount=calls.append, flush_and_unmount=lambda: calls.append("flushed"))
@@ -121,7 +121,7 @@ def run_command(command: str, outputs: list[str]) -> None:
 
 
 def edit(cells: list[str], **lines: str) -> list[str]:
-    """The cells after somebody has written other values into their lines for these names."""
+    """Return the cells with other values in the lines that set these names."""
     for name, value in lines.items():
         line = re.compile(rf'^(os\.environ\["{name}"\] = )".*"', re.MULTILINE)
         assert len(line.findall("\n".join(cells))) == 1, name
@@ -130,7 +130,10 @@ def edit(cells: list[str], **lines: str) -> list[str]:
 
 
 def run_cells(cells: list[str]) -> list[str]:
-    """The cells as one program. Returns what each command of theirs has printed; none may fail."""
+    """
+    Run the cells as one program and return what each of their commands printed. No command may
+    fail.
+    """
     outputs = []
     names = dict(run_command=run_command, outputs=outputs)
     for source in cells:
@@ -140,7 +143,7 @@ def run_cells(cells: list[str]) -> list[str]:
 
 @pytest.fixture
 def fresh_folder(tmp_path, monkeypatch):
-    """Offline: the clone is of this tree."""
+    """Change to an empty folder without a network, where the notebook clones this tree."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     names = dict(QUICK_FLAGS=TINY, PATH=path, PIP_NO_INDEX="1", OMP_NUM_THREADS="1")
     for name in "REPOSITORY BOOK TEXT TEXT_FLAGS OWN ITERS OUT".split():  # which the cells set
@@ -157,8 +160,8 @@ def write_book(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_is_trained_on_without_a_gpu(fresh_folder, monkeypatch, capsys):
-    """By the config that is written for it, at most ten minutes: hours=0.15 are nine."""
+def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, monkeypatch, capsys):
+    """Use the config written for it, for at most ten minutes (hours=0.15 are nine)."""
     monkeypatch.setenv("BOOK_FLAGS", "--hours=0.003 --device=cpu --sample_tokens=8")
     cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"), BOOK="a book.txt")
     install, _, own = cells
@@ -181,8 +184,10 @@ def test_a_text_is_trained_on_without_a_gpu(fresh_folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_changed_text_of_the_same_name_has_a_model_of_its_own(fresh_folder, monkeypatch):
-    """And one in another encoding is read when that is written into its line."""
+def test_the_notebook_trains_a_new_model_if_a_text_of_the_same_name_changed(
+    fresh_folder, monkeypatch
+):
+    """Read a text in another encoding if its flag is written into the cell."""
     monkeypatch.setenv("BOOK_FLAGS", f"{TINY} --value_tables=1")
     cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"))
     install, _, own = cells
@@ -197,8 +202,11 @@ def test_a_changed_text_of_the_same_name_has_a_model_of_its_own(fresh_folder, mo
 
 
 @pytest.mark.slow
-def test_its_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkeypatch):
-    """FineWeb-Edu is a parquet file of some documents."""
+def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkeypatch):
+    """
+    Replace FineWeb-Edu by a parquet file of a few documents. Run the cells a second time, as after
+    a closed browser.
+    """
     try:
         Tokenizer({"kind": "gpt2"})
     except UserError as error:

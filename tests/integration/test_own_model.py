@@ -1,4 +1,4 @@
-"""Your own model.py, and scripts written for nanoGPT's."""
+"""Train your own model.py, and run scripts written for nanoGPT's model."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ print(idx)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
-def test_the_own_model_of_the_page_trains_resumes_and_samples(optimizer, letters, tmp_path):
+def test_the_documented_own_model_trains_resumes_and_samples(optimizer, letters, tmp_path):
     home = changed(tmp_path / "copy", OWN_MODEL)
     (home / "mine.py").write_text(block_with("class GPT("))
 
@@ -85,7 +85,7 @@ print(loss.item())
 
 
 @pytest.mark.parametrize("place", ["beside", pytest.param("elsewhere", marks=pytest.mark.slow)])
-def test_a_script_written_for_nanogpts_model_runs_here(place, corpus, tmp_path):
+def test_a_script_written_for_nanogpts_model_runs_with_nanogpt_model(place, corpus, tmp_path):
     train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=corpus, out_dir=tmp_path / "run")
     home = changed(tmp_path / "copy", {})
     shutil.copy(ROOT / "docs" / "nanogpt_model.py", home)

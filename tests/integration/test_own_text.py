@@ -1,6 +1,6 @@
 """
-A small text read many times: what is held out of it for validation, the config file that
-prepare_text.py writes for it, a sample, and fine-tuning as the pages say.
+Train on a small text of your own: what is held out for validation, the config that prepare_text.py
+writes, a sample, and the documented fine-tuning.
 """
 
 import re
@@ -30,7 +30,7 @@ CPU = ["--device=cpu", "--dtype=float32"]
 
 
 def prepare(*arguments) -> str:
-    """prepare_text.py in this process; returns what it says last."""
+    """Run prepare_text.py in this process and return the last line it prints."""
     result = run("data/prepare_text.py", *arguments)
     assert (result.code, result.err) == (0, ""), result
     return result.out.splitlines()[-1]
@@ -41,7 +41,7 @@ def prepare(*arguments) -> str:
 
 
 def validation_of(out: Path, texts: list[str]) -> list[str]:
-    """Validation's documents of a byte dataset that holds each of the texts once, in order."""
+    """Return the validation documents of a byte dataset that holds each text once, in order."""
     val, train = (stored_texts(out, split) for split in ("val", "train"))
     check_documents(val, train, texts)
     return val
@@ -57,7 +57,9 @@ def validation_of(out: Path, texts: list[str]) -> list[str]:
     ],
     ids=["paragraphs", "lines", "words", "letters"],
 )
-def test_the_end_of_a_single_document_is_held_out_from_a_good_place_on(text, begins, tmp_path):
+def test_the_end_of_a_single_document_is_held_out_from_a_paragraph_line_or_word_on(
+    text, begins, tmp_path
+):
     (tmp_path / "book.txt").write_text(text)
     prepare(tmp_path / "book.txt", f"--out={tmp_path / 'out'}", "--val_fraction=0.25")
     (val,) = validation_of(tmp_path / "out", [text])
@@ -67,7 +69,7 @@ def test_the_end_of_a_single_document_is_held_out_from_a_good_place_on(text, beg
 
 
 def write_letters(folder: Path) -> list[str]:
-    """Six languages in path order, of which the first documents would be of one alone."""
+    """Write six languages in path order. The first documents alone would all be in one language."""
     texts = [f"{letter}{i} " * (100 + 30 * i) for letter in "abcdef" for i in range(8)]
     for i, text in enumerate(texts):
         (folder / f"{i:02}.txt").write_text(text)
@@ -75,7 +77,7 @@ def write_letters(folder: Path) -> list[str]:
 
 
 def write_tenths(folder: Path) -> list[str]:
-    """A language that is a tenth of a folder, wherever its files stand."""
+    """Write ten files of ten languages, each a tenth of the text."""
     texts = [f"{i} " * 5000 for i in range(10)]
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_text(text)
@@ -89,7 +91,7 @@ def write_rows(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("write", [write_letters, write_tenths, write_rows])
-def test_validation_is_from_all_over_the_text(write, tmp_path):
+def test_validation_is_spread_over_the_whole_text(write, tmp_path):
     texts = write(tmp_path)
     prepare(tmp_path, f"--out={tmp_path / 'out'}")
     val = validation_of(tmp_path / "out", texts)
@@ -103,7 +105,7 @@ def test_validation_is_from_all_over_the_text(write, tmp_path):
 
 
 def test_prepares_identical_shards_every_time(tmp_path):
-    """Also with one worker; about 5% of the text is validation."""
+    """Make the same shards with one worker too. About 5% of the text is for validation."""
     prepare(f"--out={tmp_path / 'first'}")
     prepare(f"--out={tmp_path / 'second'}", "--workers=1")
     assert digests(tmp_path / "first") == digests(tmp_path / "second")
@@ -120,7 +122,7 @@ def test_prepares_identical_shards_every_time(tmp_path):
         (100, 0.5, "give more text, about 300 tokens in all"),
     ],
 )
-def test_a_text_smaller_than_the_quickstarts_window_leaves_nothing(
+def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_folder(
     size, fraction, said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -136,10 +138,10 @@ def test_a_text_smaller_than_the_quickstarts_window_leaves_nothing(
 
 
 @pytest.mark.parametrize("tokenizer", slow_but("byte", of=["byte", "bpe:300"]))
-def test_the_two_commands_for_your_own_text_train_and_a_third_samples(
+def test_the_documented_commands_prepare_train_and_sample_your_own_text(
     tokenizer, tmp_path, monkeypatch
 ):
-    """As typed, but for the number of iterations: README's way for one's own text."""
+    """Type README's commands for your own text, with fewer iterations."""
     monkeypatch.chdir(tmp_path)
     Path("my text.txt").write_text(LINES * 300)
     given = ["my text.txt", f"--tokenizer={tokenizer}", "--write=config/my.py"]
@@ -159,8 +161,8 @@ def test_the_two_commands_for_your_own_text_train_and_a_third_samples(
     assert Path("config/my.py").read_text() == written
 
 
-def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, monkeypatch):
-    """So README's two ways, bytes and then a BPE, work on one text, in new folders too."""
+def test_a_written_config_names_its_dataset_and_run_after_its_own_file(tmp_path, monkeypatch):
+    """Prepare one text twice, as bytes and with a BPE, into folders that do not exist yet."""
     monkeypatch.chdir(tmp_path)
     Path("my_notes.txt").write_text(LINES * 300)
     for name, flags, folder in (
@@ -175,7 +177,9 @@ def test_a_configs_name_names_its_dataset_and_its_run(tmp_path, monkeypatch):
     assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
 
 
-def test_a_config_copied_without_its_text_says_where_it_was_looked_for(tmp_path, monkeypatch):
+def test_a_config_whose_dataset_is_missing_says_where_it_looked_and_how_to_prepare_it(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("anna.txt").write_text(LINES * 300)
     prepare("anna.txt", "--write=anna.py")
@@ -187,21 +191,21 @@ def test_a_config_copied_without_its_text_says_where_it_was_looked_for(tmp_path,
 
 
 def written(path: Path, kind: str, tokens: int):
-    """The values of the config file for a dataset of so many tokens for training."""
+    """Return the config that is written for a dataset with this many training tokens."""
     tokenizer = SimpleNamespace(kind=kind, vocab=dict(byte=256, bpe=4096)[kind])
     prepare_text.write_config(path, path.parent / "data", tokenizer, tokens)
     return load_config([str(path)])
 
 
-def test_a_config_written_on_windows_names_its_dataset_as_everywhere(tmp_path):
+def test_a_config_written_on_windows_names_its_dataset_with_forward_slashes(tmp_path):
     dataset = PureWindowsPath("data") / "my_notes"
     tokenizer = Tokenizer(dict(kind="byte"))
     prepare_text.write_config(tmp_path / "my.py", dataset, tokenizer, 10**6)
     assert load_config([str(tmp_path / "my.py")]).dataset == "data/my_notes"
 
 
-def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
-    """Else validation of a small text turns between two evaluations, and best.pt is the end."""
+def test_a_written_config_evaluates_about_ten_times_even_in_a_short_run(tmp_path):
+    """Find the best model, because the validation loss of a small text soon rises again."""
     for tokens, most in ((250, 1), (20_000, 10), (10_000_000, 245)):
         c = written(tmp_path / f"{tokens}.py", "byte", tokens)
         assert 1 <= c.eval_interval <= most and c.max_iters < 11 * c.eval_interval
@@ -224,7 +228,7 @@ def test_a_short_run_is_evaluated_ten_times_too(tmp_path):
         (3_150_000, "bpe", 0.0, 1539, 65536, 160),
     ],
 )
-def test_the_rule_changes_at_its_thresholds(
+def test_the_size_and_dropout_of_a_written_config_change_at_the_documented_sizes(
     tokens, kind, dropout, iterations, rows, width, tmp_path
 ):
     c = written(tmp_path / "my.py", kind, tokens)
@@ -233,8 +237,10 @@ def test_the_rule_changes_at_its_thresholds(
     assert (c.iter_tokens, c.block_size) == (2048, prepare_text.LEAST_TOKENS_WRITTEN - 1)
 
 
-def test_a_config_fits_the_smallest_text_that_is_prepared(tmp_path):
-    """A window in each split, and an iteration; one token less is one line."""
+def test_a_written_config_trains_on_the_smallest_text_that_is_accepted(tmp_path):
+    """
+    Train for an iteration with one window in each split. One token less is refused in one line.
+    """
     path, least = tmp_path / "my.py", prepare_text.LEAST_TOKENS_WRITTEN
     text, flags = tmp_path / "a.txt", [f"--out={tmp_path / 'a'}", f"--write={path}"]
     text.write_text("x" * (2 * least - 3))  # and two ends of text
@@ -262,7 +268,10 @@ def test_fine_tuning_that_only_harms_leaves_no_best_pt(tmp_path):
 
 
 def fine_tuning(weights: str) -> list[list[str]]:
-    """The arguments of the commands in README and the page that begin with these weights."""
+    """
+    Return the arguments of each command in README and docs/own_text.md that starts from these
+    weights.
+    """
     pages = (README, ROOT / "docs" / "own_text.md")
     commands = [command[1:] for page in pages for command in command_lines(page)]
     flag, found = "--init_from=", []
@@ -278,8 +287,8 @@ def fine_tuning(weights: str) -> list[list[str]]:
 
 def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
     """
-    On a small model with GPT-2's vocabulary, without a network; context and batch are small. It is
-    resumed as the page says.
+    Use a small model with GPT-2's vocabulary, a small context and batch, and no network. Resume it
+    as the page says.
     """
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
@@ -303,7 +312,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch):
+def test_the_documented_fine_tuning_of_your_own_model_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
     steps = ["--max_iters=8", "--eval_interval=4", "--batch_size=2", "--eval_tokens=512"]
@@ -321,7 +330,9 @@ def test_the_documented_fine_tuning_of_ones_own_model_runs(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", ['a"b', "it's", "a{b}", "$(x) y"])
 def test_writes_a_config_that_loads_whatever_its_name(tmp_path, monkeypatch, name):
-    """Quotes, braces or spaces in --write; out_dir and dataset get the same name."""
+    """
+    Put quotes, braces or spaces into --write, which also gives out_dir and dataset their names.
+    """
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(LINES * 300)
     result = run("data/prepare_text.py", "a.txt", f"--write={name}.py")
@@ -330,7 +341,7 @@ def test_writes_a_config_that_loads_whatever_its_name(tmp_path, monkeypatch, nam
     assert values["out_dir"] == f"out/{name}" and values["dataset"] == f"data/{name}"
 
 
-def test_a_name_that_would_break_the_config_is_refused(tmp_path, monkeypatch):
+def test_a_config_name_with_a_line_break_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(LINES * 300)
     result = run("data/prepare_text.py", "a.txt", "--write=a\nb.py")

@@ -1,4 +1,4 @@
-"""Runs that begin with other weights: nanoGPT's, Hugging Face's, another run's."""
+"""Begin runs with other weights: nanoGPT's, Hugging Face's, another run's."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ dtype = 'float32'
 
 
 def write_nanogpts_checkpoint(path: Path) -> Path:
-    """As nanoGPT saves it, of a compiled model."""
+    """Write a checkpoint as nanoGPT saves it for a compiled model."""
     sizes = dict(n_layer=2, n_head=2, n_embd=32, block_size=T, bias=False, vocab_size=len(LETTERS))
     generator = torch.Generator().manual_seed(0)
     C = 32
@@ -72,7 +72,7 @@ def write_nanogpts_checkpoint(path: Path) -> Path:
 
 
 def loss_by_transformers(folder: Path, ids: np.ndarray) -> float:
-    """The mean loss of an exported model over whole windows of T tokens."""
+    """Return transformers' mean loss of an exported model over whole windows of T tokens."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     count = (len(ids) - 1) // T
@@ -89,7 +89,7 @@ def evaluation_in(out: str) -> float:
     return float(loss)
 
 
-def test_nanogpts_config_and_data_folder_train_as_they_are(tmp_path, monkeypatch):
+def test_nanogpts_config_and_data_folder_train_unchanged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_letters(Path("data/letters"))
     Path("letters.py").write_text(NANOGPTS_CONFIG)
@@ -107,7 +107,7 @@ def test_nanogpts_config_and_data_folder_train_as_they_are(tmp_path, monkeypatch
     assert set(text) <= set(LETTERS)
 
 
-def test_nanogpts_checkpoint_is_sampled_converted_evaluated_and_trained_further(
+def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -139,7 +139,7 @@ def test_nanogpts_checkpoint_is_sampled_converted_evaluated_and_trained_further(
     assert len(state["transformer.wte.weight"]) == len(LETTERS)  # new rows would be noise
 
 
-def test_a_hugging_face_model_is_evaluated_trained_and_exported(corpus, tmp_path):
+def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(n_positions=2 * T, n_layer=2, n_head=2, n_embd=32, vocab_size=61)
@@ -169,7 +169,7 @@ def test_a_hugging_face_model_is_evaluated_trained_and_exported(corpus, tmp_path
     assert after == pytest.approx(min(losses), abs=1e-5)
 
 
-def test_a_new_run_begins_with_the_weights_of_another_run(gpt2, letters, tmp_path):
+def test_a_new_run_can_start_from_another_runs_weights(gpt2, letters, tmp_path):
     other = write_letters(tmp_path / "other")
     given = SHORT_RUN | dict(learning_rate=1e-3, dropout=0.1, max_iters=4)
     before = files(gpt2)

@@ -1,4 +1,4 @@
-"""The quickstart from an empty folder, without a network."""
+"""Run the quickstart in an empty folder, without a network."""
 
 import json
 import math
@@ -31,8 +31,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_the_quickstart_from_an_empty_folder_without_a_network(tmp_path):
-    """As a person does it after the installation, the first command in a fresh Python."""
+def test_the_quickstart_works_in_an_empty_folder_without_a_network(tmp_path):
+    """Type its commands as after the installation, the first one in a fresh Python."""
     home = changed(tmp_path / "nightshift", {})
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(OFFLINE)

@@ -1,6 +1,6 @@
 """
-Whatever happens to a run, in the end it is the uninterrupted one: kills and signals at any moment,
-disks that are full for a while, newest files that are damaged, in an order drawn from a seed.
+Interrupt runs at random: kills and signals at any moment, disks that are full for a while, damaged
+checkpoints. Each run ends like an uninterrupted one.
 """
 
 import json
@@ -48,7 +48,7 @@ MOMENTS = dict(update=14, lookup=24, disk=250, save=6)
 
 @pytest.fixture(scope="module")
 def straight(tokens, tmp_path_factory) -> Path:
-    """The run that nothing happens to."""
+    """Train a run that nothing interrupts."""
     out_dir = tmp_path_factory.mktemp("straight")
     train(**OPTIONS, dataset=tokens, out_dir=out_dir)
     # The last evaluation is the best, so a failed save of an earlier one leaves no trace.
@@ -59,12 +59,14 @@ def straight(tokens, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def disk(make_disk) -> Path:
-    """With room for a few checkpoints."""
+    """Make a disk with room for a few checkpoints."""
     return make_disk(1 << 20)
 
 
 def draw_steps(chance: random.Random) -> list[tuple]:
-    """What happens in one launch: perhaps a disk that is full for a while, and a kill or a stop."""
+    """
+    Draw what happens in one launch: perhaps a disk that is full for a while, and a kill or a stop.
+    """
     steps = []
     if chance.random() < 0.6:
         begin = chance.randrange(1, 15)
@@ -123,13 +125,13 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", slow_but(0, of=range(3)))
-def test_a_run_killed_many_times_ends_as_the_uninterrupted_one(seed, tokens, straight, disk):
+def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(seed, tokens, straight, disk):
     storm(seed, tokens, straight, disk)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 200))
-def test_runs_killed_at_many_more_moments_end_as_the_uninterrupted_one(
+def test_a_hundred_runs_interrupted_at_random_end_like_an_uninterrupted_one(
     seed, tokens, straight, disk
 ):
     storm(seed, tokens, straight, disk)

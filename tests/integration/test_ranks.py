@@ -1,9 +1,9 @@
 """
-Several processes (gloo, on the CPU): the same training as alone, decisions taken together, nobody
-left behind. test_losses.py has the numbers of two ranks.
+Run several processes (gloo, on the CPU): they train like one, decide together, and leave no process
+behind. test_losses.py compares the numbers of two ranks.
 
-Most tests start the ranks themselves, with the environment that torchrun would give them. Its own
-part, starting, stopping and restarting, is slow and tested with the real one.
+Most tests start the ranks themselves, with the environment that torchrun would give them. Starting,
+stopping and restarting by torchrun itself is slow and tested with the real one.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ pytest.importorskip("fcntl", reason="signals of POSIX")
 
 
 @pytest.mark.slow
-def test_a_process_that_waits_for_the_others_says_so_and_ends(monkeypatch, capsys):
-    """The variables are complete, but nobody else was started."""
+def test_a_process_whose_peers_never_start_says_what_it_waits_for_and_ends(monkeypatch, capsys):
+    """Set all variables of a second process, but start none."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -85,7 +85,7 @@ def tiny(tokens, tmp_path) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(tokens, tmp_path_factory) -> Path:
-    """The run of one process."""
+    """Train in one process."""
     out_dir = tmp_path_factory.mktemp("alone")
     train(**TINY, dataset=tokens, out_dir=out_dir)
     return out_dir
@@ -98,7 +98,10 @@ def error_lines(*texts: str) -> list[str]:
 
 
 def assert_same_numbers(left: Path, right: Path) -> None:
-    """As far as the left run went. Several ranks sum in another order than one."""
+    """
+    Compare two logs as far as the left run went. Several ranks sum in another order than one, so
+    allow for rounding.
+    """
     for kind, names in (("step", ("loss", "tokens")), ("eval", ("val_loss",))):
         iterations = column(left, kind, "iter")
         assert iterations
@@ -131,8 +134,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", slow_but("fast recipe, 2 ranks and then 1", of=CHANGES))
-def test_a_run_goes_on_with_another_number_of_ranks(change, tiny, tmp_path, monkeypatch):
-    """Which hold the same bits, though they exchange nothing but gradients."""
+def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path, monkeypatch):
+    """Keep the same bits on all ranks, although they exchange nothing but gradients."""
     monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
     write_jsonl(tmp_path / "text.jsonl", documents(60))
     changes, numbers = CHANGES[change]
@@ -184,7 +187,7 @@ def test_gradients_are_exchanged_once_per_iteration(tiny):
 
 @pytest.mark.slow
 def test_three_ranks_resume_bit_for_bit(tiny, tmp_path):
-    """From three ranks on the order of their sums matters."""
+    """Resume three ranks, the smallest number for which the order of a sum matters."""
     keys = tiny | dict(gradient_accumulation_steps=3, dropout=0.1)
     for name, last in (("whole", 12), ("halves", 6), ("halves", 12)):
         changes = dict(max_iters=last, init_from="auto", out_dir=tmp_path / name)
@@ -194,7 +197,7 @@ def test_three_ranks_resume_bit_for_bit(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_ranks_are_compiled_once_and_follow_the_plain_run(tiny, alone, tmp_path):
+def test_compiled_ranks_compile_once_and_train_like_one_eager_process(tiny, alone, tmp_path):
     for last in (6, 12):
         changes = dict(max_iters=last, init_from="auto", compile=True, recompute=True)
         results = finish_ranks(start_ranks(2, *flags(**tiny | changes)), timeout=300)
@@ -237,7 +240,7 @@ time.monotonic = lambda: 100 * monotonic()
 
 @pytest.fixture(scope="module")
 def world(tokens, tmp_path_factory) -> Path:
-    """The folder of all ranks, with a folder for each; none of them may change it."""
+    """Create the ranks' working folder, with a folder for each. No rank may change it."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "file").touch()
     for rank in "01":
@@ -257,7 +260,7 @@ def world(tokens, tmp_path_factory) -> Path:
         of=BAD_STARTS,
     ),
 )
-def test_a_bad_start_is_one_line_for_all_ranks(row, tokens, world):
+def test_a_bad_start_prints_one_error_line_for_all_ranks(row, tokens, world):
     before, changes, words = BAD_STARTS[row]
     saved = sorted(world.rglob("*.pt"))
     arguments = flags(**TINY | dict(dataset=tokens, out_dir="run") | changes)
@@ -271,8 +274,8 @@ def test_a_bad_start_is_one_line_for_all_ranks(row, tokens, world):
 
 
 @pytest.mark.parametrize("n", slow_but(2, of=[1, 2]))
-def test_a_kernel_that_is_wrong_in_uncompiled_code_too_ends_the_run(n, tiny):
-    """On the last rank, attention gives 0.7 of its output in half precision. Nothing is trained."""
+def test_a_wrong_kernel_in_half_precision_ends_the_run_before_it_trains(n, tiny):
+    """Scale attention by 0.7 on the last rank, in half precision only."""
     wrong = """
         import model
         attend = model.attend
@@ -293,8 +296,10 @@ def test_a_kernel_that_is_wrong_in_uncompiled_code_too_ends_the_run(n, tiny):
 
 
 @pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
-def test_nccl_averages_gradients_on_gpus_where_it_is_built(on_gpu, built, monkeypatch):
-    """torch for Windows comes without it. A GPU that hangs is waited for for ten minutes."""
+def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, monkeypatch):
+    """
+    Use gloo where torch has no NCCL, as on Windows. Give up on a GPU that hangs after ten minutes.
+    """
     ranks = Ranks()
     ranks.world_size = 2
     made = mock.Mock()
@@ -314,8 +319,8 @@ def test_nccl_averages_gradients_on_gpus_where_it_is_built(on_gpu, built, monkey
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_average_their_first_gradients_say_what_to_try(tiny):
-    """GPUs that cannot reach each other's memory hang there, for ten minutes."""
+def test_warns_with_what_to_try_if_the_first_gradient_exchange_is_slow(tiny):
+    """Simulate GPUs that cannot reach each other's memory, which hang there for ten minutes."""
     late = """
         import time, training.ranks
         from torch.nn.parallel import DistributedDataParallel
@@ -355,7 +360,7 @@ WAYS_OUT = {
 
 
 def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
-    """The script, its arguments and its exit code."""
+    """Return a script, its arguments and its exit code."""
     action, changes, code = WAYS_OUT[way]
     if "once more" in way:
         train(**tiny)
@@ -366,8 +371,8 @@ def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.parametrize("way", slow_but("--help", "a bad key", "a signal", of=WAYS_OUT))
-def test_a_rank_leaves_the_others_on_every_way_out(way, tiny):
-    """NCCL warns of a rank that does not."""
+def test_every_rank_destroys_its_process_group_however_it_ends(way, tiny):
+    """Prevent a warning from NCCL."""
     script, arguments, code = way_out(way, tiny)
     results = finish_ranks(start_ranks(2, *arguments, script=script))
     assert [result.code for result in results] == [code, code], results
@@ -375,8 +380,8 @@ def test_a_rank_leaves_the_others_on_every_way_out(way, tiny):
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_leave_after_an_error_ends_all_the_same(tiny):
-    """As one whose peers are in a collective that has no end."""
+def test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs(tiny):
+    """Simulate peers that are in a collective which never ends."""
     stuck = LEAVING.replace("        leave()", "        time.sleep(600)")
     hurried = "import training.ranks\ntraining.ranks.LEAVE_SECONDS = 0.5"
     script, arguments, _ = way_out("an error of ours", tiny)
@@ -404,8 +409,8 @@ ORDERED = """
 """
 
 
-def test_buckets_are_arranged_before_the_first_iteration(tiny):
-    """Else an uninterrupted run and a resumed one would sum three ranks in another order."""
+def test_gradient_buckets_are_arranged_before_the_first_iteration(tiny):
+    """Make a resumed run sum three ranks in the same order as an uninterrupted one."""
     arguments = flags(**tiny | dict(max_iters=3))
     results = finish_ranks(start_ranks(2, *arguments, script=watched(before=ORDERED)))
     for code, _, err in results:
@@ -435,7 +440,7 @@ IN_AN_EVALUATION = """
 
 
 @pytest.mark.parametrize("who", slow_but("one, in an iteration", of=WHO))
-def test_a_signal_ends_all_ranks_after_saving(who, tiny, alone, tmp_path):
+def test_a_signal_to_one_or_all_ranks_saves_and_ends_all_of_them(who, tiny, alone, tmp_path):
     in_evaluation = who == "one, in an evaluation"
     script = watched(
         f"{WHO[who]}:\n    signal.raise_signal(signal.SIGTERM)",
@@ -457,7 +462,9 @@ def test_a_signal_ends_all_ranks_after_saving(who, tiny, alone, tmp_path):
 @pytest.mark.parametrize(
     "shard", ["train_000002.bin", pytest.param("val_000000.bin", marks=pytest.mark.slow)]
 )
-def test_a_shard_that_one_rank_cannot_read_ends_all_after_saving(shard, tiny, tokens, tmp_path):
+def test_a_shard_that_one_rank_cannot_read_ends_all_ranks_after_saving(
+    shard, tiny, tokens, tmp_path
+):
     cut = f"""
         if n == 2 and RANK == "1":
             os.truncate("tokens/{shard}", 1100)
@@ -478,14 +485,14 @@ def test_a_shard_that_one_rank_cannot_read_ends_all_after_saving(shard, tiny, to
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_says_so_once_for_all_ranks(tiny):
+def test_a_diverging_run_prints_one_error_line_for_all_ranks(tiny):
     results = finish_ranks(start_ranks(2, *flags(**tiny | dict(learning_rate=1e30, max_iters=40))))
     assert [result.code for result in results] == [1, 1]
     (line,) = error_lines(*(result.err for result in results))
     assert "learning_rate" in line
 
 
-def test_a_warning_about_the_keys_appears_once_for_all_ranks(tiny):
+def test_a_warning_about_a_key_is_printed_once_for_all_ranks(tiny):
     results = finish_ranks(start_ranks(2, *flags(**tiny | dict(max_iters=1, warmup_iters=5))))
     assert [result.code for result in results] == [0, 0]
     assert "".join(result.err for result in results).count("warning: warmup_iters:") == 1
@@ -507,7 +514,7 @@ WAITING = """
 
 
 @pytest.mark.slow
-def test_a_signal_to_any_rank_ends_the_wait_for_room(tiny, make_disk):
+def test_a_signal_to_any_rank_ends_the_wait_for_disk_space(tiny, make_disk):
     disk = make_disk(1 << 20)
     full = f"""
         if n == 7 and RANK == "0":
@@ -547,7 +554,7 @@ HANGS = """
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_not_waited_for_for_ever(tiny):
+def test_a_rank_gives_up_with_one_line_if_another_rank_hangs(tiny):
     waiting, hanging = start_ranks(2, *flags(**tiny), script=watched(HANGS, PATIENCE))
     try:
         result = finish(waiting, timeout=120)
@@ -562,7 +569,9 @@ def test_a_rank_that_hangs_is_not_waited_for_for_ever(tiny):
 
 
 def dying(victim: int) -> list[str]:
-    """In the first launch this rank is killed after its eighth update."""
+    """
+    Return a script that kills this rank after its eighth update, but only in the first launch.
+    """
     return watched(f"""
         if n == 8 and RANK == "{victim}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -573,7 +582,7 @@ FIRST = dict(TORCHELASTIC_RESTART_COUNT="0")
 
 
 @pytest.mark.parametrize("victim", slow_but(1, of=[0, 1]))
-def test_a_rank_whose_peer_has_died_says_so_and_ends(victim, tiny):
+def test_a_rank_ends_with_one_line_if_another_rank_is_killed(victim, tiny):
     processes = start_ranks(2, *flags(**tiny), script=dying(victim), **FIRST)
     # torch's own patience is ten minutes
     results = finish_ranks(processes)
@@ -584,8 +593,8 @@ def test_a_rank_whose_peer_has_died_says_so_and_ends(victim, tiny):
     assert "another rank" in line
 
 
-def test_ranks_that_are_restarted_go_on_from_the_checkpoint(tiny, alone, tmp_path):
-    """As torchrun --max-restarts does it: the same command in the same environment."""
+def test_restarted_ranks_resume_from_the_checkpoint(tiny, alone, tmp_path):
+    """Run the same command in the same environment again, as torchrun --max-restarts does."""
     keys = tiny | dict(init_from="auto", checkpoint_interval=3)
     killed = start_ranks(2, *flags(**keys), script=dying(1), **FIRST)
     assert all(result.code != 0 for result in finish_ranks(killed))
@@ -603,7 +612,7 @@ SMALL_SHARDS = {"data/stream.py": "SHARD_TOKENS = 9000\nTOKENS_AHEAD = 50_000"}
 
 
 def start_streaming(source: Path, tmp_path: Path, **changes) -> list:
-    """Two ranks of a copy of the program that makes small shards."""
+    """Start two ranks of a copy of the program that makes small shards."""
     program = changed(tmp_path / "program", SMALL_SHARDS)
     keys = TINY | FOREVER | dict(stream=True, tokenizer="byte", batch_size=15, block_size=128)
     keys |= dict(dataset=source, out_dir=tmp_path / "run", log_interval=20) | changes
@@ -612,7 +621,7 @@ def start_streaming(source: Path, tmp_path: Path, **changes) -> list:
 
 
 def wait_for_record(out_dir: Path, count: int, process) -> None:
-    """Until so many lines are in metrics.jsonl."""
+    """Wait until metrics.jsonl has this many lines."""
     deadline = time.monotonic() + 120
     path = out_dir / "metrics.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < count:
@@ -622,7 +631,7 @@ def wait_for_record(out_dir: Path, count: int, process) -> None:
 
 @pytest.fixture
 def endless(tmp_path) -> Path:
-    """A source that is never all prepared."""
+    """Write a source so large that no run prepares all of it."""
     write_parquet(tmp_path / "source" / "0.parquet", documents(1000))
     for number in range(1, 60):
         shutil.copy(tmp_path / "source" / "0.parquet", tmp_path / "source" / f"{number}.parquet")
@@ -631,7 +640,7 @@ def endless(tmp_path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["preparation", "first rank", "second rank"])
-def test_whatever_dies_ends_a_stream_with_one_line(victim, endless, tmp_path):
+def test_killing_a_rank_or_the_preparation_ends_a_stream_with_one_line(victim, endless, tmp_path):
     ranks = start_streaming(endless, tmp_path)
     wait_for_record(tmp_path / "run", 3, ranks[0])
     (preparation,) = psutil.Process(ranks[0].pid).children()
@@ -647,7 +656,7 @@ def test_whatever_dies_ends_a_stream_with_one_line(victim, endless, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_while_all_ranks_wait_for_a_stream_saves_and_ends(endless, tmp_path):
+def test_a_signal_saves_and_ends_all_ranks_while_they_wait_for_a_stream(endless, tmp_path):
     ranks = start_streaming(endless, tmp_path, log_interval=1)
     wait_for_record(tmp_path / "run", 20, ranks[0])
     (preparation,) = psutil.Process(ranks[0].pid).children()
@@ -666,7 +675,7 @@ def test_a_signal_while_all_ranks_wait_for_a_stream_saves_and_ends(endless, tmp_
 
 
 def start_torchrun(n: int, log: Path, *arguments: str) -> subprocess.Popen:
-    """In the log's folder. Both its outputs go into the log."""
+    """Start torchrun in the log's folder, with stdout and stderr going into the log."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *arguments]
     environment = os.environ | dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     with open(log, "a") as out:
@@ -678,7 +687,7 @@ def train_py(**keys) -> list[str]:
 
 
 @pytest.mark.slow
-def test_torchrun_trains_as_one_and_sigterm_saves_once_and_leaves_no_process(tiny, alone, tmp_path):
+def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, alone, tmp_path):
     log = tmp_path / "log"
     keys = tiny | dict(max_iters=10**6, always_save_checkpoint=False)
     process = start_torchrun(2, log, "--standalone", *train_py(**keys))
@@ -702,7 +711,7 @@ def test_torchrun_trains_as_one_and_sigterm_saves_once_and_leaves_no_process(tin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS_OUT)
-def test_no_way_out_of_torchrun_warns_of_a_group_that_was_not_left(way, tiny, tmp_path):
+def test_torchrun_never_warns_that_a_process_group_was_not_destroyed(way, tiny, tmp_path):
     script, arguments, code = way_out(way, tiny)
     program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script[1]}"
     (tmp_path / "watched.py").write_text(program)
@@ -720,10 +729,10 @@ SOURCES = {"shards": dict(), "stream": dict(stream=True, tokenizer="byte")}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_ranks_killed_at_random_moments_restart_by_themselves_and_end_at_the_same_loss(
+def test_torchrun_restarts_ranks_killed_at_random_moments_to_the_same_final_loss(
     source, tiny, endless, tmp_path
 ):
-    """Every other one is killed while it starts."""
+    """Kill a rank five times, every other time during its start."""
     kills, chance, killed = 5, random.Random(1), set()
     keys = tiny | SOURCES[source] | dict(max_iters=600, eval_interval=300, log_interval=10)
     keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
@@ -756,8 +765,8 @@ def test_ranks_killed_at_random_moments_restart_by_themselves_and_end_at_the_sam
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_one(tiny, alone, tmp_path):
-    """Simulated on this one: each has its own torchrun."""
+def test_two_machines_train_like_one_process(tiny, alone, tmp_path):
+    """Simulate two machines on this one, each with its own torchrun."""
     meet = ("--nnodes=2", "--master_addr=127.0.0.1", "--master_port=29511")
     nodes = [
         start_torchrun(1, tmp_path / "log", *meet, f"--node_rank={rank}", *train_py(**tiny))

@@ -1,4 +1,4 @@
-"""What other programs read of a run: the lines of the log, metrics.jsonl, the picture."""
+"""Check what other programs read from a run: its log lines, metrics.jsonl and the loss curve."""
 
 import itertools
 import re
@@ -37,7 +37,10 @@ FIELDS = dict(
 
 @pytest.fixture(scope="module")
 def logged(corpus, tmp_path_factory) -> tuple[Path, str]:
-    """A run with all kinds of records, and what it printed. It skips the update of iteration 4."""
+    """
+    Train a run with all kinds of records, which skips the update of iteration 4. Return what it
+    printed too.
+    """
     out_dir = tmp_path_factory.mktemp("logged") / "run"
     backward = torch.Tensor.backward
     calls = itertools.count()
@@ -52,7 +55,7 @@ def logged(corpus, tmp_path_factory) -> tuple[Path, str]:
     return out_dir, result.out
 
 
-def test_nanogpts_patterns_find_the_numbers_of_the_log(logged):
+def test_scripts_that_parse_nanogpts_log_lines_can_parse_ours(logged):
     out_dir, out = logged
     lines = ITER.findall(out)
     fields = ("iter", "loss", "step_ms", "mfu")
@@ -71,7 +74,7 @@ def test_nanogpts_patterns_find_the_numbers_of_the_log(logged):
     assert f"tokens per iteration will be: {4 * 2 * T:,}" in out
 
 
-def test_each_kind_of_record_has_its_fields(logged):
+def test_each_kind_of_record_in_metrics_jsonl_has_its_fields(logged):
     out_dir, _ = logged
     found: dict[str, set] = {}
     for record in records(out_dir):
@@ -101,7 +104,7 @@ def assert_is_picture(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_draws_the_picture_of_a_run(gpt2, tmp_path):
+def test_compare_py_draws_a_runs_loss_curve(gpt2, tmp_path):
     shutil.copytree(gpt2, tmp_path / "run")
     assert run("compare.py", tmp_path / "run").code == 0
     assert_is_picture(tmp_path / "run" / "loss.png")

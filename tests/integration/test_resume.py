@@ -1,4 +1,4 @@
-"""A run that was stopped, moved, or asked for again; and its exit codes."""
+"""Resume runs that were stopped, moved or already finished, and check their exit codes."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""A notebook's %run of the scripts."""
+"""Run the scripts by a notebook's %run."""
 
 import io
 import runpy
@@ -29,7 +29,7 @@ def tokens(tmp_path_factory) -> Path:
 
 
 class OutStream(io.StringIO):
-    """As in Jupyter: a stdout that is no TextIOWrapper."""
+    """Replace stdout by something other than a TextIOWrapper, as Jupyter does."""
 
 
 def test_a_notebook_runs_the_scripts_and_gets_its_signal_handlers_back(tokens, tmp_path):

@@ -1,4 +1,4 @@
-"""Samples of a run, and what they are drawn from."""
+"""Sample and export whole runs."""
 
 import math
 import shutil
@@ -27,7 +27,7 @@ def fast(letters, tmp_path_factory) -> Path:
 
 
 def greedy_without_cache(state: dict, text: str, n: int) -> str:
-    """The text and the n likeliest letters after it, each from a forward pass of the window."""
+    """Return the text and the n likeliest letters after it, each from a full forward pass."""
     model = build_model(config_from_dict(state["model_config"])).eval()
     model.load_state_dict(state["model"])
     idx = [LETTERS.index(letter) for letter in text]
@@ -38,7 +38,7 @@ def greedy_without_cache(state: dict, text: str, n: int) -> str:
     return "".join(LETTERS[i] for i in idx)
 
 
-def test_the_padding_of_the_vocabulary_is_never_drawn_though_the_model_wants_it(gpt2, tmp_path):
+def test_padding_ids_are_never_sampled_even_if_the_model_predicts_them(gpt2, tmp_path):
     weights = checkpoint(gpt2, 8)["model"]["lm_head.weight"]
     assert len(weights) == 128 > len(LETTERS)
     parrot = write_parrot(gpt2, tmp_path / "parrot.pt", token=100)
@@ -49,7 +49,7 @@ def test_the_padding_of_the_vocabulary_is_never_drawn_though_the_model_wants_it(
             assert set(text) <= set(LETTERS)
 
 
-def test_the_same_seed_gives_the_same_text_and_another_seed_another(gpt2):
+def test_a_seed_always_gives_the_same_samples_and_another_seed_gives_others(gpt2):
     arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=30", "--num_samples=3")
     texts = sample(*arguments)
     assert [text[:3] for text in texts] == ["abc"] * 3
@@ -58,7 +58,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(gpt2):
     assert sample(*arguments, "--seed=1") != texts
 
 
-def test_of_a_run_the_best_model_is_sampled_and_else_the_newest(gpt2, tmp_path):
+def test_sample_py_uses_a_runs_best_model_or_else_its_newest(gpt2, tmp_path):
     shutil.copytree(gpt2, tmp_path / "run")
     (tmp_path / "run" / "best.pt").unlink()  # a link to ckpt-00000008.pt, perhaps
     arguments = ("--start=a", "--max_new_tokens=5", "--num_samples=1", "--temperature=0")
@@ -70,7 +70,7 @@ def test_of_a_run_the_best_model_is_sampled_and_else_the_newest(gpt2, tmp_path):
     assert sample(f"--init_from={file}", *arguments) == newest
 
 
-def test_of_a_run_the_best_model_is_exported(gpt2, tmp_path):
+def test_convert_py_exports_a_runs_best_model(gpt2, tmp_path):
     shutil.copytree(gpt2, tmp_path / "run")
     (tmp_path / "run" / "best.pt").unlink()
     write_parrot(gpt2, tmp_path / "run" / "best.pt", token=LETTERS.index("x"))
@@ -85,8 +85,8 @@ def test_of_a_run_the_best_model_is_exported(gpt2, tmp_path):
     "prompt",
     slow_but("abc", LETTERS[1 : 2 * T], of=["a", "abc", LETTERS[1 : T + 1], LETTERS[1 : 2 * T]]),
 )
-def test_the_cached_text_is_the_text_without_the_cache(name, prompt, request):
-    """Up to the context's end, and beyond it."""
+def test_samples_with_the_cache_equal_samples_without_it(name, prompt, request):
+    """Generate up to the end of the context and beyond it."""
     run_folder = request.getfixturevalue(name)
     n = 2 * T + 3
     arguments = ("--temperature=0", f"--start={prompt}", f"--max_new_tokens={n}", "--num_samples=2")
@@ -94,7 +94,7 @@ def test_the_cached_text_is_the_text_without_the_cache(name, prompt, request):
     assert sample(f"--init_from={run_folder}/ckpt-00000008.pt", *arguments) == [expected] * 2
 
 
-def test_the_likeliest_token_is_drawn_at_temperature_0_and_top_k_1_and_a_tiny_top_p(gpt2):
+def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt2):
     arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=20", "--num_samples=2")
     texts = sample(*arguments, "--temperature=0")
     assert texts[0] == texts[1]
@@ -103,8 +103,8 @@ def test_the_likeliest_token_is_drawn_at_temperature_0_and_top_k_1_and_a_tiny_to
     assert sample(*arguments, "--temperature=2") != texts
 
 
-def test_top_p_keeps_the_fewest_tokens_that_have_this_probability(gpt2, tmp_path):
-    """A model that wants a, b, c with probabilities 0.6, 0.3, 0.1 in every place."""
+def test_top_p_keeps_the_fewest_tokens_that_reach_this_probability(gpt2, tmp_path):
+    """Sample a model that always gives a, b and c the probabilities 0.6, 0.3 and 0.1."""
     path = write_parrot(gpt2, tmp_path / "three.pt", token=0)
     state = torch.load(path, weights_only=True)
     head = state["model"]["lm_head.weight"]
@@ -132,7 +132,7 @@ def test_typed_prompts_are_answered_once_each_until_an_empty_line(gpt2):
     assert text.startswith("abc")
 
 
-def test_without_a_terminal_ten_samples_are_printed_and_nothing_is_read(gpt2):
+def test_without_a_terminal_sample_py_prints_ten_samples_and_reads_no_input(gpt2):
     # reading from pytest's stdin raises an error
     assert len(sample(f"--out_dir={gpt2}", "--max_new_tokens=2")) == 10
 
@@ -146,14 +146,14 @@ def test_a_prompt_may_come_from_a_file_and_be_longer_than_the_context(gpt2, tmp_
     assert f"last {T}" in result.err
 
 
-def test_unknown_characters_of_a_prompt_are_left_out_and_named(gpt2):
+def test_unknown_characters_in_a_prompt_are_left_out_with_a_warning(gpt2):
     arguments = ("--num_samples=1", "--max_new_tokens=3", "--device=cpu")
     result = run("sample.py", f"--out_dir={gpt2}", "--start=a!b", *arguments)
     assert result.out.startswith("ab")
     assert "'!'" in result.err
 
 
-def test_a_sample_ends_at_the_end_of_text(corpus, tmp_path):
+def test_a_sample_ends_at_the_end_of_text_token(corpus, tmp_path):
     train(**SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", bias=True, tie_weights=False)
     for token, text in ((0, "The end"), (ord("."), "The end.....")):
         parrot = write_parrot(tmp_path / "run", tmp_path / f"{token}.pt", token)
@@ -161,7 +161,7 @@ def test_a_sample_ends_at_the_end_of_text(corpus, tmp_path):
         assert sample(f"--init_from={parrot}", *flags) == [text] * 2
 
 
-def test_a_typed_prompt_has_as_many_samples_as_are_asked_for(gpt2):
+def test_a_typed_prompt_is_answered_with_num_samples_samples(gpt2):
     assert (
         len(sample(f"--out_dir={gpt2}", "--max_new_tokens=5", "--num_samples=3", typed="a\n")) == 3
     )

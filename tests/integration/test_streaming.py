@@ -1,7 +1,7 @@
 """
-Training on text that is prepared meanwhile: what the preparation makes and when it ends, what a run
-does that gets no more of it, and exact resumes. A stream of one process is also in test_losses.py
-and test_nights.py, one of two ranks in test_ranks.py.
+Train on text that is prepared during the run: what the preparation makes and when it ends, what a
+run does without more text, and exact resumes. test_losses.py and test_interrupts.py also test
+streams of one process, test_ranks.py of two ranks.
 """
 
 import contextlib
@@ -59,21 +59,21 @@ needs_signals = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def work(tmp_path, monkeypatch) -> Path:
-    """The current folder, where data/streamed is made."""
+    """Change to this test's folder, where data/streamed is made."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """With shards and a distance so small that no preparation is done before its run."""
+    """Copy the program with shards and a lead so small that no preparation ends before its run."""
     constants = "SHARD_TOKENS = 5000\nTOKENS_AHEAD = 20_000"
     return changed(tmp_path_factory.mktemp("program") / "changed", {"data/stream.py": constants})
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A source of which no run here sees the end: 1.6 million byte tokens."""
+    """Write 1.6 million byte tokens, more than any run here reads."""
     folder = tmp_path_factory.mktemp("source")
     write_parquet(folder / "0.parquet", documents(3000))
     for n in range(1, 8):
@@ -93,7 +93,7 @@ def wait_until(condition, seconds: float = 60) -> None:
 
 
 class Beside:
-    """A preparation and our end of its stdin."""
+    """Start a preparation as a run does, and hold the other end of its stdin."""
 
     def __init__(self, source: Path, out: Path):
         names = dict(
@@ -118,8 +118,8 @@ class Beside:
 
 
 @pytest.mark.slow
-def test_no_more_is_prepared_than_is_allowed_and_closing_the_pipe_ends_it(source, work):
-    """Whenever it is closed, the same command goes on: here after 0, 3 and 5 shards."""
+def test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_pipe(source, work):
+    """Close the pipe after 0, 3 and 5 shards. Each time the same command continues."""
     sizes = dict(tokenizer="byte", val_tokens=1000, shard_tokens=5000, order="prefix")
     sizes = flags(source=source, **sizes)
     assert run("data/prepare_fineweb.py", *sizes, "--tokens=60k", "--out=straight").code == 0
@@ -143,7 +143,7 @@ def test_no_more_is_prepared_than_is_allowed_and_closing_the_pipe_ends_it(source
 
 
 def start_run(program: Path, source, out: Path, before: str = "", **changes):
-    """train.py of the changed program, with the streamed folder in this test's own folder."""
+    """Start train.py of the changed program, with the streamed folder in this test's own folder."""
     keys = TINY | dict(dataset=source, out_dir=out, max_iters=10**6, log_interval=10) | changes
     code = f"import os, runpy, sys\n{before}\nos.chdir({str(Path.cwd())!r})\n"
     code += f"sys.path[0] = {str(program)!r}\n"
@@ -167,8 +167,8 @@ def is_gone(process: psutil.Process) -> bool:
     return True
 
 
-def test_no_preparation_outlives_its_run(program, source, work):
-    """Whose end it cannot see coming: kill -9."""
+def test_the_preparation_ends_when_its_run_is_killed(program, source, work):
+    """Kill the run with kill -9, so that it cannot tell its preparation to end."""
     process = start_run(program, source, work / "out")
     wait_for_line(process, "iter 10")
     preparation = preparation_of(process)
@@ -181,8 +181,8 @@ def test_no_preparation_outlives_its_run(program, source, work):
 @pytest.mark.parametrize(
     "number", slow_but(signal.SIGINT, of=[signal.SIGTERM, signal.SIGINT]), ids=str
 )
-def test_a_run_that_waits_for_data_saves_when_it_is_asked_to_stop(number, program, source, work):
-    """A terminal sends Ctrl-C to all of its processes; the preparation must not hear it."""
+def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number, program, source, work):
+    """Send Ctrl-C to all processes of the terminal. The preparation must ignore it."""
     process = start_run(program, source, work / "out", before="os.setsid()", block_size=128)
     wait_for_line(process, "iter 10")
     preparation = preparation_of(process)
@@ -211,8 +211,8 @@ def test_a_killed_preparation_ends_the_run_with_one_line_and_a_checkpoint(progra
 
 
 @pytest.mark.slow
-def test_a_source_that_fails_midway_is_used_up_and_named_and_mended(program, work):
-    """Then the run goes on as if nothing had been."""
+def test_a_broken_line_in_a_stream_ends_the_run_after_the_text_before_it(program, work):
+    """Repair the line and resume: the run then equals one that met no error."""
     texts = [text for text in documents(1500, words=20) if text]
     lines = [json.dumps(dict(text=text)) for text in texts]
     path = work / "a.jsonl"
@@ -241,8 +241,8 @@ def test_a_source_that_fails_midway_is_used_up_and_named_and_mended(program, wor
 # Resumes
 
 
-def test_a_resume_prepares_again_what_was_deleted_and_refuses_other_text(work):
-    """With another number of threads, and in the second epoch of the source."""
+def test_a_resumed_stream_prepares_deleted_shards_again_and_refuses_changed_text(work):
+    """Use another number of threads, and resume in the second epoch of the source."""
     texts = [text for text in documents(40) if text]
     path = write_jsonl(work / "a.jsonl", texts)
     keys = TINY | dict(dataset=path, dropout=0.1, lr_decay_iters=80, eval_interval=40)
@@ -261,7 +261,7 @@ def test_a_resume_prepares_again_what_was_deleted_and_refuses_other_text(work):
 
 
 @pytest.mark.slow
-def test_what_was_held_out_stays_when_a_resumed_run_evaluates_on_more(work):
+def test_a_resumed_stream_keeps_its_validation_text_even_if_eval_tokens_is_raised(work):
     path = write_jsonl(work / "a.jsonl", [text for text in documents(100) if text])
     keys = TINY | dict(dataset=path, out_dir="out")
     train(**keys, max_iters=2)
@@ -280,7 +280,7 @@ def test_what_was_held_out_stays_when_a_resumed_run_evaluates_on_more(work):
         ("--dataset=a.jsonl", "other text or with other flags (files)"),
     ],
 )
-def test_a_stream_goes_on_with_its_own_source_alone(flag, said, work):
+def test_resuming_a_stream_with_another_source_is_refused(flag, said, work):
     write_jsonl(work / "a.jsonl", documents(100))
     write_jsonl(work / "b.jsonl", documents(100, seed=5))
     keys = TINY | dict(dataset="a.jsonl", out_dir="out", max_iters=2)
@@ -297,7 +297,7 @@ def test_a_stream_goes_on_with_its_own_source_alone(flag, said, work):
 # The source
 
 
-def test_a_source_that_is_too_small_is_one_line_before_training(work):
+def test_a_source_too_small_for_a_stream_is_refused_in_one_line_before_training(work):
     write_jsonl(work / "a.jsonl", ["a few words"] * 20)
     result = run("train.py", *flags(**TINY, dataset="a.jsonl", out_dir="out", max_iters=2))
     assert result.code == 2 and result.err.count("error: ") == 1, result.err
@@ -306,7 +306,7 @@ def test_a_source_that_is_too_small_is_one_line_before_training(work):
 
 
 @pytest.mark.slow
-def test_a_dataset_of_the_hub_streams_as_its_files_do(work):
+def test_a_stream_from_the_hub_trains_like_one_from_local_files(work):
     write_parquet(work / "source/a.parquet", [text for text in documents(300) if text])
     keys = TINY | dict(max_iters=4, eval_interval=2)
     train(**keys, dataset="source", out_dir="here")

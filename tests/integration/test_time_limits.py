@@ -1,6 +1,6 @@
 """
-Runs by the clock, from outside: hours, until, max_minutes and the ten minutes between checkpoints,
-in time that the test turns by hand, and once in real time.
+Run with hours, until, max_minutes and the default ten minutes between checkpoints, on a simulated
+clock and once in real time.
 """
 
 import errno
@@ -65,7 +65,7 @@ def rates(out_dir) -> list[float]:
 
 
 def rate_at(out_dir, hours: float) -> float:
-    """The rate of the first iteration that ended after so many hours."""
+    """Return the learning rate of the first iteration that ended after this many hours."""
     return next(lr for used, lr in column(out_dir, "step", "hours", "lr") if used >= hours)
 
 
@@ -85,7 +85,7 @@ BY_CLOCK = {
 
 
 @pytest.mark.parametrize("keys", slow_but("hours", "until", of=BY_CLOCK))
-def test_the_schedule_is_complete_when_the_time_is_up(keys, trainer, tiny, tmp_path):
+def test_a_timed_run_ends_on_time_with_its_schedule_complete(keys, trainer, tiny, tmp_path):
     result = trainer.launch(**tiny | BY_CLOCK[keys])
     assert result.code == 0
     (used,) = re.findall(r" hours (\S+) of 0.25", result.out)
@@ -105,7 +105,7 @@ def test_the_schedule_is_complete_when_the_time_is_up(keys, trainer, tiny, tmp_p
     assert checkpoints(tmp_path)[-1] == last
 
 
-def test_a_run_by_the_clock_evaluates_at_each_twentieth_of_the_schedule(trainer, tiny, tmp_path):
+def test_a_timed_run_evaluates_at_each_twentieth_of_its_schedule(trainer, tiny, tmp_path):
     trainer.launch(**tiny, hours=HOURS)
     hours = column(tmp_path, "eval", "hours")
     assert len(hours) == 21
@@ -114,14 +114,14 @@ def test_a_run_by_the_clock_evaluates_at_each_twentieth_of_the_schedule(trainer,
     assert hours == pytest.approx(expected, abs=20 / 3600)
 
 
-def test_a_given_eval_interval_counts_in_a_run_by_the_clock_too(trainer, tiny, tmp_path):
+def test_a_timed_run_follows_a_given_eval_interval(trainer, tiny, tmp_path):
     trainer.launch(**tiny, hours=HOURS, eval_interval=30)
     its = column(tmp_path, "eval", "iter")
     assert {0, 30, 60} <= set(its) and len(its) < 20
 
 
-def test_time_lost_in_a_pause_is_taken_from_the_schedule(trainer, tiny, tmp_path):
-    """The machine sleeps for five minutes."""
+def test_a_timed_run_still_ends_on_time_after_the_machine_slept(trainer, tiny, tmp_path):
+    """Let the machine sleep for five minutes, which shortens the rest of the schedule."""
 
     def sleep():
         trainer.now += 300
@@ -133,7 +133,7 @@ def test_time_lost_in_a_pause_is_taken_from_the_schedule(trainer, tiny, tmp_path
     assert len(rates(tmp_path)) == pytest.approx(50, abs=5)
 
 
-def test_evaluations_that_would_delay_the_last_one_are_left_out(trainer, tiny, tmp_path):
+def test_a_timed_run_skips_evaluations_that_would_delay_the_last_one(trainer, tiny, tmp_path):
     trainer.seconds["evaluation"] = 40.0
     trainer.launch(**tiny, hours=HOURS, eval_interval=5)
     assert SECONDS - 20 <= trainer.now <= SECONDS
@@ -146,7 +146,7 @@ def test_evaluations_that_would_delay_the_last_one_are_left_out(trainer, tiny, t
 
 
 @pytest.mark.parametrize("minutes", slow_but(5, of=[5, -5]))
-def test_until_follows_a_clock_that_is_set(minutes, trainer, tiny, tmp_path):
+def test_until_follows_the_clock_if_it_is_set_during_the_run(minutes, trainer, tiny, tmp_path):
     def set_clock():
         trainer.EVENING += 60 * minutes
 
@@ -159,10 +159,11 @@ def test_until_follows_a_clock_that_is_set(minutes, trainer, tiny, tmp_path):
 @pytest.mark.parametrize(
     "what, number", slow_but(("evaluation", 4), of=[("evaluation", 4), ("save", 3)])
 )
-def test_an_iteration_that_hangs_counts_at_most_twice_the_time_before_it(
-    what, number, trainer, tiny
-):
-    """As a measure of the last one it would end the run minutes early."""
+def test_one_slow_evaluation_or_save_does_not_end_a_timed_run_early(what, number, trainer, tiny):
+    """
+    Expect no more than twice the time before it for the next one. Otherwise the run would end
+    minutes early.
+    """
 
     def hang():
         trainer.now += 150
@@ -173,8 +174,8 @@ def test_an_iteration_that_hangs_counts_at_most_twice_the_time_before_it(
     assert SECONDS - 20 <= trainer.now <= SECONDS
 
 
-def test_a_save_that_failed_is_no_measure_of_the_next(trainer, tiny):
-    """A full disk is noticed at once; the last save would find no time left for it."""
+def test_a_failed_save_does_not_shorten_the_time_reserved_for_the_last_one(trainer, tiny):
+    """Fail a save at once, as a full disk does. The last save still needs a minute."""
 
     def fail():
         trainer.now -= 59
@@ -187,7 +188,7 @@ def test_a_save_that_failed_is_no_measure_of_the_next(trainer, tiny):
     assert trainer.now <= SECONDS
 
 
-def test_warmup_takes_at_most_a_tenth_of_the_time(trainer, tiny, tmp_path):
+def test_the_warmup_of_a_timed_run_takes_at_most_a_tenth_of_its_time(trainer, tiny, tmp_path):
     trainer.launch(**tiny | dict(warmup_iters=2000), hours=HOURS)
     rate = rates(tmp_path)
     assert rate.index(max(rate)) == pytest.approx(len(rate) / 10, abs=2)
@@ -195,7 +196,7 @@ def test_warmup_takes_at_most_a_tenth_of_the_time(trainer, tiny, tmp_path):
     assert rate[-1] == 0.0
 
 
-def test_a_given_lr_decay_iters_ends_the_decay_earlier(trainer, tiny, tmp_path):
+def test_lr_decay_iters_ends_the_decay_of_a_timed_run_earlier(trainer, tiny, tmp_path):
     trainer.launch(**tiny | dict(min_lr=0.1), hours=HOURS, lr_decay_iters=20)
     rate = rates(tmp_path)
     assert rate[10] == pytest.approx(0.55)
@@ -203,7 +204,7 @@ def test_a_given_lr_decay_iters_ends_the_decay_earlier(trainer, tiny, tmp_path):
     assert len(rate) > 50
 
 
-def test_a_given_max_iters_ends_the_schedule_earlier(trainer, tiny, tmp_path):
+def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(trainer, tiny, tmp_path):
     trainer.launch(**tiny, hours=HOURS, max_iters=41)
     assert end_of(tmp_path)["reason"] == "max_iters"
     assert len(rates(tmp_path)) == 41
@@ -211,8 +212,11 @@ def test_a_given_max_iters_ends_the_schedule_earlier(trainer, tiny, tmp_path):
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_the_max_iters_of_a_file_do_not_bound_a_run_by_the_clock(trainer, tiny, tmp_path):
-    """They are those of a run by iterations."""
+def test_max_iters_in_a_config_file_does_not_limit_a_timed_run(trainer, tiny, tmp_path):
+    """
+    Ignore a file's max_iters and lr_decay_iters when --hours is typed, because they belong to a run
+    by iterations.
+    """
     file = tmp_path / "config.py"
     file.write_text("max_iters = 5\nlr_decay_iters = 4\n")
     trainer.launch(file, **tiny, hours=HOURS)
@@ -220,7 +224,7 @@ def test_the_max_iters_of_a_file_do_not_bound_a_run_by_the_clock(trainer, tiny, 
     assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
 
 
-def test_time_that_is_up_before_the_first_update_still_ends_well(trainer, tiny, tmp_path):
+def test_a_timed_run_with_hardly_any_time_still_trains_and_saves(trainer, tiny, tmp_path):
     trainer.seconds["evaluation"] = 60.0
     assert trainer.launch(**tiny, hours=0.01).code == 0
     assert 1 <= trainer.count["iteration"] <= 2
@@ -232,8 +236,8 @@ BUSY = pytest.param(3, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("busy", [0, BUSY])
-def test_real_hours_end_on_time(busy, tiny, tmp_path):
-    """Also beside so many processes that take all that they get."""
+def test_a_run_by_hours_ends_on_time_in_real_time(busy, tiny, tmp_path):
+    """Run beside this many processes that use all the time they get."""
     seconds = 20 if busy else 3
     keys = tiny | dict(hours=seconds / 3600, learning_rate=0.01)
     finish(start("-c", "pass"))  # the first process waits until torch is imported
@@ -274,8 +278,11 @@ TWO_CLOCKS = watched(
 
 
 @pytest.mark.slow
-def test_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
-    """On its own the second would go on when the first has left, and meanwhile at other rates."""
+def test_all_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
+    """
+    Give the second rank a slower clock. By its own clock it would train at other rates, and longer
+    than the first.
+    """
     keys = tiny | dict(gradient_accumulation_steps=2, hours=0.1, learning_rate=0.01)
     processes = start_ranks(2, *flags(**keys), script=TWO_CLOCKS)
     results = finish_ranks(processes, timeout=60)
@@ -297,7 +304,9 @@ MORE = {
 
 
 @pytest.mark.parametrize("key", slow_but("hours", of=MORE))
-def test_a_finished_run_does_nothing_more_until_it_is_given_more(key, trainer, tiny, tmp_path):
+def test_a_finished_run_resumes_only_if_it_is_given_more_time_or_iterations(
+    key, trainer, tiny, tmp_path
+):
     first, more = MORE[key]
     tiny |= dict(eval_interval=1000)
     trainer.launch(**tiny | first)
@@ -318,7 +327,7 @@ def test_a_finished_run_does_nothing_more_until_it_is_given_more(key, trainer, t
     assert end_of(tmp_path)["reason"] == key
 
 
-def test_hours_between_launches_do_not_count(trainer, tiny, tmp_path):
+def test_hours_do_not_count_the_time_between_launches(trainer, tiny, tmp_path):
     trainer.at["iteration", 40] = sigterm
     assert trainer.launch(**tiny, hours=HOURS).code == 143
     trainer.now += 5 * 3600
@@ -328,7 +337,7 @@ def test_hours_between_launches_do_not_count(trainer, tiny, tmp_path):
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_more_hours_on_a_resume_stretch_what_is_left(trainer, tiny, tmp_path):
+def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, tmp_path):
     trainer.at["iteration", 40] = sigterm
     trainer.launch(**tiny, hours=HOURS)
     half = rates(tmp_path)[-1]
@@ -348,8 +357,13 @@ def test_until_counts_the_time_between_launches(trainer, tiny, tmp_path):
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_a_resume_after_until_ends_and_does_not_take_the_next_day(trainer, tiny, tmp_path):
-    """As systemd restarts it."""
+def test_a_resume_after_the_until_time_ends_at_once_instead_of_running_until_tomorrow(
+    trainer, tiny, tmp_path
+):
+    """
+    Restart the command three minutes too late, as systemd might. The run trains one more iteration,
+    evaluates, saves and ends.
+    """
     trainer.at["iteration", 30] = sigterm
     trainer.launch(**tiny, until="23:15")
     trainer.now = SECONDS + 180.0
@@ -360,16 +374,16 @@ def test_a_resume_after_until_ends_and_does_not_take_the_next_day(trainer, tiny,
     assert column(tmp_path, "eval", "iter")[-1] == 31
 
 
-def test_an_until_of_this_minute_is_that_of_tomorrow(trainer, tiny, tmp_path):
-    """Typed half a minute after it."""
+def test_until_with_the_present_minute_means_tomorrow(trainer, tiny, tmp_path):
+    """Type the time half a minute after it has passed."""
     trainer.EVENING += 30
     trainer.launch(**tiny, until="23:00", max_iters=5)
     assert end_of(tmp_path)["reason"] == "max_iters"
     assert len(rates(tmp_path)) == 5
 
 
-def test_a_plain_stop_costs_no_evaluation(trainer, tiny, tmp_path):
-    """Neither one more nor one less than the 21 of an unbroken run."""
+def test_a_stop_between_evaluations_does_not_change_their_number(trainer, tiny, tmp_path):
+    """Make the same 21 evaluations as an uninterrupted run."""
     trainer.at["iteration", 42] = sigterm
     trainer.launch(**tiny, hours=HOURS)
     assert column(tmp_path, "eval", "iter")[-1] == 40  # the next one is due at 44
@@ -377,8 +391,8 @@ def test_a_plain_stop_costs_no_evaluation(trainer, tiny, tmp_path):
     assert len(records(tmp_path, "eval")) == 21
 
 
-def test_a_late_resume_leaves_time_for_a_slow_evaluation(trainer, tiny, tmp_path):
-    """It knows from the launch before what the last evaluation will take."""
+def test_a_late_resume_reserves_time_for_a_slow_last_evaluation(trainer, tiny, tmp_path):
+    """Take its expected duration from the launch before."""
     trainer.seconds["evaluation"] = 60.0
     trainer.at["iteration", 75] = sigterm
     trainer.launch(**tiny, hours=HOURS, eval_interval=1000)
@@ -389,7 +403,9 @@ def test_a_late_resume_leaves_time_for_a_slow_evaluation(trainer, tiny, tmp_path
 
 
 @pytest.mark.parametrize("number", slow_but(21, of=[10, 21]))
-def test_an_evaluation_that_a_signal_ended_is_made_again(number, trainer, tiny, tmp_path):
+def test_an_evaluation_interrupted_by_a_signal_is_repeated_on_resume(
+    number, trainer, tiny, tmp_path
+):
     trainer.at["evaluation", number] = sigterm
     assert trainer.launch(**tiny, hours=HOURS).code == 143
     due = trainer.count["iteration"]
@@ -402,8 +418,10 @@ def test_an_evaluation_that_a_signal_ended_is_made_again(number, trainer, tiny, 
     assert checkpoints(tmp_path)[-1] == trainer.count["iteration"] == evaluated[-1]
 
 
-def test_until_on_a_clock_that_is_years_late_ends_the_run(trainer, tiny, tmp_path):
-    """The clock was wrong when the run was begun, as after a boot without a network."""
+def test_until_still_ends_a_run_that_began_with_the_clock_years_ahead(trainer, tiny, tmp_path):
+    """
+    Begin with a wrong clock, as after a boot without a network, and resume with the right one.
+    """
     trainer.EVENING += 10**9
     trainer.at["iteration", 30] = sigterm
     trainer.launch(**tiny, until="23:15")
@@ -413,8 +431,10 @@ def test_until_on_a_clock_that_is_years_late_ends_the_run(trainer, tiny, tmp_pat
     assert rates(tmp_path)[-1] == 0.0
 
 
-def test_an_evaluation_that_a_signal_ended_is_no_measure_of_the_next(trainer, tiny):
-    """Cut short after 1 s of 60 s, it would leave no time for the last one."""
+def test_an_interrupted_evaluation_does_not_shorten_the_time_reserved_for_the_last_one(
+    trainer, tiny
+):
+    """Interrupt an evaluation of 60 s after 1 s. The last one still needs a minute."""
 
     def cut_short():
         trainer.now -= 59
@@ -427,7 +447,7 @@ def test_an_evaluation_that_a_signal_ended_is_no_measure_of_the_next(trainer, ti
     assert trainer.now <= SECONDS
 
 
-def test_a_run_by_iterations_goes_on_by_the_clock_and_back(trainer, tiny, tmp_path):
+def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, tiny, tmp_path):
     trainer.at["iteration", 20] = sigterm
     trainer.launch(**tiny, max_iters=100)
     trainer.at["iteration", 50] = sigterm
@@ -442,7 +462,7 @@ def test_a_run_by_iterations_goes_on_by_the_clock_and_back(trainer, tiny, tmp_pa
 # Other things by the clock
 
 
-def test_max_minutes_end_a_launch_and_the_same_command_resumes_it(trainer, tiny, tmp_path):
+def test_max_minutes_ends_a_launch_and_the_same_command_resumes_the_run(trainer, tiny, tmp_path):
     keys = tiny | dict(max_iters=100, max_minutes=5, init_from="auto", eval_interval=1000)
     result = trainer.launch(**keys)
     assert result.code == 0
@@ -459,15 +479,17 @@ def test_max_minutes_end_a_launch_and_the_same_command_resumes_it(trainer, tiny,
     assert column(tmp_path, "step", "iter") == [*range(trainer.count["iteration"])]
 
 
-def test_without_an_interval_a_checkpoint_is_saved_every_ten_minutes(trainer, tiny, tmp_path):
+def test_a_checkpoint_is_saved_every_ten_minutes_by_default(trainer, tiny, tmp_path):
     trainer.seconds |= dict(iteration=60.0, save=30.0)
     trainer.launch(**tiny, max_iters=35, eval_interval=1000)
     # from the end of the first evaluation or save on
     assert column(tmp_path, "checkpoint", "iter") == [10, 20, 30, 35]
 
 
-def test_a_failed_save_is_tried_each_half_minute_and_not_at_each_iteration(trainer, tiny, tmp_path):
-    """A full disk is no reason for a slow night."""
+def test_a_failed_save_is_retried_every_half_minute_instead_of_every_iteration(
+    trainer, tiny, tmp_path
+):
+    """Keep the training fast while the disk is full."""
 
     def fail():
         if trainer.now < 130:
@@ -486,11 +508,11 @@ ETA = re.compile(r"^iter (\d+): .* eta (?:(\d+)m)?(\d+)s$", re.MULTILINE)
 
 
 def etas(out: str) -> dict[int, int]:
-    """By iteration, in seconds."""
+    """Map each iteration to its printed eta in seconds."""
     return {int(it): 60 * int(m or 0) + int(s) for it, m, s in ETA.findall(out)}
 
 
-def test_eta_counts_this_launchs_iterations_and_what_lies_between_them(trainer, tiny):
+def test_eta_counts_the_evaluations_and_saves_to_come_at_this_launchs_speed(trainer, tiny):
     keys = tiny | dict(max_iters=100, eval_interval=30)
     trainer.at["iteration", 40] = sigterm
     first = etas(trainer.launch(**keys).out)
@@ -505,7 +527,9 @@ def test_eta_counts_this_launchs_iterations_and_what_lies_between_them(trainer, 
     assert etas(trainer.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20
 
 
-def test_the_ledger_adds_up_to_the_wall_time_across_a_resume(trainer, tiny, tmp_path):
+def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resume(
+    trainer, tiny, tmp_path
+):
     keys = tiny | dict(max_iters=40, eval_interval=8, log_interval=3)
     trainer.at["iteration", 13] = sigterm
     trainer.launch(**keys)
@@ -523,7 +547,7 @@ def test_the_ledger_adds_up_to_the_wall_time_across_a_resume(trainer, tiny, tmp_
     assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
 
 
-def test_the_last_lines_of_a_resumed_run_are_of_the_whole_run_or_of_this_launch(
+def test_a_resumed_timed_run_ends_with_total_tokens_and_hours_but_the_speed_of_its_last_launch(
     trainer, tiny, tmp_path
 ):
     keys = tiny | dict(max_iters=40, eval_interval=8)
@@ -550,14 +574,14 @@ AWAY = {"22:59": True, "01:00": False}
 
 
 @pytest.mark.parametrize("until", AWAY)
-def test_an_until_that_is_far_away_is_said(until, trainer, tiny):
-    """Launched a minute late, the run would take a day."""
+def test_warns_if_until_is_nearly_a_day_away(until, trainer, tiny):
+    """Launch one minute after the given time, which would make the run take a day."""
     result = trainer.launch(**tiny, until=until, max_iters=2)
     assert result.code == 0
     assert (" h away" in result.err) == AWAY[until]
 
 
-def test_more_hours_for_a_finished_run_go_on_evaluating(trainer, tiny, tmp_path):
+def test_a_finished_run_that_is_given_more_hours_keeps_evaluating(trainer, tiny, tmp_path):
     trainer.launch(**tiny, hours=HOURS)
     trainer.launch(**tiny, hours=2 * HOURS, init_from="auto")
     # the second half of the twentieths
@@ -565,7 +589,9 @@ def test_more_hours_for_a_finished_run_go_on_evaluating(trainer, tiny, tmp_path)
     assert len(later) == pytest.approx(10, abs=1)
 
 
-def test_compilation_is_booked_apart_and_counts_as_no_training(trainer, tiny, tmp_path):
+def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(
+    trainer, tiny, tmp_path
+):
     def compile_slowly(function, **options):
         trainer.now += 100.0
         return function
@@ -591,11 +617,11 @@ def plan(tmp_path, *arguments: str) -> dict:
     return json.loads(path.read_text())
 
 
-def test_plan_tells_what_the_hours_hold(tmp_path):
+def test_plan_computes_the_iterations_that_fit_into_the_hours(tmp_path):
     """
-    At 10 s an iteration 8 hours hold 2,880 of them less what evaluations and checkpoints take. An
-    evaluation reads 2 * 10,485,760 tokens, at three times the speed of training, which is 52,429
-    tokens a second: 133.3 s.
+    Compare with figures by hand: at 10 s each, 8 hours hold 2,880 iterations, less the time of
+    evaluations and checkpoints. An evaluation reads 2 * 10,485,760 tokens at three times the
+    training speed of 52,429 tokens a second, which takes 133.3 s.
     """
     found = plan(tmp_path, "config/fast124m_4070.py", "--hours=8", "--iter_seconds=10")
     assert found["hours_total"] == pytest.approx(8, rel=0.005)

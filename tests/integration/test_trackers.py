@@ -1,4 +1,4 @@
-"""Trackers, the picture, and a console that fails: none costs a run more than a warning."""
+"""Check that a tracker, loss curve or console that fails costs a run no more than a warning."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ NANOGPTS = {
 
 
 def expected_numbers(out_dir: Path) -> dict[tuple[str, int], float]:
-    """The numbers of metrics.jsonl by a tracker's name for them, and the iteration."""
+    """Return the numbers of metrics.jsonl by a tracker's name for them and the iteration."""
     found = {}
     for record in records(out_dir, "step") + records(out_dir, "eval"):
         for field, value in record.items():
@@ -73,7 +73,7 @@ def expected_numbers(out_dir: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_tensorboard_has_the_numbers_of_metrics_jsonl_resumed_or_not(tiny, tmp_path):
+def test_tensorboard_shows_the_numbers_of_metrics_jsonl_even_after_a_resume(tiny, tmp_path):
     module = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(module)
     keys = tiny | dict(tracker="tensorboard", peak_tflops=0.01)
@@ -93,7 +93,7 @@ def test_tensorboard_has_the_numbers_of_metrics_jsonl_resumed_or_not(tiny, tmp_p
 
 
 class Wandb(types.ModuleType):
-    """wandb and its run in one, which fails in the method of this name."""
+    """Stand in for wandb and its run, and fail in the method of this name."""
 
     def __init__(self, failing: str = "") -> None:
         super().__init__("wandb")
@@ -121,7 +121,7 @@ class Wandb(types.ModuleType):
         self.fail("finish")
 
 
-def test_wandb_has_the_numbers_of_metrics_jsonl(tiny, tmp_path, monkeypatch):
+def test_wandb_receives_the_numbers_of_metrics_jsonl(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
     train(**tiny, tracker="wandb", peak_tflops=0.01)
     expected = expected_numbers(tmp_path / "run")
@@ -146,7 +146,7 @@ def test_wandb_continues_the_run_on_a_resume_and_begins_another_for_a_new_run(
 
 
 @pytest.mark.slow
-def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(tiny, tmp_path):
+def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, tmp_path):
     pytest.importorskip("wandb")
     keys = dict(wandb_log=True, wandb_project="project", wandb_run_name="named")
     command = ("train.py", *flags(**tiny | keys, learning_rate=0.0123))
@@ -163,7 +163,9 @@ def test_wandb_offline_keeps_the_numbers_of_metrics_jsonl_and_the_configuration(
 
 
 @pytest.mark.parametrize("failing", slow_but("log", of=["init", "log", "finish"]))
-def test_a_tracker_that_fails_costs_one_warning(failing, tiny, tmp_path, monkeypatch):
+def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(
+    failing, tiny, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
     result = train(**tiny, tracker="wandb")
     (line,) = warnings(result.err)
@@ -174,7 +176,9 @@ def test_a_tracker_that_fails_costs_one_warning(failing, tiny, tmp_path, monkeyp
 
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder's
 @pytest.mark.parametrize("tracker", slow_but("wandb", of=["wandb", "tensorboard"]))
-def test_a_tracker_that_is_missing_costs_one_warning(tracker, found, tiny, tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_gives_one_warning_and_the_run_trains_on(
+    tracker, found, tiny, tmp_path, monkeypatch
+):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "wandb", found)
@@ -186,7 +190,9 @@ def test_a_tracker_that_is_missing_costs_one_warning(tracker, found, tiny, tmp_p
 
 @contextlib.contextmanager
 def long_run():
-    """A run of less than 20 seconds is not drawn: after its last evaluation it seems longer."""
+    """
+    Make a run seem longer than 20 seconds after its last evaluation. Shorter runs are not drawn.
+    """
     clock = Clock()
 
     def turn(n: int) -> None:
@@ -197,7 +203,7 @@ def long_run():
 
 
 @pytest.mark.slow
-def test_the_last_picture_is_of_the_whole_run(tiny, tmp_path):
+def test_the_last_loss_curve_is_drawn_from_the_complete_log(tiny, tmp_path):
     from matplotlib.image import imread
 
     with long_run():
@@ -211,8 +217,10 @@ def test_the_last_picture_is_of_the_whole_run(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
-def test_a_picture_that_cannot_be_drawn_costs_one_warning(python, tiny, tmp_path, monkeypatch):
-    """As without matplotlib, and as on a machine that starts no process."""
+def test_a_loss_curve_that_cannot_be_drawn_gives_one_warning_and_the_run_trains_on(
+    python, tiny, tmp_path, monkeypatch
+):
+    """Simulate a machine without matplotlib, and one that cannot start a process."""
     monkeypatch.setattr(sys, "executable", python)
     with long_run():
         result = train(**tiny)
@@ -221,8 +229,8 @@ def test_a_picture_that_cannot_be_drawn_costs_one_warning(python, tiny, tmp_path
     assert checkpoints(tmp_path / "run")[-1] == 8
 
 
-def test_control_characters_of_a_sample_reach_no_console(tiny, tmp_path):
-    """A model of bytes may draw ESC, which a terminal would obey."""
+def test_samples_are_logged_with_control_characters_as_escapes(tiny, tmp_path):
+    """Draw ESC from a model of bytes. A terminal would obey it."""
     keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
     train(**keys)
     state = checkpoint(tmp_path / "run", 0)
@@ -242,7 +250,7 @@ def test_control_characters_of_a_sample_reach_no_console(tiny, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-def test_a_console_on_a_full_disk_costs_its_lines_and_not_the_run(tiny, tmp_path):
+def test_a_run_whose_stdout_is_on_a_full_disk_trains_on(tiny, tmp_path):
     full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     result = finish(start(*watched(before=full), *flags(**tiny)))
     assert (result.code, result.err) == (0, "")

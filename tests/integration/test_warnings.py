@@ -1,4 +1,4 @@
-"""What a run warns of: epochs, slow settings; and --eval_only on a run."""
+"""Check what a run warns of, such as many epochs and slow settings, and --eval_only on a run."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def tokens(tmp_path_factory) -> Path:
 
 
 def make_large(folder: Path) -> Path:
-    """A folder of 101M tokens, all of them 0: a sparse file in nanoGPT's form."""
+    """Make a folder of 101M zero tokens, a sparse file in nanoGPT's format."""
     folder.mkdir()
     for name, size in (("train.bin", 202_000_000), ("val.bin", 2000)):
         with open(folder / name, "wb") as file:
@@ -36,7 +36,7 @@ def make_large(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "epochs, warned", [pytest.param(1.9, False, marks=pytest.mark.slow), (2.1, True)]
 )
-def test_more_than_two_epochs_of_a_large_corpus_are_warned_of(epochs, warned, tmp_path):
+def test_warns_of_more_than_two_epochs_of_a_large_dataset(epochs, warned, tmp_path):
     data = make_large(tmp_path / "large")
     # eval_tokens and max_minutes end it at once; a minute has 60,000 milliseconds
     iterations = int(epochs * 101e6 / (12 * 16 * 40))
@@ -47,8 +47,8 @@ def test_more_than_two_epochs_of_a_large_corpus_are_warned_of(epochs, warned, tm
 
 
 @pytest.mark.parametrize("tokens, warned", [("6B", False), ("2B", True)])
-def test_plan_warns_of_many_epochs_too(tokens, warned):
-    """10B tokens."""
+def test_plan_warns_of_more_than_two_epochs_of_a_large_dataset(tokens, warned):
+    """Plan a run of 10B tokens."""
     flags = ("config/gpt124m_4070.py", "--gpu=4070", f"--dataset_tokens={tokens}")
     result = run("bench.py", "plan", *flags)
     assert result.code == 0, result.err
@@ -56,7 +56,7 @@ def test_plan_warns_of_many_epochs_too(tokens, warned):
 
 
 def test_eval_only_prints_the_runs_last_val_loss_and_adds_no_file(tokens, tmp_path):
-    """Without init_from on the command line: out_dir's run is evaluated."""
+    """Evaluate the run in out_dir when the command line has no init_from."""
     out_dir = tmp_path / "run"
     keys = TINY | dict(dataset=tokens, out_dir=out_dir, block_size=16, learning_rate=0.01)
     train(**keys)
@@ -67,7 +67,7 @@ def test_eval_only_prints_the_runs_last_val_loss_and_adds_no_file(tokens, tmp_pa
     assert sorted(out_dir.iterdir()) == before
 
 
-def test_float16_on_a_cpu_is_said_to_be_slow(tokens, tmp_path):
+def test_warns_that_float16_on_a_cpu_is_slow(tokens, tmp_path):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", block_size=8, dtype="float16")
     result = train(**keys | dict(n_embd=4, max_iters=1, batch_size=1, eval_tokens=8))
     assert "--dtype=float32" in result.err

@@ -1,6 +1,6 @@
 """
-The scripts where Windows is simulated (dev/simulate_windows): what they find, and what it refuses
-them. And what the program says and does only there, or on a Mac.
+Run the scripts on a simulated Windows (dev/simulate_windows), and test what the program does only
+there or on a Mac.
 """
 
 import json
@@ -52,7 +52,10 @@ SMALL = TINY | dict(n_layer=1, warmup_iters=0, eval_interval=2, out_dir="my run"
 
 @pytest.fixture
 def started(tmp_path):
-    """Starts processes of the simulated Windows in tmp_path, with sys.argv[1:] for the code."""
+    """
+    Return a function that starts simulated Windows processes in tmp_path, with sys.argv[1:] for the
+    code.
+    """
     processes = []
 
     def begin(code: str, *arguments):
@@ -95,8 +98,11 @@ print("codes:", codes, "calls:", notwindows.Recorder.calls)
 
 
 @simulated
-def test_a_night_on_windows(started, tmp_path, monkeypatch):
-    """A scanner holds best.pt, Ctrl-Break ends the run, and the resumed run is an unbroken one."""
+def test_a_run_on_windows_is_stopped_resumed_sampled_and_compared(started, tmp_path, monkeypatch):
+    """
+    Let a virus scanner hold best.pt and Ctrl-Break end the run. The resumed run equals an
+    uninterrupted one.
+    """
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
     code, out, err = finish(started(NIGHT, *flags(**SMALL)))
@@ -125,7 +131,7 @@ print("codes:", codes)
 
 @pytest.mark.slow
 @simulated
-def test_quickstart_compare_convert_and_bench(started, tmp_path):
+def test_the_quickstart_compare_convert_and_bench_work_on_windows(started, tmp_path):
     small = dict(dtype="float32", n_layer=1, n_embd=32, eval_tokens=2048, eval_interval=4)
     small |= dict(sample_tokens=5, out_dir="out/my run")
     code, out, err = finish(
@@ -155,7 +161,7 @@ print("code:", run("data.prepare_fineweb", *sys.argv[2:]), "calls:", notwindows.
 
 @pytest.mark.slow
 @simulated
-def test_a_preparation_that_is_killed_continues_and_a_second_one_is_refused(started, tmp_path):
+def test_on_windows_a_killed_preparation_continues_and_a_second_one_is_refused(started, tmp_path):
     rows = [json.dumps(dict(text=f"{n} " * (n % 50))) for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = dict(source="rows.jsonl", tokenizer="byte", tokens="20k", val_tokens="2k")
@@ -182,7 +188,7 @@ RUN = 'sys.exit(run("train", *sys.argv[1:]))'
 
 @pytest.mark.slow
 @simulated
-def test_ctrl_c_saves_and_until_then_a_second_run_is_refused(started, tmp_path):
+def test_on_windows_ctrl_c_saves_a_run_and_a_second_run_beside_it_is_refused(started, tmp_path):
     write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
     long = SMALL | dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=4)
     process = started(RUN, *flags(**long, init_from="auto"))
@@ -210,7 +216,9 @@ sys.exit(run("train", *sys.argv[1:]))
 
 @pytest.mark.slow
 @simulated
-def test_a_checkpoint_that_others_have_open_costs_no_save(started, tmp_path):
+def test_on_windows_a_run_keeps_saving_while_another_program_has_a_checkpoint_open(
+    started, tmp_path
+):
     write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
     keys = SMALL | dict(checkpoint_interval=1, keep_checkpoints=1)
     code, _, err = finish(started(HELD, *flags(**keys)))
@@ -222,8 +230,8 @@ def test_a_checkpoint_that_others_have_open_costs_no_save(started, tmp_path):
 
 @pytest.mark.slow
 @simulated
-def test_the_fast_recipe_streams_and_resumes(started, tmp_path):
-    """Its text is prepared beside it, by a process that replaces a file that the run reads."""
+def test_the_fast_recipe_streams_and_resumes_on_windows(started, tmp_path):
+    """Train while another process prepares the text and replaces a file that the run reads."""
     row = json.dumps(dict(text="A text with more than one line.\n" * 20))
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 40)
     keys = TINY | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
@@ -245,7 +253,7 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("text", OUT_OF_MEMORY)
-def test_memory_that_runs_out_is_known_by_what_each_system_says(text, tmp_path):
+def test_out_of_memory_is_recognized_from_each_systems_error_message(text, tmp_path):
     write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
 
     def fail(module, arguments):
@@ -257,8 +265,11 @@ def test_memory_that_runs_out_is_known_by_what_each_system_says(text, tmp_path):
     assert code == 1 and "out of memory with batch_size=4" in err.splitlines()[-1]
 
 
-def test_a_process_beside_the_run_keeps_its_pipe_out_of_the_way_of_libraries():
-    """On Windows whoever looks at a pipe that a thread reads has to wait for its next line."""
+def test_a_child_process_sees_an_empty_stdin_but_receives_its_parents_lines():
+    """
+    Keep the pipe away from libraries. On Windows, looking at a pipe that a thread reads blocks
+    until its next line.
+    """
     code = (
         "import os, sys, threading, time; from common.child import end_with_parent\n"
         "threading.Timer(60, os._exit, [3]).start()\n"
