@@ -126,7 +126,7 @@ FAULTS = [
         "end_process",
         "dist.destroy_process_group()",
         "pass",
-        "integration/test_ranks.py::test_every_rank_destroys_its_process_group_however_it_ends[the end]",
+        "integration/test_ranks.py::test_every_rank_destroys_its_process_group_at_exit[the end]",
     ),
     Fault(
         "a failed rank waits for ranks that hang",

@@ -371,7 +371,7 @@ def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.parametrize("way", slow_but("--help", "a bad key", "a signal", of=WAYS_OUT))
-def test_every_rank_destroys_its_process_group_however_it_ends(way, tiny):
+def test_every_rank_destroys_its_process_group_at_exit(way, tiny):
     """Prevent a warning from NCCL."""
     script, arguments, code = way_out(way, tiny)
     results = finish_ranks(start_ranks(2, *arguments, script=script))

@@ -574,7 +574,7 @@ AWAY = {"22:59": True, "01:00": False}
 
 
 @pytest.mark.parametrize("until", AWAY)
-def test_warns_if_until_is_nearly_a_day_away(until, trainer, tiny):
+def test_warns_if_until_is_far_away(until, trainer, tiny):
     """Launch one minute after the given time, which would make the run take a day."""
     result = trainer.launch(**tiny, until=until, max_iters=2)
     assert result.code == 0
