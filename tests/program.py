@@ -35,7 +35,10 @@ import fork_server
 import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 # what a copy of the program needs besides the scripts; tests, pages and results stay behind
@@ -256,82 +259,144 @@ def sigterm() -> None:
 class InProcessRun:
     """
     Launches of train.py in this process, with things that happen on the way: at["iteration", 7] is
-    called after the seventh update, at["evaluation", 2] at the first batch of the second
-    evaluation, at["save", 1] at the beginning of the first save, counted over all launches.
+    called after the seventh update, at["sleep", None] at each sleep, counted over all launches.
 
-    If `fake_clock`, time passes only here: an iteration, an evaluation and a save take `seconds`
-    each, and everything else takes none. The clock on the wall shows 23:00 at first.
+    update, iteration   before an update, and after it
+    evaluation, lookup  before an evaluation, and before each embedding that it looks up
+    save, saved         before a file is saved, and when it is written but has no name yet
+    disk                before each call that changes a disk, see before_disk_calls
+    sleep               instead of it, if `fake_clock`
+
+    If `fake_clock`, time passes only here: what happens takes its `seconds`, a sleep takes as long
+    as it should, and everything else takes none. The clock on the wall shows 23:00 at first.
     """
 
     EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
 
     def __init__(self, fake_clock: bool = False) -> None:
-        self.at: dict[tuple[str, int], Callable[[], None]] = {}
+        self.at: dict[tuple[str, int | None], Callable[[], object]] = {}
         self.count: collections.Counter[str] = collections.Counter()
         self.seconds = dict(iteration=10.0, evaluation=4.0, save=1.0)
         self.now = 0.0
         self.fake_clock = fake_clock
-        self.doing = ""  # what the model's last batch was for
-        self.model: torch.nn.Module
+        self.doing = ""  # what the model's last batch was for, or an update
+        self.embedding: torch.nn.Embedding  # the last that was looked up
+        self.optimizer: torch.optim.Optimizer
 
-    def happens(self, what: str) -> None:
-        self.now += self.seconds[what]
+    def happens(self, what: str, seconds: float | None = None) -> None:
+        self.now += self.seconds.get(what, 0.0) if seconds is None else seconds
         self.count[what] += 1
-        assert self.count[what] < 1000, "the run has no end"
-        self.at.get((what, self.count[what]), lambda: None)()
+        assert self.count[what] < 10_000, "the run has no end"
+        for number in (None, self.count[what]):
+            self.at.get((what, number), lambda: None)()
 
-    def batch(self, is_evaluated: bool) -> None:
-        """The model gets a micro-batch."""
-        if is_evaluated and self.doing != "evaluation":
+    def before_forward(self, module, arguments) -> None:
+        # where FLOPs are counted, tokens are on meta or of another type
+        if not isinstance(module, torch.nn.Embedding) or type(arguments[0]) is not torch.Tensor:
+            return
+        if arguments[0].is_meta:
+            return
+        self.embedding = module
+        if torch.is_grad_enabled():
+            self.doing = "iteration"
+            return
+        if self.doing != "evaluation":
             self.doing = "evaluation"
             self.happens("evaluation")
-        if not is_evaluated:
-            self.doing = "iteration"
+        self.happens("lookup")
 
-    def update(self) -> None:
-        # an optimizer that calls another one's step makes one update
+    # an optimizer that calls another one's step makes one update
+
+    def before_step(self, optimizer, *_) -> None:
         if self.doing == "iteration":
+            self.doing, self.optimizer = "update", optimizer
+            self.happens("update")
+
+    def after_step(self, *_) -> None:
+        if self.doing == "update":
             self.doing = ""
             self.happens("iteration")
 
     def time(self) -> float:
         return self.EVENING + self.now
 
-    def launch(self, *files, **keys) -> Result:
-        """`python train.py FILE ... --KEY=VALUE ...`"""
+    @contextlib.contextmanager
+    def watching(self):
+        """Whatever trains in this process until the end of the `with` is this run."""
         save = torch.save
-
-        def before_forward(module, arguments):
-            tokens = arguments[0] if arguments else None
-            # where FLOPs are counted, tokens are on meta or of another type
-            is_real = type(tokens) is torch.Tensor and not tokens.is_meta
-            if is_real and tokens.dtype == torch.int64:
-                self.model = module
-                self.batch(is_evaluated=not torch.is_grad_enabled())
 
         def watched_save(*arguments, **options):
             self.happens("save")
-            return save(*arguments, **options)
+            save(*arguments, **options)
+            self.happens("saved")
 
         self.doing = ""
         patches = [
-            register_module_forward_pre_hook(before_forward),
+            register_module_forward_pre_hook(self.before_forward),
             mock.patch("torch.save", watched_save),
-            register_optimizer_step_post_hook(lambda *_: self.update()),
+            register_optimizer_step_pre_hook(self.before_step),
+            register_optimizer_step_post_hook(self.after_step),
         ]
         if self.fake_clock:
             patches += [
                 mock.patch("time.perf_counter", lambda: self.now),
+                mock.patch("time.monotonic", lambda: self.now),
                 mock.patch("time.time", self.time),
-                # a name that was bound to time.time before
-                mock.patch("training.clock.wall", self.time, create=True),
+                mock.patch("time.sleep", lambda seconds: self.happens("sleep", seconds)),
                 # drawing loss.png would take longer than all the rest
-                mock.patch("subprocess.Popen", side_effect=OSError),
+                mock.patch("subprocess.Popen", side_effect=OSError("no child")),
             ]
+        if any(what == "disk" for what, _ in self.at):
+            patches.append(before_disk_calls(lambda: self.happens("disk")))
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
+            yield
+
+    def launch(self, *files, **keys) -> Result:
+        """`python train.py FILE ... --KEY=VALUE ...`"""
+        with self.watching():
             return run("train.py", *files, *flags(**keys))
+
+
+@contextlib.contextmanager
+def before_disk_calls(action: Callable[[], None]):
+    """
+    Call action() before every call that changes a disk: one that opens a file for writing,
+    writes to it, syncs, renames, links, deletes, makes a folder.
+    """
+    real_open = io.open
+
+    class File(io.FileIO):
+        def write(self, data):
+            action()
+            return super().write(data)
+
+    def opening(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *rest):
+        if not set(mode) & set("wax+"):
+            return real_open(file, mode, buffering, encoding, errors, newline, *rest)
+        action()
+        raw = File(file, mode.replace("b", "").replace("t", ""))
+        if buffering == 0:
+            return raw
+        buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+
+    def wrapped(name):
+        function = getattr(os, name)
+
+        def call(*arguments, **named):
+            action()
+            return function(*arguments, **named)
+
+        return mock.patch.object(os, name, call)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("fsync", "replace", "rename", "link", "unlink", "remove", "mkdir"):
+            patches.enter_context(wrapped(name))
+        patches.enter_context(mock.patch("builtins.open", opening))
+        patches.enter_context(mock.patch("io.open", opening))
+        yield
 
 
 # -----------------------------------------------------------------------------

@@ -23,19 +23,11 @@ import pytest
 import reference_gpt2
 import torch
 from cases import slow_but
-from fault_injection import (
-    PAGE,
-    Clock,
-    at_update,
-    before_disk_calls,
-    before_updates,
-    fill,
-    free,
-    watched,
-)
+from fault_injection import PAGE, fill, free, watched, with_faults
 from program import (
     ROOT,
     TINY_RUN,
+    InProcessRun,
     Result,
     assert_same_run,
     best,
@@ -47,6 +39,7 @@ from program import (
     records,
     run,
     same,
+    sigterm,
     start,
     train,
     wait_for_line,
@@ -79,22 +72,19 @@ def straight(tokens, tmp_path_factory) -> Path:
     return out_dir
 
 
-def run_tiny(tokens: Path, out_dir: Path, **changes) -> Result:
-    return run("train.py", *flags(**TINY | dict(dataset=tokens, out_dir=out_dir) | changes))
+def run_tiny(tokens: Path, out_dir: Path, trainer: InProcessRun | None = None, **changes) -> Result:
+    trainer = trainer or InProcessRun()
+    return trainer.launch(**TINY | dict(dataset=tokens, out_dir=out_dir) | changes)
 
 
-def train_tiny(tokens: Path, out_dir: Path, **changes) -> Result:
-    return train(**TINY | dict(dataset=tokens, out_dir=out_dir) | changes)
+def train_tiny(*arguments, **named) -> Result:
+    result = run_tiny(*arguments, **named)
+    assert result.code == 0, result.err
+    return result
 
 
 def start_tiny(tokens: Path, out_dir: Path, **changes):
     return start("train.py", *flags(**TINY | dict(dataset=tokens, out_dir=out_dir) | changes))
-
-
-def planned(tmp_path: Path, *steps, rank: int = 0) -> list[str]:
-    """Return train.py's command line with steps of fault_injection.py."""
-    plan = dict(disk=str(tmp_path), rank=rank, steps=steps)
-    return ["tests/fault_injection.py", json.dumps(plan), "train.py"]
 
 
 def lines(text: str, beginning: str) -> list[str]:
@@ -148,9 +138,11 @@ def seems_empty():
     return mock.patch("os.statvfs", lambda path: statvfs("/"))
 
 
-def no_wait():
+def no_wait() -> InProcessRun:
     """Fail the test if the run waits for room."""
-    return Clock(lambda: pytest.fail("waits for room")).patched()
+    trainer = InProcessRun(fake_clock=True)
+    trainer.at["sleep", None] = lambda: pytest.fail("waits for room")
+    return trainer
 
 
 @pytest.mark.parametrize("noticed, left", [("before", 0), ("in the middle", 20_000)])
@@ -158,18 +150,19 @@ def test_a_run_trains_on_while_the_disk_is_full_and_later_saves_what_it_could_no
     noticed, left, tokens, make_disk, tmp_path
 ):
     options = dict(max_iters=40, lr_decay_iters=40)
-    disk, seen = make_disk(1 << 20), []
+    disk, seen, trainer = make_disk(1 << 20), [], InProcessRun()
 
-    def act(n, optimizer):
-        if n == 6:
-            fill(disk)
-            free(disk, left)
-        if n == 31:
-            seen.extend([checkpoints(disk / "run"), leftovers(disk / "run")])
-            free(disk)
+    def fill_most():
+        fill(disk)
+        free(disk, left)
 
-    with before_updates(act), seems_empty() if noticed == "in the middle" else nullcontext():
-        result = train_tiny(tokens, disk / "run", **options)
+    def look_and_free():
+        seen.extend([checkpoints(disk / "run"), leftovers(disk / "run")])
+        free(disk)
+
+    trainer.at |= {("update", 6): fill_most, ("update", 31): look_and_free}
+    with seems_empty() if noticed == "in the middle" else nullcontext():
+        result = train_tiny(tokens, disk / "run", trainer, **options)
     assert seen == [[4], []]
     (line,) = [line for line in result.err.splitlines() if "not saved" in line]
     assert line.startswith("warning: iter 8: ")
@@ -191,8 +184,9 @@ def test_log_records_that_could_not_be_written_are_restored_from_the_checkpoint(
     disk, out_dir = make_disk(PAGE), tmp_path / "run"
     out_dir.mkdir()
     (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
-    with at_update(7, lambda: signal.raise_signal(signal.SIGTERM)):
-        stopped = run_tiny(tokens, out_dir)
+    trainer = InProcessRun()
+    trainer.at["update", 7] = sigterm
+    stopped = run_tiny(tokens, out_dir, trainer)
     assert stopped.code == 128 + signal.SIGTERM
     assert column(out_dir, "step", "iter") != list(range(7))
     train_tiny(tokens, out_dir, init_from="resume")
@@ -202,18 +196,11 @@ def test_log_records_that_could_not_be_written_are_restored_from_the_checkpoint(
 @pytest.mark.slow
 def test_a_failed_save_is_retried_within_a_minute(tokens, make_disk):
     """Train iterations of 20 seconds, long before the next regular save."""
-    disk, clock = make_disk(1 << 20), Clock()
-
-    def act(n, optimizer):
-        clock.ahead += 20
-        if n == 10:
-            fill(disk)
-        if n == 12:
-            free(disk)
-
+    disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
+    trainer.seconds["iteration"] = 20.0
+    trainer.at |= {("update", 10): lambda: fill(disk), ("update", 12): lambda: free(disk)}
     options = dict(max_iters=21, eval_interval=100, checkpoint_interval=10)
-    with before_updates(act), clock.patched():
-        train_tiny(tokens, disk / "run", **options)
+    train_tiny(tokens, disk / "run", trainer, **options)
     first, *others = column(disk / "run", "checkpoint", "iter")
     assert 11 <= first <= 12 + 3
     assert others == [20, 21]
@@ -222,22 +209,15 @@ def test_a_failed_save_is_retried_within_a_minute(tokens, make_disk):
 @pytest.mark.parametrize(
     "begins, best_there", slow_but(("full", 8), of=[("full", 8), ("with room", 4)])
 )
-def test_the_last_save_waits_until_the_disk_has_room(
-    begins, best_there, tokens, straight, make_disk
-):
-    disk = make_disk(1 << 20)
-
-    def look():
-        if clock.sleeps > 150:  # each of a second, and more than one try
-            free(disk)
-
-    clock = Clock(look)
+def test_the_last_save_waits_until_the_disk_has_room(begins, best_there, tokens, straight, make_disk):
+    disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
+    trainer.at["update", 5] = lambda: fill(disk)
+    trainer.at["sleep", 151] = lambda: free(disk)  # each of a second, and more than one try
     if begins == "full":
         fill(disk)
         free(disk, 64 << 10)  # for the log
-    with at_update(5, lambda: fill(disk)), clock.patched():
-        result = train_tiny(tokens, disk / "run")
-    assert clock.sleeps > 150
+    result = train_tiny(tokens, disk / "run", trainer)
+    assert trainer.count["sleep"] > 150
     assert lines(result.err, "warning: iter 8:")
     assert same(checkpoint(disk / "run", 8)["model"], checkpoint(straight, 8)["model"])
     assert column(disk / "run", "step", "iter", "loss") == column(straight, "step", "iter", "loss")
@@ -248,12 +228,12 @@ def test_the_last_save_waits_until_the_disk_has_room(
 def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
     number, tokens, straight, make_disk
 ):
-    disk = make_disk(1 << 20)
+    disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
+    trainer.at["update", 6] = lambda: fill(disk)
     # only one, because a second signal would end this process
-    clock = Clock(lambda: signal.raise_signal(number) if clock.sleeps == 5 else None)
-    with at_update(6, lambda: fill(disk)), clock.patched():
-        result = run_tiny(tokens, disk / "run")
-    assert clock.sleeps == 5
+    trainer.at["sleep", 5] = lambda: signal.raise_signal(number)
+    result = run_tiny(tokens, disk / "run", trainer)
+    assert trainer.count["sleep"] == 5
     assert result.code == 1
     (line,) = lines(result.err, "error:")
     assert "--init_from=resume" in line
@@ -275,17 +255,15 @@ def test_the_last_save_is_retried_if_the_system_refuses_it(tokens, straight, tmp
             raise PermissionError(errno.EACCES, "Permission denied", str(target))
         replace(source, target)
 
-    with mock.patch("os.replace", refuse), Clock().patched():
-        result = train_tiny(tokens, tmp_path / "run")
+    with mock.patch("os.replace", refuse):
+        result = train_tiny(tokens, tmp_path / "run", InProcessRun(fake_clock=True))
     assert len(refused) == 3
     assert "Permission denied" in result.err
     assert not leftovers(tmp_path / "run")
     assert_same_run(straight, tmp_path / "run", 8)
 
 
-def test_an_exceeded_quota_that_is_reported_late_is_treated_as_a_full_disk(
-    tokens, straight, tmp_path
-):
+def test_an_exceeded_quota_that_is_reported_late_is_treated_as_a_full_disk(tokens, straight, tmp_path):
     """Raise the error when the folder is synced, after the file has its final name."""
     refused = []
 
@@ -294,8 +272,8 @@ def test_an_exceeded_quota_that_is_reported_late_is_treated_as_a_full_disk(
             refused.append(file)
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    with mock.patch("os.fsync", sync), Clock().patched():
-        result = train_tiny(tokens, tmp_path / "run")
+    with mock.patch("os.fsync", sync):
+        result = train_tiny(tokens, tmp_path / "run", InProcessRun(fake_clock=True))
     assert lines(result.err, "warning: iter 8:")
     assert_same_run(straight, tmp_path / "run", 8)
 
@@ -310,17 +288,10 @@ def test_best_pt_holds_the_best_model_that_could_be_saved(always, tokens, make_d
     Fail the save at iteration 4, the best evaluation. Iteration 6 is then better than all saved
     ones.
     """
-    disk = make_disk(1 << 20)
-
-    def act(n, optimizer):
-        if n == 4:
-            fill(disk)
-        if n == 6:
-            free(disk)
-
+    disk, trainer = make_disk(1 << 20), InProcessRun()
+    trainer.at |= {("update", 4): lambda: fill(disk), ("update", 6): lambda: free(disk)}
     options = dict(eval_interval=2, max_iters=7, always_save_checkpoint=always)
-    with before_updates(act):
-        train_tiny(tokens, disk / "run", **options)
+    train_tiny(tokens, disk / "run", trainer, **options)
     losses = dict(column(disk / "run", "eval", "iter", "val_loss"))
     assert losses[4] < losses[6] < losses[2]
     assert [it for it in column(disk / "run", "checkpoint", "iter") if it < 7] == [2, 6]
@@ -341,23 +312,20 @@ def test_a_run_fits_the_disk_space_that_the_docs_name(
     options = dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
     refusal = OSError(errno.EPERM, "Operation not permitted")
     with mock.patch("os.link", os.link if links else mock.Mock(side_effect=refusal)):
-        with no_wait():
-            train_tiny(tokens, disk / "run", **options)
+        train_tiny(tokens, disk / "run", no_wait(), **options)
     assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert checkpoints(disk / "run") == [8, 10]
     assert best_iter(disk / "run") == best_logged(disk / "run")
     assert (best_iter(disk / "run") == 10) != worse_later
 
 
-def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
-    tokens, straight, make_disk
-):
+def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(tokens, straight, make_disk):
     """Release the file that its tensors were loaded from when it is deleted later."""
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(3 * size + (48 << 10))
     train_tiny(tokens, disk / "run", eval_interval=2, max_iters=2)
-    with no_wait():
-        train_tiny(tokens, disk / "run", eval_interval=2, max_iters=10, init_from="resume")
+    options = dict(eval_interval=2, max_iters=10, init_from="resume")
+    train_tiny(tokens, disk / "run", no_wait(), **options)
     assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert best_iter(disk / "run") == 4
 
@@ -369,18 +337,21 @@ def test_log_records_kept_in_a_checkpoint_are_not_written_twice(tokens, make_dis
     out_dir.mkdir()
     (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
 
-    def act(n, optimizer):
-        if n == 2:
-            fill(disk)
-        if n in (42, 45):
-            there.append(39 in column(out_dir, "step", "iter"))
-        if n == 42:
-            free(disk)
-        if n == 45:
-            raise ValueError("as good as killed")
+    def look():
+        there.append(39 in column(out_dir, "step", "iter"))
 
-    with before_updates(act):
-        assert run_tiny(tokens, out_dir, **options).code == 1
+    def look_and_free():
+        look()
+        free(disk)
+
+    def look_and_die():
+        look()
+        raise ValueError("as good as killed")
+
+    trainer = InProcessRun()
+    trainer.at["update", 2] = lambda: fill(disk)
+    trainer.at |= {("update", 42): look_and_free, ("update", 45): look_and_die}
+    assert run_tiny(tokens, out_dir, trainer, **options).code == 1
     assert there == [False, True]
     train_tiny(tokens, out_dir, **options, init_from="resume")
     train_tiny(tokens, tmp_path / "straight", **options)
@@ -391,8 +362,9 @@ def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tokens, strai
     disk = make_disk(1 << 20)
     train_tiny(tokens, disk / "run", max_iters=4)
     fill(disk)
-    with at_update(2, lambda: free(disk)):
-        train_tiny(tokens, disk / "run", init_from="resume")
+    trainer = InProcessRun()
+    trainer.at["update", 2] = lambda: free(disk)
+    train_tiny(tokens, disk / "run", trainer, init_from="resume")
     assert same(checkpoint(disk / "run", 8)["model"], checkpoint(straight, 8)["model"])
 
 
@@ -428,7 +400,9 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_pat
 
 
 @pytest.mark.parametrize("launches", slow_but([6, 10], of=[[10], [6, 10]]))
-def test_best_pt_is_replaced_only_if_an_evaluation_beats_the_best_one(launches, tokens, tmp_path):
+def test_best_pt_is_replaced_only_if_an_evaluation_beats_the_best_one(
+    launches, tokens, tmp_path
+):
     for max_iters in launches:
         options = dict(eval_interval=2, max_iters=max_iters, init_from="auto")
         train_tiny(tokens, tmp_path, **options)
@@ -449,7 +423,7 @@ def folders_at_every_disk_call(tokens: Path, out_dir: Path, copies: Path, **chan
     """
     states = {}
 
-    def look(name):
+    def look():
         if not out_dir.exists():
             return
         state = []
@@ -460,8 +434,9 @@ def folders_at_every_disk_call(tokens: Path, out_dir: Path, copies: Path, **chan
             states[tuple(state)] = copies / str(len(states))
             shutil.copytree(out_dir, states[tuple(state)])
 
-    with before_disk_calls(look):
-        train_tiny(tokens, out_dir, **changes)
+    trainer = InProcessRun()
+    trainer.at["disk", None] = look
+    train_tiny(tokens, out_dir, trainer, **changes)
     return [*states.values()]
 
 
@@ -497,7 +472,7 @@ def test_a_kill_at_any_disk_call_loses_only_the_iterations_since_the_last_save(
 def test_a_killed_save_leaves_the_previous_checkpoint_and_its_partial_file_is_removed(
     tokens, straight, tmp_path
 ):
-    script = planned(tmp_path, ("save", 2, "SIGKILL"))
+    script = with_faults(tmp_path, ("saved", 2, "SIGKILL"))
     process = start(*script, *flags(**TINY, dataset=tokens, out_dir=tmp_path / "run"))
     assert finish(process).code == -signal.SIGKILL
     assert leftovers(tmp_path / "run")
@@ -510,7 +485,9 @@ def test_a_killed_save_leaves_the_previous_checkpoint_and_its_partial_file_is_re
     assert_same_run(straight, tmp_path / "run", 8)
 
 
-def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tokens, tmp_path):
+def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(
+    tokens, tmp_path
+):
     """Protect against a power cut, which loses what the system holds in memory."""
     calls = []
 
@@ -628,8 +605,9 @@ def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
         for shard in data.glob(f"{split}_*.bin"):
             harm(shard)
 
-    with at_update(2, spoil):
-        result = run_tiny(data, out_dir, **options)
+    trainer = InProcessRun()
+    trainer.at["update", 2] = spoil
+    result = run_tiny(data, out_dir, trainer, **options)
     assert result.code == 1
     (line,) = lines(result.err, "error:")
     assert f"{split}_0" in line
@@ -657,8 +635,9 @@ def test_a_run_trains_up_to_the_damaged_tokens_of_a_shard(tmp_path):
             file.seek(1024 + 2 * (place + 8))
             file.write(b"\xff\xff")
 
-    with at_update(1, spoil):
-        result = run_tiny(data, tmp_path / "run", **options | dict(max_iters=12))
+    trainer = InProcessRun()
+    trainer.at["update", 1] = spoil
+    result = run_tiny(data, tmp_path / "run", trainer, **options | dict(max_iters=12))
     assert result.code == 1
     assert checkpoints(tmp_path / "run") == [10]
     assert column(tmp_path / "run", "step", "iter") == [*range(10)]
@@ -724,8 +703,9 @@ def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(token
 
 def test_a_log_emptied_during_a_run_continues_from_its_beginning(tokens, tmp_path):
     """Empty it as `> metrics.jsonl` does. No zeros take the place of the old records."""
-    with at_update(6, lambda: os.truncate(tmp_path / "run" / "metrics.jsonl", 0)):
-        train_tiny(tokens, tmp_path / "run")
+    trainer = InProcessRun()
+    trainer.at["update", 6] = lambda: os.truncate(tmp_path / "run" / "metrics.jsonl", 0)
+    train_tiny(tokens, tmp_path / "run", trainer)
     assert column(tmp_path / "run", "step", "iter") == [5, 6, 7]
 
 
@@ -768,10 +748,10 @@ def test_a_new_run_never_deletes_a_users_file_in_its_folder(name, tokens, tmp_pa
 
 @pytest.mark.parametrize("keep", slow_but(2, of=[1, 2, 3]))
 def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tokens, tmp_path):
-    there = set()
+    there, trainer = set(), InProcessRun()
+    trainer.at["update", None] = lambda: there.add(len(checkpoints(tmp_path / "run")))
     options = dict(eval_interval=2, max_iters=10, keep_checkpoints=keep)
-    with before_updates(lambda n, optimizer: there.add(len(checkpoints(tmp_path / "run")))):
-        train_tiny(tokens, tmp_path / "run", **options)
+    train_tiny(tokens, tmp_path / "run", trainer, **options)
     assert checkpoints(tmp_path / "run") == [2, 4, 6, 8, 10][-keep:]
     assert max(there) == keep
     assert best_iter(tmp_path / "run") == 4
@@ -779,8 +759,9 @@ def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tokens, tmp_path)
 
 def test_a_run_recreates_its_folder_if_it_is_deleted(tokens, straight, tmp_path):
     out_dir = tmp_path / "run"
-    with at_update(6, lambda: shutil.rmtree(out_dir)), no_wait():
-        train_tiny(tokens, out_dir)
+    trainer = no_wait()
+    trainer.at["update", 6] = lambda: shutil.rmtree(out_dir)
+    train_tiny(tokens, out_dir, trainer)
     assert same(checkpoint(out_dir, 8)["model"], checkpoint(straight, 8)["model"])
 
 
@@ -809,9 +790,7 @@ def test_warns_once_if_a_disk_has_no_locks(tokens, straight, tmp_path):
     assert len([line for line in lines(result.err, "warning:") if "locks" in line]) == 1
 
 
-def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(
-    tokens, straight, make_disk
-):
+def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(tokens, straight, make_disk):
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(4 * size)  # three files, and the log
     for more in (dict(), dict(init_from="resume", max_iters=9)):
@@ -823,13 +802,15 @@ def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
     wide = dict(pad_vocab_multiple=4096)  # a table that is larger than all else
     train_tiny(tokens, tmp_path / "before", **wide)
     size = (tmp_path / "before" / "ckpt-00000008.pt").stat().st_size
-    with no_wait(), mock.patch("shutil.disk_usage", lambda path: mock.Mock(free=size)):
-        train_tiny(tokens, tmp_path / "run", **wide)
+    with mock.patch("shutil.disk_usage", lambda path: mock.Mock(free=size)):
+        train_tiny(tokens, tmp_path / "run", no_wait(), **wide)
     assert column(tmp_path / "run", "checkpoint", "iter") == [4, 8]
 
 
 @pytest.mark.parametrize("other", slow_but(2, of=[0, 2, None]))
-def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tokens, tmp_path):
+def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(
+    other, tokens, tmp_path
+):
     """Do not continue from an older one, which would silently lose iterations."""
     train_tiny(tokens, tmp_path)
     newest = tmp_path / "ckpt-00000008.pt"

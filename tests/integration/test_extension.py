@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from cases import slow_but
-from fault_injection import before_updates, fill, free, watched
+from fault_injection import fill, free, watched, with_faults
 from program import (
     TINY_RUN,
+    InProcessRun,
     Result,
     assert_same_run,
     checkpoints,
@@ -70,10 +71,6 @@ def launch(ranks: int, *arguments, script=("train.py",), code: int = 0) -> Resul
     return results[0]
 
 
-def moment(disk: Path, *steps) -> list[str]:
-    return ["tests/fault_injection.py", json.dumps(dict(disk=str(disk), steps=steps)), "train.py"]
-
-
 # Ctrl-C, on the first rank
 STOPPED = """
     if n == 10 and RANK == "0":
@@ -103,8 +100,9 @@ def copy_as_printed(out: str) -> list[str]:
 @pytest.mark.parametrize("keep", slow_but(2, of=[1, 2]))
 def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens, tmp_path):
     there = []
-    with before_updates(lambda n, optimizer: there.append(checkpoints(tmp_path / "run"))):
-        train(**NIGHT, dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=keep)
+    trainer = InProcessRun()
+    trainer.at["update", None] = lambda: there.append(checkpoints(tmp_path / "run"))
+    trainer.launch(**NIGHT, dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=keep)
     assert checkpoints(tmp_path / "run") == ([6, 12] if keep == 1 else [6, 10, 12])
     assert there[6] == ([6] if keep == 1 else [4, 6])  # none more while the rate is at its peak
     assert there[8] == [6, 8]
@@ -139,7 +137,7 @@ def test_the_printed_commands_extend_a_run_to_the_bits_of_one_planned_that_long(
     out_dir = tmp_path / "a run"
     arguments = flags(**NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=1))
     if ranks == 1:
-        killed = moment(tmp_path, ("update", 6, "SIGKILL"))
+        killed = with_faults(tmp_path, ("update", 6, "SIGKILL"))
         launch(1, *arguments, script=killed, code=-signal.SIGKILL)
     launch(ranks, *arguments)
     before = files(out_dir)
@@ -150,7 +148,7 @@ def test_the_printed_commands_extend_a_run_to_the_bits_of_one_planned_that_long(
     assert "the prepared tokens last for 9 iterations" in asked.out
     arguments = copy_as_printed(asked.out)
     if ranks == 1:
-        killed = moment(tmp_path, ("update", 9, "SIGKILL"))
+        killed = with_faults(tmp_path, ("update", 9, "SIGKILL"))
         launch(1, *arguments, script=killed, code=-signal.SIGKILL)
         assert checkpoints(tmp_path / "a run_24")[-1] == 14
     result = launch(ranks, *arguments)
@@ -196,15 +194,10 @@ def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_dec
     disk = make_disk(1 << 20)
     keys = NIGHT | dict(dataset=tokens, out_dir=disk / "run", keep_checkpoints=1)
     train(**keys | dict(max_iters=24, out_dir=tmp_path / "planned"))
-
-    def act(n, optimizer):
-        if n == 6:
-            fill(disk)
-        if n == 8:
-            free(disk)
-
-    with before_updates(act):
-        train(**keys)
+    trainer = InProcessRun()
+    trainer.at["update", 6] = lambda: fill(disk)
+    trainer.at["update", 8] = lambda: free(disk)
+    assert trainer.launch(**keys).code == 0
     assert checkpoints(disk / "run") == [4, 12]
     asked = launch(1, *flags(**keys))
     launch(1, *copy_as_printed(asked.out))
@@ -267,7 +260,7 @@ def test_resuming_is_refused_if_only_the_checkpoint_before_the_decay_is_intact(
 def test_a_damaged_checkpoint_soon_after_the_decay_began_loses_only_one_interval(tokens, tmp_path):
     """Resume from the previous checkpoint, the newest one that is intact."""
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run")
-    process = start(*moment(tmp_path, ("update", 9, "SIGKILL")), *flags(**keys))
+    process = start(*with_faults(tmp_path, ("update", 9, "SIGKILL")), *flags(**keys))
     assert finish(process).code == -signal.SIGKILL
     assert checkpoints(tmp_path / "run") == [6, 8]
     newest = tmp_path / "run" / "ckpt-00000008.pt"

@@ -374,7 +374,7 @@ def test_weights_with_nan_or_infinity_are_never_saved(value, tiny, tmp_path):
             next(model.parameters()).fill_(value)
 
     trainer = InProcessRun()
-    trainer.at["iteration", 6] = lambda: spoil(trainer.model)
+    trainer.at["iteration", 6] = lambda: spoil(trainer.embedding)
     # evaluated first, but no text is drawn from such a model
     keys = tiny | dict(eval_interval=6, sample_tokens=4, checkpoint_interval=2, out_dir=tmp_path)
     result = trainer.launch(**keys)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from cases import slow_but
-from fault_injection import Clock, before_updates, fill, free
+from fault_injection import fill, free
 from program import (
     InProcessRun,
     best,
@@ -83,9 +83,9 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tokens, tmp_path):
 
 def rates_of(out_dir, **keys) -> list[float]:
     """Return the learning rate of each update of a run on a fake clock."""
-    rates = []
-    with before_updates(lambda n, optimizer: rates.append(optimizer.param_groups[0]["lr"])):
-        assert InProcessRun(fake_clock=True).launch(**keys, out_dir=out_dir).code == 0
+    rates, trainer = [], InProcessRun(fake_clock=True)
+    trainer.at["update", None] = lambda: rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert trainer.launch(**keys, out_dir=out_dir).code == 0
     return rates
 
 
@@ -104,19 +104,14 @@ def test_the_learning_rates_of_a_timed_run_do_not_depend_on_the_log(log_interval
 
 def test_a_run_without_a_log_still_retries_a_failed_save(tokens, make_disk):
     """Train iterations of 20 seconds. The disk is full from iteration 10 to 12."""
-    disk, clock, first = make_disk(1 << 20), Clock(), []
-
-    def act(n, optimizer):
-        clock.ahead += 20
-        if n == 10:
-            fill(disk)
-        if n == 12:
-            free(disk)
-        first.extend(checkpoints(disk / "run")[:1])
-
+    disk, trainer, first = make_disk(1 << 20), InProcessRun(fake_clock=True), []
+    trainer.seconds["iteration"] = 20.0
+    trainer.at["update", 10] = lambda: fill(disk)
+    trainer.at["update", 12] = lambda: free(disk)
+    trainer.at["update", None] = lambda: first.extend(checkpoints(disk / "run")[:1])
     keys = TINY | dict(max_iters=21, eval_interval=100, checkpoint_interval=10, sample_tokens=0)
-    with before_updates(act), clock.patched(), no_log():
-        train(**keys, dataset=tokens, out_dir=disk / "run")
+    with no_log():
+        assert trainer.launch(**keys, dataset=tokens, out_dir=disk / "run").code == 0
     assert 11 <= first[0] <= 12 + 3
     assert checkpoints(disk / "run")[-2:] == [20, 21]
 

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +22,7 @@ from program import (
     EVAL,
     STEP,
     TINY_RUN,
+    InProcessRun,
     assert_same_run,
     changed,
     checkpoint,
@@ -38,12 +39,7 @@ from program import (
     write_tokens,
 )
 from torch.nn.modules.module import (
-    register_module_forward_hook,
     register_module_forward_pre_hook,
-)
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
 
 from data.loader import Batches
@@ -241,17 +237,11 @@ EXTRA = {
 def test_a_run_trains_with_the_learning_rates_of_its_schedule(schedule, tokens, tmp_path):
     config = BASE | dict(max_iters=14, lr_schedule=schedule.partition(" ")[0])
     config |= EXTRA.get(schedule, {})
-    used = []
-
-    def before_update(optimizer, *_) -> None:
-        if not optimizer.param_groups[0]["params"][0].is_meta:  # its memory is only counted
-            used.append({group["lr"] for group in optimizer.param_groups})
-
-    handle = register_optimizer_step_pre_hook(before_update)
-    try:
-        train(**config, dataset=tokens, out_dir=tmp_path)
-    finally:
-        handle.remove()
+    used, trainer = [], InProcessRun()
+    trainer.at["update", None] = lambda: used.append(
+        {group["lr"] for group in trainer.optimizer.param_groups}
+    )
+    trainer.launch(**config, dataset=tokens, out_dir=tmp_path)
     logged = column(tmp_path, "step", "lr")
     assert logged == pytest.approx(SCHEDULES[schedule], rel=1e-8)  # nine digits
     assert [rate for (rate,) in used] == pytest.approx(logged, rel=1e-8)
@@ -405,9 +395,7 @@ def test_a_run_trains_on_each_window_once_per_epoch_in_the_order_of_its_seed(tok
 STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 
 
-def test_a_stream_trains_and_evaluates_on_the_shards_that_a_preparation_makes(
-    tmp_path, monkeypatch
-):
+def test_a_stream_trains_and_evaluates_on_the_shards_that_a_preparation_makes(tmp_path, monkeypatch):
     """Read the training tokens in order."""
     monkeypatch.chdir(tmp_path)
     words = ("alpha", "beta", "zeta")
@@ -636,68 +624,29 @@ def assert_speeds(out_dir: Path, sizes: list[int], devices: int = 1) -> None:
         assert step["mfu"] == pytest.approx(flops / (1e12 * PEAK_TFLOPS * devices))
 
 
-class Hand:
-    """Fake time.perf_counter: only updates, layers of an evaluation, and saves take time."""
-
-    SECONDS = dict(steps=0.5, evaluation=0.001, checkpoints=1.0)
-
-    def __init__(self) -> None:
-        self.spent = dict.fromkeys(self.SECONDS, 0.0)
-
-    def __call__(self) -> float:
-        return 1000 + sum(self.spent.values())
-
-    def turn(self, what: str) -> None:
-        self.spent[what] += self.SECONDS[what]
-
-    def update(self, optimizer, *_) -> None:
-        # before a run, tensors without memory are updated to know the size of a checkpoint
-        if not optimizer.param_groups[0]["params"][0].is_meta:
-            self.turn("steps")
-
-    def layer(self, module, *_) -> None:
-        if not module.training:
-            self.turn("evaluation")
-
-    @contextmanager
-    def turning(self):
-        save = torch.save
-
-        def slow_save(*args, **kwargs) -> None:
-            self.turn("checkpoints")
-            save(*args, **kwargs)
-
-        with ExitStack() as stack:
-            stack.callback(register_optimizer_step_post_hook(self.update).remove)
-            stack.callback(register_module_forward_hook(self.layer).remove)
-            stack.enter_context(mock.patch("torch.save", slow_save))
-            stack.enter_context(mock.patch("time.perf_counter", self))
-            yield
-
-
 @pytest.mark.parametrize("log_interval", slow_but(3, of=[1, 3]))
 def test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_speed(
     log_interval, tokens, tmp_path
 ):
-    hand = Hand()
+    trainer = InProcessRun(fake_clock=True)
+    trainer.seconds = dict(iteration=0.5, lookup=0.001, save=1.0)
     # evaluations and saves are at 4 and 8, and not where the lines are
     config = BASE | dict(eval_interval=4, log_interval=log_interval, peak_tflops=PEAK_TFLOPS)
-    with hand.turning():
-        train(**config, dataset=tokens, out_dir=tmp_path)
+    assert trainer.launch(**config, dataset=tokens, out_dir=tmp_path).code == 0
 
-    assert hand.spent["steps"] == 12 * 0.5
-    assert hand.spent["evaluation"] > 4 * 2 * 5 * 0.001  # times, splits, batches of many layers
-    assert hand.spent["checkpoints"] == 3 * 1.0
+    lookups = trainer.count["lookup"]
+    assert lookups > 4 * 2 * 5  # times, splits, batches of several lookups
+    spent = dict(steps=12 * 0.5, evaluation=lookups * 0.001, checkpoints=3 * 1.0)
     [end] = records(tmp_path, "end")
-    assert end["ledger"] == pytest.approx(hand.spent | {"start-up": 0, "compile": 0})
-    assert 3600 * end["hours"] == pytest.approx(sum(hand.spent.values()))
+    assert end["ledger"] == pytest.approx(spent | {"start-up": 0, "compile": 0})
+    assert 3600 * end["hours"] == pytest.approx(sum(spent.values()))
 
     lines = [*range(0, 12, log_interval), *[11] * (log_interval > 1)]
     assert column(tmp_path, "step", "iter") == lines
     assert column(tmp_path, "step", "step_ms") == pytest.approx([500] * len(lines))
     assert_speeds(tmp_path, [TOKENS] * len(lines))
     evaluations = column(tmp_path, "eval", "seconds")
-    assert evaluations == pytest.approx([hand.spent["evaluation"] / 4] * 4)
+    assert evaluations == pytest.approx([spent["evaluation"] / 4] * 4)
     assert column(tmp_path, "checkpoint", "seconds") == pytest.approx([1.0] * 3)
 
 
@@ -778,28 +727,26 @@ def test_data_wait_ms_is_the_average_wait_per_iteration(tokens, tmp_path):
     Let each look at the data take a quarter of a second, at log lines for one, two or three
     iterations.
     """
-    hand = Hand()
-    hand.spent["waits"] = 0.0
+    trainer, looks = InProcessRun(fake_clock=True), []
     wait_for = threading.Condition.wait_for
 
     def slow_wait(self, *arguments):
         if threading.current_thread() is threading.main_thread():
-            hand.spent["waits"] += 0.25
+            looks.append(self)
+            trainer.now += 0.25
         return wait_for(self, *arguments)
 
-    with hand.turning(), mock.patch("threading.Condition.wait_for", slow_wait):
-        train(**BASE | dict(log_interval=3), dataset=tokens, out_dir=tmp_path)
+    with mock.patch("threading.Condition.wait_for", slow_wait):
+        trainer.launch(**BASE | dict(log_interval=3), dataset=tokens, out_dir=tmp_path)
     iterations = [1, 3, 3, 3, 2]  # before the lines at 0, 3, 6, 9 and 11
     waits = column(tmp_path, "step", "data_wait_ms")
     assert sum(n * ms for n, ms in zip(iterations, waits, strict=True)) == pytest.approx(
-        1000 * hand.spent["waits"]
+        250 * len(looks)
     )
-    assert hand.spent["waits"] >= 12 * 0.25
+    assert len(looks) >= 12
 
 
-def test_a_compiled_run_with_dropout_equals_the_eager_run_even_when_resumed(
-    tokens, trained, tmp_path
-):
+def test_a_compiled_run_with_dropout_equals_the_eager_run_even_when_resumed(tokens, trained, tmp_path):
     """Use a compiler that changes nothing, to test the code around it."""
     # weights so large that a loss with this much dropout is another one by far
     config = BASE | dict(dropout=0.7, init_from=trained(), dataset=tokens)

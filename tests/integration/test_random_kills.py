@@ -3,14 +3,13 @@ Interrupt runs at random: kills and signals at any moment, disks that are full f
 checkpoints. Each run ends like an uninterrupted one.
 """
 
-import json
 import random
 import signal
 from pathlib import Path
 
 import pytest
 from cases import slow_but
-from fault_injection import free
+from fault_injection import free, with_faults
 from program import (
     TINY_RUN,
     assert_same_run,
@@ -43,7 +42,7 @@ OPTIONS = TINY_RUN | dict(
 )
 LAUNCHES = 4
 # how often each happens in the first 14 iterations of a launch, about
-MOMENTS = dict(update=14, lookup=24, disk=250, save=6)
+MOMENTS = dict(update=14, lookup=24, disk=250, saved=6)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +100,7 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
     arguments = flags(**OPTIONS, dataset=tokens, out_dir=out_dir)
     for launch in range(LAUNCHES):
         steps = draw_steps(chance)
-        plan = json.dumps(dict(disk=str(disk), steps=steps))
-        result = finish(start("tests/fault_injection.py", plan, "train.py", *arguments))
+        result = finish(start(*with_faults(disk, *steps), *arguments))
         print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
         number = getattr(signal, steps[-1][2])
         # 0: it came to its end before. -number: before the loop. 1: it was stopped on a full disk

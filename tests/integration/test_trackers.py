@@ -1,9 +1,9 @@
 """Check that a tracker, loss curve or console that fails costs a run no more than a warning."""
 
-import contextlib
 import json
 import os
 import sys
+import time
 import types
 from pathlib import Path
 from unittest import mock
@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from cases import slow_but
-from fault_injection import Clock, after_saves, watched
+from fault_injection import watched
 from program import (
     TINY_RUN,
+    InProcessRun,
+    Result,
     checkpoint,
     checkpoints,
     column,
@@ -163,9 +165,7 @@ def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, 
 
 
 @pytest.mark.parametrize("failing", slow_but("log", of=["init", "log", "finish"]))
-def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(
-    failing, tiny, tmp_path, monkeypatch
-):
+def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
     result = train(**tiny, tracker="wandb")
     (line,) = warnings(result.err)
@@ -176,9 +176,7 @@ def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(
 
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder's
 @pytest.mark.parametrize("tracker", slow_but("wandb", of=["wandb", "tensorboard"]))
-def test_a_tracker_that_is_not_installed_gives_one_warning_and_the_run_trains_on(
-    tracker, found, tiny, tmp_path, monkeypatch
-):
+def test_a_tracker_that_is_not_installed_gives_one_warning_and_the_run_trains_on(tracker, found, tiny, tmp_path, monkeypatch):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "wandb", found)
@@ -188,26 +186,20 @@ def test_a_tracker_that_is_not_installed_gives_one_warning_and_the_run_trains_on
     assert checkpoints(tmp_path / "run")[-1] == 8
 
 
-@contextlib.contextmanager
-def long_run():
-    """
-    Make a run seem longer than 20 seconds after its last evaluation. Shorter runs are not drawn.
-    """
-    clock = Clock()
-
-    def turn(n: int) -> None:
-        clock.ahead += 100 * (n == 2)
-
-    with after_saves(turn), mock.patch("time.perf_counter", clock.read("perf_counter")):
-        yield
+def train_long(**keys) -> Result:
+    """A run of less than 20 seconds is not drawn: after its last evaluation it seems longer."""
+    trainer, now = InProcessRun(), time.perf_counter
+    with mock.patch("time.perf_counter", lambda: now() + 100 * (trainer.count["saved"] > 1)):
+        result = trainer.launch(**keys)
+    assert result.code == 0, result.err
+    return result
 
 
 @pytest.mark.slow
 def test_the_last_loss_curve_is_drawn_from_the_complete_log(tiny, tmp_path):
     from matplotlib.image import imread
 
-    with long_run():
-        train(**tiny)
+    train_long(**tiny)
     picture = tmp_path / "run" / "loss.png"
     pixels = imread(picture)
     assert min(pixels.shape[:2]) > 200
@@ -217,13 +209,10 @@ def test_the_last_loss_curve_is_drawn_from_the_complete_log(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
-def test_a_loss_curve_that_cannot_be_drawn_gives_one_warning_and_the_run_trains_on(
-    python, tiny, tmp_path, monkeypatch
-):
+def test_a_loss_curve_that_cannot_be_drawn_gives_one_warning_and_the_run_trains_on(python, tiny, tmp_path, monkeypatch):
     """Simulate a machine without matplotlib, and one that cannot start a process."""
     monkeypatch.setattr(sys, "executable", python)
-    with long_run():
-        result = train(**tiny)
+    result = train_long(**tiny)
     (line,) = warnings(result.err)
     assert "loss.png" in line
     assert checkpoints(tmp_path / "run")[-1] == 8
