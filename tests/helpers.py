@@ -25,17 +25,6 @@ TINY = TINY_RUN | dict(
     eval_interval=4,
     eval_tokens=256,
 )
-FAST = dict(
-    model="fast",
-    optimizer="muon",
-    value_tables=1,
-    bigram_rows=100,
-    learning_rate=0.025,
-    warmup_iters=0,
-    grad_clip=0.0,
-    min_lr=0.0,
-    beta1=0.8,
-)
 
 
 def write_dataset(

@@ -58,6 +58,8 @@ TINY_RUN = dict(
     dtype="float32",
     compile=False,
 )
+FAST = dict(model="fast", optimizer="muon", tie_weights=False)
+FAST_WITH_TABLES = FAST | dict(value_tables=1, bigram_rows=100, learning_rate=0.025)
 
 
 class Result(NamedTuple):

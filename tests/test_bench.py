@@ -14,11 +14,10 @@ from pathlib import Path
 
 import fork_server
 import pytest
-from program import ROOT, column, flags, records, run, start, wait_for_line, write_tokens
+from program import FAST, ROOT, column, flags, records, run, start, wait_for_line, write_tokens
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
-FAST = dict(model="fast", optimizer="muon", tie_weights=False)
 
 # What a child does before it becomes bench_child.py
 NO_COMPILER = "import torch; torch.nn.Module.compile = lambda *_, **__: None; "

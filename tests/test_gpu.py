@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FAST, run_here
-from program import ROOT, checkpoint, records, same
+from helpers import run_here
+from program import FAST_WITH_TABLES, ROOT, checkpoint, records, same
 from training_setup import TrainingSetup
 
 import train
@@ -33,6 +33,7 @@ gpu = pytest.mark.gpu
 GPT2 = [f"{ROOT}/config/gpt124m_4070.py"]
 NIGHT = [f"{ROOT}/config/fast124m_4070.py"]
 TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16"]
+FAST = FAST_WITH_TABLES | dict(warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
 TABLES = ["--value_tables=1", "--bigram_rows=64"]
 MODELS = [
     pytest.param("cpu", 2, 128, [*GPT2, *TINY], id="cpu-gpt2", marks=pytest.mark.slow),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import slow_but
 from doc_pages import plan, read
-from program import ROOT
+from program import FAST, ROOT
 
 from common.console import UserError
 from configurator import Config, divisors, load_config
@@ -218,7 +218,6 @@ class TrainingSetup:
 
 SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
 HALF = dict(n_layer=4, n_embd=128, dtype="bfloat16")
-FAST = dict(model="fast", optimizer="muon", tie_weights=False)
 SHAPES = [
     SMALL | dict(loss_chunk=256),
     # few logits: the peak is in a block

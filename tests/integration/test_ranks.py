@@ -28,6 +28,7 @@ from cases import slow_but
 from documents import documents, write_jsonl, write_parquet
 from fault_injection import watched
 from program import (
+    FAST_WITH_TABLES,
     ROOT,
     TINY_RUN,
     assert_same_run,
@@ -74,7 +75,6 @@ TINY = TINY_RUN | dict(
     eval_interval=6,
     eval_tokens=320,
 )
-FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=100, learning_rate=0.025)
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
@@ -126,8 +126,14 @@ HOLDS = """
 STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 CHANGES = {
     # of the 15 windows of an evaluation, one by one, the second rank has none in the last batch
-    "fast recipe, 2 ranks and then 1": (FAST | dict(batch_size=1, eval_tokens=15 * 16), (2, 1)),
-    "plain Muon, 1 rank and then 2": (FAST | dict(optimizer="plain_muon", bias=True), (1, 2)),
+    "fast recipe, 2 ranks and then 1": (
+        FAST_WITH_TABLES | dict(batch_size=1, eval_tokens=15 * 16),
+        (2, 1),
+    ),
+    "plain Muon, 1 rank and then 2": (
+        FAST_WITH_TABLES | dict(optimizer="plain_muon", bias=True),
+        (1, 2),
+    ),
     "stream, 1 rank and then 2": (STREAM, (1, 2)),
     "4 ranks and then 2": (dict(), (4, 2)),
 }

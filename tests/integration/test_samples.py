@@ -9,6 +9,7 @@ import torch
 from cases import slow_but
 from char_dataset import LETTERS, SHORT_RUN, T, sample, write_parrot
 from program import (
+    FAST_WITH_TABLES,
     checkpoint,
     run,
     train,
@@ -16,13 +17,11 @@ from program import (
 
 from model_fast import build_model, config_from_dict
 
-FAST = dict(model="fast", optimizer="muon", value_tables=1, bigram_rows=99)
-
 
 @pytest.fixture(scope="module")
 def fast(letters, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("runs") / "fast"
-    train(**SHORT_RUN | FAST | dict(learning_rate=0.025), dataset=letters, out_dir=out_dir)
+    train(**SHORT_RUN | FAST_WITH_TABLES, dataset=letters, out_dir=out_dir)
     return out_dir
 
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import FAST, TINY
+from helpers import TINY
 from program import (
+    FAST_WITH_TABLES,
     ROOT,
     assert_same_run,
     checkpoint,
@@ -234,7 +235,11 @@ def test_the_fast_recipe_streams_and_resumes_on_windows(started, tmp_path):
     """Train while another process prepares the text and replaces a file that the run reads."""
     row = json.dumps(dict(text="A text with more than one line.\n" * 20))
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 40)
-    keys = TINY | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
+    keys = (
+        TINY
+        | FAST_WITH_TABLES
+        | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
+    )
     for more in ({}, dict(init_from="resume", max_iters=12)):
         result = finish(started(RUN, *flags(**keys | more)))
         assert result.code == 0, result.err
