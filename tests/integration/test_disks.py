@@ -209,7 +209,9 @@ def test_a_failed_save_is_retried_within_a_minute(tokens, make_disk):
 @pytest.mark.parametrize(
     "begins, best_there", slow_but(("full", 8), of=[("full", 8), ("with room", 4)])
 )
-def test_the_last_save_waits_until_the_disk_has_room(begins, best_there, tokens, straight, make_disk):
+def test_the_last_save_waits_until_the_disk_has_room(
+    begins, best_there, tokens, straight, make_disk
+):
     disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
     trainer.at["update", 5] = lambda: fill(disk)
     trainer.at["sleep", 151] = lambda: free(disk)  # each of a second, and more than one try
@@ -263,7 +265,9 @@ def test_the_last_save_is_retried_if_the_system_refuses_it(tokens, straight, tmp
     assert_same_run(straight, tmp_path / "run", 8)
 
 
-def test_an_exceeded_quota_that_is_reported_late_is_treated_as_a_full_disk(tokens, straight, tmp_path):
+def test_an_exceeded_quota_that_is_reported_late_is_treated_as_a_full_disk(
+    tokens, straight, tmp_path
+):
     """Raise the error when the folder is synced, after the file has its final name."""
     refused = []
 
@@ -319,7 +323,9 @@ def test_a_run_fits_the_disk_space_that_the_docs_name(
     assert (best_iter(disk / "run") == 10) != worse_later
 
 
-def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(tokens, straight, make_disk):
+def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
+    tokens, straight, make_disk
+):
     """Release the file that its tensors were loaded from when it is deleted later."""
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(3 * size + (48 << 10))
@@ -400,9 +406,7 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_pat
 
 
 @pytest.mark.parametrize("launches", slow_but([6, 10], of=[[10], [6, 10]]))
-def test_best_pt_is_replaced_only_if_an_evaluation_beats_the_best_one(
-    launches, tokens, tmp_path
-):
+def test_best_pt_is_replaced_only_if_an_evaluation_beats_the_best_one(launches, tokens, tmp_path):
     for max_iters in launches:
         options = dict(eval_interval=2, max_iters=max_iters, init_from="auto")
         train_tiny(tokens, tmp_path, **options)
@@ -485,9 +489,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint_and_its_partial_file_is_re
     assert_same_run(straight, tmp_path / "run", 8)
 
 
-def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(
-    tokens, tmp_path
-):
+def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tokens, tmp_path):
     """Protect against a power cut, which loses what the system holds in memory."""
     calls = []
 
@@ -790,7 +792,9 @@ def test_warns_once_if_a_disk_has_no_locks(tokens, straight, tmp_path):
     assert len([line for line in lines(result.err, "warning:") if "locks" in line]) == 1
 
 
-def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(tokens, straight, make_disk):
+def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(
+    tokens, straight, make_disk
+):
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(4 * size)  # three files, and the log
     for more in (dict(), dict(init_from="resume", max_iters=9)):
@@ -808,9 +812,7 @@ def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
 
 
 @pytest.mark.parametrize("other", slow_but(2, of=[0, 2, None]))
-def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(
-    other, tokens, tmp_path
-):
+def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tokens, tmp_path):
     """Do not continue from an older one, which would silently lose iterations."""
     train_tiny(tokens, tmp_path)
     newest = tmp_path / "ckpt-00000008.pt"

@@ -395,7 +395,9 @@ def test_a_run_trains_on_each_window_once_per_epoch_in_the_order_of_its_seed(tok
 STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 
 
-def test_a_stream_trains_and_evaluates_on_the_shards_that_a_preparation_makes(tmp_path, monkeypatch):
+def test_a_stream_trains_and_evaluates_on_the_shards_that_a_preparation_makes(
+    tmp_path, monkeypatch
+):
     """Read the training tokens in order."""
     monkeypatch.chdir(tmp_path)
     words = ("alpha", "beta", "zeta")
@@ -746,7 +748,9 @@ def test_data_wait_ms_is_the_average_wait_per_iteration(tokens, tmp_path):
     assert len(looks) >= 12
 
 
-def test_a_compiled_run_with_dropout_equals_the_eager_run_even_when_resumed(tokens, trained, tmp_path):
+def test_a_compiled_run_with_dropout_equals_the_eager_run_even_when_resumed(
+    tokens, trained, tmp_path
+):
     """Use a compiler that changes nothing, to test the code around it."""
     # weights so large that a loss with this much dropout is another one by far
     config = BASE | dict(dropout=0.7, init_from=trained(), dataset=tokens)

@@ -165,7 +165,9 @@ def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, 
 
 
 @pytest.mark.parametrize("failing", slow_but("log", of=["init", "log", "finish"]))
-def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny, tmp_path, monkeypatch):
+def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(
+    failing, tiny, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
     result = train(**tiny, tracker="wandb")
     (line,) = warnings(result.err)
@@ -176,7 +178,9 @@ def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny
 
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder's
 @pytest.mark.parametrize("tracker", slow_but("wandb", of=["wandb", "tensorboard"]))
-def test_a_tracker_that_is_not_installed_gives_one_warning_and_the_run_trains_on(tracker, found, tiny, tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_gives_one_warning_and_the_run_trains_on(
+    tracker, found, tiny, tmp_path, monkeypatch
+):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "wandb", found)
@@ -209,7 +213,9 @@ def test_the_last_loss_curve_is_drawn_from_the_complete_log(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
-def test_a_loss_curve_that_cannot_be_drawn_gives_one_warning_and_the_run_trains_on(python, tiny, tmp_path, monkeypatch):
+def test_a_loss_curve_that_cannot_be_drawn_gives_one_warning_and_the_run_trains_on(
+    python, tiny, tmp_path, monkeypatch
+):
     """Simulate a machine without matplotlib, and one that cannot start a process."""
     monkeypatch.setattr(sys, "executable", python)
     result = train_long(**tiny)
