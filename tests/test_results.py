@@ -105,16 +105,19 @@ def stored() -> list[float]:
 
 
 def h100_figures():
-    """Yield speed, MFU and memory of both recipes on an H100, and two comparisons with nanoGPT."""
+    """Yield both recipes' speed, MFU, memory and losses on an H100, and the comparisons there."""
     rows, page = result("h100/measured")["rows"], "results/README.md"
     for name in ("step", "fast_step"):
         p = rows[name]["figures"]
         rates = [round(rate, -2) for rate in (p["tokens_per_sec"], *p["tokens_per_sec_range"])]
         yield page, [*rates, 100 * p["mfu"]]
     yield page, [rows[name]["figures"]["mem_gib"] for name in ("step", "fast_step")]
-    peers = [result(f"h100/{name}") for name in ("peer", "peer_again")]
-    ratios = [p["speed_ratio"]["nanoGPT"] for p in peers]
-    yield page, [*ratios, peers[0]["memory_ratio"]["nanoGPT"]]
+    peers = [result(f"h100/{name}") for name in ("peer", "peer_again", "peer_pairs")]
+    ratios = [ratio for p in peers for ratio in p["speed_ratio_range"]["nanoGPT"]]
+    yield page, [min(ratios), max(ratios), peers[0]["memory_ratio"]["nanoGPT"]]
+    for run in result("h100/text")["runs"].values():
+        losses = [evaluation["val_loss"] for evaluation in run["evaluations"]]
+        yield page, [losses[0], losses[-1], round(run["tokens_per_sec"], -2)]
     differences = [
         result(f"h100/{name}")["float32"]["loss_difference"]
         for name in ("compare_modded", "compare_modded_small")
