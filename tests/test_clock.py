@@ -1,5 +1,5 @@
 """
-Check a run's clock by itself. test_nights.py simulates whole nights, and integration/ has whole
+Check a run's clock by itself. test_train_decisions.py simulates whole nights, and integration/ has whole
 runs.
 """
 
