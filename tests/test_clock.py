@@ -1,6 +1,6 @@
 """
-Check a run's clock by itself. test_train_decisions.py simulates whole nights, and integration/ has whole
-runs.
+Check a run's clock by itself. test_train_decisions.py simulates whole nights, and integration/ has
+whole runs.
 """
 
 import time
