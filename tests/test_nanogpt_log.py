@@ -92,7 +92,9 @@ def test_compile_time_is_not_read_as_an_evaluation_if_a_log_holds_a_resume(log, 
     assert seen.eval["seconds"].sum() == pytest.approx(10 * PAUSE_MS / 1000)
 
 
-def test_compile_time_is_not_read_as_an_evaluation_if_a_run_resumes_at_its_last_line(tmp_path):
+def test_compile_time_is_not_read_as_an_evaluation_if_a_run_resumes_after_a_logs_last_line(
+    tmp_path,
+):
     """
     Read a log in which nanoGPT was killed right after an evaluation and, resumed, evaluates again.
     """

@@ -132,7 +132,7 @@ def test_a_real_fineweb_sample_has_its_published_number_of_tokens_and_documents(
         (25, 25, 10**6),
     ],
 )
-def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(
+def test_order_prefix_ends_a_split_or_shard_with_the_document_that_reaches_its_size(
     val_tokens, shard_tokens, tokens, tmp_path
 ):
     texts = ["a", "bc", "d" * 9, "e" * 40, "f", "g" * 9, "h" * 40, "ij"] * 6
@@ -329,8 +329,8 @@ def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size(
     assert len(held) == 3201
 
 
-def test_order_records_fills_every_shard_and_cuts_documents_at_its_end(tmp_path, monkeypatch):
-    """Fill all shards but the last one, and keep blank text as a document."""
+def test_order_records_cuts_documents_to_fill_every_shard_but_the_last(tmp_path, monkeypatch):
+    """Keep blank text as a document."""
     monkeypatch.chdir(tmp_path)
     texts = [*TEXTS[:250], "", " \n", *TEXTS[250:300]]
     write_parquet(Path("a.parquet"), texts)

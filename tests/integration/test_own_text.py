@@ -57,7 +57,7 @@ def validation_of(out: Path, texts: list[str]) -> list[str]:
     ],
     ids=["paragraphs", "lines", "words", "letters"],
 )
-def test_the_end_of_a_single_document_is_held_out_from_a_paragraph_line_or_word_on(
+def test_the_held_out_end_of_a_single_document_begins_with_a_paragraph_line_or_word(
     text, begins, tmp_path
 ):
     (tmp_path / "book.txt").write_text(text)
@@ -162,7 +162,7 @@ def test_the_documented_commands_prepare_train_and_sample_your_own_text(
 
 
 def test_a_written_config_names_its_dataset_and_run_after_its_own_file(tmp_path, monkeypatch):
-    """Prepare one text twice, as bytes and with a BPE, into folders that do not exist yet."""
+    """Name the dataset after --out instead, if it is given."""
     monkeypatch.chdir(tmp_path)
     Path("my_notes.txt").write_text(LINES * 300)
     for name, flags, folder in (

@@ -162,7 +162,8 @@ print("code:", run("data.prepare_fineweb", *sys.argv[2:]), "calls:", notwindows.
 
 @pytest.mark.slow
 @simulated
-def test_on_windows_a_killed_preparation_continues_and_a_second_one_is_refused(started, tmp_path):
+def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_continues(started, tmp_path):
+    """Refuse the second one only while the first still runs."""
     rows = [json.dumps(dict(text=f"{n} " * (n % 50))) for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = dict(source="rows.jsonl", tokenizer="byte", tokens="20k", val_tokens="2k")
