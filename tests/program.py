@@ -365,7 +365,7 @@ class InProcessRun:
 def before_disk_calls(action: Callable[[], None]):
     """
     Call action() before every call that changes a disk: one that opens a file for writing,
-    writes to it, syncs, renames, links, deletes, makes a folder.
+    writes to it, syncs, renames, links or deletes a file, or makes a folder.
     """
     real_open = io.open
 

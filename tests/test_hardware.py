@@ -363,6 +363,22 @@ def test_measures_the_peak_on_random_numbers_and_restores_the_random_state(monke
     assert seen[0].std().item() == pytest.approx(1, abs=0.02)  # 512 x 512 normal numbers
 
 
+def test_measures_the_peak_by_the_fastest_matmul_of_a_size_that_takes_long_enough(monkeypatch):
+    """Double the size until a matmul is long enough, here at 4 TFLOP/s after a slow start."""
+    now, sizes = 0.0, []
+
+    def multiply(a, b):
+        nonlocal now
+        sizes.append(len(a))
+        now += 2 * len(a) ** 3 / 4e12 * (1 if sizes.count(len(a)) > 1 else 3)
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(hardware, "default_timer", lambda: now)
+    monkeypatch.setattr(hardware, "MATMUL_SECONDS", 2 * 1024**3 / 4.1e12)
+    measured = hardware.measure_matmul(torch.device("cpu"), FP32, lambda: None)
+    assert measured == pytest.approx(4) and sorted({*sizes}) == [512, 1024]
+
+
 RUNS_ON = [
     ((8, 9), WHEEL, True),  # an RTX 4070 runs code for 8.6
     ((12, 1), WHEEL, True),  # a GB10

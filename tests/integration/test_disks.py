@@ -490,7 +490,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint_and_its_partial_file_is_re
 
 
 def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tokens, tmp_path):
-    """Protect against a power cut, which loses what the system holds in memory."""
+    """Lose no checkpoint to a power cut, which erases what the system still holds in memory."""
     calls = []
 
     def sync(file):

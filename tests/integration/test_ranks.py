@@ -326,7 +326,7 @@ def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, m
 
 @pytest.mark.slow
 def test_warns_with_what_to_try_if_the_first_gradient_exchange_is_slow(tiny):
-    """Simulate GPUs that cannot reach each other's memory, which hang there for ten minutes."""
+    """Simulate GPUs that cannot reach each other's memory; a run on them hangs for ten minutes."""
     late = """
         import time, training.ranks
         from torch.nn.parallel import DistributedDataParallel

@@ -29,7 +29,7 @@ def tokens(tmp_path_factory) -> Path:
 
 
 class OutStream(io.StringIO):
-    """Replace stdout by something other than a TextIOWrapper, as Jupyter does."""
+    """Stand in for Jupyter's stdout, which is no TextIOWrapper."""
 
 
 def test_a_notebook_runs_the_scripts_and_gets_its_signal_handlers_back(tokens, tmp_path):

@@ -1,4 +1,4 @@
-"""Check that a tracker, loss curve or console that fails costs a run no more than a warning."""
+"""Check that a failing tracker, loss curve or console costs a run no more than a warning."""
 
 import json
 import os
