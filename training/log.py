@@ -109,7 +109,8 @@ class Log:
             for name, value in config_values(c).items()
             if value not in (FIELDS[name].default, UNREACHED)
             and (name in c.typed or name not in c.set_keys)
-            and (name in c.typed or name != "dtype")  # the device line shows dtype
+            # the device line shows dtype, and tie_weights follows from the model
+            and (name in c.typed or name not in ("dtype", "tie_weights"))
         ]
         if shown:
             # break only at spaces, so that flags can be copied from the log
