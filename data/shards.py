@@ -188,7 +188,7 @@ class Dataset:
     vocab: int  # vocabulary size before padding
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
     manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
-    fingerprint: str = ""  # changes when the tokens do
+    fingerprint: str = ""  # differs if the tokens or the files' names do
     val_fingerprint: str = ""  # changes when the validation tokens do
     stream: Any = None  # the data.stream.Stream that training reads in place of `train`
 

@@ -90,7 +90,10 @@ def block_with(text: str) -> str:
 
 
 def numbers(text: str) -> list[str]:
-    """The numbers in a text, but for those inside words, dates and paths."""
+    """
+    Return the unsigned numbers in a text, as written. Skips digits after a letter, '-', '.' or '/',
+    as in GPT-2 or a path; of a date only the year remains.
+    """
     return re.findall(r"(?<![\w./-])\d[\d,]*(?:\.\d+)?(?![\d/])", text)
 
 

@@ -364,8 +364,8 @@ class InProcessRun:
 @contextlib.contextmanager
 def before_disk_calls(action: Callable[[], None]):
     """
-    Call action() before every call that changes a disk: one that opens a file for writing,
-    writes to it, syncs, renames, links or deletes a file, or makes a folder.
+    Call action() before each open() for writing, each write to such a file, and each os.fsync,
+    replace, rename, link, unlink, remove and mkdir.
     """
     real_open = io.open
 

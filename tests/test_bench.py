@@ -333,9 +333,7 @@ def test_killing_bench_leaves_no_process_running(way, tmp_path):
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize(
-    ("mode", "flag"), [("sweep", "--write"), ("ladder", "--refill"), ("", "--profile")]
-)
+@pytest.mark.parametrize(("mode", "flag"), [("sweep", "--write"), ("", "--profile")])
 def test_help_of_each_mode_lists_its_own_flags(mode, flag):
     """List --seconds too, but no config key such as --n_layer."""
     code, out, _ = run("bench.py", *mode.split(), "--help")

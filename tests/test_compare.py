@@ -513,8 +513,8 @@ def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result,
 )
 def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, tmp_path):
     """
-    Compare the mean losses of three seeds on each side, with noise by Student's t worked out by
-    hand.
+    Compare the mean losses of three seeds per side. The expected noise is computed by hand from
+    Student's t.
     """
     base = write_side(tmp_path, "base", [2.0, 2.1, 2.2])
     change = write_side(tmp_path, "idea", [first, first + 0.1, first + 0.2])

@@ -341,10 +341,10 @@ def test_reads_the_tokens_of_npy_shards(tmp_path):
     assert data.train.read_windows([1900], 300)[0].tolist() == tokens[1900:2200].tolist()
 
 
-def test_the_fingerprint_changes_if_and_only_if_the_tokens_do(tmp_path):
+def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_path):
     """
-    Give equal tokens in another folder the same fingerprint, and other tokens under the same name
-    and size another.
+    Write the same tokens to another folder, then one token more, then other tokens under the same
+    name and size and without a manifest.
     """
     folder = write_tokens(tmp_path / "a", [500], [100])
     ours = open_dataset(str(folder)).fingerprint

@@ -364,7 +364,10 @@ def test_measures_the_peak_on_random_numbers_and_restores_the_random_state(monke
 
 
 def test_measures_the_peak_by_the_fastest_matmul_of_a_size_that_takes_long_enough(monkeypatch):
-    """Double the size until a matmul is long enough, here at 4 TFLOP/s after a slow start."""
+    """
+    Double the size until one matmul takes long enough. The simulated device does 4 TFLOP/s, and a
+    third of that in the first call of each size.
+    """
     now, sizes = 0.0, []
 
     def multiply(a, b):

@@ -68,7 +68,7 @@ SHAPES = {
     ],
 )
 def test_logits_equal_transformers_gpt2(name, flash):
-    """Compute the logits of transformers' GPT-2, with fused and with plain attention."""
+    """Give our model the same weights, and run it with fused and with plain attention."""
     shape = SHAPES[name]
     model = perturbed(GPTConfig(**shape, flash=flash))
     idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
@@ -542,10 +542,7 @@ def test_gpu_reduced_precision_follows_float32(dtype):
 
 
 def test_a_full_kv_cache_raises_an_error():
-    """
-    Refuse the keys of a second run of a block, for which there is no room, instead of mixing them
-    up.
-    """
+    """Fill the cache, then append again, as a block that is called twice with it would do."""
     cache = KVCache(20)
     of_a_run = torch.zeros(1, 4, 20, 12)
     cache.extend(of_a_run, of_a_run)

@@ -197,10 +197,10 @@ def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
         assert p.std().item() == pytest.approx(std, rel=0.025), name
 
 
-def test_the_fast_124m_model_has_as_many_parameters_as_counted_by_hand():
+def test_a_fast_model_with_tables_has_as_many_parameters_as_counted_by_hand():
     """
-    Count five vocabulary matrices of 50304 x 768, a table of 1000 token pairs, 12 layers of 12 x
-    768^2 and six gates of 12 x 6.
+    Count five vocabulary matrices of 50304 x 768 (embedding, head and three value tables), a bigram
+    table of 1000 x 768, 12 layers of 12 x 768^2 and six gates of 12 x 6.
     """
     tables = dict(value_tables=3, bigram_rows=1000)
     with torch.device("meta"):

@@ -140,6 +140,6 @@ PUBLIC = dict(
 
 
 @pytest.mark.parametrize("gpu", ["3060", "4070", "4090", "a100", "h200"])
-def test_the_fast_124m_configs_use_the_settings_of_modded_nanogpts_runs(gpu):
+def test_the_fast_124m_configs_use_the_settings_of_modded_nanogpts_train_gpt_simple(gpu):
     c = load_config([f"{ROOT}/config/fast124m_{gpu}.py"])
     assert {name: getattr(c, name) for name in PUBLIC} == PUBLIC

@@ -207,7 +207,6 @@ TOOLS = [
     ("bench.py tiny.py --trials=3", "trials unknown"),
     ("bench.py tiny.py --seconds=long", "seconds 'long'"),
     ("bench.py ladder tiny.py --trials=none", "trials 'none'"),
-    ("bench.py ladder tiny.py --refill", "refill GPU"),
     ("bench.py sweep tiny.py --write=tiny.py", "write tiny.py exists"),
     ("bench.py plan tiny.py --gpu=rtx9999", "gpu rtx9999"),
     ("bench.py plan tiny.py --gpu=4070 --gpus=0", "gpus '0'"),

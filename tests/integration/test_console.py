@@ -100,7 +100,7 @@ def test_console_and_log_begin_with_the_command_and_settings_in_a_form_to_paste(
 @pytest.mark.slow
 def test_a_successful_run_writes_nothing_to_stderr(tokens, tmp_path):
     """
-    Release everything kept from the garbage collector, which torch 2.15 would report as leaked.
+    Undo gc.freeze() at exit. From torch 2.15 on, Triton would report the frozen objects as leaks.
     """
     keys = TINY | dict(block_size=16, dataset=tokens, out_dir=tmp_path / "run", warmup_iters=0)
     code = "import atexit, gc, runpy; atexit.register(lambda: print('kept', gc.get_freeze_count()))"

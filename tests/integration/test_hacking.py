@@ -168,7 +168,7 @@ def sample_changed(program: Path, path: Path) -> Result:
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """Check for one error line and these words, in it or in a warning, but not only in a path."""
+    """Check for exactly one error line, and for these words on stderr outside of paths."""
     assert result.code in (1, 2)
     lines = result.err.splitlines()
     errors = [line for line in lines if not line.startswith("warning: ")]

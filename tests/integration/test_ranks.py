@@ -52,7 +52,7 @@ pytest.importorskip("fcntl", reason="signals of POSIX")
 
 @pytest.mark.slow
 def test_a_process_whose_peers_never_start_says_what_it_waits_for_and_ends(monkeypatch, capsys):
-    """Set all variables of a second process, but start none."""
+    """Set torchrun's variables as for the first of two processes, and never start the second."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

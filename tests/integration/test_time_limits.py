@@ -547,7 +547,7 @@ def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resu
     assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
 
 
-def test_a_resumed_run_prints_its_total_tokens_and_hours_but_the_speed_of_its_last_launch(
+def test_a_resumed_run_prints_the_tokens_and_time_of_all_launches_but_the_speed_of_the_last(
     trainer, tiny, tmp_path
 ):
     keys = tiny | dict(max_iters=40, eval_interval=8)
