@@ -279,8 +279,6 @@ def single(config: Config, options: Namespace) -> dict:
     say(*(f"{name:<9}  {text}" for name, text in rows.items()))
     lines = f"{r['lines']} lines of train.py's log, from the third on"
     say(f"median (slowest to fastest) of {lines}")
-    if options.is_bare and r["machine"]["device_type"] == "cpu":
-        say("on a CPU: one sequence of 256 tokens, uncompiled, to finish in two minutes if idle")
     return r
 
 
@@ -331,6 +329,8 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
         if options.json:  # keep partial results in case bench.py is killed
             measured = [row_of(row, runs) for row, runs in zip(rows, found, strict=True) if runs]
             write_json(options, dict(rows=measured))
+    if not any(found):
+        raise OutOfMemory(hardware.out_of_memory_line(rows[0][1]))
     return found
 
 
@@ -417,11 +417,7 @@ def sweep(config: Config, options: Namespace) -> dict:
         (f"micro-batch {size}", replace(config, **batch_keys(config, size)), []) for size in sizes
     ]
     found = measure_in_turn(rows, options)
-    fitting = [runs for runs in found if runs]
-    if not fitting:
-        listed = ", ".join(map(str, sizes))
-        raise RunError(f"batch_size: {listed} all ran out of memory; try a smaller one")
-    best = max(fitting, key=lambda runs: statistics.median(map(pace, runs)))
+    best = max(filter(None, found), key=lambda runs: statistics.median(map(pace, runs)))
     table = [row_of(row, runs) for row, runs in zip(rows, found, strict=True)]
     more = [times(*compare(runs, best)) if runs else [] for runs in found]
     show(f"sweep of {config.model}", table, ["of the fastest", "range"], more)
@@ -486,10 +482,6 @@ def ladder(config: Config, options: Namespace) -> dict:
     over the row above, `total_gain` over the first row. Returns what --json writes.
     """
     rows = ladder_rows(config)
-    if options.refill:
-        if hardware.choose_device(config, local_rank=0).type != "cuda":
-            raise UserError("refill: needs a CUDA GPU, whose memory it fills; leave it out")
-        rows = [(name, refilled(row, flags), flags) for name, row, flags in rows]
     found = measure_in_turn(rows, options)
     table: list[dict] = []
     more: list[list[str]] = []
@@ -504,10 +496,7 @@ def ladder(config: Config, options: Namespace) -> dict:
             figures |= dict(total_gain=total, total_gain_range=total_range)
         more.append([*times(gain, gain_range), f"{total:.2f}x"] if runs else [])
         table.append(figures)
-    if not before:
-        raise OutOfMemory(hardware.out_of_memory_line(config))
-    title = "micro-batches that fill the memory" if options.refill else "a fixed micro-batch"
-    show(f"ladder of {config.model}, {title}", table, ["gain", "range", "total"], more)
+    show(f"ladder of {config.model}", table, ["gain", "range", "total"], more)
     say("a gain whose range includes 1.00 may be noise")
     return dict(rows=table)
 
@@ -541,27 +530,6 @@ def ladder_rows(config: Config) -> list[Row]:
             config = replace(config, **changes)
             rows.append((name, config, flags))
     return rows
-
-
-def refilled(config: Config, flags: list[str]) -> Config:
-    """
-    Return the configuration with the largest micro-batch that fits into memory: batch_size halved
-    or doubled as often as needed.
-    """
-
-    def fits(size: int) -> bool:
-        try:
-            measure(replace(config, **batch_keys(config, size)), 0.0, [CHILD, *flags])
-        except OutOfMemory:
-            return False
-        return True
-
-    size = config.batch_size
-    while not fits(size) and size % 2 == 0:
-        size //= 2
-    while config.iter_sequences % (2 * size) == 0 and fits(2 * size):
-        size *= 2
-    return replace(config, **batch_keys(config, size))
 
 
 # -----------------------------------------------------------------------------
@@ -598,9 +566,6 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         add("--trials", type=parse_count, default=3, help="rounds over all rows (default: 3)")
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
-    if mode == "ladder":
-        help_text = "first give each row the largest micro-batch that fits into the GPU's memory"
-        add("--refill", action="store_true", help=help_text)
     if mode == "":
         help_text = "list the slowest operations and write a trace for chrome://tracing"
         add("--profile", default="", metavar="TRACE.json", help=help_text)
@@ -624,14 +589,13 @@ def main(argv: list[str]) -> int:
                 f"{mode}: no such mode; give check, sweep, ladder, plan or a config file{hint}"
             )
     options, keys = parse_arguments(mode, rest)
-    options.command = command_line("python", "bench.py", *argv)
-    options.is_bare = not keys
-    needs_sizes = mode not in ("plan", "check")
-    if needs_sizes and all(key.startswith("-") for key in keys):  # no config file given
+    no_config = all(key.startswith("-") for key in keys)
+    if no_config and mode not in ("plan", "check"):
         asked = read_config(keys, other_flags=vars(options))
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     config = load_config(keys, other_flags=vars(options))
+    options.command = command_line("python", "bench.py", *argv)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         raise_if_any(hardware.check_device(config))
     if getattr(options, "write", None) and Path(options.write).exists():

@@ -224,9 +224,12 @@ def equal_points(runs: list[Run]) -> list[Point]:
     """Return for each axis the latest evaluation of any run at which all losses are known."""
     points = []
     for axis in PLACES:
-        at = common_point([learning_curve(run, axis) for run in runs])
-        if at is not None:
-            points.append(Point(axis, at, f"val_loss_at_equal_{axis}"))
+        curves = [learning_curve(run, axis) for run in runs]
+        known = [
+            at for x, _ in curves for at in x if all(loss_at(*c, at) is not None for c in curves)
+        ]
+        if known:
+            points.append(Point(axis, float(max(known)), f"val_loss_at_equal_{axis}"))
     return points
 
 
@@ -242,14 +245,6 @@ def points_of_common_evaluations(runs: list[Run]) -> list[Point]:
     spacing = math.ceil(len(shared) / MOST_EVALUATIONS)
     chosen = shared[::-1][::spacing][::-1] if shared else []
     return [Point(axis, at, f"val_loss_at_{axis}/{at:.0f}") for at in chosen[:-1]]
-
-
-def common_point(curves: list[tuple[np.ndarray, np.ndarray]]) -> float | None:
-    """Return the latest evaluation of any run at which all losses are known, or None."""
-    for at in sorted(np.concatenate([x for x, _ in curves]), reverse=True):
-        if all(loss_at(*curve, at) is not None for curve in curves):
-            return float(at)
-    return None
 
 
 def print_table(rows: list[Row], names: list[str]) -> None:

@@ -22,6 +22,7 @@ import re
 import sys
 import textwrap
 import traceback
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -486,32 +487,26 @@ def count_micro_batches(
     accum = c.gradient_accumulation_steps
     micro_batch = c.batch_size * c.block_size  # tokens
     is_typed = not c.typed.isdisjoint(("tokens_per_iter", "gradient_accumulation_steps"))
-    is_kept = (
-        saved
-        and not is_typed
-        and ("batch_size" in c.typed or 0 < c.tokens_per_iter == saved.get("tokens_per_iter"))
-    )
-    if saved and is_kept:
+    same_tokens = saved and 0 < c.tokens_per_iter == saved.get("tokens_per_iter")
+    if saved and not is_typed and ("batch_size" in c.typed or same_tokens):
         sequences = saved["gradient_accumulation_steps"] * saved["batch_size"]
         accum, rest = divmod(sequences, c.batch_size)
         if rest:
             sizes = divisors(sequences)
-            below = [n for n in sizes if n < c.batch_size][-1:]
-            above = [n for n in sizes if n > c.batch_size][:1]
-            nearest = " or ".join(map(str, below + above))
+            i = bisect(sizes, c.batch_size)
+            nearest = " or ".join(map(str, sizes[i - 1 : i + 1]))
             return accum, [
                 f"batch_size: {c.batch_size} does not divide this run's {sequences} sequences "
                 f"per iteration; nearest: {nearest}"
             ]
-    elif "tokens_per_iter" in c.typed and c.tokens_per_iter % micro_batch:
-        steps = c.tokens_per_iter // micro_batch
-        nearest = f"{steps * micro_batch} or " if steps else ""
-        return accum, [
-            f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * block_size "
-            f"= {micro_batch:,}; nearest: {nearest}{(steps + 1) * micro_batch}"
-        ]
     elif "tokens_per_iter" in c.typed and c.tokens_per_iter:
-        accum = c.tokens_per_iter // micro_batch
+        accum, rest = divmod(c.tokens_per_iter, micro_batch)
+        if rest:
+            nearest = f"{accum * micro_batch} or " if accum else ""
+            return accum, [
+                f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * "
+                f"block_size = {micro_batch:,}; nearest: {nearest}{(accum + 1) * micro_batch}"
+            ]
     elif c.tokens_per_iter:
         accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
     if accum % world_size:

@@ -8,14 +8,13 @@ number; tests/test_gpus.py checks them on a CPU, and against torch's allocator o
 import copy
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from common.console import warn
-from configurator import Config, config_values, divisors
+from configurator import Config, divisors
 from model import GPT, GPTConfig
 from model_fast import FastConfig, FastGPT, build_model
 from train import MOST_CHUNKS, build_optimizer
@@ -89,7 +88,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     allocated = dict(
         weights=4 * params + copies,
         gradients=4 * params,
-        optimizer=optimizer_bytes(model, tuple(config_values(config).items())),
+        optimizer=optimizer_bytes(model, config),
         activations=activation_bytes(model, tokens, dtype, bool(config.compile)),
         logits=logit_bytes(model, tokens, dtype, bool(config.compile)),
     )
@@ -102,9 +101,9 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
 
 
 @functools.cache
-def optimizer_bytes(model: GPTConfig, keys: tuple[tuple[str, Any], ...]) -> int:
+def optimizer_bytes(model: GPTConfig, config: Config) -> int:
     """Return the bytes of the optimizer's state, from one update of tensors on the meta device."""
-    copied, config = copy.deepcopy(meta_model(model)), Config(**dict(keys))
+    copied = copy.deepcopy(meta_model(model))
     optimizer = build_optimizer(copied, config, torch.float32)
     for p in copied.parameters():
         p.grad = torch.empty_like(p)
@@ -207,5 +206,4 @@ def fitting_batch(
 
 def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
     """Return the bytes of a checkpoint: the weights and the optimizer's state."""
-    parts = memory_bytes(config, model, "float32", config.batch_size)
-    return int(4 * count_parameters(model) + parts["optimizer"])
+    return 4 * count_parameters(model) + optimizer_bytes(model, config)

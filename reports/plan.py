@@ -122,9 +122,14 @@ class Card:
     dtype: str
     peak_tflops: float | None
     memory_gib: float | None = None
-    link_gbs: float = PCIE_GBS
     published_mfu: tuple[float, ...] = ()  # of the peak; empty if nobody has published one
     published_by: str = ""
+
+    @property
+    def link_gbs(self) -> float:
+        """Return the GB/s between GPUs of this name within one machine."""
+        links = {short_name(row): row["link_gbs"] for row in read_gpu_table()}
+        return float(links.get(self.name.removeprefix("NVIDIA ")) or PCIE_GBS)
 
 
 def card_of_row(row: dict[str, str], config: Config) -> Card:
@@ -139,7 +144,6 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
         dtype=dtype,
         peak_tflops=config.peak_tflops or row_peak(row, dtype, config.tf32),
         memory_gib=float(row["memory_gib"]),
-        link_gbs=link_of(name),
         published_mfu=tuple(float(mfu) / 100 for mfu in percents.split()),
         published_by=row["mfu_source"] or f"published, compiled: {percents}% of its peak",
     )
@@ -148,13 +152,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
 def card_here(config: Config) -> Card:
     raise_if_any(hardware.check_device(config))
     hw = hardware.set_up(config)
-    return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib(), link_of(hw.name))
-
-
-def link_of(name: str) -> float:
-    """Return the GB/s between GPUs of this name within one machine."""
-    links = {short_name(row): row["link_gbs"] for row in read_gpu_table()}
-    return float(links.get(name.removeprefix("NVIDIA ")) or PCIE_GBS)
+    return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib())
 
 
 # -----------------------------------------------------------------------------
@@ -262,8 +260,7 @@ def cards_and_paces(
                 "the two flags"
             )
         if not card and device and "peak_tflops" in run.start:  # nanoGPT's log has no peak
-            dtype, peak = run.start["dtype"], run.start["peak_tflops"]
-            card = Card(device, dtype, peak, link_gbs=link_of(device))
+            card = Card(device, run.start["dtype"], run.start["peak_tflops"])
         card = card or card_here(config)
         return [(card, pace_of_run(config, model, run, options, card))]
     if card and not options.iter_seconds:
@@ -325,7 +322,10 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
     checkpoint_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
     pauses = evaluations * eval_seconds + len(saved_at) * checkpoint_seconds
     return dict(
+        iter_seconds=iter_seconds,
+        tokens_per_sec=config.iter_tokens / iter_seconds,
         max_iters=n,
+        total_tokens=config.iter_tokens * n,
         hours=n * iter_seconds / 3600,
         hours_total=(n * iter_seconds + pauses) / 3600,
         evaluations=evaluations,
@@ -388,10 +388,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     hours_total = times["hours_total"]
     ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
 
-    iter_seconds = pace.likely / n + exchange
-    rate = config.iter_tokens / iter_seconds
-    tokens = config.iter_tokens * times["max_iters"]
-    most_tokens = config.iter_tokens * fastest["max_iters"]
+    tokens, rate = times["total_tokens"], times["tokens_per_sec"]
 
     recomputing = replace(model, recompute=True)
     one, one_recomputed = (
@@ -406,7 +403,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         fitting = fitting_batch(config, model, card.dtype, sequences, usable * GIB)
 
     # With a stream or without a dataset, assume shards with as many tokens as the run can read.
-    disk_tokens = options.dataset_tokens or min(most_tokens, MOST_TOKENS)
+    disk_tokens = options.dataset_tokens or min(fastest["total_tokens"], MOST_TOKENS)
     shards_gb = 2 * disk_tokens / 1e9
     kept = config.checkpoint_files
 
@@ -424,17 +421,14 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         tokens_per_iter=config.iter_tokens,
-        total_tokens=tokens,
-        tokens_range=[config.iter_tokens * slowest["max_iters"], most_tokens],
+        tokens_range=[slowest["total_tokens"], fastest["total_tokens"]],
         dataset_tokens=options.dataset_tokens,
         epochs=options.dataset_tokens and tokens / options.dataset_tokens,
         total_flops=flops and flops * tokens,
         pace=pace.source,
-        iter_seconds=iter_seconds,
-        iter_seconds_range=[pace.fastest / n + exchange, pace.slowest / n + exchange],
+        iter_seconds_range=[fastest["iter_seconds"], slowest["iter_seconds"]],
         exchange_seconds=exchange,
         link_gbs=link_gbs(card, n, options),
-        tokens_per_sec=rate,
         mfu=flops * rate / (card.peak_tflops * 1e12 * n) if flops and card.peak_tflops else None,
         **times,
         hours_range=[fastest["hours"], slowest["hours"]],
