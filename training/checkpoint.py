@@ -41,10 +41,6 @@ from common.files import (
 FORMAT = 1  # raise this when the previous version's checkpoints can no longer be resumed
 
 
-class OtherFormat(UserError):
-    """Raised for a checkpoint in a format that this version cannot read."""
-
-
 def save(state: dict, path: Path) -> None:
     """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,37 +96,48 @@ def what_is(path: Path) -> str:
     return f"damaged, or of another program; it begins with {begins!r}" if begins else "empty"
 
 
-def load(path: Path) -> dict:
-    """Verify a file's checksums, which reads all of it, then read() it. Raises UserError."""
+def damage(path: Path) -> str:
+    """Read the whole file, and return why it cannot be loaded, or ""."""
     try:
         with zipfile.ZipFile(path) as file:
             record = file.testzip()
     except Exception:  # a damaged file can raise anything
-        raise UserError(f"{path}: {what_is(path)}") from None
+        return what_is(path)
     if record:
-        raise UserError(f"{path}: is damaged: its record {record} has the wrong checksum")
+        return f"is damaged: its record {record} has the wrong checksum"
+    try:
+        open_state(path)
+    except Exception as error:  # written by another program, or contains code
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
+            problem = f"contains {code[1]}, and loading that could run code"
+            return f"{problem}; if you trust it:{COMMAND}{REWRITE}"
+        return f"not a checkpoint of tensors and plain values ({type(error).__name__})"
+    return ""
+
+
+def load(path: Path) -> dict:
+    """Return the state in a file. Raises UserError if it is damaged or cannot be read here."""
+    if problem := damage(path):
+        raise UserError(f"{path}: {problem}")
     return read(path)
 
 
 def read(path: Path) -> dict:
     """
-    Return the state in a file without verifying its checksums. No code from the file is executed.
+    Return the state in a file in which damage() found nothing. No code from the file is executed.
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
-    their pages. Raises UserError if the file is no checkpoint.
+    their pages. Raises UserError if the file has another format.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # written by another program, or contains code
-        if code := re.search(r"GLOBAL (\S+)", str(error)):
-            problem = f"contains {code[1]}, and loading that could run code"
-            raise UserError(f"{path}: {problem}; if you trust it:{COMMAND}{REWRITE}") from None
-        problem = f"not a checkpoint of tensors and plain values ({type(error).__name__})"
-        raise UserError(f"{path}: {problem}") from None
+    state = open_state(path)
     if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
         theirs = state.get("format")
         hint = f"this version reads format {FORMAT}, so use the version that wrote it"
-        raise OtherFormat(f"{path}: its format is {theirs}; {hint}")
+        raise UserError(f"{path}: its format is {theirs}; {hint}")
     return state
+
+
+def open_state(path: Path) -> dict:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 # -----------------------------------------------------------------------------
@@ -158,14 +165,6 @@ def newest_until(out_dir: Path, until: int) -> Path | None:
     return paths[-1] if paths else None
 
 
-def is_whole(path: Path) -> bool:
-    try:
-        load(path)
-    except UserError:
-        return False
-    return True
-
-
 def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
     """
     Return the newest valid checkpoint, or None if out_dir has no checkpoints. Warns about each
@@ -180,13 +179,9 @@ def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
         if path == spared and path not in paths[-keep:]:
             hint = f"to train again from {path.name}, move them to another folder"
             raise UserError(f"{out_dir}: all checkpoints since the decay began are damaged; {hint}")
-        try:
-            load(path)
+        if not (problem := damage(path)):
             return path
-        except OtherFormat:
-            raise  # resuming from an earlier one would lose iterations
-        except UserError as error:
-            warn(f"{error}; trying the one before")
+        warn(f"{path}: {problem}; trying the one before")
     if paths:
         problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
@@ -273,8 +268,9 @@ class Saver:
         try:
             self.prune(max(1, self.keep - 1))
             save(state, path)
-            if not self.has_saved:
-                load(path)
+            if not self.has_saved and (problem := damage(path)):
+                hint = "this disk does not return what was written to it"
+                raise RunError(f"{path}: {problem}; {hint}")
             self.prune(self.keep)
             if state["progress"]["best_iter"] == it:
                 link(path, path.with_name("best.pt"))
@@ -285,8 +281,6 @@ class Saver:
                 hint = f"give another --out_dir, or raise ulimit -f; {resume_hint(self.out_dir)}"
                 raise RunError(f"{problem}; {limit}; {hint}") from None
             return problem
-        except UserError as error:  # from reading back the first checkpoint
-            raise RunError(f"{error}; this disk does not return what was written to it") from None
         self.has_saved = True
         return ""
 
@@ -340,7 +334,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
     it = progress["iter_num"] if progress else -1
     newer = [path for path in list_checkpoints(out_dir) if iteration(path) > it]
-    if any(is_whole(path) for path in newer):
+    if not all(damage(path) for path in newer):
         hint = "give the command again, or another --out_dir"
         raise UserError(f"out_dir: another run has just written to {out_dir}; {hint}")
     for path in newer:
