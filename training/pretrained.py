@@ -73,20 +73,12 @@ def read_sizes(name_or_path: str, block_size: int | None = None) -> dict:
 def load_weights(model, state: dict) -> None:
     """Copy the weights into the model. Raises UserError if they do not fit or are not finite."""
     source = state.get("source", "the checkpoint")
-    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    given = {name: list(tensor.shape) for name, tensor in state["model"].items()}
-    hint = "use the config and the model.py that it was trained with"
-    if missing := [name for name in wanted if name not in given]:
-        raise UserError(f"{source}: has no weight {missing[0]}, which its model needs; {hint}")
-    for name, shape in given.items():
-        if name not in wanted:
-            raise UserError(f"{source}: has a weight {name}, which its model does not use; {hint}")
-        if shape != wanted[name]:
-            raise UserError(
-                f"{source}: weight {name} has shape {shape}, but the model built from its config "
-                f"needs {wanted[name]}; {hint}"
-            )
-    model.load_state_dict(state["model"])
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:  # a line for each kind of misfit, from the second on
+        first = str(error).splitlines()[1].strip("\t .")
+        hint = "use the config and the model.py that it was trained with"
+        raise UserError(f"{source}: {first:.200}; {hint}") from None
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise UserError(f"{source}: {name} is not finite; give an older checkpoint")
