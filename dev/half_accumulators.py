@@ -47,7 +47,7 @@ def gradient_errors(config: Config) -> dict[str, list[float]]:
     model = build_model(shape).to(hw.device)
     x, y = to_batch(torch.randint(VOCAB, (1, config.block_size + 1)), hw.device)
     found = {}
-    with moved_weights(model, config.seed):
+    with moved_weights(model, hw.device, config.seed):
         with float32_matmuls():
             eager_pass(model, [(x, y, 1.0)], contextlib.nullcontext())
         exact = [gradient.cpu() for _, gradient in take_gradients(model)]

@@ -20,7 +20,13 @@ from common.console import UserError
 from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
-from training.hardware import Hardware, is_out_of_memory, preserving_state, set_seed
+from training.hardware import (
+    Hardware,
+    get_rng_state,
+    is_out_of_memory,
+    set_rng_state,
+    set_seed,
+)
 from training.ranks import Ranks
 
 # A compiled gradient's error may be this many times eager code's, because the two round at
@@ -135,7 +141,7 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
     and less device memory than an iteration.
     """
     has_dropout = model.config.dropout > 0
-    with preserving_state(model, hw.device), moved_weights(model, seed):
+    with moved_weights(model, hw.device, seed):
         # Make a few ids frequent, as in text, so that rounding averages out in their gradients.
         two = (torch.rand(2, model.config.block_size + 1) ** 4 * vocab).long()
         tokens = two[torch.arange(batch_size) % 2]
@@ -204,29 +210,30 @@ def float32_matmuls() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def floating_weights(model) -> list[Tensor]:
-    """Return the floating-point weights; an integer one is a lookup table that must not change."""
-    return [p for p in model.parameters() if p.is_floating_point()]
-
-
 @contextlib.contextmanager
-def moved_weights(model, seed: int) -> Iterator[None]:
+def moved_weights(model, device: torch.device, seed: int) -> Iterator[None]:
     """
-    Add seeded random numbers to the weights inside the context, and restore the weights bit for bit
-    afterwards. A new model has zeros, which would hide errors in what they are multiplied by.
+    Add seeded random numbers to the weights inside the context, because a new model has zeros,
+    which would hide errors in what they are multiplied by. Afterwards, restore weights, buffers and
+    random states bit for bit, and clear gradients.
     """
-    # keep the copy on the host, because the optimizer's state may already fill the device
-    before = [p.detach().to("cpu", copy=True) for p in model.parameters()]
+    random_states = get_rng_state(device)
+    tensors = [*model.parameters(), *model.buffers()]
+    # keep the copies on the host, because the optimizer's state may already fill the device
+    before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     try:
         set_seed(seed)
-        for p in floating_weights(model):
-            scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
-            p.data.add_(torch.randn_like(p), alpha=scale)
+        for p in model.parameters():
+            if p.is_floating_point():  # an integer one is a lookup table that must not change
+                scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
+                p.data.add_(torch.randn_like(p), alpha=scale)
         yield
     finally:
-        for p, value in zip(model.parameters(), before, strict=True):
-            p.data.copy_(value)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.data.copy_(value)
+        model.zero_grad()
         model.train()
+        set_rng_state(random_states, device)
 
 
 def eager_pass(model, sequences: list[tuple[Tensor, Tensor, float]], autocast) -> float:

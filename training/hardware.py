@@ -14,7 +14,7 @@ import platform
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from timeit import default_timer
@@ -446,20 +446,6 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
     np.random.set_state(("MT19937", np.array(keys, "u4"), int(at), int(has_half), half))
     if device.type != "cpu" and device.type in states:
         getattr(torch, device.type).set_rng_state(states[device.type])
-
-
-@contextlib.contextmanager
-def preserving_state(model, device: torch.device) -> Iterator[None]:
-    """Run the body of the `with`, then restore random states and buffers, and clear gradients."""
-    random_states = get_rng_state(device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        model.zero_grad()
-        for buffer, before in buffers:
-            buffer.data.copy_(before)
-        set_rng_state(random_states, device)
 
 
 # -----------------------------------------------------------------------------
