@@ -43,17 +43,18 @@ TOLERANCE = 2e-5
 # To Hugging Face
 
 
-def ckpt_to_hf(source: str, out: str) -> str:
+def ckpt_to_hf(source: str, out: str) -> None:
     """
     Export the model in float32 as a GPT2LMHeadModel, or a fast model together with its code.
-    Returns a description of the weights' source. Raises UserError if the folder is not empty, if
-    the weights cannot be read, or if the export would not compute the checkpoint's logits.
+    Raises UserError if the folder is not empty, if the weights cannot be read or do not fit their
+    config, or if the export would not compute the checkpoint's logits.
     """
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
     state = read_weights(source, best=True)
-    model = filled_model(state)
+    model = build_model(config_from_dict(state["model_config"])).eval()
+    load_weights(model, state)
     is_fast = isinstance(model, FastGPT)
     if is_fast:
         # keep the vocabulary's padding; modeling_fast.py cuts off its logits
@@ -85,14 +86,8 @@ def ckpt_to_hf(source: str, out: str) -> str:
         )
     trust = ", trust_remote_code=True" if is_fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
-    return state["source"]
-
-
-def filled_model(state: dict) -> GPT | FastGPT:
-    """Build this program's model with these weights. Raises UserError if they do not fit it."""
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    load_weights(model, state)
-    return model
+    if NANOGPTS in state["source"]:
+        say("note: nanoGPT uses the exact GELU, GPT-2 the tanh one: logits differ by up to 1e-3")
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -320,8 +315,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("source", help="a checkpoint, a run's out_dir, or nanoGPT's ckpt.pt")
     parser.add_argument("out", help="the folder to write, new or empty")
     args = parser.parse_args(argv)
-    if NANOGPTS in ckpt_to_hf(args.source, args.out):
-        say("note: nanoGPT uses the exact GELU, GPT-2 the tanh one: logits differ by up to 1e-3")
+    ckpt_to_hf(args.source, args.out)
 
 
 if __name__ == "__main__":

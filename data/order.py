@@ -74,7 +74,7 @@ class Shuffled:
             return
         for group in self.validation:
             size = 0
-            for after, text in self.source.rows(Place(*group), [group]):
+            for after, text in self.source.file_rows(Place(*group), one_group=True):
                 size += len((text or "").encode(errors="replace"))
                 if after > begin:
                     yield after, text
@@ -120,7 +120,7 @@ class Shuffled:
         place = begin._replace(given=None)
         for group in self.training[self.training.index((begin.file, begin.group)) :]:
             place = place if place[:2] == group else Place(*group)
-            for after, text in self.source.rows(place, [group]):
+            for after, text in self.source.file_rows(place, one_group=True):
                 if ended.is_set():
                     return
                 window.append((after, text))

@@ -23,8 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,39 +284,29 @@ class Source:
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # parquet, compressed
     warned: set[tuple[str, str]] = dataclass_field(default_factory=set)  # file, kind of warning
 
-    def rows(self, begin: Place, groups: list[Group] | None = None) -> Iterator[Row]:
-        """
-        Yield the rows of all files, or of `groups` in that order, starting at `begin`. Raises
-        UserError for a file that cannot be read, for a broken line, and if most of the first
-        FIRST_ROWS rows of a file have no text, or text full of control characters. A smaller row
-        group is not enough to judge by.
-        """
-        parts: list[tuple[int, int | None]]
-        if groups is None:
-            parts = [(file, None) for file in range(begin.file, len(self.files))]
-        else:
-            parts = [*groups[groups.index((begin.file, begin.group)) :]]
-        for n, (file, group) in enumerate(parts):
-            place = Place(file, group or 0) if n else begin
-            is_checked = place == Place(file) and not self.files[file].lower().endswith(TEXT_FILES)
-            first: list[str | None] = []
-            for after, text in self.read_with_retries(place, group):
-                if is_checked and len(first) < FIRST_ROWS:
-                    first.append(text)
-                    if len(first) == FIRST_ROWS:
-                        self.check_field(file, first)
-                yield after, text
-            if len(first) < FIRST_ROWS and is_checked and self.is_whole(file, group):
-                self.check_field(file, first)
+    def rows(self, begin: Place) -> Iterator[Row]:
+        """Yield the rows of all files from `begin` on. Raises UserError as file_rows() does."""
+        for file in range(begin.file, len(self.files)):
+            yield from self.file_rows(begin if file == begin.file else Place(file))
 
-    def is_whole(self, file: int, group: int | None) -> bool:
-        """Return True if the row group is the whole file."""
-        name = self.files[file]
-        return group is None or not is_parquet(name) or self.footer(name).num_row_groups == 1
+    def file_rows(self, begin: Place, one_group: bool = False) -> Iterator[Row]:
+        """
+        Yield the rows of a file, or only of the row group, from `begin` on. Raises UserError for a
+        file that cannot be read, for a broken line, and if most of the first FIRST_ROWS rows have
+        no text, or text full of control characters. A smaller row group is not enough to judge by.
+        """
+        name = self.files[begin.file]
+        rows = self.read_with_retries(begin, one_group)
+        if begin == Place(begin.file) and not name.lower().endswith(TEXT_FILES):
+            first = [*islice(rows, FIRST_ROWS)]
+            is_part = one_group and is_parquet(name) and self.footer(name).num_row_groups > 1
+            if len(first) == FIRST_ROWS or not is_part:
+                self.check_field(name, [text for _, text in first])
+            yield from first
+        yield from rows
 
-    def check_field(self, file: int, first: list[str | None]) -> None:
+    def check_field(self, name: str, first: list[str | None]) -> None:
         """Raise UserError if most of the first rows of a file hold no text that can be read."""
-        name = self.files[file]
         without = sum(not is_text(text) for text in first)
         if 2 * without <= len(first):
             return
@@ -348,7 +337,7 @@ class Source:
                 groups = map(footer.row_group, range(footer.num_row_groups))
                 sizes += [text_bytes(group, self.field) for group in groups]
             else:
-                sizes.append(with_retries(name, partial(file_size, name)))
+                sizes.append(with_retries(name, file_size))
         return sizes
 
     def footer(self, name: str):
@@ -356,10 +345,10 @@ class Source:
         import pyarrow.parquet
 
         if name not in self.footers:
-            self.footers[name] = with_retries(name, lambda: read_footer(name))
+            self.footers[name] = with_retries(name, read_footer)
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
-    def read_with_retries(self, place: Place, group: int | None) -> Iterator[Row]:
+    def read_with_retries(self, place: Place, one_group: bool) -> Iterator[Row]:
         """
         Yield the rows of a file, or of one of its row groups, starting at a place. Retries a file
         on the hub for an hour.
@@ -368,7 +357,7 @@ class Source:
         failures = 0
         while True:
             try:
-                for after, text in self.read(place, group):
+                for after, text in self.read(place, one_group):
                     yield after, text
                     place = after
                     failures = 0
@@ -379,17 +368,17 @@ class Source:
                 wait_or_raise(name, error, failures)
                 failures += 1
 
-    def read(self, place: Place, group: int | None) -> Iterator[Row]:
+    def read(self, place: Place, one_group: bool) -> Iterator[Row]:
         # To read CSV: write a reader like those below with csv.DictReader, call it here, and add
         # ".csv" to ROW_FILES.
         name = self.files[place.file]
         if is_parquet(name):
-            return self.read_parquet(name, place, group)
+            return self.read_parquet(name, place, one_group)
         if name.lower().endswith(TEXT_FILES):
             return read_text(name, place, self.encoding)
         return self.read_jsonl(name, place)
 
-    def read_parquet(self, name: str, place: Place, group: int | None) -> Iterator[Row]:
+    def read_parquet(self, name: str, place: Place, one_group: bool) -> Iterator[Row]:
         """
         Yield the rows of one row group or of all, starting at a place. Uses pyarrow directly,
         because the datasets library reads about 300 MB ahead of a slow consumer, and downloads the
@@ -405,16 +394,12 @@ class Source:
             if not TEXT_COLUMN.match(fields.get(self.field, "")):
                 problem = f"{name}: no text in the field {self.field}; {list_fields(fields)}"
                 raise UserError(f"{problem}; give --text_field=NAME")
-            row = place.row
-            for n in range(place.group, footer.num_row_groups) if group is None else [group]:
-                rows = footer.row_group(n).num_rows
-                if row >= rows:
-                    row -= rows  # already read, so do not download it again
-                    continue
-                for text in self.read_group(name, parquet, n, row):
-                    row += 1
-                    yield Place(place.file, n, row), text
-                row = 0
+            last = place.group if one_group else footer.num_row_groups - 1
+            for n in range(place.group, last + 1):
+                done = place.row if n == place.group else 0
+                if done < footer.row_group(n).num_rows:  # otherwise, do not download it again
+                    for row, text in enumerate(self.read_group(name, parquet, n, done), done + 1):
+                        yield Place(place.file, n, row), text
 
     def read_group(self, name: str, parquet, group: int, row: int) -> Iterator[str | None]:
         """Yield the texts of a row group, starting at `row`."""
@@ -483,14 +468,12 @@ def wait_or_raise(name: str, error: Exception, failures: int) -> None:
     time.sleep(PAUSES[failures])
 
 
-def with_retries(name: str, read: Callable) -> Any:
-    failures = 0
-    while True:
+def with_retries(name: str, read: Callable[[str], Any]) -> Any:
+    for failures in count():
         try:
-            return read()
+            return read(name)
         except Exception as error:
             wait_or_raise(name, error, failures)
-            failures += 1
 
 
 def open_ranges(name: str):
@@ -502,10 +485,8 @@ def open_ranges(name: str):
 
 
 def file_size(name: str) -> int:
-    import fsspec
-
-    system, path = fsspec.url_to_fs(name)
-    return system.size(path)
+    with open_ranges(name) as file:
+        return file.seek(0, io.SEEK_END)
 
 
 def read_footer(name: str) -> bytes:
@@ -519,7 +500,7 @@ def read_footer(name: str) -> bytes:
 
 def parse_line(line: bytes) -> Any:
     """Parse a line of jsonl. Files from Windows, also where joined, begin with byte-order marks."""
-    return json.loads(line.decode().lstrip("\ufeff").rstrip())
+    return json.loads(line.decode().lstrip("\ufeff").strip())
 
 
 def how_to_mend(line: bytes, error: Exception) -> str:
@@ -528,27 +509,17 @@ def how_to_mend(line: bytes, error: Exception) -> str:
         encoding = "UTF-16" if line.startswith(UTF16_MARKS) else "ENCODING"
         return f"convert the file to UTF-8: iconv -f {encoding} -t utf-8 FILE > NEW"
     text = line.decode(errors="replace").lstrip("\ufeff").strip()
-    if text.endswith(",") and is_object(text[:-1]):
+    rest = text[error.pos :] if isinstance(error, json.JSONDecodeError) else text  # not parsed
+    if rest == ",":
         return "it ends in a comma; remove such commas: sed 's/,[[:space:]]*$//' FILE > NEW"
-    rows = text.split("\r" if "\r" in text else "\n")
-    if len(rows) > 1 and all(is_object(row) for row in rows if row.strip()):
-        return "its lines end in CR; convert them: tr '\\r' '\\n' < FILE > NEW"
-    at = error.pos if isinstance(error, json.JSONDecodeError) else 0
-    spans_lines = line.endswith(b"\n") and at >= len(text) and text.endswith(("{", "[", ","))
-    if at and text[at:].startswith("\ufeff"):
+    if rest.startswith("\ufeff"):
         return "files were joined there: sed 's/\\xef\\xbb\\xbf/\\n/g' FILE > NEW"
-    if spans_lines or text.startswith("[") or (text.startswith("{") and text[at:].startswith("{")):
+    spans_lines = line.endswith(b"\n") and not rest and text.endswith(("{", "[", ","))
+    if spans_lines or text.startswith("[") or (text.startswith("{") and rest.startswith("{")):
         return "write one object per line: jq -c 'arrays[], objects' FILE > NEW"
     if not line.endswith(b"\n"):
         return "this is the last line, so the file may be cut off: get it again"
     return "fix that line"
-
-
-def is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:

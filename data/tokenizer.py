@@ -174,12 +174,10 @@ def bpe_of_merges(folder: Path):
     ids = read_json(vocab, "get it again")
     refuse_lfs_pointer(merges)
     try:
-        bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+        bpe = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
     except Exception as error:  # the library raises nothing more specific
         problem = f"the tokenizers library cannot read its files ({error})"
         raise UserError(f"{folder}: {problem}") from None
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
     bpe.add_special_tokens([name for name in ENDS if name in ids])
     more = read_json(added, "get it again") if added.exists() else {}
     bpe.add_special_tokens(sorted(more, key=more.__getitem__))
