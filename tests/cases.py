@@ -1,4 +1,4 @@
-"""Which cases of a test `pytest -m "not slow"` leaves out."""
+"""Choose the cases of a test that `pytest -m "not slow"` leaves out."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def slow_but(*kept, of: Iterable) -> list:
-    """Mark all cases but these as slow. A tuple holds several arguments."""
+    """Mark all cases but `kept` as slow. A case of several arguments is a tuple."""
     cases = list(of)
     assert all(case in cases for case in kept), kept
     return [case if case in kept else slow(case) for case in cases]

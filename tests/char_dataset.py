@@ -1,4 +1,7 @@
-"""A dataset of characters as nanoGPT prepares it, and the texts that sample.py prints."""
+"""
+Provide a dataset of characters as nanoGPT prepares it, the texts that sample.py prints, and a model
+that always predicts one token.
+"""
 
 import pickle
 from pathlib import Path
@@ -20,7 +23,7 @@ RULER = "\n---------------\n"
 
 
 def write_letters(folder: Path) -> Path:
-    """A dataset of characters as nanoGPT prepares it."""
+    """Write a dataset of characters as nanoGPT prepares it."""
     folder.mkdir(parents=True)
     rng = np.random.RandomState(1)
     for split, size in (("train", 1500), ("val", 20 * T + 1)):
@@ -33,7 +36,7 @@ def write_letters(folder: Path) -> Path:
 
 
 def sample(*arguments: str, **more) -> list[str]:
-    """The texts that sample.py prints."""
+    """Run sample.py on the CPU, and return the texts that it prints."""
     result = run("sample.py", "--device=cpu", "--dtype=float32", *arguments, **more)
     assert result.code == 0, result.err
     *texts, rest = result.out.split(RULER)
@@ -47,7 +50,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def write_parrot(run_folder: Path, path: Path, token: int) -> Path:
-    """The run's checkpoint with weights that want this token, whatever came before."""
+    """Write a copy of a run's checkpoint that always predicts `token`."""
     state = checkpoint(run_folder, 8)
     weights = state["model"]
     weights["transformer.ln_f.weight"].zero_()

@@ -1,4 +1,4 @@
-"""Fixtures and settings that all tests share."""
+"""Define the fixtures and settings that all tests share."""
 
 import os
 import signal
@@ -25,8 +25,8 @@ torch.set_num_threads(1)
 
 def fsync(file: int) -> None:
     """
-    Waits for no disk. Only a power cut tells the difference, and no test makes one;
-    test_disks.py looks at the calls. A process that a test starts cold does wait.
+    Do nothing instead of waiting for the disk. Only a power cut would show the difference, and no
+    test makes one; integration/test_disks.py checks the calls. Processes started cold do wait.
     """
 
 
@@ -40,7 +40,7 @@ def dataset(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def restored_process_state(request):
-    """train.main sets signal handlers and torch's global switches; leave none behind."""
+    """Restore the signal handlers and reset the torch settings that train.main changes."""
     names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -57,7 +57,7 @@ def restored_process_state(request):
 
 @pytest.fixture(autouse=True)
 def no_process_outlives_its_test():
-    """Ranks that a failed test leaves behind would slow every test after it."""
+    """Kill the processes that program.start() started. Those of a failed test would slow others."""
     yield
     while program.started:
         program.started.pop().kill()
@@ -66,8 +66,8 @@ def no_process_outlives_its_test():
 @pytest.fixture
 def script(monkeypatch, capsys):
     """
-    A script's main(argv) as from the command line, in this process: (exit code, stdout, lines of
-    stderr).
+    Return a function that runs a script's main() in this process, as from the command line, and
+    returns its exit code, stdout and lines of stderr.
     """
 
     def run(main, *arguments) -> tuple[int, str, list[str]]:
@@ -83,7 +83,7 @@ def script(monkeypatch, capsys):
 
 @pytest.fixture
 def make_disk(tmp_path):
-    """A folder on a disk of its own, of so many bytes."""
+    """Return a function that mounts a disk of `size` bytes and returns its folder."""
     mounted = []
 
     def make(size: int) -> Path:
@@ -104,13 +104,13 @@ def make_disk(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """A small dataset: three shards of tokens for training, two for validation."""
+    """Write a small dataset: three shards of tokens for training, two for validation."""
     folder = tmp_path_factory.mktemp("data") / "tokens"
     return program.write_tokens(folder, [700, 37, 500], [250, 150])
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked gpu run where there is one; the warm server imports beside the first tests."""
+    """Start the fork server early for many tests, and skip those marked gpu without CUDA."""
     if sys.platform == "linux" and len(items) > 100:  # a single file may not need it
         fork_server.server()
     for item in items:

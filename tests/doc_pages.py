@@ -1,4 +1,4 @@
-"""What the tests read of README, docs/ and results/: pages, code blocks, commands, figures."""
+"""Read pages, code blocks, commands and figures in README, docs/ and results/."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ def read(page: Path | str) -> str:
 
 
 def code_blocks(page: Path, language: str = r"\w*") -> list[str]:
-    """The code blocks of a page that are marked with a language; by default all of them."""
+    """Return the code blocks of a page that are marked with a language; by default all of them."""
     return re.findall(rf"^```{language}\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
 
 
@@ -39,7 +39,10 @@ def without_blocks(page: Path) -> str:
 
 
 def command_lines(page: Path) -> list[list[str]]:
-    """The words of each `python X.py ...` and `torchrun ... X.py ...`, from the script on."""
+    """
+    Return the words, from the script on, of each `python X.py ...` on a page and of each
+    `torchrun ... X.py ...` in its code blocks.
+    """
     lines = re.findall(r"`(python [^`\n]+)`", read(page))
     for block in code_blocks(page):
         lines += block.replace("\\\n", " ").splitlines()
@@ -57,7 +60,7 @@ def command_lines(page: Path) -> list[list[str]]:
 
 @functools.cache
 def known_flags(script: str, mode: str = "") -> set[str]:
-    """The names of the flags in a script's --help; `mode` is bench.py's or convert.py's."""
+    """Return the flags that a script takes, by its --help. `mode` is bench.py's or convert.py's."""
     told = run(script, *mode.split(), "--help").out
     flags = {*re.findall(r"--(\w+)", told)}
     if script in ("bench.py", "configurator.py"):  # these take train.py's keys too
@@ -66,7 +69,7 @@ def known_flags(script: str, mode: str = "") -> set[str]:
 
 
 def flags_of(command: list[str]) -> set[str]:
-    """The flags that a command may have."""
+    """Return the names of all flags that a command's script and mode take."""
     script, *arguments = command
     has_modes = script in ("bench.py", "convert.py")
     mode = arguments[0] if has_modes and arguments else ""
@@ -78,13 +81,13 @@ def flags_of(command: list[str]) -> set[str]:
 
 
 def lines_of(page: Path | str) -> list[str]:
-    """The page's paragraphs, rows and list items, each on one line."""
+    """Return a page's paragraphs, table rows and list items, each on one line."""
     text = re.sub(r"\n(?![|\n#`$-])", " ", read(page))
     return text.splitlines()
 
 
 def block_with(text: str) -> str:
-    """The one code block of all pages that has this text."""
+    """Return the only code block with this text on the pages outside results/."""
     (block,) = [block for page in GUIDES for block in code_blocks(page) if text in block]
     return block
 
@@ -98,19 +101,19 @@ def numbers(text: str) -> list[str]:
 
 
 def rounds_to(value: float, shown: str) -> bool:
-    """Whether `shown` is `value` rounded to as many decimals as it has."""
+    """Return whether `shown` is `value`, rounded to as many decimals as are shown."""
     decimals = len(shown.partition(".")[2])
     return abs(value - float(shown.replace(",", ""))) <= 0.5 * 10**-decimals + 1e-9
 
 
 def holds(text: str, values: list[float]) -> bool:
-    """Whether a text has these figures, rounded, in this order; others may stand between them."""
+    """Return whether a text has these figures, rounded and in order, perhaps among others."""
     shown = iter(numbers(re.sub(r"\d{4}-\d\d-\d\d", "", text)))
     return all(any(rounds_to(value, number) for number in shown) for value in values)
 
 
 def shows(page: str, values: list[float]) -> bool:
-    """Whether one paragraph, row or list item of a page has these figures."""
+    """Return whether one paragraph, table row or list item of a page has these figures."""
     return any(holds(line, values) for line in lines_of(page))
 
 
@@ -121,8 +124,8 @@ def result(name: str) -> dict:
 @functools.cache
 def plan(config: str, *flags: str) -> dict:
     """
-    What `bench.py plan` tells of a config in config/, with GPT-2's vocabulary: no dataset. Asked at
-    the same time in the evening as on the pages.
+    Return the figures and the output of `bench.py plan` for a config in config/, without a dataset,
+    at the time of the evening that the pages show.
     """
     evening = mock.patch("time.time", lambda: InProcessRun.EVENING)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), evening:

@@ -1,6 +1,6 @@
 """
-Sources of text for the tests of preparation and of streaming: documents, files, and a hub on this
-machine.
+Provide sources of text for the tests of preparation and of streaming (documents, files, and a
+Hugging Face hub on this machine), and read what was prepared from them.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ CARD = (
 
 
 def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
-    """Documents of very different lengths, with nulls and empty ones among them."""
+    """Return documents of very different lengths, one in 200 of them null or empty."""
     rng = random.Random(seed)
     made = [
         " ".join(["a", *rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1)])
@@ -39,7 +39,7 @@ def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
 
 
 def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
-    """A parquet file of these texts, in row groups of 100."""
+    """Write these texts to a parquet file, in row groups of 100."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"id": list(range(len(texts))), column: texts})
     pq.write_table(table, path, row_group_size=100)
@@ -53,13 +53,13 @@ def write_jsonl(path: Path, texts: list) -> Path:
 
 
 def stored(folder: Path, split: str) -> list[int]:
-    """The tokens of a split, read without any of our code: 1024 bytes of header, then uint16."""
+    """Return the tokens of a split without using the program: skip the headers, read uint16."""
     shards = sorted(folder.glob(f"{split}_*.bin"))
     return [int(i) for shard in shards for i in np.fromfile(shard, dtype="<u2", offset=1024)]
 
 
 def stored_texts(folder: Path, split: str) -> list[str]:
-    """The documents of a split whose tokens are bytes."""
+    """Return the documents of a split whose tokens are bytes."""
     return bytes(stored(folder, split)).decode().split("\0")[1:]
 
 
@@ -68,12 +68,12 @@ def manifest_of(folder: Path) -> dict:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The sha256 of each shard."""
+    """Return the sha256 of each shard, by file name."""
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.bin")}
 
 
 def chained_sha256(texts: list[str]) -> str:
-    """The hash of a validation text, as manifest.json has it."""
+    """Return the hash that manifest.json stores for the texts of the validation split."""
     so_far = b""
     for text in texts:
         so_far = hashlib.sha256(so_far + hashlib.sha256(text.encode()).digest()).digest()
@@ -82,7 +82,7 @@ def chained_sha256(texts: list[str]) -> str:
 
 def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
     """
-    That the two splits hold each text once, in order: its beginning in training, its end in
+    Check that the two splits hold each text once, in order: its beginning in training, its end in
     validation, either perhaps empty.
     """
     ends, begins = val[:], train[:]
@@ -98,7 +98,7 @@ def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's protocol as the datasets library asks for."""
+    """Answer the requests that the datasets library sends to the Hugging Face hub."""
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
@@ -174,7 +174,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_hub(source: Path) -> Iterator[str]:
-    """The address of a hub that has the files of this folder as the dataset org/name."""
+    """Serve the files of a folder as the dataset org/name, and yield the hub's address."""
     Hub.ranges = Hub.sent = 0
     Hub.files = {"README.md": CARD.encode()}
     for path in source.iterdir():

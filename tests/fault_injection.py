@@ -1,8 +1,8 @@
 """
-Faults: a disk that others fill, and train.py in a process of its own with lines of Python or a plan
-that act at chosen moments. In the test's own process use program.InProcessRun.
+Inject faults: fill a disk, or start train.py in its own process with lines of Python or planned
+steps that run at chosen moments. In the test's own process, use program.InProcessRun instead.
 
-As a script it starts another one with what is planned for it, see with_faults().
+Run as a script, this file runs another script with the steps planned for it; see with_faults().
 """
 
 import contextlib
@@ -25,7 +25,7 @@ PAGE = 1 << 12  # what a tmpfs gives out
 
 
 def fill(disk: Path) -> None:
-    """Somebody else's file takes all that is free."""
+    """Fill the disk with a file, as another program might."""
     file = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with contextlib.suppress(OSError):
         while True:
@@ -34,7 +34,7 @@ def fill(disk: Path) -> None:
 
 
 def free(disk: Path, size: int | None = None) -> None:
-    """The other's file gives back so many bytes, or all."""
+    """Free `size` bytes of the file that fill() wrote, or all of it."""
     filler = disk / "filler"
     if filler.exists():
         os.truncate(filler, 0 if size is None else filler.stat().st_size - size)
@@ -67,8 +67,8 @@ runpy.run_path("ROOT/train.py", run_name="__main__")
 
 def watched(action: str = "", before: str = "") -> list[str]:
     """
-    train.py for start() or start_ranks(): it runs some lines of Python before its start, and
-    `action` after its n-th update.
+    Return arguments for start() or start_ranks() that run `before`, then train.py, with `action`
+    after each update. Both are lines of Python; in `action`, n is the number of updates so far.
     """
     text = WATCHED.replace("ACTION", textwrap.indent(textwrap.dedent(action), "    "))
     return ["-c", text.replace("BEFORE", textwrap.dedent(before)).replace("ROOT", str(ROOT))]
@@ -80,9 +80,9 @@ def watched(action: str = "", before: str = "") -> list[str]:
 
 def with_faults(disk: Path, *steps: tuple[str, int, str]) -> list[str]:
     """
-    train.py for start(), with `steps` of (moment, n, action) each: a moment of InProcessRun, and
-    fill, free or a signal's name. They happen on this disk, and are said on stderr. A run that
-    waits for room gets it at once.
+    Return arguments for start() that run train.py with `steps`. Each is (moment, n, action): at the
+    n-th such moment of InProcessRun, "fill" or "free" the disk or send a signal by its name, and
+    report it on stderr. The clock is fake, and the disk is freed whenever the run sleeps.
     """
     return ["tests/fault_injection.py", json.dumps([str(disk), *steps]), "train.py"]
 

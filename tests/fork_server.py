@@ -1,5 +1,5 @@
 """
-Warm processes: a Python process that has already imported torch and this project, and forks.
+Start processes quickly, by forking a warm Python that has already imported torch and this project.
 
 A cold `python train.py` spends three seconds on imports, and the tests start about a hundred
 processes. The server below imports once. For each request it forks a child, and the child then
@@ -7,10 +7,10 @@ does what a fresh Python would do: it runs the script, or the code given with -c
 it is a real process with its own signals, pipes and exit code, ready after some 20 ms. A second
 server, forked from the first one when that has imported torch alone, has nothing of the project.
 
-What a forked child cannot show: anything about importing itself, environment variables that torch
-reads as it is imported, and Python's own options. Start a cold process for those. Nor does it show
-how Python takes its modules down at the end, a quarter of a second each time, unless WHOLE_END is
-in its environment.
+A forked child cannot show anything about importing itself, environment variables that torch reads
+when it is imported, or Python's own options. Start a cold process for those. Nor does it show how
+Python tears down its modules at exit, which takes a quarter of a second, unless WHOLE_END is in its
+environment.
 """
 
 import atexit
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Server:
-    """The warm processes, seen from the tests. They end when the tests do."""
+    """Start the warm processes and send them requests. They end when the tests do."""
 
     def __init__(self) -> None:
         self.project, project = socket.socketpair()
@@ -63,8 +63,8 @@ def server() -> Server:
 
 class ForkedProcess:
     """
-    A child of the server, used like a subprocess.Popen in text mode with both pipes; or, with an
-    `output` file, with that as stdout and stderr and an unbuffered pipe as stdin.
+    Start a child of the server, used like a subprocess.Popen in text mode with pipes for stdout and
+    stderr; with an `output` file, both go there, and stdin is an unbuffered pipe.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ForkedProcess:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read both pipes to their ends. Two threads, so that neither pipe fills up and blocks."""
+        """Read both pipes, in two threads so that neither fills up, and wait for the child."""
         texts = {}
 
         def read(name, file):
@@ -149,7 +149,7 @@ class ForkedProcess:
 
 def serve(control: socket.socket) -> dict | None:
     """
-    Fork a handler for each request; the handler forks the child and waits for it. Returns the
+    Fork a handler for each request, which forks the child and waits for it to end. Returns the
     request in the child, and None in the server once the tests have ended.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the handlers
@@ -167,7 +167,7 @@ def serve(control: socket.socket) -> dict | None:
 
 
 def handle(connection_file: int, out: int, err: int, *stdin: int) -> dict:
-    """In the handler: fork the child, where this returns; report its pid and its exit code."""
+    """Fork the child, in which this returns, and report its pid and exit code to the tests."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection = socket.socket(fileno=connection_file)
     request = json.loads(connection.makefile("r").readline())
@@ -192,12 +192,12 @@ def handle(connection_file: int, out: int, err: int, *stdin: int) -> dict:
 
 
 def console(file: int, errors: str) -> io.TextIOWrapper:
-    """stdout or stderr as with PYTHONUNBUFFERED=1."""
+    """Open stdout or stderr as Python does with PYTHONUNBUFFERED=1."""
     return io.TextIOWrapper(open(file, "wb", 0), "utf-8", errors, write_through=True)
 
 
 def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
-    """In the child: do what `python ARGUMENTS` does."""
+    """Do in the child what `python ARGUMENTS` does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python itself sets it
     for name in ("SIGTERM", "SIGHUP", "SIGCHLD"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -1,7 +1,4 @@
-"""
-What the tests share: a tiny dataset, a tiny configuration, and train.py run in this process or in
-its own.
-"""
+"""Provide a tiny dataset, the keys of a tiny run, and a function that runs it in this process."""
 
 import json
 import sys
@@ -30,7 +27,10 @@ TINY = TINY_RUN | dict(
 def write_dataset(
     folder: Path, shard_tokens: list[int], vocab: int = 64, val_tokens: int = 700
 ) -> Path:
-    """A dataset of random tokens with a little structure to learn, in shards of the given sizes."""
+    """
+    Write a dataset of random tokens with a little structure to learn: one validation shard, and
+    training shards of the given sizes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     manifest = dict(tokenizer="byte", vocab=vocab, eot=0, shards=[])
@@ -51,5 +51,5 @@ def flags(dataset: Path, out_dir: Path, **changes) -> list[str]:
 
 
 def run_here(dataset: Path, out_dir: Path, train_step=train.train_step, **changes) -> int:
-    """train.py in this process; returns its exit code."""
+    """Run train.py in this process, and return its exit code."""
     return train.main(flags(dataset, out_dir, **changes), train_step=train_step)

@@ -1,5 +1,6 @@
 """
-What the tests of weights share: transformers' GPT-2 as the reference, and how a script refuses.
+Provide transformers' GPT-2 as a reference, a small tokenizer, and a check of how a script refuses
+its input.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def as_transformers(model: GPT) -> GPT2LMHeadModel:
-    """transformers' GPT-2 with this model's weights; biases that it does not have are zeros."""
+    """Return transformers' GPT-2 with this model's weights, and zeros for biases it lacks."""
     c = model.config
     config = GPT2Config(
         vocab_size=c.vocab_size,
@@ -38,7 +39,7 @@ def as_transformers(model: GPT) -> GPT2LMHeadModel:
 
 
 def random_gpt2(folder: Path, **changes) -> GPT2LMHeadModel:
-    """transformers' GPT-2 with weights far from their initial ones, saved to `folder`."""
+    """Save a transformers GPT-2 with weights far from their initial ones, and return it."""
     torch.manual_seed(0)
     sizes = dict(n_positions=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
     reference = GPT2LMHeadModel(GPT2Config(**sizes | changes)).eval()
@@ -49,7 +50,7 @@ def random_gpt2(folder: Path, **changes) -> GPT2LMHeadModel:
 
 
 def assert_refused(script, main, *arguments, words: tuple[str, ...] = ()) -> None:
-    """The script exits with 2, and all it prints is one line of error with these words in it."""
+    """Check that a script exits with 2 and prints nothing but one error line with these words."""
     code, out, err = script(main, *arguments)
     assert (code, out) == (2, "") and len(err) == 1 and err[0].startswith("error: "), (
         arguments,
@@ -60,8 +61,8 @@ def assert_refused(script, main, *arguments, words: tuple[str, ...] = ()) -> Non
 
 def own_bpe(end: str = "<|endoftext|>") -> tokenizers.Tokenizer:
     """
-    A byte-level BPE of fewer than 300 ids. Unless told not to, it puts end-of-text before each text
-    and cuts it after four tokens.
+    Train a byte-level BPE of fewer than 300 ids. Like some published tokenizers, it puts `end`
+    before each text by default and truncates to four tokens.
     """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,8 +1,9 @@
 """
-The fast recipe a second time, in plain torch: the model, its learning rates, Muon, the schedule,
-one iteration, an evaluation. Nothing of the program is imported; test_recipe.py compares its runs
-with this. Only the names of the weights are the program's, so that a checkpoint's can be loaded.
-A config with bias=True and optimizer=plain_muon is modded-nanogpt's program, without tables.
+Implement the fast recipe a second time, in plain torch: the model, its learning rates, Muon, the
+schedule, one iteration, an evaluation. Nothing of the program is imported; test_recipe.py compares
+train.py's runs with this trainer. Only the names of the weights are the program's, so that its
+checkpoints can be loaded. With bias=True, optimizer=plain_muon and no lookup tables, this is the
+recipe of modded-nanogpt's train_gpt_simple.py.
 
 Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels,
 V = vocabulary.
@@ -28,7 +29,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 class Norm(nn.RMSNorm):
-    """With a gain for each channel, if the config has biases."""
+    """Apply RMSNorm, with a gain for each channel if the config has biases."""
 
     def __init__(self, c: Config):
         super().__init__(c.n_embd, elementwise_affine=c.bias)
@@ -39,7 +40,7 @@ class Norm(nn.RMSNorm):
 
 
 class Linear(nn.Linear):
-    """Its weights are kept and updated in float32, and multiplied in the dtype of x."""
+    """Keep and update the weights in float32, and multiply them in the dtype of x."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.type_as(x)
@@ -47,7 +48,10 @@ class Linear(nn.Linear):
 
 
 def rotary_angles(T: int, head_size: int) -> Tensor:
-    """(T, 1, hs): opposite ones for channels i and i + hs / 2. Half of the pairs do not turn."""
+    """
+    Return the angles (T, 1, hs), opposite ones for channels i and i + hs / 2. Half of the pairs do
+    not rotate.
+    """
     radians_per_token = torch.zeros(head_size // 2)
     radians_per_token[: head_size // 4] = 1024 ** -torch.linspace(0, 1, head_size // 4)
     angles = torch.arange(T)[:, None, None] * radians_per_token
@@ -55,7 +59,7 @@ def rotary_angles(T: int, head_size: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """x (B, T, n, hs): each pair of channels i and i + hs / 2 is turned by its position's angle."""
+    """Rotate the channel pairs (i, i + hs / 2) of x (B, T, n, hs) by their position's angles."""
     T, head_size = x.size(1), x.size(-1)
     angles = rotary_angles(T, head_size)
     first, second = x.chunk(2, dim=-1)
@@ -64,7 +68,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def offset_keys(k: Tensor) -> Tensor:
-    """k (B, T, nh, hs): channels that do not turn are those of the token before."""
+    """Take the channels of k (B, T, nh, hs) that do not rotate from the token before."""
     k = k.clone()
     channel = torch.arange(k.size(-1))
     resting = channel % (k.size(-1) // 2) >= k.size(-1) // 4
@@ -147,7 +151,7 @@ class FastGPT(nn.Module):
         self.lm_head = Linear(c.n_embd, vocab, bias=c.bias)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """idx (B, T), targets (B, T) -> each target's loss in nats, (B, T)"""
+        """Return each target's loss in nats, (B, T), for idx and targets (B, T)."""
         x = self.transformer.ln_e(self.transformer.wte(idx))  # (B, T, C)
         if "bigrams" in self.transformer:
             x = x + self.transformer.bigrams(self.pair_rows(idx))
@@ -160,7 +164,7 @@ class FastGPT(nn.Module):
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
     def pair_rows(self, idx: Tensor) -> Tensor:
-        """Each token and the one before it, hashed to a row. The first one follows token 0."""
+        """Hash each token and the one before it to a row. The first counts as following token 0."""
         before = torch.zeros_like(idx)
         before[:, 1:] = idx[:, :-1]
         rows = self.transformer.bigrams.num_embeddings
@@ -177,7 +181,7 @@ BATCH = 524288
 
 
 def orthogonalize(matrix: Tensor, dtype: torch.dtype, is_plain: bool) -> Tensor:
-    """The nearest orthogonal matrix by Newton-Schulz: in 12 steps, or nearly in 5."""
+    """Approximate the nearest orthogonal matrix by Newton-Schulz, in 5 steps or, plain, in 12."""
     if matrix.size(0) > matrix.size(1):
         return orthogonalize(matrix.mT, dtype, is_plain).mT  # cheaper on the shorter side
     X = (matrix / (matrix.norm() + (1e-7 / BATCH if is_plain else 1e-7))).to(dtype)
@@ -190,7 +194,7 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype, is_plain: bool) -> Tensor:
 
 class Muon:
     def __init__(self, matrices: list[Tensor], c: Config):
-        """Each matrix is a parameter with a gradient, or a part of one; see `parts_of`."""
+        """Set up the state of each matrix, a parameter or a part of one (see `parts_of`)."""
         self.matrices = matrices
         self.momentum = c.muon_momentum
         self.dtype = getattr(torch, c.dtype)
@@ -211,7 +215,10 @@ class Muon:
             matrix.sub_(direction * (lr * max(1, rows / cols) ** 0.5))
 
     def even_out(self, number: int, direction: Tensor) -> Tensor:
-        """NorMuon: no neuron moves far more than the others; the matrix keeps its norm."""
+        """
+        Even out the neurons as NorMuon does, so that none moves far more than the others. The
+        matrix keeps its norm.
+        """
         rows, cols = direction.shape
         squares = direction.square().mean(dim=1 if rows >= cols else 0, keepdim=True)
         mean = 0.95 * self.mean_squares[number] + 0.05 * squares
@@ -221,12 +228,12 @@ class Muon:
 
 
 def parts_of(name: str, weight: Tensor) -> list[Tensor]:
-    """q, k and v are three matrices in one weight."""
+    """Split a weight into its matrices: c_attn holds three, of q, k and v."""
     return list(weight.chunk(3)) if name.endswith("c_attn.weight") else [weight]
 
 
 def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
-    """Each has its highest rate as `initial_lr`."""
+    """Return AdamW's parameter groups, each with its highest rate as `initial_lr`."""
     t = model.transformer
     bigrams = [p for name, p in t.named_parameters() if name.startswith("bigrams")]
     return [
@@ -239,7 +246,10 @@ def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
 
 
 def get_lr(it: int, highest: float, c: Config) -> float:
-    """Linear warmup; constant; in the last decay_fraction of the run linear down to min_lr."""
+    """
+    Warm up linearly, stay constant, and decay linearly to min_lr over the last decay_fraction of
+    the run.
+    """
     if it < c.warmup_iters:
         return highest * (it + 1) / (c.warmup_iters + 1)
     decay_iters = round(c.decay_fraction * c.max_iters)
@@ -252,14 +262,14 @@ def get_lr(it: int, highest: float, c: Config) -> float:
 
 
 def read_split(folder: Path, split: str) -> Tensor:
-    """All tokens of a split, one after another. Each file has a header of 1024 bytes."""
+    """Return all tokens of a split, without the header of 1024 bytes in each of its files."""
     files = sorted(folder.glob(f"{split}_*.bin"))
     tokens = [np.fromfile(file, "<u2", offset=1024) for file in files]
     return torch.from_numpy(np.concatenate(tokens).astype(np.int64))
 
 
 def shuffled_windows(tokens: Tensor, T: int, seed: int) -> Iterator[Tensor]:
-    """An epoch is every window of T + 1 tokens once, cut from another offset each time."""
+    """Yield all windows of T + 1 tokens in random order; each epoch cuts them at a new offset."""
     epoch = 0
     while True:
         random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
@@ -276,7 +286,7 @@ def shuffled_windows(tokens: Tensor, T: int, seed: int) -> Iterator[Tensor]:
 
 
 class Trainer:
-    """A run on the tokens in `folder`, from a checkpoint's `weights`. It leaves these alone."""
+    """Train on the tokens in `folder`, from a checkpoint's `weights`, which are not changed."""
 
     def __init__(self, weights: dict[str, Tensor], folder: Path, **keys):
         self.c = Config(**keys)
@@ -301,7 +311,7 @@ class Trainer:
         return self.model(block[:, :-1], block[:, 1:]).mean()
 
     def step(self) -> tuple[float, float, float]:
-        """One iteration: its loss, Muon's rate, the norm of its gradient."""
+        """Run one iteration, and return its loss, Muon's rate and the norm of its gradient."""
         c = self.c
         loss = 0.0
         for _ in range(c.gradient_accumulation_steps):
@@ -323,7 +333,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float:
-        """On the first windows of the validation tokens, or as many evenly over the others."""
+        """Return the loss of the first windows of val, or of as many spread evenly over train."""
         tokens = self.splits[split]
         T = self.c.block_size
         count = self.c.eval_tokens // T

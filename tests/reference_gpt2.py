@@ -1,12 +1,12 @@
 """
-A second trainer, written out in plain torch: GPT-2, AdamW, the schedule, the order of the windows
-and both evaluations. It shares no line with the program. Real runs are compared with it.
+Implement a second trainer in plain torch: GPT-2, AdamW, the schedule, the order of the windows and
+both evaluations. Nothing of the program is imported. Tests compare real runs with this trainer.
 
     weights = reference_gpt2.weights(checkpoint["model"])
     run = reference_gpt2.train(weights, tokens, config)      changes `weights`, as training does
 
-`config` is a dict of the program's keys. Everything is computed in float64, so what a real run
-differs by is the rounding of its own float32.
+`config` is a dict of the program's keys. Everything is computed in float64, so a real run differs
+only by the rounding of its own float32.
 """
 
 import math
@@ -22,14 +22,14 @@ Weights = dict[str, Tensor]  # by nanoGPT's names; without the head if it is the
 
 
 class Run(NamedTuple):
-    """What a run logs."""
+    """Hold what a run logs."""
 
     steps: list[tuple[float, float, float]]  # loss, learning rate, gradient norm before clipping
     evals: list[tuple[int, float, float]]  # iteration, train loss, validation loss
 
 
 def weights(state: Weights) -> Weights:
-    """A checkpoint's weights, to be trained here."""
+    """Return a checkpoint's weights in float64, ready for train()."""
     tied = torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
     names = [name for name in state if not (tied and name == "lm_head.weight")]
     return {name: state[name].double().requires_grad_() for name in names}
@@ -40,7 +40,10 @@ def weights(state: Weights) -> Weights:
 
 
 def loss_of(w: Weights, config: dict, rows: np.ndarray) -> Tensor:
-    """GPT-2's mean loss in nats on windows (B, T + 1). Padding of the vocabulary has its share."""
+    """
+    Return GPT-2's mean loss in nats on windows (B, T + 1). The padding of the vocabulary takes part
+    in the softmax.
+    """
     block = torch.from_numpy(rows)
     targets = block[:, 1:]
     logits = logits_of(w, config, block[:, :-1])
@@ -48,7 +51,7 @@ def loss_of(w: Weights, config: dict, rows: np.ndarray) -> Tensor:
 
 
 def logits_of(w: Weights, config: dict, idx: Tensor) -> Tensor:
-    """(B, T) -> (B, T, V)"""
+    """Return the logits (B, T, V) for tokens (B, T)."""
     x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][: idx.size(1)]
     for i in range(config["n_layer"]):
         name = f"transformer.h.{i}"
@@ -59,7 +62,7 @@ def logits_of(w: Weights, config: dict, idx: Tensor) -> Tensor:
 
 
 def attention(w: Weights, name: str, x: Tensor, n_head: int) -> Tensor:
-    """Causal self-attention, (B, T, C) -> (B, T, C)."""
+    """Apply causal self-attention, (B, T, C) -> (B, T, C)."""
     qkv = linear(w, f"{name}.c_attn", x).chunk(3, dim=-1)
     q, k, v = (part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in qkv)  # (B, nh, T, hs)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
@@ -68,12 +71,12 @@ def attention(w: Weights, name: str, x: Tensor, n_head: int) -> Tensor:
 
 
 def seen(T: int) -> Tensor:
-    """Which tokens each token attends to, (T, T): itself and those before it."""
+    """Return which tokens each token attends to, (T, T): itself and those before it."""
     return torch.ones(T, T).tril().bool()
 
 
 def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
-    """Two matrices, with the tanh approximation of GELU between them."""
+    """Apply two matrices, with the tanh approximation of GELU between them."""
     u = linear(w, f"{name}.c_fc", x)
     gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
     return linear(w, f"{name}.c_proj", gelu)
@@ -84,7 +87,7 @@ def linear(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def norm(w: Weights, name: str, x: Tensor) -> Tensor:
-    """LayerNorm, with or without a bias."""
+    """Apply LayerNorm, with or without a bias."""
     centred = x - x.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
     return centred / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
@@ -95,7 +98,7 @@ def norm(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def split(folder: Path, name: str) -> np.ndarray:
-    """All tokens of a split, its shards one after another."""
+    """Return all tokens of a split, its shards one after another."""
     header = 512  # 256 int32, in uint16
     shards = [np.fromfile(path, "<u2")[header:] for path in sorted(folder.glob(f"{name}_*.bin"))]
     return np.concatenate(shards).astype(np.int64)
@@ -103,7 +106,7 @@ def split(folder: Path, name: str) -> np.ndarray:
 
 def shuffled(ids: np.ndarray, T: int, seed: int) -> Iterator[np.ndarray]:
     """
-    The windows of training. An epoch is every window once, in an order and from an offset that
+    Yield the training windows. An epoch is every window once, in an order and from an offset that
     follow from the seed and the epoch.
     """
     epoch = 0
@@ -117,14 +120,14 @@ def shuffled(ids: np.ndarray, T: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def in_order(ids: np.ndarray, T: int) -> Iterator[np.ndarray]:
-    """The windows of training on a stream."""
+    """Yield the training windows of a streamed dataset, which is read in order."""
     while True:
         for n in range((len(ids) - 1) // T):
             yield ids[n * T :][: T + 1]
 
 
 def batches(folder: Path, config: dict) -> Iterator[np.ndarray]:
-    """The windows of one iteration after another, (sequences, T + 1)."""
+    """Yield the windows of each iteration, (sequences, T + 1)."""
     ids = split(folder, "train")
     T = config["block_size"]
     windows = in_order(ids, T) if config.get("stream") else shuffled(ids, T, config["seed"])
@@ -138,7 +141,7 @@ def batches(folder: Path, config: dict) -> Iterator[np.ndarray]:
 
 
 def cosine(config: dict) -> list[float]:
-    """The rate of each iteration: linear warmup, then half a cosine down to min_lr."""
+    """Return each iteration's learning rate: linear warmup, then half a cosine to min_lr."""
     warmup = config["warmup_iters"]
     peak = config["learning_rate"]
     lowest = config["min_lr"]
@@ -151,7 +154,7 @@ def cosine(config: dict) -> list[float]:
 
 
 class AdamW:
-    """Loshchilov & Hutter 2019, algorithm 2. Only matrices and embeddings decay."""
+    """Implement AdamW (Loshchilov & Hutter 2019). Only matrices and embeddings decay."""
 
     def __init__(self, w: Weights, config: dict):
         self.w = w
@@ -175,7 +178,7 @@ class AdamW:
 
 
 def train(w: Weights, folder: Path, config: dict, rates: list[float] | None = None) -> Run:
-    """A whole run of max_iters iterations, at the given rates or those of the cosine."""
+    """Train for max_iters iterations, at the given learning rates or those of cosine()."""
     run = Run([], [])
     optimizer = AdamW(w, config)
     data = batches(folder, config)
@@ -195,8 +198,8 @@ def train(w: Weights, folder: Path, config: dict, rates: list[float] | None = No
 @torch.no_grad()
 def evaluate(w: Weights, folder: Path, config: dict) -> tuple[float, float]:
     """
-    The losses of an evaluation, on as many windows of each split: train's are spread over the whole
-    split, val's are the first ones.
+    Return the train and val loss of an evaluation, on equally many windows of each split: train's
+    are spread over the whole split, val's are the first ones.
     """
     T = config["block_size"]
     tokens = min(config["eval_tokens"], len(split(folder, "val")))

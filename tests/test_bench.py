@@ -40,7 +40,8 @@ def failing(statement: str, batch_size: int) -> str:
 @pytest.fixture
 def children(monkeypatch, tmp_path) -> list:
     """
-    Let bench.py run in its own folder, and yield its processes. Popen.code is what they run first.
+    Run bench.py in a temporary folder, fork the processes that it starts, and yield them. Each runs
+    the code in subprocess.Popen.code first. At the end of the test all must have ended.
     """
     started: list = []
     popen = subprocess.Popen
@@ -105,7 +106,9 @@ def test_bench_reports_the_figures_of_the_training_log(recipe, children, monkeyp
 
 
 @pytest.mark.slow
-def test_bench_without_a_config_measures_256_random_tokens_on_a_cpu(children, tmp_path):
+def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cpu(
+    children, tmp_path
+):
     """Train on random tokens without a dataset: the first loss is about ln 50304 = 10.83 nats."""
     found, out = bench(n_layer=1, n_head=1, n_embd=16, device="cpu")
     assert found["tokens_per_iter"] == 256 and found["compile_seconds"] == 0
@@ -127,8 +130,8 @@ def test_profile_prints_a_table_of_operations_and_writes_a_trace(children):
 
 def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
     """
-    Try all divisors of 8 sequences from a quarter to four times 2, compare them by CPU time, and
-    write only keys that differ from their defaults.
+    Try batch sizes 1, 2, 4 and 8 at 8 sequences per iteration, compare them by CPU time, and leave
+    most default values out of the config.
     """
     keys = dict(TINY, batch_size=2, gradient_accumulation_steps=4, out_dir="out/measured")
     found, _ = bench("sweep", "--write=new/mine.py", "--trials=1", **keys, compile=False)
@@ -334,7 +337,7 @@ def test_killing_bench_leaves_no_process_running(way, tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "flag"), [("sweep", "--write"), ("", "--profile")])
-def test_help_of_each_mode_lists_its_own_flags(mode, flag):
+def test_help_lists_the_flags_of_the_given_mode(mode, flag):
     """List --seconds too, but no config key such as --n_layer."""
     code, out, _ = run("bench.py", *mode.split(), "--help")
     assert code == 0 and flag in out and "--seconds" in out and "--n_layer" not in out

@@ -1,7 +1,7 @@
 """
 Check which of its three verdicts `python bench.py check` prints for machines with planted faults.
-The reference uses plain attention in float64, so a fault of the fused kernel counts as the
-device's.
+The check's reference uses plain attention, so a fault planted in fused attention shows only on the
+device's side.
 """
 
 import json
@@ -113,8 +113,8 @@ def test_check_advises_against_training_if_a_kernel_is_wrong(fault, word, monkey
 @pytest.mark.slow
 def test_check_advises_against_training_if_all_sequences_get_the_first_ones_output(monkeypatch):
     """
-    Notice it, as after a wrong stride between sequences, at the batch size that a GPU's check uses:
-    two sequences must differ.
+    Notice this fault, which a wrong stride between sequences would cause, also at the batch size
+    that the check uses on a GPU: two different sequences.
     """
     few = check.SIZES_ON_A_CPU | dict(batch_size=check.SIZES["batch_size"])
     monkeypatch.setattr(check, "SIZES_ON_A_CPU", few)
@@ -260,8 +260,8 @@ def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
 )
 def test_check_describes_a_slow_gpu_in_nvidia_smis_figures(answer, text, tmp_path, monkeypatch):
     """
-    Print clock, temperature and power limit, or nothing if nvidia-smi is missing or does not know
-    them all.
+    Return clock, temperature and power limit, or nothing if nvidia-smi fails or does not know them
+    all.
     """
     properties = SimpleNamespace(uuid="12ab")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -13,7 +13,7 @@ from training.checkpoint import Saver
 
 
 class CuttingFile:
-    """Write only the first half of what it is given while the disk is full."""
+    """Wrap a file on a disk that can be full; then only the first half of each write arrives."""
 
     def __init__(self, file):
         self.file = file
@@ -49,7 +49,7 @@ def test_writes_every_record_whole_after_the_disk_was_full(tmp_path):
 
 @pytest.mark.parametrize("newest", ["a dead link", "a folder"])
 def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_path, capsys):
-    """Say that the newest one, such as a dead link or a folder, cannot be read."""
+    """Warn that the newest one cannot be read."""
     good, bad = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
     checkpoint.save(dict(progress={}), good)
     if newest == "a folder":

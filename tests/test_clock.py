@@ -1,6 +1,6 @@
 """
-Check a run's clock by itself. test_train_decisions.py simulates whole nights, and integration/ has
-whole runs.
+Check a run's clock by itself. test_train_decisions.py simulates whole runs, and integration/ starts
+real ones.
 """
 
 import time
@@ -16,7 +16,7 @@ BEGINNING = SimpleNamespace(iter_num=0, tokens=0)  # the fields of a Progress th
 
 
 def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None) -> Clock:
-    """Return the clock of a launch that began at 0 and is so many seconds old."""
+    """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
     return Clock(began=0.0, synchronize=lambda: None, c=c, resumed=resumed)
 
@@ -35,8 +35,8 @@ def test_until_means_today_even_if_it_passes_during_the_start_up(monkeypatch):
 
 def test_a_resume_makes_the_last_update_that_a_stop_prevented(monkeypatch):
     """
-    Make it even if the resume takes longer than what was left; otherwise the learning rate would
-    not come down to min_lr.
+    Make it even if the resume takes longer than the time that was left; otherwise the learning rate
+    would not come down to min_lr.
     """
     c = Config(hours=1)
     clock = clock_at(0, c, monkeypatch)
@@ -117,7 +117,7 @@ def test_a_run_makes_one_update_even_if_the_start_up_took_all_its_time(monkeypat
 
 
 def test_reading_the_clock_does_not_change_it(monkeypatch):
-    """Return the same position for the same iteration, after each way to change the clock."""
+    """Return the same position for the same iteration, after each of five changes to the clock."""
     clock = clock_at(30, HOUR, monkeypatch)
     changes = [
         lambda: clock.lap("start-up"),
@@ -137,7 +137,7 @@ def test_reading_the_clock_does_not_change_it(monkeypatch):
 
 def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeypatch):
     """
-    Count the seconds since the launch until the timer is restarted, and not since any other lap.
+    Count the seconds since the launch until the timer is restarted; a lap does not restart it.
     """
     clock = clock_at(70, HOUR, monkeypatch)
     assert clock.position(0).seconds_since_save == 70
@@ -202,7 +202,8 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
 
 class Slower:
     """
-    Stand for two ranks, of which the other takes and waits twice as long and uses half the memory.
+    Stand in for two ranks, of which the other takes and waits twice as long and uses half the
+    memory.
     """
 
     def max(self, elapsed, waited, mem_gib):

@@ -43,8 +43,8 @@ def write_run(
 ) -> Path:
     """
     Write a finished run: a record for every iteration, evaluations of 2 s and, with each but the
-    first, a checkpoint of 1 s. `bits` is the bits per byte of a loss of 1; `start` holds more
-    fields of the start record.
+    first, a checkpoint of 1 s. `bits` is the bits per byte of a loss of 1; `start` adds or
+    replaces fields of the start record.
     """
     first = dict(
         kind="start",
@@ -107,7 +107,7 @@ class Table:
 
 
 def test_compares_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
-    """Interpolate val losses at the last iteration, token count and hour that both runs reached."""
+    """Interpolate val losses at the last iteration, token count and time that both runs reached."""
     losses = {0: 8.0, 50: 4.0, 90: 3.2, 100: 3.0}
     a = write_run(tmp_path / "a", losses, step_ms=36_000, learning_rate=1e-3)
     losses = {0: 8.0, 40: 4.0, 46: 3.8, 54: 3.4, 95: 2.5}
@@ -151,9 +151,10 @@ def test_compares_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
         ([0, 20, 40, 60], [0, 10, 20, 30], 2000, [20_000, 40_000, 60_000]),
     ],
 )
-def test_shows_a_row_for_each_evaluation_common_to_all_runs(one, other, size, expected, tmp_path):
+def test_shows_at_most_eight_evaluations_that_all_runs_share(one, other, size, expected, tmp_path):
     """
-    Show at most eight, evenly spaced, by iteration or, if iterations differ in size, by tokens.
+    Show the val losses of evenly spaced evaluations, by iteration or, if the runs' iterations
+    differ in tokens, by token count.
     """
     a = write_run(tmp_path / "a", {it: 9 - it / 100 for it in one})
     start = dict(tokens_per_iter=size)
@@ -174,10 +175,10 @@ def test_shows_a_row_for_each_evaluation_common_to_all_runs(one, other, size, ex
     # a run, and the same one ended after 300 iterations; then others
     [((100, 300), (500, 1500)), ((70, 1400), (400, 1600)), ((30, 600), (41, 1025))],
 )
-def test_calls_equal_runs_equal_however_often_they_were_evaluated(tmp_path, one, other):
+def test_prefers_neither_of_two_runs_with_the_same_loss_curve(tmp_path, one, other):
     """
-    Prefer neither run if both follow one steep loss curve but were evaluated at different
-    iterations, where a straight line would be off by up to 1.2.
+    Give no verdict or call the runs equal if they were evaluated at different iterations of one
+    steep loss curve. A straight line from iteration 0 would be off by 1.2 at iteration 300.
     """
     runs = []
     for name, (interval, last) in (("one", one), ("other", other)):
@@ -216,8 +217,8 @@ def test_says_how_many_tokens_a_loss_took_or_why_that_is_unknown(loss, iteration
 @pytest.mark.parametrize("before, after, loss", [(90, 110, 3.0), (75, 125, None)])
 def test_interpolates_only_between_evaluations_close_together(before, after, loss, tmp_path):
     """
-    Interpolate at iteration 100 between evaluations 20 iterations apart, but not 50 apart: the
-    distance may be a fifth of the way so far.
+    Interpolate at iteration 100 between evaluations 20 iterations apart, but not 50 apart: the gap
+    may be at most a fifth of the iterations so far.
     """
     a = write_run(tmp_path / "a", {0: 8.0, 100: 3.5})
     b = write_run(tmp_path / "b", {0: 8.0, before: 3.1, after: 2.9})
@@ -239,7 +240,7 @@ def test_interpolates_only_between_evaluations_close_together(before, after, los
     ],
 )
 def test_calls_small_differences_equal(key, values, verdict, tmp_path):
-    """Call speeds within 0.5%, losses within 0.005 and iteration counts one apart equal."""
+    """Call speeds and iteration counts equal within 0.5%, and losses within 0.005."""
     runs = []
     for name, value in zip("abc", values, strict=False):
         iterations = value if key == "iterations" else 10
@@ -318,7 +319,7 @@ def test_compares_losses_on_equal_tokens_and_bits_per_byte_on_equal_text(
         (dict(eval_tokens=3072), dict(eval_tokens=3072, block_size=1024), 3073, True),
     ],
 )
-def test_compares_losses_only_if_equally_many_tokens_were_evaluated(
+def test_compares_losses_only_if_the_same_number_of_tokens_was_evaluated(
     of_a, of_b, val_tokens, is_equal, tmp_path
 ):
     """
@@ -337,8 +338,8 @@ def test_compares_losses_only_if_equally_many_tokens_were_evaluated(
 @pytest.mark.parametrize("bits, verdict", [(1.5016, "equal within 0.002"), (1.503, "a 0.0030")])
 def test_calls_bits_per_byte_within_the_noise_of_seeds_equal(bits, verdict, tmp_path):
     """
-    Call a difference up to 0.002 equal; 0.005 nats on a token of 4.5 bytes are 0.0016 bits per
-    byte.
+    Call a difference of up to 0.002 equal. The noise of 0.005 nats per token is 0.0016 bits per
+    byte with tokens of 4.5 bytes.
     """
     a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0}, bits=0.5, start=BYTES | TEXT)
     b = write_run(tmp_path / "b", {0: 8.0, 5: 1.0}, bits=bits, start=BPE | TEXT)
@@ -347,8 +348,8 @@ def test_calls_bits_per_byte_within_the_noise_of_seeds_equal(bits, verdict, tmp_
 
 def test_compares_runs_on_few_and_many_tokens_of_one_source(tmp_path, monkeypatch):
     """
-    Compare losses without a warning, as in README: one recipe on few tokens, the other on many of
-    the same documents. A copied folder counts as the same dataset.
+    Compare losses without a warning if one run trained on more of the same documents, as in
+    docs/compare.md. A copied folder counts as the same dataset.
     """
     monkeypatch.chdir(tmp_path)
     text = json.dumps(dict(text="the quick brown fox jumps over the lazy dog " * 4))
@@ -472,7 +473,10 @@ def test_shows_a_row_for_each_setting_that_differs(config, differs, tmp_path):
 
 
 def test_warns_about_keys_that_a_resume_changed(tmp_path):
-    """Name the changed keys, and compare settings as they were when each run began."""
+    """
+    Name max_iters and compare the value after the resume, but the init_from that each run began
+    with.
+    """
     # a name that holds the time of day, as in nanoGPT's config files, is no change
     first = dict(max_iters=30, init_from="gpt2", wandb_run_name="mini-1")
     resumed = dict(max_iters=60, init_from="resume", wandb_run_name="mini-2")
@@ -490,7 +494,7 @@ def test_warns_about_keys_that_a_resume_changed(tmp_path):
 
 
 def write_side(folder: Path, name: str, losses: list[float], **config) -> list[Path]:
-    """Write a run per seed that ends at the given loss."""
+    """Write one run for each final loss, with seeds 1, 2, and so on."""
     return [
         write_run(folder / f"{name}-{n}", {0: 8.0, 10: loss}, seed=n, **config)
         for n, loss in enumerate(losses, start=1)
@@ -498,7 +502,7 @@ def write_side(folder: Path, name: str, losses: list[float], **config) -> list[P
 
 
 def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result, dict, dict]:
-    """Return what is printed, its `name: value` lines, and the JSON."""
+    """Compare with --against; return the result, its printed `name: value` lines, and the JSON."""
     result = run("compare.py", *change, "--against", *base, f"--json={folder / 'seeds.json'}")
     assert result.code == 0, result.err
     lines = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
@@ -530,8 +534,8 @@ def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, tm
 
 def test_noise_of_unequal_spreads_uses_welchs_degrees_of_freedom():
     """
-    Use 2.04 degrees of freedom for variances of 1 and 0.01 with three seeds each, so 4.303 from a
-    table.
+    Compute 2.04 degrees of freedom for variances of 1 and 0.01 with three seeds each, and use
+    Student's t for 2, which is 4.303.
     """
     _, noise = seeds.difference([1.0, 2.0, 3.0], [2.0, 2.1, 2.2])
     assert noise == pytest.approx(4.303 * math.sqrt(1.01 / 3), rel=2e-3)
@@ -540,10 +544,10 @@ def test_noise_of_unequal_spreads_uses_welchs_degrees_of_freedom():
 @pytest.mark.parametrize(
     "count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)]
 )
-def test_useless_changes_seem_to_matter_about_once_in_twenty(count):
+def test_calls_fewer_than_6_percent_of_useless_changes_better_or_worse(count):
     """
-    Reach a verdict on fewer than 6% of changes that do nothing, and never call a real improvement
-    worse.
+    Draw losses at random. Never call an improvement of ten standard deviations worse, and with
+    three or more seeds call it better in more than 95% of the draws.
     """
     draws = np.random.RandomState(0).normal(3, 0.02, (4000, 2, count))
     told = [seeds.verdict(*seeds.difference(a.tolist(), b.tolist())) for a, b in draws]
@@ -757,7 +761,7 @@ def test_compares_with_nanogpt_if_the_datasets_have_the_same_name(
 
 
 def test_reads_utf_16_logs_named_by_a_pattern(logs, tmp_path):
-    """Read logs that PowerShell wrote as UTF-16 with CRLF, named as *.log."""
+    """Read *.log files in UTF-16 with CRLF, as PowerShell writes them."""
     for log in logs:
         log.write_text(log.read_text(), encoding="utf-16", newline="\r\n")
     assert Table(tmp_path / "*.log").values("tokens_per_iter") == [524_288] * 2
@@ -800,7 +804,7 @@ def write_killed(path: Path) -> None:
 
 
 def write_short_log(path: Path) -> None:
-    """Write a short nanoGPT log whose first line includes the compile time."""
+    """Write a short nanoGPT log whose first iteration includes the compile time."""
     path.write_text(
         """\
 tokens per iteration will be: 1,000
@@ -913,7 +917,7 @@ def test_does_not_compare_losses_if_eval_tokens_differ_from_the_bands(band, tmp_
 
 
 def test_draws_the_band_and_the_difference_from_its_mean(band, tmp_path):
-    """Draw the run's val losses minus the band's mean, over the band from its low to its high."""
+    """Draw the run's val losses and the band's low and high, all minus the band's mean."""
     from matplotlib.axes import Axes
 
     a = write_run(tmp_path / "a", {0: 8.0, 10: 4.05, 15: 3.8, 20: 3.4})

@@ -39,7 +39,7 @@ norm = model_fast.norm
 
 
 def right(call):
-    """Compile without a mistake."""
+    """Stand in for a compiler without faults, by running eager code."""
     return lambda *batch: call.__self__.forward(*batch)
 
 
@@ -109,7 +109,7 @@ def scaled(attend):
 
 
 def mixing_rows(attend):
-    """Give one sequence of the batch what another one attends to."""
+    """Give the second sequence of the batch the first one's attention output."""
 
     def wrong(*arguments, **options):
         y = attend(*arguments, **options)
@@ -123,7 +123,7 @@ def cast(function):
 
 
 def transposed_gate(call):
-    """Read the gates' weights by columns, where they lie by rows."""
+    """Read the gates' weights by columns, although they are stored by rows."""
 
     def compiled(*batch):
         gpt = call.__self__
@@ -356,7 +356,7 @@ def test_names_a_space_or_quote_in_the_environments_path(prefix, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_names_the_variable_that_turns_the_compiler_off(variable):
-    """Say which variable to unset. Unnoticed, eager code would be compared with itself and pass."""
+    """Say which variable to unset. Otherwise eager code would be compared with itself and pass."""
     code = (
         "import torch, train; from training.compiled import try_compiling; "
         "from training import hardware; from configurator import Config; "
@@ -388,7 +388,7 @@ def test_check_compares_evaluation_losses_if_there_is_dropout():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gpt2", "fast in chunks"])
-def test_check_passes_torchs_compiler_for_any_weights_and_batch(name, dtype):
+def test_check_passes_torchs_compiler_on_random_weights_and_batches(name, dtype):
     """Pass 24 random sets of weights and batches, compiled once."""
     torch.manual_seed(1)
     gpt = build_model(MODELS[name])

@@ -68,7 +68,7 @@ def test_a_config_file_can_read_the_values_given_before_it(tmp_path):
         ("if (n_layer := 3) > 2:\n    globals()['n_head'] = 4", dict(n_layer=3, n_head=4)),
     ],
 )
-def test_a_config_file_may_hold_any_python(text, expected, tmp_path):
+def test_a_config_file_may_compute_its_keys_with_python_code(text, expected, tmp_path):
     """Take keys from functions, loops, comprehensions and globals."""
     config = read_config([write(tmp_path, text)])
     assert config.set_keys == expected.keys()
@@ -121,10 +121,10 @@ def test_a_config_file_can_import_keys_from_a_file_beside_it(tmp_path, monkeypat
         ("--out_dir='tis", "out_dir", "'tis"),
     ],
 )
-def test_accepts_flags_that_nanogpt_stumbles_over(flag, name, value):
+def test_converts_flag_values_to_the_types_of_their_keys(flag, name, value):
     """
-    Accept --learning_rate=1, --compile=false, 1e1 and = in a value: nanoGPT #439, PR#412, #64,
-    PR#29.
+    Accept --learning_rate=1, --compile=false, 1e1 and = in a value, which nanoGPT rejects: #439,
+    PR#412, #64, PR#29.
     """
     found = getattr(load_config([flag]), name)
     assert found == value and type(found) is type(value)
@@ -132,8 +132,8 @@ def test_accepts_flags_that_nanogpt_stumbles_over(flag, name, value):
 
 def test_tokens_per_iter_sets_the_accumulation_or_suggests_numbers_that_fit():
     """
-    Work out 64 micro-batches for 524,288 tokens, and name the nearest numbers that the batch
-    divides if it does not divide this one.
+    Set 64 micro-batches for 524,288 tokens. If a micro-batch does not divide the given number,
+    suggest the nearest two that it divides.
     """
     config = load_config(["--tokens_per_iter=524288", "--batch_size=8"])
     assert config.gradient_accumulation_steps == 64
@@ -236,7 +236,7 @@ def test_the_fast_model_has_an_untied_head_and_refuses_a_tied_one():
 
 
 @pytest.mark.parametrize("name", ONLY_WITH)
-def test_refuses_a_key_that_the_chosen_model_or_optimizer_does_not_read(name):
+def test_refuses_a_key_that_the_chosen_model_optimizer_or_schedule_does_not_read(name):
     """
     Refuse such a key whether it comes before or after the choice, unless it has its default value.
     """
@@ -326,8 +326,8 @@ def test_help_lists_every_key_with_its_meaning_and_default():
         assert default == "off" or parse_value(default, f.type) == f.default, name
 
 
-def test_help_lists_the_choices_of_a_key_and_says_off():
-    """Print --model=gpt2|fast, and off as the default of limits such as hours."""
+def test_help_lists_the_choices_of_a_key_and_shows_off_as_a_default():
+    """Print --model=gpt2|fast, and off as the default of keys such as hours and until."""
     out = run("train.py", "--help").out
     assert re.search(r"^  --model=gpt2\|fast  ", out, re.MULTILINE)
     assert re.search(r"^  --tracker=none\|wandb\|tensorboard  ", out, re.MULTILINE)
@@ -337,7 +337,10 @@ def test_help_lists_the_choices_of_a_key_and_says_off():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)
 def test_every_committed_config_is_valid(path):
-    """Load each config. Those for GPUs train on 524,288 tokens per iteration at any batch size."""
+    """
+    Load each config. Those named gpt* or fast* train on 524,288 tokens per iteration, even with
+    --batch_size=4.
+    """
     config = load_config([str(path)])
     on_a_gpu = path.stem.startswith(("gpt", "fast"))
     if on_a_gpu:  # the recipe's tokens per iteration, whatever micro-batch the card can hold
@@ -414,8 +417,8 @@ def test_a_resume_uses_the_accumulation_of_the_config_file(tmp_path):
     assert count_micro_batches(asked, 1, saved) == (5, [])
 
 
-def test_min_lr_is_a_tenth_of_a_rate_that_is_below_it():
-    """Lower min_lr for a small learning_rate or head_lr, unless it was set."""
+def test_min_lr_becomes_a_tenth_of_a_peak_rate_that_is_below_it():
+    """Lower min_lr for a small learning_rate or head_lr, unless min_lr was set."""
     assert load_config(["--learning_rate=1e-5"]).min_lr == pytest.approx(1e-6)
     muon = load_config(["--optimizer=muon", "--head_lr=1e-5"])
     assert muon.min_lr == pytest.approx(1e-6) and muon.learning_rate == 0.025

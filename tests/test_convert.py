@@ -106,7 +106,8 @@ def opened(folder: Path) -> GPT2LMHeadModel:
 @torch.no_grad()
 def assert_same_logits(ours: GPT | FastGPT, reference, vocab: int, tolerance: float = 1e-4) -> None:
     """
-    Compare logits within 1e-4: fp32 rounding of logits of size 10 over a few layers, with room.
+    Check that logits differ by less than `tolerance`. The default leaves room for float32 rounding
+    in a few layers, with logits of about 10.
     """
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(vocab, (2, ours.config.block_size), generator=generator)
@@ -124,8 +125,8 @@ def assert_same_logits(ours: GPT | FastGPT, reference, vocab: int, tolerance: fl
 )
 def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias, vocab, tmp_path):
     """
-    Export and import it again, tied or not, with or without biases, and leave 28 rows of padding
-    out for a vocabulary of 100.
+    Export a model and import it again, tied or not, with or without biases; leave out 28 rows of
+    padding for a vocabulary of 100.
     """
     model = random_gpt(tie_weights=tied, bias=bias)
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", vocab), tmp_path / "hf")
@@ -139,7 +140,7 @@ def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias
 
 @pytest.mark.parametrize("model", [random_gpt, random_fast])
 def test_exports_a_model_whose_blocks_share_their_weights(model, tmp_path):
-    """Write each block a copy of its own, because safetensors stores no tensor under two names."""
+    """Write a copy for each block, because safetensors stores no tensor under two names."""
     state = torch.load(save(model(), tmp_path / "x.pt"), weights_only=True)
     for name in list(state["model"]):
         if "value_gate" not in name:
@@ -175,7 +176,9 @@ TEXT = "the cat 's naïve:  café — 12345 tokens,\n\n\tand did n't ✓ <tags> 
 
 @pytest.mark.parametrize("model", [random_gpt, random_fast])
 def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path):
-    """Give transformers a BPE tokenizer with the same ids, and recognise it on the way back."""
+    """
+    Give transformers a BPE tokenizer with the same ids, and recognise it when a GPT-2 is imported.
+    """
     bpe = own_bpe("</s>")
     vocab = bpe.get_vocab_size()
     spec = bpe.to_str()
@@ -246,8 +249,8 @@ def test_exports_the_weights_alone_if_gpt2s_tokenizer_cannot_be_fetched(tmp_path
     assert sorted(os.listdir(tmp_path / "hf")) == files
 
 
-def test_a_full_disk_gives_one_error_line_and_no_partial_export(tmp_path):
-    """Exit with code 1, and write the export once there is room."""
+def test_a_file_too_large_to_write_gives_one_error_line_and_no_partial_export(tmp_path):
+    """Exit with code 1 under a limit on the size of files, and export once it is lifted."""
     resource = pytest.importorskip("resource", reason="needs a limit to what a file may hold")
     path = save(random_gpt(), tmp_path / "x.pt")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -343,10 +346,10 @@ CHANGES = {  # -> file, code, words of the error
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_refuses_to_export_a_model_that_transformers_would_compute_differently(name, tmp_path):
+def test_refuses_to_export_a_model_that_transformers_could_not_reproduce(name, tmp_path):
     """
-    Refuse a changed model.py or model_fast.py; transformers would load the export without a word
-    and compute something else.
+    Refuse a changed model.py or model_fast.py if the export would compute other logits, lack a
+    tensor, or import a file that is not exported.
     """
     file, code, words = CHANGES[name]
     folder = changed(tmp_path / "copy", {file: code})
@@ -421,15 +424,13 @@ def fast_export(tmp_path_factory):
 
 
 def random_ids(rows: int, length: int) -> torch.Tensor:
-    """Return random ids other than 0, which the tests give to transformers as padding."""
+    """Return random ids without 0, because 0 is the padding id in these tests."""
     return torch.randint(1, 100, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def test_an_exported_fast_model_gives_the_logits_and_text_of_model_fast(fast_export):
-    """
-    Compute the same logits, and generate the same tokens with and without transformers' caches.
-    """
+    """Compute the same logits, and generate the same tokens whichever cache the caller asks for."""
     model, exported, _ = fast_export
     assert exported.dtype == torch.float32
     assert exported.config.vocab_size == 100
@@ -498,8 +499,8 @@ def test_an_exported_fast_model_ignores_padding_after_the_tokens(fast_export):
     assert (padded[1, :5] - exported(IDS[1:, :5]).logits[0]).abs().max() < 1e-4
 
 
-def test_an_exported_fast_model_can_be_fine_tuned(fast_export):
-    """Compute the loss as transformers does: labels are shifted, and -100 counts for nothing."""
+def test_an_exported_fast_model_computes_the_loss_and_gradients_for_fine_tuning(fast_export):
+    """Shift the labels and ignore those of -100, as transformers does."""
     model, exported, _ = fast_export
     labels = IDS.clone()
     labels[0, :4] = -100
@@ -541,7 +542,7 @@ def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
 
 
 def test_no_token_can_be_added_if_each_token_pair_has_a_bigram_row(fast_export):
-    """Refuse to resize the vocabulary, because the row of a pair depends on its size."""
+    """Refuse to resize the vocabulary, because its size determines the row of each pair."""
     _, exported, _ = fast_export
     with pytest.raises(ValueError, match="bigram"):
         exported.resize_token_embeddings(130)
@@ -642,7 +643,7 @@ def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
 
 
 def test_an_import_with_gpt2s_vocabulary_gets_gpt2s_tokenizer(tmp_path):
-    """Choose it for a model of 50,257 tokens."""
+    """Choose it for a vocabulary of 50,257 tokens."""
     random_gpt2(tmp_path / "hf", vocab_size=50257, n_embd=8, n_layer=1)
     state = load_pretrained(str(tmp_path / "hf"))
     assert state["model_config"]["vocab_size"] == state["vocab"] == 50257
@@ -682,7 +683,8 @@ def test_refuses_weights_that_do_not_fit_their_config(config, word, tmp_path):
 
 def test_refuses_to_export_a_fast_checkpoint_with_unknown_tensors(tmp_path):
     """
-    Refuse a checkpoint of a changed model_fast.py, because the export would carry this one's code.
+    Refuse a checkpoint of a changed model_fast.py, because the export would contain the unchanged
+    code.
     """
     state = torch.load(save(random_fast(), tmp_path / "x.pt", 100), weights_only=True)
     state["model"]["lm_head.scale"] = torch.ones(())
@@ -738,7 +740,7 @@ def write_meta(folder: Path, **changes) -> None:
 
 def test_imports_a_nanogpt_checkpoint_except_for_its_exact_gelu(tmp_path):
     """
-    Say that results differ by up to 1e-3. With the exact GELU in place, the logits are the same.
+    Say that logits differ by up to 1e-3. With the exact GELU in place, the logits are the same.
     """
     reference = nanogpt_checkpoint(tmp_path / "ckpt.pt")
     assert "up to 1e-3" in convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "out")
@@ -764,7 +766,7 @@ def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
 
 
 def test_imports_nanogpts_characters_without_running_code(tmp_path, monkeypatch):
-    """Read meta.pkl beside the dataset, and refuse one whose pickle would run code."""
+    """Read meta.pkl in the dataset's folder, and refuse one whose pickle would run code."""
     monkeypatch.chdir(tmp_path)
     nanogpt_checkpoint(Path("ckpt.pt"))
     write_meta(Path("data/shakespeare"))

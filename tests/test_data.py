@@ -54,7 +54,8 @@ TINY = TINY_RUN | dict(
 
 def shard(tokens, *numbers: int) -> bytes:
     """
-    Return a shard file in llm.c's format, with `numbers` at its head instead of the right ones.
+    Return a shard file in llm.c's format. `numbers`, if given, replace the correct ones at the
+    start of its header.
     """
     ids = np.asarray(tokens, dtype="<u2")
     head = np.zeros(256, "<i4")
@@ -153,7 +154,7 @@ def test_evaluation_reads_the_same_tokens_at_any_batch_size_and_number_of_ranks(
 
 @pytest.mark.parametrize("device, non_blocking", [("cuda", True), ("mps", False), ("cpu", False)])
 def test_only_cuda_copies_a_batch_without_waiting(device, non_blocking):
-    """Wait on MPS, where the copy would read memory that is freed already: silently wrong data."""
+    """Wait on MPS, where the copy could read memory that is already freed: silently wrong data."""
     block = mock.MagicMock()
     to_batch(block, torch.device(device))
     block.to.assert_called_once_with(torch.device(device), non_blocking=non_blocking)
@@ -309,8 +310,8 @@ BAD_FILES = {
 
 def test_refuses_int32_tokens_even_if_a_space_may_follow_each_word(tmp_path):
     """
-    Refuse a train.bin in which every second uint16 is 0, although correct uint16 tokens may also be
-    a space every second time.
+    Refuse a train.bin in which every second uint16 is 0, although every second one of correct
+    tokens may be 0 too: the space between words.
     """
     meta = pickle.dumps(dict(vocab_size=5, itos=WORDS))
     ids = np.tile(WORD_IDS, 9)
@@ -359,7 +360,7 @@ def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_p
 
 @pytest.mark.parametrize("counted, expected", [((900, 500), 2.0), ((0, 140), 0.2)])
 def test_bytes_per_token_are_counted_on_the_validation_split(counted, expected, tmp_path):
-    """Add up its shards, of which one may contain no end of a text."""
+    """Add up its shards, of which one counts 0 bytes if no document begins in it."""
     folder = write_tokens(tmp_path / "d", train=[1000], val=[300, 400])
     manifest = json.loads((folder / "manifest.json").read_text())
     for i, shard in enumerate(manifest["shards"][:2]):
@@ -418,8 +419,8 @@ runpy.run_path("train.py", run_name="__main__")
 
 def test_exits_with_the_right_code_while_the_reader_thread_is_busy(tokens, tmp_path):
     """
-    Avoid the SIGABRT that comes if Python shuts down under a thread inside torch's C++, which calls
-    terminate().
+    Avoid the SIGABRT that comes if Python shuts down while a thread is inside torch's C++, which
+    then calls terminate().
     """
     process = start("-c", BUSY, *flags(**TINY, dataset=tokens, out_dir=tmp_path), WHOLE_END="1")
     assert finish(process).code == 7

@@ -1,5 +1,5 @@
 """
-What only a CUDA device can show: the kernels of a real model, no waiting inside an iteration,
+Check what only a CUDA device can show: the kernels of a real model, no waiting inside an iteration,
 bit-exact resumes, every dtype. The largest test takes 7 GiB of the GPU's memory.
 
 The first two tests also run on a CPU, on tiny models, so that they cannot rot.
@@ -45,7 +45,7 @@ MODELS = [
 
 @pytest.fixture(autouse=True)
 def free_gpu_memory():
-    """Free the memory of compiled code, which keeps its model, and of tensors that are gone."""
+    """Free the memory of deleted tensors, and of compiled code, which keeps its model alive."""
     yield
     torch.compiler.reset()
     gc.collect()
@@ -54,8 +54,8 @@ def free_gpu_memory():
 
 def compiled(model: torch.nn.Module, device: str) -> torch.nn.Module:
     """
-    Compile the model as train.py does. On a CPU it is only traced, which takes less time, into the
-    small steps that would be compiled: torch's own norms sum bfloat16 in bfloat16 there.
+    Compile the model as train.py does. On a CPU, only trace and decompose it, which takes less
+    time; torch's undecomposed norms would sum bfloat16 in bfloat16 there.
     """
     traced = "aot_eager_decomp_partition"
     compile_model(model, backend=traced if device == "cpu" else "inductor")
@@ -70,8 +70,8 @@ def random_batch(device: str, batch_size: int, model: GPTConfig) -> tuple:
 
 def random_model(device: str, c: Config, vocab: int) -> torch.nn.Module:
     """
-    Return a model in which every weight has a gradient. Behind the fast model's matrices of zeros
-    there would be none.
+    Return a model with random numbers in the matrices that start as zeros, behind which no weight
+    would have a gradient.
     """
     torch.manual_seed(0)
     model = build_model(model_config(c, vocab, flash=True, compiled=True)).to(device)
@@ -129,7 +129,8 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     device, batch_size, vocab, flags, world_of_one, record_property
 ):
     """
-    Train three iterations of two micro-batches, without and with DDP around the compiled model.
+    Train three iterations of two micro-batches, without and with DDP around the compiled model. DDP
+    takes little more memory than a second set of gradients.
     """
     batch_size = 2  # the optimizer also takes memory
     c = load_config([*flags, f"--batch_size={batch_size}"])
@@ -203,7 +204,7 @@ def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, dataset, tmp
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
 def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path):
-    """Let CUDA itself raise an error at any synchronisation inside train_step."""
+    """Let CUDA raise an error at any synchronisation inside train_step, from the third call on."""
     original = train.train_step
     calls = iter(range(100))
 
@@ -234,8 +235,8 @@ def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype_follows_the_same_losses(dtype, recipe, dataset, tmp_path):
     """
-    Keep losses of about 4 within 2% of float32's. bfloat16 keeps 8 bits; float16 may be 10% off,
-    because it skips its first updates while it finds a scale.
+    End at a val loss within 2% of that of float32 without TF32. In float16 it may be 10% off,
+    because the first updates are skipped until the loss scale is low enough.
     """
     options = dict(max_iters=50, eval_interval=50, n_embd=64, log_interval=50) | recipe
     run_here(dataset, tmp_path / "exact", device="cuda", dtype="float32", tf32=False, **options)
@@ -245,7 +246,7 @@ def test_every_dtype_follows_the_same_losses(dtype, recipe, dataset, tmp_path):
 
 
 @gpu
-def test_step_time_memory_and_mfu_are_reported(dataset, tmp_path):
+def test_mfu_and_memory_are_reported(dataset, tmp_path):
     run_here(dataset, tmp_path, device="cuda", dtype="bfloat16", n_embd=64, peak_tflops=100)
     step = records(tmp_path, "step")[-1]
     assert step["mfu"] > 0 and 0 < step["mem_gib"] < 10
@@ -280,7 +281,7 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
 
 
 def reserved_bytes(config: Config) -> int:
-    """Return the most that torch's allocator holds in some iterations."""
+    """Return the most bytes that torch's allocator holds in four iterations."""
     trainee = TrainingSetup(config)
     for _ in range(4):
         trainee.step()

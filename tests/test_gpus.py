@@ -251,8 +251,8 @@ SLOW_SHAPES += [
 )
 def test_plan_estimates_the_tensors_alive_in_an_iteration(changes):
     """
-    Estimate them, the same on every machine, within 1% for eager code and within 10% for compiled
-    code, in which the fused operations vary.
+    Estimate the most bytes that they take within 1% for eager code, and within 10% for compiled
+    code, whose fused operations vary.
     """
     t = TrainingSetup(**changes)
     modelled = tensor_bytes(t.config, t.model.config, t.hw.dtype_name, 4)
@@ -261,7 +261,7 @@ def test_plan_estimates_the_tensors_alive_in_an_iteration(changes):
 
 def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
     """
-    Return the bytes that autograd saves of a model 256 wide for 4 x 256 tokens, without its
+    Return the bytes that autograd saves in a model of width 256 for 4 x 256 tokens, without the
     parameters, and the model's config.
     """
     t = TrainingSetup(**keys, n_embd=256, tie_weights=False, loss_chunk="off")
@@ -295,7 +295,7 @@ def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
 )
 def test_plan_estimates_what_autograd_saves_for_a_block(model, dtype, compiled):
     """
-    Compare with half of what four layers save more than two, less autocast's copies of the
+    Compare with half the difference between four layers and two, without autocast's copies of the
     matrices. The compiler decides what to save in the same way for a GPU.
     """
     keys = dict(model=model, dtype=dtype, compiled=compiled)

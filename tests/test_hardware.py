@@ -100,8 +100,8 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("config, flag", COUNTS)
-def test_counts_the_flops_of_both_124m_models_as_by_hand(config, flag):
-    """Count 6 N + 12 L H Q T FLOPs per token, and none for lookup tables."""
+def test_counts_the_flops_of_both_124m_models(config, flag):
+    """Count the PaLM paper's 6 N + 12 L H Q T FLOPs per token, and none for lookup tables."""
     c = load_config([f"{ROOT}/config/{config}.py", flag])
     assert count_flops(model_config(c, 50257, flash=True, compiled=True)) == COUNTS[config, flag]
 
@@ -122,7 +122,7 @@ def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
 
 
 def test_reports_the_most_gpu_memory_that_was_in_use(monkeypatch):
-    """Report GiB, as cards are sold, and not what is in use at the end."""
+    """Report the peak of allocated memory in GiB, not the memory reserved or in use at the end."""
     for name, gib in dict(memory_allocated=1, max_memory_allocated=3, memory_reserved=5).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, gib=gib: gib * 2**30)
     assert Hardware(torch.device("cuda"), BF16, "a card", None, None).peak_memory_gib() == 3
@@ -167,8 +167,8 @@ def test_takes_the_fastest_measurement_as_peak_and_keeps_it_on_a_resume(monkeypa
 
 def test_a_resume_in_another_dtype_or_on_another_machine_measures_the_peak_again(monkeypatch):
     """
-    Use the saved peak only with the same device and dtype; otherwise MFU would be off several
-    times.
+    Use the saved peak only with the same device and dtype; otherwise MFU could be several times
+    too high or too low.
     """
     monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 0.5)
     saved = dict(device="test", dtype="bfloat16", tflops=4.0)
@@ -191,7 +191,7 @@ def test_warns_once_if_training_is_faster_than_the_measured_peak(capsys):
 
 
 def test_names_a_cpu_by_its_model(monkeypatch):
-    """Read the model from /proc/cpuinfo, or fall back on the architecture, as on an ARM."""
+    """Read the model from /proc/cpuinfo, or fall back to the architecture, as on an ARM CPU."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(Path, "read_text", lambda _: "model\t: 85\nmodel name\t: AMD EPYC 9554\n")
     assert hardware.set_up(Config(device="cpu", dtype="float32")).name == "AMD EPYC 9554"
@@ -213,10 +213,10 @@ def test_names_a_cpu_by_its_model(monkeypatch):
         (148_600, 312, 50304, True, 0.379),
     ],
 )
-def test_computes_mfu_by_each_dtypes_own_peak(tok_per_sec, peak, vocab_size, tie, mfu):
+def test_computes_an_a100s_mfu_from_its_speed_and_peak(tok_per_sec, peak, vocab_size, tie, mfu):
     """
-    Compute the MFU of an A100's speeds in several dtypes, at 798 MFLOP per token: 124M * 6 + 12 *
-    12 * 768 * 512 with context 512, tied or not.
+    Divide by the peak in float32, TF32 or bfloat16. A token costs about 798 MFLOP with a context of
+    512, tied or not: 6 * 124M + 12 * 12 * 768 * 512.
     """
     flops = count_flops(
         GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True)
@@ -240,9 +240,8 @@ WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 @pytest.fixture
 def card(monkeypatch):
     """
-    Return card(name, sm_count, capability, count), which imitates a machine with such GPUs and
-    returns the shares of its memory that torch is limited to. Arguments have the types that torch
-    insists on.
+    Return card(), which imitates a machine with such GPUs and returns a list that collects the
+    memory limits set on them, as fractions. If `error` is given, allocating GPU memory raises it.
     """
     empty = torch.empty
 
@@ -324,7 +323,7 @@ def test_an_integrated_amd_gpu_may_use_all_memory_that_it_reports(card, monkeypa
 
 def test_a_driver_without_virtual_memory_calls_gives_one_line_with_what_to_type(card):
     """
-    Name the allocator setting to change, as on a vGPU, for torch 2.13's words on CUDA error 801.
+    Name the allocator setting to change if torch reports an unsupported operation, as on a vGPU.
     """
     card("NVIDIA A40-48Q", 84, error=RuntimeError("CUDA driver error: operation not supported\n"))
     with pytest.raises(UserError) as caught:
@@ -335,7 +334,7 @@ def test_a_driver_without_virtual_memory_calls_gives_one_line_with_what_to_type(
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("x")])
-def test_passes_other_errors_of_the_first_allocation_on_unchanged(error, card):
+def test_leaves_other_errors_of_the_first_allocation_unchanged(error, card):
     """Raise an out-of-memory or any other error as torch raised it."""
     card(error=error)
     with pytest.raises(type(error), match=str(error)):
@@ -350,9 +349,10 @@ def test_a_colab_t4_trains_in_float16_without_a_memory_limit(card):
     assert (found.dtype, found.peak_tflops) == (FP16, 65)
 
 
-def test_measures_the_peak_on_random_numbers_and_restores_the_random_state(monkeypatch):
+def test_measures_the_peak_on_random_numbers_without_changing_the_random_state(monkeypatch):
     """
-    Multiply random matrices, because ones take less power and a GPU short of it would seem fast.
+    Multiply random matrices, because ones need less power, so a GPU that lacks power would look
+    fast.
     """
     seen = []
     multiply = torch.mm
@@ -406,8 +406,10 @@ def test_refuses_a_gpu_that_torch_has_no_code_for(capability, arches, runs, card
 
 
 @pytest.mark.parametrize("local_rank, gpus, number", [(0, 2, 0), (1, 2, 1), (3, 1, 0)])
-def test_a_rank_that_sees_only_one_gpu_uses_it(local_rank, gpus, number, card):
-    """Use cuda:0 on every rank if each sees a GPU of its own, as under SLURM."""
+def test_each_rank_uses_the_gpu_of_its_local_rank_or_the_only_one_it_sees(
+    local_rank, gpus, number, card
+):
+    """Use cuda:0 on a rank that sees only its own GPU, as under SLURM."""
     card(count=gpus)
     found = hardware.set_up(Config(device="cuda", dtype="float32"), local_rank)
     assert found.device == torch.device("cuda", number)
@@ -415,9 +417,7 @@ def test_a_rank_that_sees_only_one_gpu_uses_it(local_rank, gpus, number, card):
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """
-    Return cpu(amx, avx512_bf16, name), which imitates a machine with such a CPU and without a GPU.
-    """
+    """Return cpu(amx, avx512_bf16, name), which imitates a machine with such a CPU."""
     read_text = Path.read_text
 
     def make(amx: bool, avx512_bf16: bool, name: str = "") -> None:
@@ -484,7 +484,7 @@ def test_picks_the_fastest_device_unless_one_is_named(
 
 
 def test_a_mac_trains_in_float32_without_compiling(cpu, monkeypatch):
-    """Train on MPS in float32, even with compile=True."""
+    """Choose float32 on MPS, and do not compile even with compile=True."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     found = hardware.set_up(Config(compile=True))
@@ -536,7 +536,7 @@ CUDA_BUILD = "pip install torch=="
 )
 def test_tells_a_missing_driver_from_a_torch_without_cuda(platform, build, hint, monkeypatch):
     """
-    Suggest nvidia-smi, or print the command that installs a CUDA build alone on the last line.
+    Suggest nvidia-smi, or end with the command that installs a CUDA build, on a line of its own.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
@@ -550,8 +550,8 @@ def test_tells_a_missing_driver_from_a_torch_without_cuda(platform, build, hint,
 @pytest.fixture
 def driver(monkeypatch):
     """
-    Return driver(version), which imitates an NVIDIA driver for this CUDA, such as 12080, or no
-    driver if it is None.
+    Return driver(version), which imitates an NVIDIA driver for a CUDA version, such as 12080 for
+    12.8, or no driver for None. torch, as if built for CUDA 13, then sees no GPU.
     """
 
     def make(version: int | None) -> None:
@@ -693,7 +693,7 @@ def test_out_of_memory_suggests_a_smaller_batch_with_as_many_tokens(asked, small
 
 @contextlib.contextmanager
 def memory_for(rows: int, error: Exception):
-    """Raise an error for each micro-batch of more sequences than this."""
+    """Raise `error` in the forward pass of each micro-batch of more than `rows` sequences."""
 
     def before_forward(module, arguments):
         idx = arguments[0] if arguments else None
@@ -748,8 +748,8 @@ def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(error, asked
     assert column(out_dir, "end", "tokens") == [192]
 
 
-def test_out_of_memory_on_a_resume_counts_with_the_checkpoints_context(tokens, tmp_path):
-    """Suggest sizes for the checkpoint's block_size, with which 192 tokens are twelve sequences."""
+def test_out_of_memory_advice_on_a_resume_uses_the_checkpoints_block_size(tokens, tmp_path):
+    """Suggest sizes for the saved block_size of 16, at which 192 tokens are twelve sequences."""
     train(**TINY, dataset=tokens, out_dir=tmp_path)
     keys = TINY | dict(batch_size=12, tokens_per_iter=192, max_iters=3, init_from="resume")
     del keys["block_size"]
@@ -797,7 +797,7 @@ def fresh_linux(monkeypatch):
 
 
 def set_environment() -> dict:
-    """Run hardware.py as on its first import, and return its names."""
+    """Run hardware.py as on its first import, and return its globals."""
     return runpy.run_path(hardware.__file__)
 
 
@@ -828,8 +828,8 @@ def test_turns_off_a_compiler_optimization_that_loses_gradients(
     version, switch, fresh_linux, monkeypatch
 ):
     """
-    Set the switch from torch 2.10 to 2.14 unless the user has set it. 2.15.0 is the first release
-    that fixes pytorch #193061; the releases were read one by one.
+    Set TORCHINDUCTOR_MIX_ORDER_REDUCTION to 0 for torch 2.10 to 2.14, unless the user has set it.
+    2.15.0 is the first release in whose source pytorch #193061 is fixed.
     """
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     set_environment()
@@ -863,7 +863,10 @@ def test_caches_compiled_code_in_the_home_folder_if_it_is_usable(home, fresh_lin
 
 
 def test_leaves_the_allocator_alone_on_wsl(fresh_linux, monkeypatch):
-    """Set no variable on WSL, whose driver crashes with expandable segments (pytorch #192330)."""
+    """
+    Set no variable of the allocator, because the driver for WSL may crash with expandable segments
+    (pytorch #192330).
+    """
     monkeypatch.setattr(platform, "release", lambda: "5.15.0-microsoft-standard-WSL2")
     set_environment()
     assert not any(name in os.environ for name in ALLOCATOR_NAMES)
@@ -895,8 +898,8 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(
     assert seen == pytest.approx(limits)
 
 
-def test_finds_every_gpu_in_the_table_by_its_own_name():
-    """Skip laptop GPUs, whose names in torch do not tell their peak."""
+def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
+    """Skip the names of laptop GPUs, because their peaks depend on the power limit."""
     for row in read_gpu_table():
         for alias in row["name"].split("|"):
             if "Laptop" in alias:

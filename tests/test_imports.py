@@ -1,6 +1,6 @@
 """
-Check which module may import which, what a start must not load, that every script starts, and that
-the files which comments name exist.
+Check which module may import which, which modules a script must not load, that every script starts,
+and that the files which comments name exist.
 """
 
 import ast
@@ -113,7 +113,8 @@ REACH = {  # modules that somebody starts -> what they must not load
 @pytest.mark.parametrize("modules", REACH)
 def test_scripts_start_without_loading_what_they_do_not_need(modules):
     """
-    Start train.py without optional packages, and compare.py and the data preparation without torch.
+    Load train.py without optional packages, reports or other scripts, and compare.py and the data
+    preparation without torch.
     """
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     has_torch = "torch" not in REACH[modules]
@@ -122,10 +123,10 @@ def test_scripts_start_without_loading_what_they_do_not_need(modules):
     assert not REACH[modules] & {*loaded.out.split()}
 
 
-def test_every_script_prints_its_help_in_a_fresh_process():
+def test_every_script_imports_all_it_needs_to_print_its_help():
     """
-    Import nothing of this project beforehand; most tests fork their processes, which would hide a
-    missing import.
+    Start each script where only torch has been imported. Most tests fork a process that has already
+    imported this project, which would hide a missing import.
     """
     scripts = ["train", "sample", "compare", "convert", "bench", "configurator"]
     scripts += ["data/prepare_text", "data/prepare_fineweb"]
@@ -144,7 +145,7 @@ ELSEWHERE |= {"x.py", "X.py", "nightshift_X.py", "CONFIG.py", "SCRIPT.py"}
 
 
 def project_files(folder: Path = ROOT) -> Iterator[Path]:
-    """Yield the files of a checkout or an unpacked archive, without what .gitignore names."""
+    """Yield the project's files, without datasets, runs' outputs and hidden folders."""
     for path in folder.iterdir():
         if path.is_file():
             yield path

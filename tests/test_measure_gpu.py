@@ -45,7 +45,7 @@ def says(code: str) -> list[str]:
 @pytest.mark.slow
 def test_continues_after_a_row_that_fails_hangs_or_cannot_start(measured):
     """
-    Record how each row ended, and keep what a hanging one has printed: which tests have passed.
+    Record how each row ended, and keep what a hanging one had printed, such as which tests passed.
     """
     hangs = says("import time; print('passed'); time.sleep(100)")
     rows = {"hangs": (2, hangs), "missing": (9, ["no-such-program"])}
@@ -135,7 +135,7 @@ def test_records_clocks_power_and_memory_beside_each_row(measured, tmp_path, mon
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups are POSIX")
 def test_ending_a_row_also_ends_its_workers(measured):
-    """Kill a test's worker too, which would keep up to 10 GiB of the GPU from the next row."""
+    """Kill the processes of a hanging test too, whose GPU memory the next row needs."""
     sleep = "import time; time.sleep(100)"
     start = f"print(subprocess.Popen([sys.executable, '-c', '{sleep}']).pid, flush=True)"
     _, found = measured({"row": (3, says(f"import subprocess, sys; {start}; {sleep}"))})
@@ -157,7 +157,7 @@ def test_says_so_if_torch_sees_no_gpu(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypatch, capsys):
-    """Run the real rows, each with a command that this project has."""
+    """Run the real rows on a CPU with tiny models. All commands but nvidia-smi must succeed."""
     monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
     assert measure_gpu.main(["--dry_run", "--minutes=30"]) == 0, capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")

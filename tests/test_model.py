@@ -68,7 +68,7 @@ SHAPES = {
     ],
 )
 def test_logits_equal_transformers_gpt2(name, flash):
-    """Give our model the same weights, and run it with fused and with plain attention."""
+    """Compare at equal weights, with fused and with plain attention."""
     shape = SHAPES[name]
     model = perturbed(GPTConfig(**shape, flash=flash))
     idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
@@ -96,8 +96,8 @@ def test_the_four_gpt2_sizes_have_openais_parameter_counts(n_layer, n_head, n_em
 
 def test_the_first_loss_follows_from_gpt2s_initialisation():
     """
-    Start near ln V + 768 * 0.02^2 / 2 = ln V + 0.154, which logits of N(0, 0.02^2) weights over 768
-    normalised channels predict.
+    Start near ln V + 768 * 0.02^2 / 2 = ln V + 0.154, as follows from a head of N(0, 0.02^2)
+    weights on 768 normalised channels.
     """
     torch.manual_seed(1)
     sizes = dict(block_size=128, n_layer=2, vocab_size=4096)
@@ -121,7 +121,7 @@ def test_flash_and_plain_attention_give_equal_losses_and_gradients(bias):
 
 
 def test_no_token_sees_later_tokens():
-    """Keep the logits of 25 tokens when all later ones change."""
+    """Keep the logits of the first 25 tokens when all later tokens change."""
     model = perturbed(GPTConfig(**SMALL))
     idx = tokens(1, 40, SMALL["vocab_size"])
     changed = idx.clone()
@@ -211,10 +211,10 @@ def loss_and_gradients(
     ],
     ids=str,
 )
-def test_a_chunked_loss_and_its_gradients_equal_the_whole_loss(
+def test_chunks_change_neither_the_loss_nor_its_gradients(
     changes, dtype, compiled, scale, tolerance
 ):
-    """Use 7 chunks of 23 tokens for 150, the last one smaller, the first without a target."""
+    """Split 150 tokens into chunks of 23; the last is smaller, and the first has one target."""
     whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in (0, 23))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
@@ -227,10 +227,10 @@ def test_a_chunked_loss_and_its_gradients_equal_the_whole_loss(
 @pytest.mark.parametrize("cap", [None, 15.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 49])
-def test_gradients_made_in_the_forward_pass_equal_autograds(chunk, tied, cap):
+def test_gradients_computed_in_the_forward_pass_equal_autograds(chunk, tied, cap):
     """
-    Compare with autograd in float64, for a loss divided as for two micro-batches and logits up to
-    about 40.
+    Compare with autograd in float64, for logits of up to 130 and a loss divided by two, as for two
+    micro-batches.
     """
     torch.manual_seed(0)
     head = (2 * torch.randn(37, 16, dtype=torch.float64)).requires_grad_()
@@ -262,11 +262,12 @@ def test_gradients_made_in_the_forward_pass_equal_autograds(chunk, tied, cap):
     ],
 )
 @pytest.mark.parametrize("chunk", [0, 30])
-def test_a_term_added_to_the_loss_acts_whether_chunked_or_compiled(
+def test_a_term_added_to_the_loss_counts_even_if_chunked_or_compiled(
     chunk, dtype, backend, tolerance, monkeypatch
 ):
     """
-    Train on half of the cross-entropy and a z-loss, and compare with their formulas in float64.
+    Replace the loss by half the cross-entropy plus a z-loss, and compare it and its gradients with
+    the formulas in float64.
     """
     stock, cap = model_file.loss_sum, 5.0
 
@@ -310,7 +311,7 @@ def test_gradients_of_logits_far_beyond_their_cap_are_finite():
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("cap", [None, 15.0])
 def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk):
-    """Return zeros for a masked window among others, where a NaN would skip the whole update."""
+    """Return zeros, because NaN gradients of one micro-batch would skip the whole update."""
     x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     masked = torch.full((2, 10), -1)
     loss = mean_loss(x, head, masked, chunk, cap)
@@ -345,10 +346,10 @@ def test_the_model_compiles_once_as_a_single_graph(model):
 
 
 @pytest.mark.parametrize("cap", [None, 15.0])
-def test_compiled_chunks_never_hold_the_logits_of_all_chunks(cap):
+def test_the_graph_of_a_chunked_loss_counts_targets_last_and_has_no_scatter(cap):
     """
-    Count targets after the last product: before it, the scheduler would make the logits of all
-    chunks at once. Scatter nothing, which would write and read a softmax in float32.
+    Count targets after the last matmul; if they were counted earlier, the compiler would compute
+    the logits of all chunks at once. A scatter would write and read a softmax in float32.
     """
     steps = []
 
@@ -367,7 +368,8 @@ def test_compiled_chunks_never_hold_the_logits_of_all_chunks(cap):
 @pytest.mark.slow
 def test_the_residual_stream_is_bfloat16_only_if_compiled_under_bfloat16_autocast():
     """
-    Keep it in float32 in eager code, and in float16, which has no room for a sum over all blocks.
+    Keep the stream in float32 in eager code, and under float16 autocast, because a sum over all
+    blocks may exceed float16's range.
     """
     model, found = build_model(GPTConfig(**SMALL | dict(n_layer=1))), []
     model.transformer.h[0].register_forward_pre_hook(lambda _, x: found.append(x[0].dtype))
@@ -483,7 +485,7 @@ def random_model(config: GPTConfig) -> torch.nn.Module:
 )
 @torch.no_grad()
 def test_logits_with_kv_caches_equal_those_without(model, field):
-    """Compute them all at once, or a first part and then token by token."""
+    """Compute the first 1, 7 or all 24 tokens at once, and the others one by one."""
     other = (ANOTHER | ANOTHER_FAST)[field]
     model = random_model(config_from_dict(BASE | dict(model=model) | {field: other}))
     idx = tokens(2, 24, 61)
@@ -501,7 +503,10 @@ OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
 
 
 def test_every_config_field_is_tested_with_another_value():
-    """List each field of both models in one of the tables, with a value that is not its default."""
+    """
+    List every field of both models in ANOTHER, ANOTHER_FAST or OTHERWISE; in the first two, with a
+    value that the tests' base config does not have.
+    """
     assert OTHERWISE.keys() == FREE_ON_RESUME
     assert ANOTHER.keys() == {f.name for f in fields(GPTConfig)} - FREE_ON_RESUME
     of_both = ANOTHER.keys() | ANOTHER_FAST.keys()

@@ -39,8 +39,8 @@ def tokens(B: int, T: int, vocab: int = 64, seed: int = 0) -> torch.Tensor:
 
 def test_rotary_multiplies_channel_pairs_by_complex_numbers():
     """
-    Multiply pair i of the channels at position t by exp(-i t w_i), as RoFormer defines it, with w
-    from 1 to 1/1024 and half of them 0.
+    Multiply channel pair k at position t by exp(-i t w_k), where half of the w_k fall from 1 to
+    1/1024 and the others are 0.
     """
     T, hs = 10, 16
     x = torch.randn(2, T, 3, hs, dtype=torch.float64)
@@ -54,7 +54,7 @@ def test_rotary_multiplies_channel_pairs_by_complex_numbers():
 
 
 def test_rotary_scores_depend_only_on_the_distance():
-    """Give equal queries and keys the same score at each distance between them."""
+    """Give copies of one query and one key the same score wherever they are equally far apart."""
     q, k = (
         torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16),
         torch.randn(1, 1, 1, 16).expand(1, 12, 1, 16),
@@ -184,7 +184,9 @@ def test_the_fast_models_first_loss_is_the_log_of_the_vocabulary_size():
 
 
 def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
-    """Start biases at 0, gains at 1 and projections and head at 0, as train_gpt_simple.py does."""
+    """
+    Start biases, output projections and head at 0, and gains at 1, as train_gpt_simple.py does.
+    """
     torch.manual_seed(0)
     config = replace(SMALL, bias=True, gains=True, n_embd=128, value_tables=0, bigram_rows=0)
     for name, p in FastGPT(config).named_parameters():
@@ -232,7 +234,7 @@ def test_token_pairs_are_spread_evenly_over_the_bigram_rows(vocab, rows):
 
 
 @pytest.mark.parametrize("T", [1, 7, 24])
-def test_logits_do_not_depend_on_later_tokens_at_any_length(T):
+def test_the_fast_models_logits_do_not_depend_on_later_tokens(T):
     """Compute the same logits for the first 1, 7 or 24 tokens as for the whole text."""
     model = perturbed()
     torch.testing.assert_close(
@@ -285,8 +287,8 @@ RUN = TINY_RUN | dict(
     [dict(model="fast", learning_rate=1e-2), dict(optimizer="muon", learning_rate=1e-2)],
     ids=["fast", "muon"],
 )
-def test_adamw_trains_the_fast_model_and_muon_gpt2(mixed, tmp_path):
-    """Lower the val loss by more than 0.2 in 30 iterations with either unusual pair."""
+def test_adamw_can_train_the_fast_model_and_muon_can_train_gpt2(mixed, tmp_path):
+    """Lower the val loss by more than 0.2 in 30 iterations with either combination."""
     data = write_tokens(tmp_path / "tokens", [1500], [300])
     train(**RUN | mixed, dataset=data, out_dir=tmp_path / "run")
     first, last = column(tmp_path / "run", "eval", "val_loss")
@@ -294,7 +296,7 @@ def test_adamw_trains_the_fast_model_and_muon_gpt2(mixed, tmp_path):
 
 
 def test_a_run_can_start_from_a_checkpoint_with_a_longer_context(tmp_path):
-    """Load the same weights with block_size=8, and begin near the val loss at which they ended."""
+    """Load weights with block_size=8 instead of 16, and begin near the checkpoint's val loss."""
     fast = RUN | dict(model="fast", max_iters=2, dataset=write_tokens(tmp_path / "t", [900], [300]))
     train(**fast, out_dir=tmp_path / "long")
     train(**fast | dict(block_size=8), init_from=tmp_path / "long", out_dir=tmp_path / "short")
@@ -305,8 +307,11 @@ def test_a_run_can_start_from_a_checkpoint_with_a_longer_context(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_code_looks_up_its_sines():
-    """Compute no sine in the graph, where each layer would compute it in both passes."""
+def test_the_compiled_fast_model_looks_up_its_rotary_sines():
+    """
+    Leave no sine in the compiled graph, where each layer would compute it in both passes. Logits
+    and the names in a checkpoint stay the same.
+    """
     torch.compiler.reset()  # after many graphs of other tests torch would split this one
     model, idx = perturbed(), tokens(2, 24)
     expected, graphs = model(idx), []
@@ -332,8 +337,11 @@ def test_compiled_code_looks_up_its_sines():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_fast_models_residual_stream_is_bfloat16_but_never_float16(dtype):
-    """Keep it in float32 under float16 autocast: float16 has no room for a sum over all blocks."""
+def test_the_fast_models_residual_stream_is_bfloat16_under_bfloat16_but_never_float16(dtype):
+    """
+    Keep the stream in float32 under float16 autocast, because a sum over all blocks may overflow
+    float16.
+    """
     with torch.autocast("cpu", dtype):
         stream = FastGPT(SMALL).hidden(tokens(2, 8))
     assert stream.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)

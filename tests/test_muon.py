@@ -119,10 +119,9 @@ def test_newton_schulz_in_half_precision_stays_close_to_float64(dtype, tolerance
     assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()
 
 
-def test_matrices_move_as_with_torchs_muon_but_with_equal_neurons():
+def test_matrices_move_as_with_torchs_muon_except_that_neurons_are_normalized():
     """
-    Compare the first update with torch.optim.Muon, whose neurons are normalized here as NorMuon
-    does it.
+    Compare the first update with torch.optim.Muon's, after normalizing its neurons as NorMuon does.
     """
     torch.manual_seed(0)
     shapes = [(24, 24), (16, 64), (64, 16), (16, 64), (24, 24)]
@@ -228,7 +227,7 @@ def operators(step: Callable[[], None]) -> int:
     return sum(parent is None or not parent.name.startswith("aten::") for parent in parents)
 
 
-def test_a_step_starts_a_fifth_of_the_kernels_of_torchs_muon():
+def test_a_step_starts_fewer_than_a_fifth_of_the_kernels_of_torchs_muon():
     """Update all matrices of one shape together, here in 12 layers."""
     model = FastGPT(replace(SMALL, n_layer=12, bias=False))
     give_gradients(model, 0)
@@ -254,8 +253,8 @@ def test_q_k_and_v_are_orthogonalized_as_three_matrices():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_all_other_weights_move_as_with_torchs_adamw(plain):
-    """Decay biases and gains too, but only with plain_muon."""
+def test_all_weights_but_the_blocks_matrices_move_as_with_torchs_adamw(plain):
+    """Apply weight decay to biases and gains only with plain_muon."""
     model = fast_model(gains=plain, value_tables=1, bigram_rows=50)
     twin = copy.deepcopy(model)
     ours = build_optimizer(model, torch.float32, plain=plain)

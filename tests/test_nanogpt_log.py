@@ -50,9 +50,10 @@ both_intervals = pytest.mark.parametrize(
 
 
 @both_intervals
-def test_the_hours_of_a_nanogpt_log_include_every_evaluation(log, evals, tmp_path):
+def test_the_hours_of_a_nanogpt_log_include_every_evaluation_after_the_first(log, evals, tmp_path):
     """
     Count the time of an evaluation even if log_interval skips the iteration at which it was made.
+    The evaluation at iteration 0 counts as startup.
     """
     last = 8 * evals - 100
     seen = read(tmp_path, launch(log, last, evals))
@@ -92,11 +93,12 @@ def test_compile_time_is_not_read_as_an_evaluation_if_a_log_holds_a_resume(log, 
     assert seen.eval["seconds"].sum() == pytest.approx(10 * PAUSE_MS / 1000)
 
 
-def test_compile_time_is_not_read_as_an_evaluation_if_a_run_resumes_after_a_logs_last_line(
+def test_compile_time_is_not_read_as_an_evaluation_if_a_resume_repeats_the_last_evaluation(
     tmp_path,
 ):
     """
-    Read a log in which nanoGPT was killed right after an evaluation and, resumed, evaluates again.
+    Read a log in which nanoGPT is killed right after an evaluation, and evaluates again when it is
+    resumed.
     """
     before = launch(1, 1000).partition("saving checkpoint to out\niter 1000:")[0]
     seen = read(tmp_path, f"{before}\n{launch(1, 1200, start=1000)}")
@@ -106,7 +108,10 @@ def test_compile_time_is_not_read_as_an_evaluation_if_a_run_resumes_after_a_logs
 # 3,500 is the first iteration that 7 and 500 share; all of 1,000's have an evaluation in them
 @pytest.mark.parametrize("log, time", [(7, hours(3000, 0)), (1000, None)])
 def test_warns_if_a_log_does_not_show_how_long_evaluations_take(log, time, tmp_path):
-    """Report no total time when every logged iteration holds an evaluation or none does."""
+    """
+    Print n/a for the time of evaluations and checkpoints when every logged iteration includes an
+    evaluation or none does.
+    """
     path = tmp_path / "nanogpt.log"
     seen = read(tmp_path, launch(log, 3000))
     (warning,) = seen.warnings
@@ -151,7 +156,7 @@ def test_a_csv_reads_as_the_log_it_was_made_from(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "", "# dataset = 'x'\niter,loss\n5,,,,,\n"])
-def test_compare_refuses_a_csv_without_iterations_in_one_line(text, tmp_path):
+def test_compare_refuses_a_csv_without_any_iteration_or_evaluation(text, tmp_path):
     (tmp_path / "x.csv").write_text(text)
     result = run("compare.py", tmp_path / "x.csv")
     assert result.code == 2 and "no iteration and no evaluation" in result.err
@@ -222,9 +227,10 @@ def test_compares_a_run_with_a_public_one_at_the_evaluations_they_share(tmp_path
     ],
 )
 @pytest.mark.parametrize("begin", [0, 700])
-def test_a_log_is_read_if_launchers_or_terminals_add_prefixes_to_its_lines(wrap, begin, tmp_path):
+def test_a_log_is_read_if_launchers_or_terminals_add_text_to_its_lines(wrap, begin, tmp_path):
     """
-    Read prefixes that begin with the first line or, after a restart under another launcher, later.
+    Read a log whose lines have such text from the first one on or, as after a restart under another
+    launcher, only from a later one on.
     """
     lines = launch(10, 2000).splitlines()
     plain = read(tmp_path, "\n".join(lines))
@@ -238,7 +244,7 @@ def test_a_log_is_read_if_launchers_or_terminals_add_prefixes_to_its_lines(wrap,
 
 
 def test_settings_are_read_if_each_line_has_a_launchers_prefix(tmp_path):
-    """Recognize the prefix of printed settings by the log lines, which carry the same one."""
+    """Recognize the prefix of the settings by the iteration lines, which have the same one."""
     text = "batch_size = 12\nOverriding: n_layer = 3\n" + launch(10, 2000)
     seen = read(tmp_path, "".join(f"[default0]:{line}\n" for line in text.splitlines()))
     assert (seen.config["batch_size"], seen.config["n_layer"]) == (12, 3)

@@ -39,7 +39,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_link_on_a_page_leads_to_a_file_and_heading_that_exist(page):
+def test_every_relative_link_on_a_page_leads_to_a_file_and_heading_that_exist(page):
     links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", read(page))]
     here = [(page.parent / file if file else page, anchor) for file, _, anchor in links]
     lost = [
@@ -80,19 +80,20 @@ def test_finds_the_commands_in_the_readme():
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
-def test_every_project_file_named_on_a_page_exists(page):
+def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
+    """Leave out config/ and data/, in which the pages' commands also make new files."""
     name = r"\b(?:common|dev|reports|results|tests|training|docs)/[\w/]+\.(?:py|md|csv|json|png)\b"
     named = {*re.findall(name, read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 
-def test_the_index_links_every_page():
+def test_the_docs_index_links_every_page_outside_results():
     index = ROOT / "docs" / "README.md"
     links = re.findall(r"\]\(([^)#]+)\)", read(index))
     assert {*GUIDES} - {index} <= {(index.parent / link).resolve() for link in links}
 
 
-def test_the_results_page_names_every_data_file_and_every_entry_of_rows_json():
+def test_the_results_page_names_every_json_and_png_file_and_every_entry_of_rows_json():
     results = ROOT / "results"
     files = {path.relative_to(results).as_posix() for path in results.rglob("*.[jp][sn]*")}
     entries = {*json.loads(read(results / "rows.json"))}
@@ -132,7 +133,7 @@ def constraint(package: str) -> Requirement:
     return one
 
 
-def test_every_install_command_pins_the_tested_torch_except_on_windows():
+def test_every_torch_pin_is_the_tested_version_and_constraints_txt_has_none_for_windows():
     """
     Leave torch unpinned on Windows, where pip would replace a build with CUDA by PyPI's, which has
     none.
@@ -146,13 +147,14 @@ def test_every_install_command_pins_the_tested_torch_except_on_windows():
     assert len(versions) >= 4 and {*versions} == {tested.version}
 
 
-def test_a_block_pasted_into_powershell_meets_no_question():
-    """Use -Force, or PowerShell would take the next pasted line as its answer, which means no."""
+def test_the_install_pages_powershell_block_asks_no_question():
+    """Use -Force, or PowerShell would ask, and read the next pasted line as the answer no."""
     (policy,) = re.findall("^Set-ExecutionPolicy .*$", read("docs/install.md"), re.MULTILINE)
     assert policy.endswith(" -Force")
 
 
-def test_readme_contributing_install_page_and_ci_run_the_same_test_command():
+def test_readme_contributing_install_page_and_ci_give_the_same_test_command():
+    """Check also that the scripts in the issue form for measurements exist."""
     (command,) = re.findall("^pytest .*$", read(README), re.MULTILINE)
     assert command in read(".ci/run") and command in read("CONTRIBUTING.md")
     assert f"\nuv run --extra dev {command}\n" in read("docs/install.md")
@@ -222,7 +224,7 @@ def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, mo
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for clusters")
-def test_the_slurm_script_starts_one_torchrun_per_machine_at_a_port_of_its_job(tmp_path):
+def test_the_slurm_script_starts_one_torchrun_per_machine_with_a_port_from_its_job_id(tmp_path):
     """
     Run it with stand-ins for Slurm's commands: srun starts its command once for each of two
     machines.
@@ -263,8 +265,8 @@ def written(tokens: int, is_bytes: bool, path: Path):
 @pytest.mark.parametrize("sizes", ROWS)
 def test_the_own_text_page_shows_the_epochs_and_dropout_of_written_configs(sizes, tmp_path):
     """
-    Compare the page with the config that data/prepare_text.py writes, for bytes and for tokens. A
-    large text has its number of trained tokens instead of epochs.
+    Compare the page with the config that data/prepare_text.py writes, for bytes and for tokens. For
+    a large text, the page shows the number of trained tokens instead of epochs.
     """
     figures = []
     for is_bytes in (True, False):

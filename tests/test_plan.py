@@ -128,8 +128,8 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("words, figures", FIGURES.values(), ids=FIGURES)
-def test_each_figure_of_a_plan_equals_the_one_computed_by_hand(words, figures):
-    """Compare to four digits."""
+def test_figures_of_a_plan_equal_those_computed_by_hand(words, figures):
+    """Allow a relative difference of 0.05%."""
     p = plan(*words)
     for name, value in figures.items():
         assert p[name] == (value if value is None else pytest.approx(value, rel=5e-4)), name
@@ -194,7 +194,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("flags, sizes", MEMORY.values(), ids=MEMORY)
-def test_each_part_of_the_planned_memory_equals_the_one_computed_by_hand(flags, sizes):
+def test_parts_of_the_planned_memory_equal_those_computed_by_hand(flags, sizes):
     p = plan("gpt124m_4070", "--gpu=4070", *flags)
     parts = {name: size * GIB for name, size in p["vram_parts_gib"].items()}
     assert sum(parts.values()) == pytest.approx(p["vram_gib"] * GIB)
@@ -381,10 +381,12 @@ def test_from_run_plans_at_the_speed_of_an_earlier_run(tmp_path):
 
 
 @pytest.mark.parametrize("gpus, share", [(2, 1), (1, 2 * 0.75), (4, 0.75 / 2 + 1.5 / 4)])
-def test_from_run_counts_the_gradient_exchange_of_several_gpus_only_once(gpus, share, tmp_path):
+def test_from_run_replaces_the_runs_gradient_exchange_by_that_of_the_planned_gpus(
+    gpus, share, tmp_path
+):
     """
-    Plan from a run on two GPUs, whose exchange sends all gradients once, in a quarter of its 50 ms.
-    An exchange of four GPUs sends them 1.5 times.
+    Plan from a run on two GPUs, where the exchange takes a quarter of the 50 ms. Each of two GPUs
+    sends all gradients once, each of four 1.5 times.
     """
     run_folder = write_log(tmp_path / "run", world_size=2)
     link = 10 * 4 * TINY_PARAMETERS / (0.050 / 4) / 1e9  # Gbit/s, ten bits a byte
@@ -394,7 +396,10 @@ def test_from_run_counts_the_gradient_exchange_of_several_gpus_only_once(gpus, s
 
 
 def test_plan_measures_this_machine_if_no_gpu_is_named(monkeypatch, tmp_path, capsys):
-    """Divide the measured time by two for two GPUs. bench.py passes the function that measures."""
+    """
+    Call the measuring function that bench.py passes to plan. For two GPUs, halve its 3 s per
+    iteration and add the gradient exchange.
+    """
     monkeypatch.chdir(tmp_path)
     asked = []
 
@@ -427,7 +432,7 @@ def test_a_plan_says_when_a_run_that_starts_now_ends():
     assert p["ends"] in p["out"]
 
 
-def test_until_plans_for_the_hours_from_now_to_that_time_of_day():
+def test_until_plans_for_the_hours_from_now_to_the_given_time_of_day():
     p = plan("gpt124m_4070", "--gpu=4070", "--until=07:00")
     assert p["hours_total"] == pytest.approx(8, rel=2e-3)
     assert p["ends"].startswith("2026-11-26 06:5") or p["ends"] == "2026-11-26 07:00"
@@ -437,7 +442,8 @@ def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_ma
     tmp_path, monkeypatch
 ):
     """
-    Count an evaluation at the start and at each twentieth, and a checkpoint every ten minutes.
+    Count an evaluation at the start and after each twentieth of the run, and checkpoints after
+    evaluations and every ten minutes.
     """
     monkeypatch.chdir(tmp_path)
     flags = ["--gpu=4070", "--hours=10", "--iter_seconds=10", "--eval_tokens=1000"]
@@ -465,7 +471,7 @@ def test_the_time_of_a_tiny_model_is_not_shown_as_zero():
 
 def test_several_iteration_times_are_planned_in_one_table():
     """
-    Compare the hours of a 40M model with 2.5, 3, 3.5 and 4 seconds per iteration with those
+    Plan a 40M model at 2.5, 3, 3.5 and 4 seconds per iteration, and compare the hours with those
     computed by hand.
     """
     found = plan("gpt40m_4070", "--gpu=4070", "--iter_seconds=2.5,3,3.5,4", "--watts=200")
@@ -515,7 +521,7 @@ def test_planned_hours_of_public_runs_are_close_to_the_hours_in_their_logs(
     assert plan(*words, f"--from_run={log}")["hours_total"] == pytest.approx(hours, rel=0.005)
 
 
-def test_gpu_all_lists_every_gpu_with_the_fastest_first():
+def test_gpu_all_lists_more_than_90_gpus_with_the_fastest_first():
     plans = plan("gpt124m_4070", "--gpu=all")
     rows = plans["out"].splitlines()
     assert len(plans["plans"]) == len(rows) - 3 > 90
@@ -537,7 +543,7 @@ def test_gpu_all_lists_every_gpu_with_the_fastest_first():
     ],
 )
 def test_plan_counts_the_evaluations_and_checkpoints_that_a_run_makes(n, evals, saves, tmp_path):
-    """Compare the size of a checkpoint too, within 5%, because the file also holds names."""
+    """Compare the size of a checkpoint too, within 5%, because the file also holds settings."""
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
     keys = [*TINY[1:], f"--dataset={data}", f"--max_iters={n}", f"--eval_interval={evals}"]
     keys += [
@@ -558,7 +564,7 @@ def test_plan_counts_the_evaluations_and_checkpoints_that_a_run_makes(n, evals, 
     assert size / 1e9 == pytest.approx(p["checkpoint_gb"], rel=0.05)
 
 
-def test_plan_reads_the_tokens_vocabulary_and_validation_split_of_a_dataset(tmp_path):
+def test_plan_reads_the_sizes_of_a_datasets_vocabulary_and_splits(tmp_path):
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
     p = plan(*TINY, f"--dataset={data}", "--iter_seconds=1", "--eval_tokens=99999")
     assert (p["vocab_size"], p["dataset_tokens"]) == (128, 1200)
@@ -570,8 +576,8 @@ def test_plan_reads_the_tokens_vocabulary_and_validation_split_of_a_dataset(tmp_
 @pytest.mark.slow
 def test_plan_prints_the_command_that_prepares_a_missing_dataset(tmp_path, monkeypatch):
     """
-    Ask for as many tokens as the run reads, rounded up. With --hours that is the number at the
-    fastest speed.
+    Ask for about as many tokens as the run reads; with --hours, for those at the fastest speed,
+    rounded up.
     """
     monkeypatch.chdir(tmp_path)
     config = ROOT / "config/fast124m_4070.py"
@@ -586,8 +592,8 @@ def test_plan_prints_the_command_that_prepares_a_missing_dataset(tmp_path, monke
 @pytest.mark.slow
 def test_plan_warns_of_many_epochs_unless_the_dataset_is_small(tmp_path, monkeypatch):
     """
-    Warn of 1,000 * 524,288 tokens from 100M, which are 5.2 epochs. Below 100M, repeating is assumed
-    to be meant.
+    Warn of 1,000 * 524,288 tokens from 100M, which is 5.2 epochs. Below 100M, assume that
+    repetition is intended.
     """
     monkeypatch.chdir(tmp_path)
     command = ["bench.py", "plan", ROOT / "config/gpt124m_4070.py", "--gpu=4070"]

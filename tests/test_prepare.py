@@ -57,7 +57,7 @@ def prepare(*arguments, script: str = FINEWEB) -> Result:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files of a data folder, whose manifest also describes its text."""
+    """Return the contents of all files in a data folder, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -165,7 +165,10 @@ SHARDS = {
 
 
 def command(line: str, out: Path) -> list:
-    """Return the script and arguments that prepare rows or text as bytes."""
+    """
+    Return the script and arguments that prepare the files named in `line`, with its flags; tokens
+    are bytes unless these say otherwise.
+    """
     names = [word for word in line.split() if not word.startswith("--")]
     flags = [word for word in line.split() if word.startswith("--")]
     common = ["--tokenizer=byte", *flags, f"--out={out}"]
@@ -230,7 +233,9 @@ def test_preparation_needs_no_torch(tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param("many.parquet", marks=pytest.mark.slow), "rows.jsonl"]
 )
-def test_validation_is_the_same_for_every_seed_and_number_of_tokens(name, tmp_path, monkeypatch):
+def test_validation_does_not_depend_on_the_seed_or_number_of_training_tokens(
+    name, tmp_path, monkeypatch
+):
     """
     Hold out row groups at equal distances, or documents of a jsonl file by a hash of their
     position.
@@ -307,7 +312,7 @@ def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size(
     tmp_path, monkeypatch
 ):
     """
-    Prepare two files with as much text, one of them in row groups five times as large. If whole
+    Prepare two files with the same amount of text, one in row groups five times as large. If whole
     groups would take much of the text, hold out single documents instead.
     """
     monkeypatch.chdir(tmp_path)
@@ -524,8 +529,8 @@ def test_a_source_may_be_repaired_until_the_folder_is_complete(tmp_path, monkeyp
     assert contents(Path("out")) == before
 
 
-def test_refuses_a_folder_made_from_other_files_and_leaves_it_unchanged(tmp_path, monkeypatch):
-    """Print both values of a --val_tokens that differs."""
+def test_leaves_a_folder_made_from_other_files_or_with_other_flags_unchanged(tmp_path, monkeypatch):
+    """Exit with code 2, and print both values of a --val_tokens that differs."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     flags = ["--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k", "--out=out"]
@@ -735,9 +740,7 @@ def test_ctrl_c_ends_a_preparation_that_waits_for_the_hub(tmp_path):
         ("--dataset=org/name --name=small", ("org/name", "small", "data/name")),
     ],
 )
-def test_dataset_and_sample_flags_choose_the_hubs_dataset_and_the_data_folder(
-    flags, asked, tmp_path, monkeypatch
-):
+def test_flags_choose_the_hubs_dataset_and_the_default_folder(flags, asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = prepare_fineweb.parse_arguments([*flags.split(), "--tokenizer=byte"])
     assert str(prepare_fineweb.default_folder(arguments)) == str(Path(asked[2]))
@@ -754,9 +757,9 @@ def test_without_a_network_one_line_suggests_local_files(tmp_path):
 
 
 @pytest.mark.slow  # it waits as long as it says
-def test_preparation_retries_if_the_hub_is_slow_disconnects_or_answers_429(tmp_path):
+def test_a_slow_or_failing_hub_does_not_change_the_shards(tmp_path):
     """
-    Read ranges, as the shuffle does. Numbered requests fail once each, and the shards are the same.
+    Answer six of the shuffle's requests for byte ranges late, in part, or with error 429 or 503.
     """
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
@@ -775,7 +778,11 @@ def test_preparation_retries_if_the_hub_is_slow_disconnects_or_answers_429(tmp_p
 # What is printed
 
 
-def test_prints_a_training_command_that_works_for_the_prepared_dataset(tmp_path, monkeypatch):
+def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatch):
+    """
+    Quote a name with a space, and print ./NAME if data/NAME exists too, so that train.py reads the
+    right one.
+    """
     monkeypatch.chdir(tmp_path)
     Path("my notes.txt").write_text("a line\n" * 400)
     result = prepare("my notes.txt", script="data/prepare_text.py")

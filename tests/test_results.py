@@ -38,7 +38,10 @@ STUDY = "results/recipe_study.md"
 
 
 def peer_figures():
-    """Yield, for each file, the tokens/s ratio with its range, and the memory ratio."""
+    """
+    Yield (page, figures) for each row of nanoGPT comparisons on a CPU: the tokens/s ratios with
+    their ranges, and the memory ratios. The last figures are the extremes of all speed ratios.
+    """
     index = "results/README.md"
     shipped, same = [], []
     for names in PEERS:
@@ -64,13 +67,19 @@ def peer_figures():
 
 
 def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], dict]:
-    """Map size and length, as in ("4.72M", "4"), to the row about the tokens that `by` needs."""
+    """
+    Map (size, length), as in ("4.72M", "4"), to the study's row about the share of `of`'s tokens
+    that `by` needs for the same loss.
+    """
     rows = [row for row in result(study)["shares"] if (row["of"], row["by"]) == (of, by)]
     return {(f"{row['matrices'] / 1e6:.2f}M", f"{row['length']:g}"): row for row in rows}
 
 
 def study_figures():
-    """Yield the share of tokens that the fast recipe needs, with lookup tables and without."""
+    """
+    Yield (page, figures) for the share of GPT-2's tokens that the fast recipe needs, with and
+    without lookup tables, and for the share that a recipe needs once it has a group of components.
+    """
     for study in STUDIES:
         both = [shares("classic", by, study) for by in ("fast", "no_tables")]
         for key, row in (both[0] | both[1]).items():
@@ -84,7 +93,7 @@ def study_figures():
 
 
 def ranges():
-    """Yield the same shares for the page that gives only their ranges."""
+    """Yield (page, figures) with the ranges of study_figures(), for docs/fast_recipe.md."""
     for studies in (("transfer", "transfer_again"), ("transfer_sources",)):
         percent, sizes = [], []
         for by in ("no_tables", "fast"):
@@ -105,7 +114,10 @@ def stored() -> list[float]:
 
 
 def h100_figures():
-    """Yield both recipes' speed, MFU, memory and losses on an H100, and the comparisons there."""
+    """
+    Yield (page, figures) for both recipes' speed, MFU, memory and losses on an H100, and for the
+    comparisons with nanoGPT and modded-nanogpt there.
+    """
     rows, page = result("h100/measured")["rows"], "results/README.md"
     for name in ("step", "fast_step"):
         p = rows[name]["figures"]
@@ -129,7 +141,7 @@ MEASURED = [*peer_figures(), *study_figures(), *ranges(), *h100_figures()]
 
 
 @pytest.mark.parametrize("page, values", MEASURED)
-def test_every_measured_figure_on_a_page_matches_its_results_file(page, values):
+def test_a_page_shows_the_measured_figures_of_the_results_files(page, values):
     assert shows(page, values)
 
 
@@ -164,7 +176,7 @@ def test_the_loss_band_of_the_public_runs_follows_its_rule():
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/fast124m_*.py")))
 def test_a_fast_config_has_all_settings_of_the_public_runs(path):
-    """Keep these runs comparable: compare.py would refuse other settings."""
+    """Keep these runs comparable: compare.py does not compare runs with other settings."""
     band = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
     config = load_config([str(path)])
     assert band.config["optimizer"] == "plain_muon"
@@ -219,7 +231,10 @@ def cells_of(row: str) -> list[str]:
 
 
 def planned_cells():
-    """Yield (page, config and flags, column, cell) for each table row that names a config."""
+    """
+    Yield (page, config and flags, column, cell) for each cell that plan computes, in the table rows
+    that name a config.
+    """
     for page in GUIDES:
         for table in re.findall(r"(?:^\|.*\n)+", read(page), re.MULTILINE):
             head, _, *rows = table.splitlines()
@@ -237,7 +252,7 @@ PLANNED = [*planned_cells()]
 
 
 @pytest.mark.parametrize("page, words, column, cell", PLANNED)
-def test_every_planned_figure_in_a_table_is_what_plan_computes(page, words, column, cell):
+def test_a_planned_figure_in_a_table_is_what_plan_computes(page, words, column, cell):
     figures = COLUMNS[column](plan(*words))
     assert holds(cell, figures) and len(numbers(cell)) == len(figures)
 
@@ -249,7 +264,7 @@ def test_finds_the_planned_figures_in_the_readmes_tables():
 
 def examples_of_plan():
     """
-    Yield (page, config and flags, lines shown) for each block that begins with a plan command.
+    Yield (page, config and flags, lines shown) for each code block that begins with a plan command.
     """
     mark = "$ python bench.py plan config/"
     for page in GUIDES:
@@ -263,7 +278,7 @@ EXAMPLES = [*examples_of_plan()]
 
 
 @pytest.mark.parametrize("page, words, shown", EXAMPLES)
-def test_an_example_of_plan_on_a_page_shows_what_the_command_prints(page, words, shown):
+def test_an_example_of_plan_on_a_page_shows_the_figures_that_the_command_prints(page, words, shown):
     config, *flags = words
     printed = plan(config.removesuffix(".py"), *flags)["out"].splitlines()
     assert {(*numbers(line),) for line in shown} <= {(*numbers(line),) for line in printed}
@@ -287,7 +302,7 @@ def speed_ups(config: str, *gpus: int, link: str = "") -> list[float]:
 
 
 def larger_model(name: str) -> list[float]:
-    """Return parameters, memory and hours for the command that the page gives for this model."""
+    """Return parameters, memory and hours of the command for this model in several_gpus.md."""
     text = read("docs/several_gpus.md").replace("\\\n", " ")
     (flags,) = re.findall(rf"(--out_dir=out/{name}\s[^>]*)> config/my", text)
     p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", *flags.split())
@@ -315,11 +330,11 @@ FIGURES = [
 
 
 @pytest.mark.parametrize("page, values", FIGURES)
-def test_every_estimated_figure_on_a_page_is_what_plan_computes(page, values):
+def test_estimated_figures_on_a_page_are_what_plan_computes(page, values):
     assert shows(f"docs/{page}.md", values())
 
 
-def test_the_pages_give_the_tokens_and_memory_that_plan_computes_for_a_fast_night():
+def test_the_pages_show_plans_tokens_and_memory_for_eight_hours_of_the_fast_recipe():
     p = plan("fast124m_4070", "--gpu=4070", "--hours=8")
     billions = [tokens / 1e9 for tokens in (p["total_tokens"], *p["tokens_range"])]
     assert shows("docs/fast_recipe.md", billions) and shows("README.md", [p["vram_gib"]])
@@ -329,7 +344,7 @@ GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS)
-def test_the_figures_in_a_configs_comments_are_what_plan_computes(config):
+def test_hours_and_minutes_in_a_configs_comments_are_what_plan_computes(config):
     path = f"config/{config}.py"
     text = read(path)
     command = rf'^# python bench.py plan {path} --gpu=("[\w ]+"|\w+)'
@@ -352,7 +367,7 @@ LAPTOP = {
 
 
 @pytest.mark.parametrize("words, fits", LAPTOP.items())
-def test_a_laptop_4070_fits_the_configs_that_the_install_page_recommends(words, fits):
-    """Leave 1 GiB of memory to the desktop. The fast 124M recipe does not fit."""
+def test_plan_knows_which_4070_configs_fit_a_laptops_4070(words, fits):
+    """Leave 1 GiB to the desktop. fast124m_4070 does not fit with its own batch_size of 16."""
     p = plan(*words, "--gpu=RTX 4070 Laptop")
     assert (p["vram_gib"] + 1 < p["usable_gib"]) is fits

@@ -110,7 +110,10 @@ SHORT = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu", "--dtype=float
 
 @pytest.fixture
 def parrot(made, tmp_path) -> Callable[[int], str]:
-    """Return parrot(byte): the flag that loads a model which always predicts this byte."""
+    """
+    Return a function that makes a model which always predicts a given byte, and returns the flag
+    that loads it.
+    """
 
     def make(token: int) -> str:
         state = checkpoint(made, 2)
@@ -126,7 +129,7 @@ def parrot(made, tmp_path) -> Callable[[int], str]:
 
 
 def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
-    """Read datasets made for nanoGPT whose meta.pkl lists words, pairs of letters or pieces."""
+    """Encode with a table of words or of word pieces, as a nanoGPT dataset's meta.pkl may hold."""
     words = Tokenizer(dict(kind="char", itos=["cat", " ", "the", "cats", "."]))
     assert encode("the cats.", words) == [2, 1, 3, 4]
     with pytest.raises(UserError, match="words such as 'cat' and 'cats', and none with 'dgo'"):
@@ -248,7 +251,7 @@ def test_a_prompt_file_saved_on_windows_is_read(encoding, made, tmp_path):
     "prompt, count", [("a<|endoftext|>b" * 10, 30), ("<|endoftext|>" * 20, 20)]
 )
 def test_end_of_text_in_a_prompt_is_one_token(prompt, count, made):
-    """Count a prompt longer than the model's 16 tokens, which sample.py reports."""
+    """Read the count from what sample.py prints about prompts longer than the model's context."""
     result = run("sample.py", f"--out_dir={made}", f"--start={prompt}", *SHORT)
     assert f"start: {count} tokens" in result.err
 

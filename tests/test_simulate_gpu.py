@@ -22,7 +22,10 @@ def test_the_results_hold_every_simulated_row_with_its_current_command():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_training_on_a_simulated_gpu_never_waits_or_recompiles(name):
-    """Expect two graphs in a whole run, to train and to evaluate, and one in a step alone."""
+    """
+    Expect two compiled graphs in a whole run, to train and to evaluate, and one in a row that only
+    trains. Rows without torch.compile have none.
+    """
     row, compiled = ROWS[name], "compiled_gb" in ROWS[name]
     assert row["waits"] == 0
     assert row["graphs"] == compiled * (2 if run.ROWS[name].whole else 1)

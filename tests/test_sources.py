@@ -105,7 +105,7 @@ def test_links_are_followed_but_each_file_is_read_only_once():
 
 
 def test_each_file_is_read_only_once_on_a_disk_without_inode_numbers(monkeypatch):
-    """Prepare on a disk that gives 0 for every inode, as some network shares do."""
+    """Simulate a disk that gives every file the inode number 0, as some network shares do."""
     stat = os.stat
 
     def unnumbered(*arguments, **options):
@@ -132,7 +132,7 @@ def test_hidden_files_are_skipped_and_counted_unless_they_are_named():
     assert [*manifest_of(Path("out"))["files"]] == ["project/c.txt", "project/d/.e.txt"]
 
 
-def test_rows_under_names_with_an_underscore_are_skipped_but_text_is_read():
+def test_rows_under_names_that_begin_with_an_underscore_are_skipped_but_text_is_read():
     """Skip what Spark, Hive and pyarrow skip too, such as rows left by a job that was killed."""
     for name in (
         "part-0.parquet",
@@ -166,7 +166,7 @@ def test_rows_under_names_with_an_underscore_are_skipped_but_text_is_read():
     ],
 )
 @pytest.mark.parametrize("source", [".", "*/*.parquet", "year=1/old.parquet", "../link"])
-def test_tables_of_delta_lake_hudi_and_iceberg_are_refused_with_the_library_that_reads_them(
+def test_delta_lake_hudi_and_iceberg_tables_are_refused_naming_a_library_that_reads_them(
     log, library, source
 ):
     for name in ("old", "new"):
@@ -189,7 +189,7 @@ NAMED_SPLITS = {
 
 @pytest.mark.parametrize("names", NAMED_SPLITS.values(), ids=NAMED_SPLITS)
 def test_test_and_validation_files_are_left_out_if_a_train_file_is_there(names):
-    """Read them when they are named on the command line."""
+    """Read such files if they are named on the command line."""
     for name in [*names, "more.jsonl", "notes.txt"]:
         Path("copy", name).parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(dict(text=f"{name} {text}")) for text in FILLING]
@@ -244,9 +244,8 @@ SAVED = {
 
 
 @pytest.mark.parametrize("splits, said", SAVED.values(), ids=SAVED)
-def test_a_save_to_disk_folder_is_refused_with_a_command_that_converts_its_training_split(
-    splits, said
-):
+def test_a_save_to_disk_folder_is_refused_with_a_command_that_converts_one_split(splits, said):
+    """Convert the training split, or let the user choose if no split is named train."""
     for split in splits:
         Path("story", split).mkdir(parents=True)
         for name in ("data-00000-of-00002.arrow", "data-00001-of-00002.arrow", "state.json"):
@@ -282,7 +281,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize("name, said", HINTS.items())
-def test_a_file_that_is_not_plain_text_is_refused_with_what_to_do(name, said):
+def test_a_file_of_an_unsupported_type_is_refused_with_a_hint(name, said):
     if name == "pipe.txt":
         os.mkfifo(name)
     else:
@@ -294,7 +293,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"7" * 64
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "jsonl.gz", "json.zst", "txt"])
-def test_a_git_lfs_pointer_is_recognized_in_place_of_any_file(ending):
+def test_a_git_lfs_pointer_is_refused_with_the_command_that_downloads_the_file(ending):
     Path("a").mkdir()
     for n in range(60):
         Path(f"a/{n:02}.{ending}").write_bytes(POINTER)
@@ -314,7 +313,7 @@ def test_text_about_git_lfs_is_read_as_text():
     assert prepare_text("a.txt").code == 0
 
 
-def test_home_may_be_written_as_a_tilde(work, monkeypatch):
+def test_expands_a_tilde_in_the_out_flag_to_the_home_folder(work, monkeypatch):
     monkeypatch.setenv("HOME", str(work))
     Path("a.txt").write_text("a line\n" * 600)
     assert run("data/prepare_text.py", "a.txt", "--out=~/mine").code == 0
@@ -359,7 +358,7 @@ def test_the_encoding_flag_applies_to_files_that_are_not_utf8(encoding):
 
 
 def test_a_python_file_is_read_in_the_encoding_that_it_declares():
-    """Read the declaration in the first or second line (PEP 263). --encoding is not needed."""
+    """Find the declaration in the second line (PEP 263), and ignore --encoding."""
     texts = [f"#!python\n# -*- coding: {name} -*-\n" + text for name, text in STATED.items()]
     for n, (encoding, text) in enumerate(zip(STATED, texts, strict=True)):
         Path(f"{n}.py").write_bytes(text.encode(encoding))
@@ -472,7 +471,7 @@ def test_jsonl_rows_with_a_text_field_are_read_and_others_left_out(ending):
     assert rows_of(write_lines(f"a.{ending}", lines)) == expected
 
 
-def test_json_files_with_one_object_per_line_are_read_and_others_skipped():
+def test_json_files_with_an_object_on_each_of_several_lines_are_read_and_others_skipped():
     rows = [dict(text=text) for text in FILLING]
     Path("source").mkdir()
     Path("source/a.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -548,7 +547,7 @@ def test_no_command_is_suggested_for_a_line_that_none_can_repair():
     assert "line 60" in result.err and "cut" in result.err and "NEW" not in result.err
 
 
-def test_text_field_reads_the_text_from_another_field():
+def test_the_text_field_flag_reads_the_text_from_another_field():
     rows = [dict(body=text, text=1) for text in FILLING]
     Path("source").mkdir()
     Path("source/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -568,7 +567,8 @@ def test_parquet_text_is_read_from_string_binary_and_dictionary_columns(kind):
 
 def write_bytes_column(name: str, rows: list[bytes], kind=None) -> None:
     """
-    Write these bytes as a parquet column, declared as strings on request. pyarrow does not check.
+    Write rows of bytes as a parquet column. With kind="string", declare them as strings: pyarrow
+    does not check that they are UTF-8.
     """
     column = pa.array(rows, pa.binary())
     if kind == "string":
@@ -620,7 +620,7 @@ NO_TEXT = {
 
 @pytest.mark.parametrize("rows, said", NO_TEXT.values(), ids=NO_TEXT)
 @pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
-def test_bytes_in_parquet_that_are_not_text_are_refused(prepare, rows, said):
+def test_bytes_in_parquet_that_are_not_recognized_as_text_are_refused(prepare, rows, said):
     write_bytes_column("a.parquet", rows)
     result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet")
     assert result.code == 2 and said in result.err and not Path("out").exists()
@@ -647,8 +647,8 @@ def test_a_few_undecodable_rows_in_parquet_give_warnings_and_the_rest_is_prepare
     assert texts == ["Größe ‒ große Straß\ufffd"] * 2 + FILLING
 
 
-def test_rows_without_text_are_counted_but_a_file_with_hardly_any_text_is_refused():
-    """Refuse it even when it comes after other files, as soon as it is reached."""
+def test_rows_without_text_are_counted_but_a_file_without_any_text_is_refused():
+    """Refuse the file after its first 1,000 rows, even if other files come first."""
     texts = [text for text in documents(1400) if text]
     rows = [dict(text=text) for text in texts]
     without = [dict(body="w", tags=[])] * 1100
@@ -715,7 +715,7 @@ def flushed(ending: str, content: bytes) -> bytes:
     "pack, name", [("gzip", "a.jsonl"), ("zstd", "a.jsonl"), ("", "a.jsonl.gz")]
 )
 def test_compression_is_recognized_by_content_instead_of_the_files_name(pack, name):
-    """Read a .gz file that a browser has unpacked without renaming it."""
+    """Read compressed files named .jsonl, and a .gz file that was unpacked but not renamed."""
     write_lines(f"b.jsonl{dict(gzip='.gz', zstd='.zst').get(pack, '')}", ROW_LINES)
     next(Path().glob("b.*")).rename(name)
     assert rows_of(name) == FILLING

@@ -124,7 +124,7 @@ def test_the_device_line_says_if_threads_wait_passively(policy, said, tmp_path, 
 
 @pytest.fixture
 def two_threads(monkeypatch):
-    """Let a run begin with two threads, on a machine where torch takes one."""
+    """Give torch two threads, which begin() sets back to one after a first run."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     yield

@@ -47,7 +47,7 @@ def own() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory) -> Path:
-    """Prepare a data folder with its own tokenizer by the command."""
+    """Prepare a data folder with its own tokenizer, by running prepare_text.py."""
     return prepare_rows(tmp_path_factory.mktemp("mine"), TEXTS)
 
 
@@ -73,21 +73,22 @@ def prepare_rows(folder: Path, texts: list, tokenizer: str = f"bpe:{VOCAB}") -> 
 @example("<|endoftext|> in a text<|endoftext|>")
 @example("\ud83d\ude42 \udfff\x00\x1c\x85\u2028\ufeff e\u0301 \u00e9 \u1100\u1161")
 @example("  \r\n\t\n  a  b\n\n\n")
-def test_any_text_decodes_to_itself_and_never_contains_the_end_of_text_id(own, text):
+def test_the_ids_of_any_text_decode_to_it_and_do_not_include_end_of_text(own, text):
     """Turn a lone surrogate, which UTF-8 cannot hold, into a question mark."""
     ids = own.encode(text)
     assert own.decode(ids) == text.encode(errors="replace").decode()
     assert own.eot not in ids and all(0 <= i < VOCAB for i in ids)
 
 
-def test_the_smallest_tokenizer_has_an_id_for_every_byte_and_one_for_end_of_text(own):
+def test_the_smallest_tokenizer_encodes_text_byte_by_byte(own):
+    """Decode the end-of-text id of a larger tokenizer too."""
     assert own.decode([own.eot]) == "<|endoftext|>"
     smallest = train_bpe("bpe:257", TEXTS)
     assert len(smallest.encode("na\u00efve")) == 6  # its UTF-8 bytes
 
 
 def test_gpt2s_tokenizer_encodes_a_lone_surrogate_as_a_question_mark():
-    """Encode text that jsonl from the web contains. tiktoken alone would raise an error."""
+    """Encode text as jsonl from the web may contain it. tiktoken's encode_to_numpy() would fail."""
     try:
         gpt2 = Tokenizer({"kind": "gpt2"})
     except UserError as error:
@@ -97,7 +98,7 @@ def test_gpt2s_tokenizer_encodes_a_lone_surrogate_as_a_question_mark():
 
 @pytest.mark.parametrize("separator", [" ", "\n", "\n\n \t", "  "])
 def test_a_long_document_split_into_pieces_has_the_same_tokens(own, separator, monkeypatch):
-    """Hide from the tokens that the library gets long text in pieces."""
+    """Encode a text in more than a hundred pieces to the same ids as in one."""
     text = separator.join(" ".join(TEXTS[:40]).split(" ")) + separator
     whole = list(own.encode(text))
     pattern = tokenizer_module.CHUNK.pattern.replace("200000", "7")
@@ -142,6 +143,7 @@ def test_a_tokenizer_is_not_trained_on_validation_text(tmp_path):
 
 
 def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(monkeypatch):
+    """Skip the validation text. Sample only the beginning if the total size is unknown."""
     monkeypatch.setattr(tokenizer_module, "SAMPLE_MB", 1)
     rows = [letter * 10_000 for letter in "abcdefgh" for _ in range(50)]  # 4 MB
 
@@ -163,7 +165,7 @@ def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(monkeypa
     ],
 )
 def test_training_a_tokenizer_on_one_endless_word_is_not_slow(letters):
-    """Cut the word. Otherwise it would take a hundred times as long."""
+    """Cut the word, because training on the whole word would take a hundred times as long."""
     text = "".join(random.Random(0).choices(letters, k=200_000))
 
     def seconds(texts: list[str]) -> float:
@@ -249,8 +251,8 @@ def test_a_stream_uses_the_given_tokenizer_json_and_keeps_it_when_resumed(
     assert "another tokenizer" in refusal(train_on(source, tmp_path / "run", **options))
 
 
-def test_a_data_folder_without_its_tokenizer_yet_is_reported_as_unfinished(mine, tmp_path):
-    """Read it without an error too, because a stream may look at any moment."""
+def test_a_data_folder_that_has_no_tokenizer_yet_is_reported_as_unfinished(mine, tmp_path):
+    """Let read_folder() read it without an error, because a stream may do so at any moment."""
     begun = manifest_of(mine) | dict(shards=[], complete=False)
     (tmp_path / "manifest.json").write_text(json.dumps(begun), "utf-8")
     assert len(read_folder(tmp_path).train) == 0
@@ -287,7 +289,9 @@ def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypat
         (".", "; give one of byte, gpt2, "),
     ],
 )
-def test_a_tokenizer_that_does_not_exist_is_refused_and_leaves_no_folder(tmp_path, name, message):
+def test_a_tokenizer_that_cannot_be_read_or_trained_is_refused_and_leaves_no_folder(
+    tmp_path, name, message
+):
     source, out = write_parquet(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
     flags = [f"--tokenizer={name}", f"--out={out}"]
     for command in ([TEXT, source], [FINEWEB, f"--source={source}", "--val_tokens=100"]):
@@ -368,7 +372,8 @@ TOKENIZER_FILES = {
 
 
 @pytest.mark.parametrize("content, message", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
-def test_a_tokenizer_json_that_loses_text_or_cannot_be_read_is_refused(tmp_path, content, message):
+def test_a_damaged_or_unsuitable_tokenizer_json_is_refused(tmp_path, content, message):
+    """Refuse a file that cannot be read, may lose text, has too many ids or no end-of-text."""
     path = tmp_path / "tokenizer.json"
     path.write_text(content if isinstance(content, str) else content(), "utf-8")
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
@@ -404,7 +409,7 @@ def test_training_is_refused_if_the_data_folders_tokenizer_is_missing(mine, tmp_
     assert message in refusal(train_on(folder, tmp_path / "run"))
 
 
-def test_a_preparation_does_not_continue_with_another_tokenizer(mine, tmp_path):
+def test_a_preparation_does_not_continue_with_a_changed_tokenizer_json(mine, tmp_path):
     folder = shutil.copytree(mine, tmp_path / "data")
     content = (folder / "tokenizer.json").read_text("utf-8")
     (folder / "tokenizer.json").write_text(content + "\n", "utf-8")

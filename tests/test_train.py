@@ -43,8 +43,8 @@ def test_training_waits_for_the_device_only_at_log_lines(tokens, tmp_path):
 
     def in_fused_update(event) -> bool:
         """
-        Check for the CPU's fused AdamW, which reads its step counts from CPU memory. On CUDA they
-        are read on the device.
+        Return whether an event lies in the CPU's fused AdamW, which reads its step counts from CPU
+        memory. On CUDA they are read on the device.
         """
         return event is not None and (
             event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent)
@@ -143,7 +143,9 @@ def test_a_run_warns_and_trains_uncompiled_if_the_compiler_fails_or_is_wrong(
     assert_same_run(tmp_path / "eager", tmp_path / "compiled", 6)
 
 
-def test_an_uncompiled_run_says_so_at_its_start_every_tenth_log_line_and_its_end(tokens, tmp_path):
+def test_a_run_that_could_not_be_compiled_says_so_at_its_start_every_tenth_log_line_and_its_end(
+    tokens, tmp_path
+):
     keys = TINY | dict(compile=True, max_iters=21, dataset=tokens, out_dir=tmp_path)
     with mock.patch("torch.compile", broken):
         result = train(**keys)
@@ -156,7 +158,7 @@ def test_an_uncompiled_run_says_so_at_its_start_every_tenth_log_line_and_its_end
     assert event["iter"] == 0 and "no C compiler" in event["message"]
 
 
-def test_compile_required_ends_the_run_before_training_if_the_compiler_fails(tokens, tmp_path):
+def test_compile_required_ends_the_run_before_training_if_compiled_code_is_wrong(tokens, tmp_path):
     keys = TINY | dict(compile="required", dataset=tokens, out_dir=tmp_path)
     with mock.patch("torch.compile", times(0.99)):
         result = run("train.py", *flags(**keys))

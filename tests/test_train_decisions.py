@@ -1,6 +1,6 @@
 """
-Check what train.py's loop decides before each iteration, and where the peak of wsd ends: each
-decision by hand, then in ten thousand simulated runs that only decide.
+Check what train.py's loop decides before each iteration, and where the peak rate of a wsd schedule
+ends. Cases worked out by hand come first, then ten thousand simulated runs that train nothing.
 """
 
 import copy
@@ -117,7 +117,12 @@ def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far(
     assert not best(4.0, 4.0, it=0, evaluated_at=0, best_iter=0)  # nothing to beat yet
 
 
-def test_a_run_saves_at_every_interval_after_the_best_evaluation_and_at_its_end():
+def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
+    """
+    Save after other evaluations only with always_save_checkpoint. Retry a failed save after 30
+    seconds.
+    """
+
     def due(it=20, now=IN_TIME, stop=None, failed=False, newest=(10, 10), keys=(), **progress):
         values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
         c = Config(**dict(checkpoint_interval=15, always_save_checkpoint=False) | dict(keys))
@@ -173,7 +178,8 @@ PEAKS = {
 
 def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
     """
-    Name the last iteration whose checkpoint can be extended. From there on, the rate is lower.
+    Check that peak_end() returns the last iteration whose checkpoint a longer run can continue,
+    after which the rate falls, or -1 for a timed run or another schedule.
     """
     for (max_iters, lr_decay_iters, warmup_iters, decay_fraction), last in PEAKS.items():
         keys = dict(lr_schedule="wsd", warmup_iters=warmup_iters, decay_fraction=decay_fraction)
@@ -198,8 +204,8 @@ RANGES = dict(iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 3
 
 class Night:
     """
-    Simulate all launches of a run on a machine whose clock is turned by hand: durations vary, the
-    disk may be full, and signals and kills end launches.
+    Simulate all launches of a run with a fake clock: durations vary, the disk may be full, and
+    signals and kills end launches.
     """
 
     def __init__(self, seed: int, is_rough: bool):
@@ -234,7 +240,7 @@ class Night:
         return Config(**keys | length)
 
     def take(self, what: str, clock: Clock) -> None:
-        """Let an iteration, an evaluation or a save take its time."""
+        """Advance the clock by a random duration of an iteration, an evaluation or a save."""
         reserve = math.inf if what == "iteration" else RESERVE * (clock.used() + clock.left())
         expected = clock.estimates.get(what, reserve)
         most = 10 if self.is_rough else 2
@@ -255,8 +261,8 @@ class Night:
 
     def launch(self, most: int) -> tuple[str, int]:
         """
-        Do what the loop of train.py does, except for training. A kill or a signal comes after
-        `most` iterations. Return why the launch stopped, and at which iteration.
+        Do what the loop of train.py does, except for training. A kill or a signal ends the launch
+        after `most` iterations at the latest. Return why it stopped, and at which iteration.
         """
         c, chance = self.c, self.chance
         clock = Clock(self.now, lambda: None, c, self.on_disk)
@@ -346,11 +352,13 @@ NIGHTS = 10_000
     [range(NIGHTS // 4), pytest.param(range(NIGHTS // 4, NIGHTS), marks=pytest.mark.slow)],
     ids=["a quarter", "the others"],
 )
-def test_ten_thousand_simulated_nights_end_on_time_and_lose_nothing(seeds, monkeypatch):
+def test_ten_thousand_simulated_runs_end_near_their_deadline_and_keep_the_best_weights(
+    seeds, monkeypatch
+):
     """
     Check that each run evaluates and saves its last iteration, repeats no evaluation and no save,
-    keeps the best weights, and ends by its deadline unless a step took more than twice the time
-    expected.
+    keeps the best weights, and makes at most one iteration, evaluation and save after its deadline
+    unless one of these ever took more than twice as long as expected.
     """
     in_time = 0
     for seed in seeds:

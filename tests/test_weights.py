@@ -71,7 +71,7 @@ def test_hugging_face_weights_use_the_tokenizer_in_their_folder(files, tmp_path)
         (50264, True, 50258, "bpe"),
     ],
 )
-def test_gpt2s_tokenizer_is_recognized_if_the_embedding_was_resized(
+def test_gpt2s_tokenizer_is_recognized_even_if_the_embedding_was_resized(
     rows, pad, vocab, kind, tmp_path
 ):
     if not convert.write_gpt2_tokenizer(tmp_path):
@@ -184,8 +184,8 @@ def test_meta_pkl_beside_a_nanogpt_checkpoint_is_used_even_if_its_size_is_gpt2s(
 @pytest.mark.parametrize("name", ["ckpt.pt", "ckpt-00000005.pt"])
 def test_a_tokenizer_json_copied_beside_a_checkpoint_is_used(name, tmp_path):
     """
-    Follow the advice of the message about an unknown tokenizer, also for a run on shards without
-    one.
+    Do what the error about an unknown tokenizer advises, for nanoGPT's checkpoint and for that of a
+    run whose dataset names no tokenizer.
     """
     state = nanogpt_state(50304)
     if name != "ckpt.pt":
@@ -282,7 +282,7 @@ def write_foreign_files(folder) -> None:
         ("numpy", r"contains numpy.*scalar.*if you trust it.*weights_only=False"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_with_its_kind_and_what_to_do(name, words, tmp_path):
+def test_a_file_that_is_no_usable_checkpoint_is_refused_with_the_reason(name, words, tmp_path):
     write_foreign_files(tmp_path)
     with pytest.raises(UserError) as error:
         load_pretrained(str(tmp_path / name))
@@ -311,7 +311,7 @@ def test_the_command_in_the_message_rewrites_an_unsafe_checkpoint_so_that_it_loa
 
 
 def test_a_meta_pkl_of_another_program_above_the_weights_is_ignored(tmp_path):
-    """Ignore a data/meta.pkl above the folder, as ~/data is above the hub's cache."""
+    """Ignore data/meta.pkl in a parent folder, such as ~/data for weights in the hub's cache."""
     random_gpt2(tmp_path / "cache" / "m", **SMALL, vocab_size=50257)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "meta.pkl").write_bytes(pickle.dumps([1, 2]))

@@ -1,4 +1,4 @@
-"""A model in training in this process, set up as train.py does it, for tests of its tensors."""
+"""Set up training in this process as train.py does, for tests that inspect its tensors."""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +16,7 @@ from training.compiled import compile_model
 
 
 class TrainingSetup:
-    """On random tokens if the dataset is missing."""
+    """Build a run's model, optimizer and batches, with random tokens if the dataset is missing."""
 
     def __init__(self, config: Config, build=build_model):
         self.config = config
@@ -39,7 +39,7 @@ class TrainingSetup:
         self.batches = Batches(data, config, self.hw.device)
 
     def step(self) -> None:
-        """One iteration."""
+        """Run one iteration."""
         train_step(
             self.model,
             self.optimizer,

@@ -54,7 +54,7 @@ FAULTS = [
         "claim_folder",
         "set_aside(path)",
         "pass",
-        "integration/test_disks.py::test_a_kill_at_any_disk_call_loses_only_the_iterations_since_the_last_save[2-6]",
+        "integration/test_disks.py::test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save[2-6]",
     ),
     Fault(
         "old checkpoints are deleted only after the save",
@@ -62,7 +62,7 @@ FAULTS = [
         "Saver.save",
         "self.prune(max(1, self.keep - 1))",
         "pass",
-        "integration/test_disks.py::test_a_run_fits_the_disk_space_that_the_docs_name[True-True]",
+        "integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-True]",
     ),
     Fault(
         "records that a full disk refused are lost",
@@ -70,7 +70,7 @@ FAULTS = [
         "Saver.write_record",
         "self.unwritten + json.dumps",
         "json.dumps",
-        "integration/test_disks.py::test_a_run_trains_on_while_the_disk_is_full_and_later_saves_what_it_could_not[before-0]",
+        "integration/test_disks.py::test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_room[before-0]",
     ),
     Fault(
         "a cut record is completed where the file does not end",
@@ -86,7 +86,7 @@ FAULTS = [
         "link",
         "except OSError:",
         "except FileNotFoundError:",
-        "integration/test_disks.py::test_a_run_fits_the_disk_space_that_the_docs_name[True-False]",
+        "integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-False]",
     ),
     Fault(
         "the manifest lists a shard before it is written",

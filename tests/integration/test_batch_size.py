@@ -29,7 +29,7 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(tmp_path, tokens) -> Path:
-    """Write a config file that states its tokens per iteration twice."""
+    """Write a config file with tokens_per_iter and the accumulation that follows from it."""
     path = tmp_path / "mine.py"
     path.write_text(f"dataset = {str(tokens)!r}\n{BATCH.format(8)}", "utf-8")
     return path
@@ -80,7 +80,7 @@ def test_recomputes_accumulation_for_flags_after_a_config(
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_tokens_per_iter_on_the_command_line_is_refused_if_it_does_not_divide(order, config):
+def test_tokens_per_iter_on_the_command_line_must_be_a_multiple_of_the_micro_batch(order, config):
     typed = ["--batch_size=3", "--tokens_per_iter=512"][::order]
     result = run("configurator.py", config, *typed)
     assert result.code == 2
@@ -111,7 +111,7 @@ NINE_SUBJECTS = """
 
 
 @pytest.mark.parametrize("path", GPU_CONFIGS, ids=lambda path: path.stem)
-def test_every_gpu_config_spells_out_nine_important_settings(path):
+def test_every_gpt2_config_for_a_gpu_spells_out_nine_important_settings(path):
     shown: dict = {}
     exec(path.read_text("utf-8"), shown)
     assert not [name for name in NINE_SUBJECTS if name not in shown]

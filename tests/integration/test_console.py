@@ -39,7 +39,7 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(tmp_path, tokens) -> Path:
-    """Write a config file that states its tokens per iteration twice."""
+    """Write a config file with tokens_per_iter and the accumulation that follows from it."""
     path = tmp_path / "mine.py"
     path.write_text(f"dataset = {str(tokens)!r}\n{BATCH.format(8)}", "utf-8")
     return path
@@ -57,7 +57,7 @@ def printed_config(*arguments) -> dict:
     return values
 
 
-def test_mfu_on_a_cpu_is_relative_to_a_measured_matmul_that_a_resume_keeps(tokens, tmp_path):
+def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tokens, tmp_path):
     out_dir = tmp_path / "run"
     keys = TINY | dict(dataset=tokens, out_dir=out_dir, batch_size=2, block_size=16)
     train(**keys | dict(max_iters=2))

@@ -1,9 +1,10 @@
 """
 Run with a disk that fills up or damages files, with shards that disappear, kills during a save, a
-second run in the folder, or a user's own files in it. No iteration, record or file that anybody
-could want is lost.
+second run in the folder, or a user's own files in it. A run keeps the user's files, and loses at
+most the iterations since its last intact checkpoint.
 
-A full disk is a real tmpfs. fault_injection.py injects faults at calls of torch and of the system.
+A full disk is a real tmpfs. Other faults are injected at calls of torch and of the system, by
+InProcessRun, fault_injection.py and mocks.
 """
 
 import errno
@@ -104,7 +105,7 @@ def best_iter(out_dir: Path) -> int:
 
 
 def best_logged(out_dir: Path) -> int:
-    """Return the iteration with the lowest validation loss. The untrained model is never saved."""
+    """Return the iteration after 0 with the lowest validation loss in the log."""
     losses = dict(column(out_dir, "eval", "iter", "val_loss"))
     return min((it for it in losses if it), key=losses.get)
 
@@ -133,20 +134,20 @@ def test_a_checkpoint_above_the_disks_file_size_limit_ends_the_run_with_one_line
 
 
 def seems_empty():
-    """Report free room while a write fails in the middle of a file, as a quota does."""
+    """Make a full disk report free space, as under a quota, so that a write fails midway."""
     statvfs = os.statvfs
     return mock.patch("os.statvfs", lambda path: statvfs("/"))
 
 
 def no_wait() -> InProcessRun:
-    """Fail the test if the run waits for room."""
+    """Return a run that fails the test if it waits for disk space."""
     trainer = InProcessRun(fake_clock=True)
     trainer.at["sleep", None] = lambda: pytest.fail("waits for room")
     return trainer
 
 
 @pytest.mark.parametrize("noticed, left", [("before", 0), ("in the middle", 20_000)])
-def test_a_run_trains_on_while_the_disk_is_full_and_later_saves_what_it_could_not(
+def test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
     noticed, left, tokens, make_disk, tmp_path
 ):
     options = dict(max_iters=40, lr_decay_iters=40)
@@ -179,7 +180,8 @@ def test_log_records_that_could_not_be_written_are_restored_from_the_checkpoint(
     tokens, straight, make_disk, tmp_path
 ):
     """
-    Stop a run whose metrics.jsonl lies on a full disk, and resume it. The resume writes a new file.
+    Stop a run whose metrics.jsonl links to a full disk, and resume it. The resume replaces the link
+    by a new file in out_dir.
     """
     disk, out_dir = make_disk(PAGE), tmp_path / "run"
     out_dir.mkdir()
@@ -195,7 +197,7 @@ def test_log_records_that_could_not_be_written_are_restored_from_the_checkpoint(
 
 @pytest.mark.slow
 def test_a_failed_save_is_retried_within_a_minute(tokens, make_disk):
-    """Train iterations of 20 seconds, long before the next regular save."""
+    """Simulate iterations of 20 seconds. The next regular save would come after 200 seconds."""
     disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
     trainer.seconds["iteration"] = 20.0
     trainer.at |= {("update", 10): lambda: fill(disk), ("update", 12): lambda: free(disk)}
@@ -248,7 +250,7 @@ def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
 
 
 def test_the_last_save_is_retried_if_the_system_refuses_it(tokens, straight, tmp_path):
-    """Retry after a missing permission, or while a network share is away."""
+    """Deny permission to rename the file three times."""
     replace, refused = os.replace, []
 
     def refuse(source, target):
@@ -289,8 +291,8 @@ def is_folder(file) -> bool:
 @pytest.mark.parametrize("always", slow_but(False, of=[True, False]))
 def test_best_pt_holds_the_best_model_that_could_be_saved(always, tokens, make_disk):
     """
-    Fail the save at iteration 4, the best evaluation. Iteration 6 is then better than all saved
-    ones.
+    Fail the save at iteration 4, which has the lowest loss. Of the saved iterations, 6 is then the
+    best.
     """
     disk, trainer = make_disk(1 << 20), InProcessRun()
     trainer.at |= {("update", 4): lambda: fill(disk), ("update", 6): lambda: free(disk)}
@@ -304,11 +306,11 @@ def test_best_pt_holds_the_best_model_that_could_be_saved(always, tokens, make_d
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
-def test_a_run_fits_the_disk_space_that_the_docs_name(
+def test_a_run_fits_in_the_disk_space_that_the_docs_name(
     worse_later, links, tokens, straight, make_disk
 ):
     """
-    Leave room for three files: keep_checkpoints=2 and best.pt. A disk without hard links needs one
+    Leave room for three checkpoints: two to keep, and best.pt. A disk without hard links needs one
     more.
     """
     size = (straight / "ckpt-00000008.pt").stat().st_size
@@ -326,7 +328,7 @@ def test_a_run_fits_the_disk_space_that_the_docs_name(
 def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
     tokens, straight, make_disk
 ):
-    """Release the file that its tensors were loaded from when it is deleted later."""
+    """Do not keep that file open, because deleting it would then free no space."""
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(3 * size + (48 << 10))
     train_tiny(tokens, disk / "run", eval_interval=2, max_iters=2)
@@ -337,7 +339,7 @@ def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
 
 
 def test_log_records_kept_in_a_checkpoint_are_not_written_twice(tokens, make_disk, tmp_path):
-    """Fill the disk of metrics.jsonl during a save, free it, and then kill the run."""
+    """Save while the disk of metrics.jsonl is full, make room, and then crash the run."""
     options = dict(max_iters=50, eval_interval=20, keep_checkpoints=3)
     disk, out_dir, there = make_disk(1 << 20), tmp_path / "run", []
     out_dir.mkdir()
@@ -396,7 +398,7 @@ def test_warns_at_the_start_if_the_disk_is_too_small_for_the_run(
 
 
 def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_path):
-    """Leave val_loss empty, because the last evaluation was of other weights."""
+    """Save None as its val_loss, because the last evaluation was of other weights."""
     train_tiny(tokens, tmp_path, checkpoint_interval=3, keep_checkpoints=9)
     losses = dict(column(tmp_path, "eval", "iter", "val_loss"))
     found = {it: checkpoint(tmp_path, it)["val_loss"] for it in checkpoints(tmp_path)}
@@ -419,11 +421,11 @@ def test_best_pt_is_replaced_only_if_an_evaluation_beats_the_best_one(launches, 
 # Death at any moment
 
 
-def folders_at_every_disk_call(tokens: Path, out_dir: Path, copies: Path, **changes) -> list[Path]:
+def folders_before_disk_calls(tokens: Path, out_dir: Path, copies: Path, **changes) -> list[Path]:
     """
-    Return copies of out_dir before each call that changes the disk, which is what a kill at that
-    moment leaves. States that differ only in the length of log.txt or of an unfinished file share a
-    copy.
+    Return copies of out_dir, made before each call that program.before_disk_calls() watches. A kill
+    at that moment would leave the same files. States that differ only in the contents of a
+    non-empty log.txt or unfinished file share a copy.
     """
     states = {}
 
@@ -445,12 +447,12 @@ def folders_at_every_disk_call(tokens: Path, out_dir: Path, copies: Path, **chan
 
 
 @pytest.mark.parametrize("begins, ends", slow_but((2, 6), of=[(0, 2), (2, 6)]))
-def test_a_kill_at_any_disk_call_loses_only_the_iterations_since_the_last_save(
+def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save(
     begins, ends, tokens, tmp_path
 ):
     """
-    Begin from scratch, and from a run whose newest file is damaged. Iteration 4 is the best, so
-    best.pt stays.
+    Start from scratch, or resume a run whose newest checkpoint is damaged. Iteration 4 has the
+    lowest loss, so best.pt must still hold it at iteration 6.
     """
     options = dict(eval_interval=2, max_iters=6, keep_checkpoints=1)
     train_tiny(tokens, tmp_path / "straight", **options)
@@ -458,7 +460,7 @@ def test_a_kill_at_any_disk_call_loses_only_the_iterations_since_the_last_save(
     if begins:
         train_tiny(tokens, tmp_path / "run", **options | dict(max_iters=begins))
         (tmp_path / "run" / "ckpt-00000003.pt").write_bytes(b"cut")
-    folders = folders_at_every_disk_call(
+    folders = folders_before_disk_calls(
         tokens, tmp_path / "run", tmp_path / "killed", **options | dict(max_iters=ends)
     )
     assert len(folders) > 12
@@ -533,10 +535,10 @@ def replace_newest(out_dir: Path, content: bytes) -> None:
     newest.write_bytes(content)
 
 
-def test_a_flipped_bit_in_a_checkpoint_never_reaches_training(tokens, straight, tmp_path):
+def test_a_flipped_bit_in_a_checkpoint_does_not_reach_training(tokens, straight, tmp_path):
     """
-    Resume from the previous checkpoint instead, unless the bit lies between the file's records,
-    where nothing reads it.
+    Flip one of 14 random bits. The run resumes from the previous checkpoint instead, unless the bit
+    lies between the file's records, where nothing reads it.
     """
     content = (straight / "ckpt-00000008.pt").read_bytes()
     noticed = 0
@@ -551,7 +553,7 @@ def test_a_flipped_bit_in_a_checkpoint_never_reaches_training(tokens, straight, 
 
 
 def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tokens, tmp_path):
-    """Read each checkpoint back right after saving it."""
+    """Read the first checkpoint of a launch back right after saving it."""
     replace = os.replace
 
     def damage(source, target):
@@ -577,7 +579,7 @@ def cut(shard: Path) -> None:
 
 
 def invalid(shard: Path) -> None:
-    """Write ids above 60, the last one of the vocabulary."""
+    """Replace all ids by 61. The last one of the vocabulary is 60."""
     size = shard.stat().st_size
     with open(shard, "r+b") as file:
         file.seek(1024)
@@ -677,7 +679,7 @@ def test_a_killed_run_does_not_keep_its_folder_locked(tokens, tmp_path):
     train_tiny(tokens, tmp_path / "run", init_from="auto", max_iters=newest + 1)
 
 
-def test_of_two_runs_started_at_once_in_one_folder_one_trains_and_one_is_refused(tokens, tmp_path):
+def test_if_two_runs_start_at_once_in_one_folder_one_trains_and_one_is_refused(tokens, tmp_path):
     runs = {seed: start_tiny(tokens, tmp_path / "run", seed=seed) for seed in (1, 2)}
     results = {seed: finish(process) for seed, process in runs.items()}
     assert sorted(result.code for result in results.values()) == [0, 2]
@@ -739,7 +741,7 @@ USERS_FILES = [
 
 
 @pytest.mark.parametrize("name", slow_but("metrics.jsonl", "best.pt", "notes.tmp", of=USERS_FILES))
-def test_a_new_run_never_deletes_a_users_file_in_its_folder(name, tokens, tmp_path):
+def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tokens, tmp_path):
     """Keep it under its own or another name, or refuse the folder."""
     content = b"what a user has kept here\n"
     (tmp_path / "run").mkdir()
@@ -782,7 +784,8 @@ def test_warns_once_if_a_network_share_cannot_sync_folders(number, tokens, strai
 
 def test_warns_once_if_a_disk_has_no_locks(tokens, straight, tmp_path):
     """
-    Train on such a disk, for example Lustre without its lock option, or NFS without its daemon.
+    Train on such a disk, for example Lustre without its flock option, or NFS without its lock
+    daemon.
     """
     refusal = OSError(errno.ENOLCK, "No locks available")
     with mock.patch("fcntl.lockf", side_effect=refusal):
@@ -802,7 +805,7 @@ def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(
 
 
 def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
-    """Write a weight that has two names, such as the tied embedding, only once."""
+    """Count a weight with two names, such as the tied embedding, once when checking for room."""
     wide = dict(pad_vocab_multiple=4096)  # a table that is larger than all else
     train_tiny(tokens, tmp_path / "before", **wide)
     size = (tmp_path / "before" / "ckpt-00000008.pt").stat().st_size
@@ -827,7 +830,8 @@ def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, 
 @pytest.mark.parametrize("is_refused", slow_but(False, of=[False, True]))
 def test_a_save_on_a_mac_also_flushes_the_drives_cache(is_refused, tokens, straight, tmp_path):
     """
-    Call F_FULLFSYNC where it is supported, because fsync leaves data in the drive's own memory.
+    Call fcntl with F_FULLFSYNC, because fsync leaves data in the drive's cache. Save even if the
+    disk refuses this call.
     """
     synced = []
 

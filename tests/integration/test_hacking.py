@@ -144,7 +144,7 @@ GPT.__init__ = init
 
 @pytest.fixture(scope="module")
 def whole(tokens, tmp_path_factory) -> Path:
-    """Train the unchanged program to its end."""
+    """Train a whole run with the unchanged program."""
     out_dir = tmp_path_factory.mktemp("whole")
     train(**TINY, dataset=tokens, out_dir=out_dir)
     return out_dir
@@ -152,7 +152,7 @@ def whole(tokens, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def half(whole, tmp_path) -> Path:
-    """Return a copy of the same run, stopped halfway."""
+    """Copy `whole` without best.pt and the last checkpoint, so that a resume starts halfway."""
     out_dir = tmp_path / "half"
     shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt", "best.pt"))
     return out_dir
@@ -424,7 +424,7 @@ for out_dir, *last in (
 
 
 def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(tokens, tmp_path):
-    """Leave no trace in them when compiled code is compared with eager code."""
+    """Do not change them when comparing compiled code with eager code."""
     program = changed(tmp_path / "program", NOISY)
     words = flags(**TINY, dropout=0.1, dataset=tokens)
     result = finish(start("-c", LAUNCHES, *words, cwd=program, only_torch=True))

@@ -158,7 +158,9 @@ def last_line(out: str, name: str) -> str:
     return [line for line in out.splitlines() if line.startswith(f"{name}: ")][-1]
 
 
-def test_a_run_ends_with_the_next_command_and_the_iteration_of_its_val_loss(tokens, tmp_path):
+def test_a_stopped_run_names_the_iteration_of_its_val_loss_and_a_finished_run_the_sample_command(
+    tokens, tmp_path
+):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm

@@ -1,6 +1,6 @@
 """
-Judge the numbers of real runs by a second trainer (reference_gpt2.py), by figures computed by hand,
-and by runs that must be equal.
+Check the numbers of real runs against a second trainer (reference_gpt2.py), figures computed by
+hand, and runs that must be equal.
 """
 
 import functools
@@ -85,8 +85,8 @@ def tokens(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tokens, tmp_path_factory):
     """
-    Return a function that writes weights like a trained model's: so far from 0 that every part
-    matters, biases and norms too. A run from scratch would hardly show which GELU it has.
+    Return a function that saves weights as far from 0 as a trained model's, biases and norms
+    included. With the small weights of a new model, a wrong GELU would hardly change the loss.
     """
     folder = tmp_path_factory.mktemp("trained")
 
@@ -163,8 +163,9 @@ def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, train
 
 def distance(a: reference_gpt2.Weights, b: reference_gpt2.Weights) -> float:
     """
-    Return the distance between two models' weights, without the biases of attention's keys. They
-    move all scores of a query alike, which changes nothing, so their gradients are rounding.
+    Return the distance between two models' weights, without the biases of attention's keys. These
+    biases shift all scores of a query equally, which softmax cancels, so their gradients are only
+    rounding.
     """
     total = 0.0
     for name in a.keys() | b.keys():
@@ -320,7 +321,9 @@ def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_pat
         pytest.param(128, 128, marks=pytest.mark.slow),
     ],
 )
-def test_the_vocabulary_is_rounded_up_to_pad_vocab_multiple(multiple, rows, tokens, tmp_path):
+def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple(
+    multiple, rows, tokens, tmp_path
+):
     config = BASE | dict(pad_vocab_multiple=multiple, max_iters=0)
     train(**config, dataset=tokens, out_dir=tmp_path)
     assert len(checkpoint(tmp_path, 0)["model"]["lm_head.weight"]) == rows
@@ -346,7 +349,7 @@ def test_the_optimizers_defaults_are_nanogpts(tokens, tmp_path):
 
 
 def prepare_source(texts: list[str]) -> Path:
-    """Write text.jsonl here and prepare shards from it."""
+    """Write text.jsonl into the working folder and prepare shards from it."""
     rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
     Path("text.jsonl").write_text("".join(rows))
     held_out = f"--val_tokens={BASE['eval_tokens']}"
@@ -395,10 +398,8 @@ def test_a_run_trains_on_each_window_once_per_epoch_in_the_order_of_its_seed(tok
 STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 
 
-def test_a_stream_trains_and_evaluates_on_the_shards_that_a_preparation_makes(
-    tmp_path, monkeypatch
-):
-    """Read the training tokens in order."""
+def test_a_stream_trains_and_evaluates_on_the_same_tokens_as_prepared_shards(tmp_path, monkeypatch):
+    """Train on the windows in order, not shuffled."""
     monkeypatch.chdir(tmp_path)
     words = ("alpha", "beta", "zeta")
     shards = prepare_source([f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in words])
@@ -439,10 +440,10 @@ def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
 # Dropout and samples
 
 
-def test_applies_dropout_in_training_and_never_in_evaluation(tokens, trained, tmp_path):
+def test_dropout_acts_in_training_but_not_in_evaluation(tokens, trained, tmp_path):
     """
-    Launch without dropout from the same checkpoints: training losses differ and evaluations are
-    equal, also right after an evaluation or a sample.
+    Resume the run's checkpoints without dropout. Evaluations stay equal, but training losses
+    differ, even right after an evaluation or a sample.
     """
     config = BASE | dict(eval_interval=4, sample_tokens=4, checkpoint_interval=1, dataset=tokens)
     out_dir = tmp_path / "run"
@@ -465,7 +466,7 @@ def test_applies_dropout_in_training_and_never_in_evaluation(tokens, trained, tm
 
 
 def evaluation_in(out: str) -> tuple[float, float]:
-    """Return train and validation loss of the only evaluation on a console, in four digits."""
+    """Return the train and validation loss of the only evaluation printed, to four decimals."""
     [found] = re.findall(r"^step .* loss (\S+), val loss (\S+),", out, re.MULTILINE)
     return float(found[0]), float(found[1])
 
@@ -488,7 +489,7 @@ def test_samples_during_training_are_drawn_without_dropout(tokens, trained, tmp_
     assert len(texts[0]) > 10
 
 
-def test_a_run_without_its_vocabulary_warns_and_trains_without_samples(tokens, tmp_path):
+def test_a_run_that_cannot_load_its_vocabulary_warns_and_trains_without_samples(tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | dict(tokenizer="gpt2")))
@@ -506,8 +507,8 @@ def test_a_run_without_its_vocabulary_warns_and_trains_without_samples(tokens, t
 
 def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
     """
-    Stay within 2^-9 (bfloat16) or 2^-12 (float16). The first losses must differ, so half precision
-    is really used, in evaluation too.
+    Allow a relative difference of 2^-9 (bfloat16) or 2^-12 (float16) in each loss. The first losses
+    must differ, which shows that half precision is used, in evaluation too.
     """
     for dtype in ("float32", "bfloat16", "float16"):
         train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
@@ -526,8 +527,8 @@ def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
 
 def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     """
-    Begin at 2^26, where each overflow halves the scale and logs no grad_norm. After 16 iterations
-    at most there are no more, and the loss falls by the end.
+    Begin at 2^26. Each overflow halves the scale and logs null as grad_norm. The overflows end
+    within 16 iterations, and the loss falls by the end.
     """
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     config = BASE | dict(dtype="float16", max_iters=24, eval_interval=24)
@@ -543,7 +544,7 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
 
 @contextmanager
 def gradient_of_nan(backward_pass: int):
-    """Make the gradients of the n-th backward pass from here, counted from 1, NaN."""
+    """Make the gradients of one backward pass NaN; the first one inside the context is 1."""
     real, count = torch.Tensor.backward, 0
 
     def backward(self, *args, **kwargs):
@@ -695,8 +696,8 @@ def train_on_two_ranks(**keys) -> None:
 
 def test_two_ranks_train_like_one_process(tokens, tmp_path):
     """
-    Log the same numbers but for rounding, even if an evaluation's 18 windows leave the last batch
-    uneven.
+    Log the same numbers but for rounding, even though the 18 windows of an evaluation do not fill
+    its last batch.
     """
     config = BASE | dict(batch_size=5, gradient_accumulation_steps=4, peak_tflops=PEAK_TFLOPS)
     train(**config, dataset=tokens, out_dir=tmp_path / "1")
@@ -726,7 +727,7 @@ def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path)
 
 def test_data_wait_ms_is_the_average_wait_per_iteration(tokens, tmp_path):
     """
-    Let each look at the data take a quarter of a second, at log lines for one, two or three
+    Let each wait for data take a quarter of a second. The log lines cover one, two or three
     iterations.
     """
     trainer, looks = InProcessRun(fake_clock=True), []

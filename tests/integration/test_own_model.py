@@ -1,4 +1,4 @@
-"""Train your own model.py, and run scripts written for nanoGPT's model."""
+"""Train the docs' example of your own model, and run a script written for nanoGPT's model."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ print(loss.item())
 
 
 @pytest.mark.parametrize("place", ["beside", pytest.param("elsewhere", marks=pytest.mark.slow)])
-def test_a_script_written_for_nanogpts_model_runs_with_nanogpt_model(place, corpus, tmp_path):
+def test_a_script_written_for_nanogpts_model_runs_with_nanogpt_model_py(place, corpus, tmp_path):
     train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=corpus, out_dir=tmp_path / "run")
     home = changed(tmp_path / "copy", {})
     shutil.copy(ROOT / "docs" / "nanogpt_model.py", home)

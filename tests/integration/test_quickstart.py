@@ -1,4 +1,4 @@
-"""Run the quickstart in an empty folder, without a network."""
+"""Run the quickstart in a fresh copy of the program, without a network."""
 
 import json
 import math
@@ -31,8 +31,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_the_quickstart_works_in_an_empty_folder_without_a_network(tmp_path):
-    """Type its commands as after the installation, the first one in a fresh Python."""
+def test_the_quickstart_works_in_a_fresh_copy_without_a_network(tmp_path):
+    """Run its commands for 30 iterations, the first one in a fresh Python."""
     home = changed(tmp_path / "nightshift", {})
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(OFFLINE)

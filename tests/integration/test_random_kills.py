@@ -1,6 +1,6 @@
 """
-Interrupt runs at random: kills and signals at any moment, disks that are full for a while, damaged
-checkpoints. Each run ends like an uninterrupted one.
+Interrupt runs at random by kills, signals, disks that are full for a while, and damaged
+checkpoints. Each run must end like an uninterrupted one.
 """
 
 import random

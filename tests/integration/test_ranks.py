@@ -141,7 +141,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", slow_but("fast recipe, 2 ranks and then 1", of=CHANGES))
 def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path, monkeypatch):
-    """Keep the same bits on all ranks, although they exchange nothing but gradients."""
+    """Hold the same weights and optimizer state on all ranks, bit for bit, after each update."""
     monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
     write_jsonl(tmp_path / "text.jsonl", documents(60))
     changes, numbers = CHANGES[change]
@@ -203,7 +203,7 @@ def test_three_ranks_resume_bit_for_bit(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_ranks_compile_once_and_train_like_one_eager_process(tiny, alone, tmp_path):
+def test_compiled_ranks_train_like_one_eager_process(tiny, alone, tmp_path):
     for last in (6, 12):
         changes = dict(max_iters=last, init_from="auto", compile=True, recompute=True)
         results = finish_ranks(start_ranks(2, *flags(**tiny | changes)), timeout=300)
@@ -246,7 +246,7 @@ time.monotonic = lambda: 100 * monotonic()
 
 @pytest.fixture(scope="module")
 def world(tokens, tmp_path_factory) -> Path:
-    """Create the ranks' working folder, with a folder for each. No rank may change it."""
+    """Create the ranks' working folder. It has a folder for each rank; rank 0's holds a run."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "file").touch()
     for rank in "01":
@@ -304,7 +304,8 @@ def test_a_wrong_kernel_in_half_precision_ends_the_run_before_it_trains(n, tiny)
 @pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
 def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, monkeypatch):
     """
-    Use gloo where torch has no NCCL, as on Windows. Give up on a GPU that hangs after ten minutes.
+    Use gloo on CPUs, and where torch has no NCCL, as on Windows. NCCL gets a timeout of ten
+    minutes.
     """
     ranks = Ranks()
     ranks.world_size = 2
@@ -325,8 +326,8 @@ def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, m
 
 
 @pytest.mark.slow
-def test_warns_with_what_to_try_if_the_first_gradient_exchange_is_slow(tiny):
-    """Simulate GPUs that cannot reach each other's memory; a run on them hangs for ten minutes."""
+def test_the_first_rank_warns_if_the_first_gradient_exchange_is_slow(tiny):
+    """Delay the second rank. GPUs that cannot reach each other's memory would hang here."""
     late = """
         import time, training.ranks
         from torch.nn.parallel import DistributedDataParallel
@@ -366,7 +367,7 @@ WAYS_OUT = {
 
 
 def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
-    """Return a script, its arguments and its exit code."""
+    """Return a script, its arguments and the exit code to expect."""
     action, changes, code = WAYS_OUT[way]
     if "once more" in way:
         train(**tiny)
@@ -416,7 +417,7 @@ ORDERED = """
 
 
 def test_gradient_buckets_are_arranged_before_the_first_iteration(tiny):
-    """Make a resumed run sum three ranks in the same order as an uninterrupted one."""
+    """Otherwise three ranks would sum gradients in another order after a resume."""
     arguments = flags(**tiny | dict(max_iters=3))
     results = finish_ranks(start_ranks(2, *arguments, script=watched(before=ORDERED)))
     for code, _, err in results:
@@ -520,7 +521,7 @@ WAITING = """
 
 
 @pytest.mark.slow
-def test_a_signal_to_any_rank_ends_the_wait_for_disk_space(tiny, make_disk):
+def test_a_signal_to_the_second_rank_ends_the_wait_for_disk_space(tiny, make_disk):
     disk = make_disk(1 << 20)
     full = f"""
         if n == 7 and RANK == "0":
@@ -576,7 +577,8 @@ def test_a_rank_gives_up_with_one_line_if_another_rank_hangs(tiny):
 
 def dying(victim: int) -> list[str]:
     """
-    Return a script that kills this rank after its eighth update, but only in the first launch.
+    Return a script that kills the rank `victim` after its eighth update, but only in the first
+    launch.
     """
     return watched(f"""
         if n == 8 and RANK == "{victim}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -600,7 +602,7 @@ def test_a_rank_ends_with_one_line_if_another_rank_is_killed(victim, tiny):
 
 
 def test_restarted_ranks_resume_from_the_checkpoint(tiny, alone, tmp_path):
-    """Run the same command in the same environment again, as torchrun --max-restarts does."""
+    """Run the same command with a higher restart count, as torchrun --max-restarts does."""
     keys = tiny | dict(init_from="auto", checkpoint_interval=3)
     killed = start_ranks(2, *flags(**keys), script=dying(1), **FIRST)
     assert all(result.code != 0 for result in finish_ranks(killed))
@@ -717,7 +719,7 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, alone, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS_OUT)
-def test_torchrun_never_warns_that_a_process_group_was_not_destroyed(way, tiny, tmp_path):
+def test_ranks_of_torchrun_end_without_a_warning_about_their_process_group(way, tiny, tmp_path):
     script, arguments, code = way_out(way, tiny)
     program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script[1]}"
     (tmp_path / "watched.py").write_text(program)
@@ -735,10 +737,10 @@ SOURCES = {"shards": dict(), "stream": dict(stream=True, tokenizer="byte")}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_torchrun_restarts_ranks_killed_at_random_moments_to_the_same_final_loss(
+def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
     source, tiny, endless, tmp_path
 ):
-    """Kill a rank five times, every other time during its start."""
+    """Kill a rank five times, every other time within four seconds of its start."""
     kills, chance, killed = 5, random.Random(1), set()
     keys = tiny | SOURCES[source] | dict(max_iters=600, eval_interval=300, log_interval=10)
     keys |= dict(lr_decay_iters=600, checkpoint_interval=2)

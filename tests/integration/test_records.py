@@ -38,8 +38,8 @@ FIELDS = dict(
 @pytest.fixture(scope="module")
 def logged(corpus, tmp_path_factory) -> tuple[Path, str]:
     """
-    Train a run with all kinds of records, which skips the update of iteration 4. Return what it
-    printed too.
+    Train a run with all kinds of records, which skips the update of iteration 4, and return its
+    folder and output.
     """
     out_dir = tmp_path_factory.mktemp("logged") / "run"
     backward = torch.Tensor.backward

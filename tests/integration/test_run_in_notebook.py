@@ -1,4 +1,4 @@
-"""Run the scripts by a notebook's %run."""
+"""Run the scripts as a notebook's %run does."""
 
 import io
 import runpy

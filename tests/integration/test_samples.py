@@ -102,7 +102,7 @@ def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt
     assert sample(*arguments, "--temperature=2") != texts
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_this_probability(gpt2, tmp_path):
+def test_top_p_keeps_the_fewest_tokens_whose_total_probability_reaches_it(gpt2, tmp_path):
     """Sample a model that always gives a, b and c the probabilities 0.6, 0.3 and 0.1."""
     path = write_parrot(gpt2, tmp_path / "three.pt", token=0)
     state = torch.load(path, weights_only=True)

@@ -120,13 +120,13 @@ def test_a_timed_run_follows_a_given_eval_interval(trainer, tiny, tmp_path):
     assert {0, 30, 60} <= set(its) and len(its) < 20
 
 
-def test_a_timed_run_still_ends_on_time_after_the_machine_slept(trainer, tiny, tmp_path):
-    """Let the machine sleep for five minutes, which shortens the rest of the schedule."""
+def test_a_timed_run_still_ends_on_time_after_it_was_suspended(trainer, tiny, tmp_path):
+    """Let the clock jump by five minutes, as it does for a suspended process."""
 
-    def sleep():
+    def suspend():
         trainer.now += 300
 
-    trainer.at["iteration", 30] = sleep
+    trainer.at["iteration", 30] = suspend
     trainer.launch(**tiny, hours=HOURS)
     assert SECONDS - 20 <= trainer.now <= SECONDS
     assert rates(tmp_path)[-1] == 0.0
@@ -146,7 +146,7 @@ def test_a_timed_run_skips_evaluations_that_would_delay_the_last_one(trainer, ti
 
 
 @pytest.mark.parametrize("minutes", slow_but(5, of=[5, -5]))
-def test_until_follows_the_clock_if_it_is_set_during_the_run(minutes, trainer, tiny, tmp_path):
+def test_until_follows_a_system_clock_that_is_set_during_the_run(minutes, trainer, tiny, tmp_path):
     def set_clock():
         trainer.EVENING += 60 * minutes
 
@@ -161,8 +161,8 @@ def test_until_follows_the_clock_if_it_is_set_during_the_run(minutes, trainer, t
 )
 def test_one_slow_evaluation_or_save_does_not_end_a_timed_run_early(what, number, trainer, tiny):
     """
-    Expect no more than twice the time before it for the next one. Otherwise the run would end
-    minutes early.
+    Let one of them take 150 s longer. The time expected for the next one at most doubles; otherwise
+    the run would end minutes early.
     """
 
     def hang():
@@ -237,7 +237,7 @@ BUSY = pytest.param(3, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("busy", [0, BUSY])
 def test_a_run_by_hours_ends_on_time_in_real_time(busy, tiny, tmp_path):
-    """Run beside this many processes that use all the time they get."""
+    """Run beside `busy` other processes that use all the CPU time they get."""
     seconds = 20 if busy else 3
     keys = tiny | dict(hours=seconds / 3600, learning_rate=0.01)
     finish(start("-c", "pass"))  # the first process waits until torch is imported
@@ -383,7 +383,7 @@ def test_until_with_the_present_minute_means_tomorrow(trainer, tiny, tmp_path):
 
 
 def test_a_stop_between_evaluations_does_not_change_their_number(trainer, tiny, tmp_path):
-    """Make the same 21 evaluations as an uninterrupted run."""
+    """Make 21 evaluations, as an uninterrupted run does."""
     trainer.at["iteration", 42] = sigterm
     trainer.launch(**tiny, hours=HOURS)
     assert column(tmp_path, "eval", "iter")[-1] == 40  # the next one is due at 44
@@ -530,6 +530,9 @@ def test_eta_counts_the_evaluations_and_saves_to_come_at_this_launchs_speed(trai
 def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resume(
     trainer, tiny, tmp_path
 ):
+    """
+    Allow the save at the stop to be missing, because a checkpoint cannot hold its own duration.
+    """
     keys = tiny | dict(max_iters=40, eval_interval=8, log_interval=3)
     trainer.at["iteration", 13] = sigterm
     trainer.launch(**keys)
@@ -575,7 +578,7 @@ AWAY = {"22:59": True, "01:00": False}
 
 @pytest.mark.parametrize("until", AWAY)
 def test_warns_if_until_is_far_away(until, trainer, tiny):
-    """Launch one minute after the given time, which would make the run take a day."""
+    """Launch at 23:00, when 22:59 is a day away and 01:00 two hours."""
     result = trainer.launch(**tiny, until=until, max_iters=2)
     assert result.code == 0
     assert (" h away" in result.err) == AWAY[until]
@@ -619,9 +622,9 @@ def plan(tmp_path, *arguments: str) -> dict:
 
 def test_plan_computes_the_iterations_that_fit_into_the_hours(tmp_path):
     """
-    Compare with figures by hand: at 10 s each, 8 hours hold 2,880 iterations, less the time of
-    evaluations and checkpoints. An evaluation reads 2 * 10,485,760 tokens at three times the
-    training speed of 52,429 tokens a second, which takes 133.3 s.
+    Compare with figures computed by hand: at 10 s each, 8 hours hold 2,880 iterations, less the
+    time of evaluations and checkpoints. An evaluation reads 2 * 10,485,760 tokens at three times
+    the training speed of 52,429 tokens a second, which takes 133.3 s.
     """
     found = plan(tmp_path, "config/fast124m_4070.py", "--hours=8", "--iter_seconds=10")
     assert found["hours_total"] == pytest.approx(8, rel=0.005)
