@@ -29,7 +29,7 @@ def test_until_means_today_even_if_it_passes_during_the_start_up(monkeypatch):
     now = datetime(2026, 3, 4, 7, 0, 20, 500_000).timestamp()
     monkeypatch.setattr(time, "time", lambda: now)
     assert clock_at(30, Config(until="07:00"), monkeypatch).left() == pytest.approx(-20.5, abs=1e-3)
-    # but typed at 07:00:00, it is
+    # typed at 07:00:00
     assert clock_at(20.5, Config(until="07:00"), monkeypatch).left() == 24 * 3600 - 20.5
 
 

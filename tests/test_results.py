@@ -360,7 +360,7 @@ def test_hours_and_minutes_in_a_configs_comments_are_what_plan_computes(config):
 
 
 LAPTOP = {
-    ("gpt124m_4070",): True,
+    ("gpt124m_4070", "--batch_size=4"): True,
     ("fast40m_4070", "--batch_size=8"): True,
     ("fast124m_4070",): False,
 }

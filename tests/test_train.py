@@ -209,4 +209,4 @@ def test_a_compiled_run_resumes_bit_for_bit_and_records_its_compile_time(tokens,
     # ten iterations take 0.05 s; compiling takes seconds, or 0.5 s where the compiled code lies in
     # torch's cache on the disk
     assert column(tmp_path / "straight", "end", "ledger")[0]["compile"] > 0.2
-    assert not records(tmp_path / "straight", "event")  # nothing was compiled again later
+    assert not records(tmp_path / "straight", "event")

@@ -722,7 +722,7 @@ def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path)
 
 
 # -----------------------------------------------------------------------------
-# What a stranger's faults asked for
+# Waiting, dropout, warnings and counts
 
 
 def test_data_wait_ms_is_the_average_wait_per_iteration(tokens, tmp_path):

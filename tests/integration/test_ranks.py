@@ -210,7 +210,7 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, alone, tmp_path):
         assert [result.code for result in results] == [0, 0], results
         assert "".join(result.out for result in results).count("compile: ") == 1
     assert_same_numbers(alone, tmp_path / "run")
-    assert not records(tmp_path / "run", "event")  # a warning says that it was compiled again
+    assert not records(tmp_path / "run", "event")
 
 
 # -----------------------------------------------------------------------------
