@@ -1,9 +1,9 @@
 """
-Bad starts: what people mistype, forget, or find damaged, over all scripts, as one table.
+Check how the scripts refuse bad input: mistyped or missing arguments, and damaged files.
 
-A row is a command and one text per error line; all words of the text must occur in that line. Each
-command exits with code 2, prints nothing but these lines and warnings, and leaves every file as it
-was. They run in a folder with a few good and many bad things: see `world`.
+A row of the tables is a command and one text per expected error; all words of the text must occur
+in that error. Each command exits with code 2, prints only these errors and warnings, and changes no
+file. The commands run in a folder with a few good and many bad files: see `world`.
 """
 
 import json
@@ -454,7 +454,7 @@ def write_texts() -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """Create the working folder of all commands, which none of them may change."""
+    """Create the folder in which check() runs the commands. No command may change it."""
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -474,7 +474,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return everything in a folder, files with their size and the time of their last change."""
+    """Return all paths in a folder, with the size and the time of the last change of files."""
     found = {}
     for path in folder.rglob("*"):
         stat = path.lstat()
@@ -484,7 +484,8 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
     """
-    Check that each error has its words, and that other lines are warnings or indented commands.
+    Check that there is one error per expected text, with all words of the text, and that the other
+    lines are warnings. An indented line continues the line before.
     """
     lines = "\n".join(lines).replace("\n    ", " ").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
@@ -510,12 +511,14 @@ BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + TOOLS + PREPARATION
 
 
 @pytest.mark.parametrize("row", BAD_STARTS, ids=[row[0] for row in BAD_STARTS])
-def test_a_bad_command_prints_one_line_per_problem_and_writes_nothing(row, world, monkeypatch):
+def test_a_bad_command_prints_one_error_per_problem_and_changes_no_file(row, world, monkeypatch):
     check(world, monkeypatch, *row)
 
 
 @pytest.mark.parametrize("flag", OF_A_RUN)
-def test_resuming_is_refused_if_a_flag_changes_what_a_run_keeps(flag, world, monkeypatch):
+def test_resuming_is_refused_if_a_flag_changes_a_setting_that_is_fixed_on_resume(
+    flag, world, monkeypatch
+):
     command = f"train.py tiny.py --init_from=resume --out_dir=run --max_iters=3 --{flag}"
     check(world, monkeypatch, command, flag.partition("=")[0])
 
@@ -542,7 +545,7 @@ assert ctypes.CDLL(None).capset(version_3, none) == 0
 
 
 @pytest.mark.parametrize("row", LEFTOVERS, ids=[row[0] for row in LEFTOVERS])
-def test_a_variable_left_by_another_launcher_is_named_with_the_command_that_unsets_it(
+def test_invalid_variables_of_another_launcher_are_refused_with_advice_to_unset_them(
     row, world, monkeypatch
 ):
     variables, words = row
@@ -553,7 +556,7 @@ def test_a_variable_left_by_another_launcher_is_named_with_the_command_that_unse
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
 @pytest.mark.parametrize("key", ["out_dir", "dataset"])
-def test_a_folder_without_permission_is_reported_in_one_line(key, world, tmp_path):
+def test_a_folder_without_permission_gives_one_error(key, world, tmp_path):
     (tmp_path / "private").mkdir(mode=0)
     keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new")
     keys |= {key: tmp_path / "private" / "x"}

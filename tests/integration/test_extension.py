@@ -1,6 +1,6 @@
 """
-Extend a finished run with lr_schedule=wsd from the checkpoint kept before its decay. The copy ends
-with the same bits as a run planned that long from the start.
+Extend a finished run with lr_schedule=wsd from the checkpoint kept before its decay. The extended
+copy ends with the same bits as a run planned for that length from the start.
 """
 
 import json
@@ -60,8 +60,8 @@ def planned(request, tokens, tmp_path_factory) -> tuple[int, Path]:
 
 def launch(ranks: int, *arguments, script=("train.py",), code: int = 0) -> Result:
     """
-    Train in separate processes, which must all end with this exit code. Return the first one's
-    result.
+    Train in `ranks` processes, which must all end with exit code `code`. Return the result of the
+    first.
     """
     if ranks == 1:
         results = [finish(start(*script, *arguments))]
@@ -118,7 +118,10 @@ def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens,
     ],
     ids=["constant", "cosine", "by the clock"],
 )
-def test_a_run_with_another_schedule_keeps_only_the_newest(changes, tokens, tmp_path):
+def test_a_run_with_another_schedule_or_hours_keeps_only_its_newest_checkpoint(
+    changes, tokens, tmp_path
+):
+    """Print no commands for extending the run, either."""
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=1) | changes
     train(**keys)
     assert checkpoints(tmp_path / "run") == [12]
@@ -126,12 +129,12 @@ def test_a_run_with_another_schedule_keeps_only_the_newest(changes, tokens, tmp_
     assert "iterations are done" in result.out and not commands(result.out)
 
 
-def test_the_printed_commands_extend_a_run_to_the_bits_of_one_planned_that_long(
+def test_a_run_extended_with_the_printed_commands_equals_one_planned_for_that_length(
     planned, tokens, tmp_path
 ):
     """
-    Extend a run in a folder whose name has a space, with a kill before the decay and another one
-    after it.
+    With one rank, also kill the run before its decay, and its extension during its own decay. The
+    folder's name contains a space.
     """
     ranks, longer = planned
     out_dir = tmp_path / "a run"
@@ -188,7 +191,7 @@ def test_an_unfinished_run_can_be_decayed_in_a_copy_and_then_continued(planned, 
 
 
 @pytest.mark.slow
-def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_decay_failed(
+def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_decay_was_not_saved(
     tokens, make_disk, tmp_path
 ):
     disk = make_disk(1 << 20)
@@ -204,7 +207,9 @@ def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_dec
     assert_same_run(tmp_path / "planned", disk / "run_24", 24)
 
 
-def test_a_wsd_run_fits_the_number_of_checkpoints_that_plan_counts(tokens, make_disk, tmp_path):
+def test_a_wsd_run_fits_on_a_disk_for_as_many_checkpoints_as_bench_plan_counts(
+    tokens, make_disk, tmp_path
+):
     keys = NIGHT | dict(dataset=tokens, keep_checkpoints=2)
     train(**keys | dict(out_dir=tmp_path / "first"))
     size = (tmp_path / "first" / "ckpt-00000012.pt").stat().st_size
@@ -223,7 +228,7 @@ def test_a_wsd_run_fits_the_number_of_checkpoints_that_plan_counts(tokens, make_
 
 
 @pytest.mark.parametrize("room, warned", [(3.5, True), (5, False)])
-def test_warns_at_the_start_if_the_disk_is_too_small_for_a_wsd_runs_checkpoints(
+def test_a_wsd_run_warns_if_the_disk_is_too_small_for_its_checkpoints(
     room, warned, tokens, make_disk, tmp_path
 ):
     keys = NIGHT | dict(dataset=tokens, max_iters=3)

@@ -1,6 +1,6 @@
 """
-Use what nanoGPT's users bring along: config files, checkpoints with their characters, and lines of
-code. test_pretrained.py has more.
+Use what nanoGPT's users bring along: settings of config files, checkpoints with meta.pkl, and code.
+test_pretrained.py also trains from such config files and checkpoints.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ init_from = 'gpt2'
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_nanogpts_config_files_load_unchanged(name, tmp_path):
+def test_the_settings_of_nanogpts_config_files_load(name, tmp_path):
     path = tmp_path / f"{name}.py"
     path.write_text(FILES[name])
     config = load_config([str(path)])
@@ -111,8 +111,8 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [200])
 
 
-def test_fine_tuning_resumes_with_the_vocabulary_of_its_checkpoint(tokens, tmp_path):
-    """Keep GPT-2's 50257 rows, for example, instead of padding them to 50304."""
+def test_a_resumed_fine_tuning_keeps_the_vocabulary_of_its_initial_weights(tokens, tmp_path):
+    """Keep the head's 61 rows instead of padding them to 128 (for GPT-2: 50257, to 50304)."""
     random_gpt2(tmp_path / "hf", vocab_size=61)
     sizes = dict(n_layer=2, bias=True, dataset=tokens, out_dir=tmp_path / "run")
     train(**TINY | sizes, init_from=tmp_path / "hf")
@@ -128,7 +128,7 @@ CHARACTERS = sorted(set("to be or not to be, that is the question:\n"))
 
 @pytest.fixture
 def nanogpt(tmp_path) -> Path:
-    """Create a nanoGPT folder with a small model of 16 characters."""
+    """Create nanoGPT's folders, with a dataset and a checkpoint of 16 characters."""
     letters = dict(enumerate(CHARACTERS))
     meta = dict(vocab_size=len(letters), itos=letters, stoi={c: i for i, c in letters.items()})
     data = tmp_path / "data" / "shakespeare_char"
@@ -161,7 +161,7 @@ def test_a_nanogpt_checkpoint_is_sampled_with_the_characters_in_its_meta_pkl(giv
     assert "iteration 2,000, val loss 1.4697" in result.err
 
 
-def test_sampling_without_meta_pkl_is_refused_with_where_to_put_it(nanogpt):
+def test_sampling_without_meta_pkl_is_refused_until_it_is_moved_beside_ckpt_pt(nanogpt):
     where = f"--out_dir={nanogpt / 'out-shakespeare-char'}"
     table = (nanogpt / "data" / "shakespeare_char" / "meta.pkl").rename(nanogpt / "kept.pkl")
     result = run("sample.py", where, *SHORT)
@@ -192,7 +192,8 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_nanogpt_model_returns_logits_and_loss_for_any_batch_size(rows, calls):
+def test_nanogpt_model_returns_logits_and_loss_for_batches_of_one_to_three(rows, calls):
+    """Leave targets of -1 out of the loss."""
     model = calls.GPT(calls.GPTConfig(8, 12, 1, 2, 16)).eval()
     idx = torch.zeros(rows, 5, dtype=torch.long)
     logits, loss = model(idx)
@@ -235,7 +236,7 @@ def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path):
     assert calls.LayerNorm(4, False).bias is None and calls.LayerNorm(4, bias=True).eps == 1e-5
 
 
-def test_the_lines_of_code_in_from_nanogpt_md_run(tokens, tmp_path):
+def test_the_lines_of_code_in_the_table_of_from_nanogpt_md_run(tokens, tmp_path):
     train(**TINY, dataset=tokens, out_dir=tmp_path)
     page = (ROOT / "docs" / "from_nanogpt.md").read_text(encoding="utf-8")
     table = page.partition("| one line of code |")[2]

@@ -1,6 +1,6 @@
 """
-Run notebook.ipynb, both its training on a user's text on a CPU and its training on a lent GPU, here
-on a CPU at a tiny size.
+Run notebook.ipynb with tiny models on a CPU, both the steps that need no GPU and those that do, and
+check its commands and figures.
 """
 
 import json
@@ -35,14 +35,14 @@ def test_the_notebook_is_stored_without_outputs():
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-def test_the_notebook_keeps_the_torch_that_is_installed():
-    """Avoid a download of 3 GB, made for a driver that a lent GPU may not have."""
+def test_the_notebook_installs_without_constraints_txt():
+    """Keep the installed torch: the pinned one takes 3 GB and may not fit the GPU's driver."""
     installs = [command for command in shell_commands() if command[0] == "pip"]
     assert installs and not [words for words in installs if "constraints.txt" in words]
 
 
-def test_the_notebook_states_the_minutes_that_plan_computes():
-    """Plan with the flags of the notebook's own command."""
+def test_the_notebook_states_the_minutes_that_bench_plan_computes():
+    """Plan the notebook's training command on a T4. It also fits in 8 GiB of GPU memory."""
     command = next(c for c in shell_commands() if "config/fast40m_4070.py" in c)
     flags = [w for w in command[3:] if not w.startswith(("--dataset", "$", "--out", "--max_min"))]
     p = plan("fast40m_4070", *flags, "--gpu=T4", "--dataset_tokens=100M")
@@ -58,7 +58,7 @@ def shell_commands() -> list[list[str]]:
 
 
 def test_notebook_commands_name_existing_scripts_configs_and_flags():
-    """Check its python commands, except configs whose path contains a variable."""
+    """Check the python commands, except configs whose path contains a variable."""
     commands = [words[1:] for words in shell_commands() if words[0] == "python"]
     assert len(commands) >= 8
     for script, *words in commands:
@@ -69,7 +69,7 @@ def test_notebook_commands_name_existing_scripts_configs_and_flags():
 
 
 def commit_tree(folder: Path) -> str:
-    """Commit the working tree into a new repository and return its address."""
+    """Commit a copy of the working tree to a new repository and return its address."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -85,7 +85,7 @@ def commit_tree(folder: Path) -> str:
     return f"file://{folder}"
 
 
-def test_the_notebook_stops_before_preparing_data_if_there_is_no_gpu(monkeypatch, tmp_path):
+def test_the_notebook_stops_with_advice_if_the_gpu_or_the_clone_is_missing(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     install, data = (SHELL.sub("\\1pass", CELLS[i]) for i in (0, 3))
@@ -121,7 +121,7 @@ def run_command(command: str, outputs: list[str]) -> None:
 
 
 def edit(cells: list[str], **lines: str) -> list[str]:
-    """Return the cells with other values in the lines that set these names."""
+    """Return the cells after changing the environment variables in `lines` to these values."""
     for name, value in lines.items():
         line = re.compile(rf'^(os\.environ\["{name}"\] = )".*"', re.MULTILINE)
         assert len(line.findall("\n".join(cells))) == 1, name
@@ -131,8 +131,8 @@ def edit(cells: list[str], **lines: str) -> list[str]:
 
 def run_cells(cells: list[str]) -> list[str]:
     """
-    Run the cells as one program and return what each of their commands printed. No command may
-    fail.
+    Run the cells as one program and return what each of their shell commands printed. No command
+    may fail.
     """
     outputs = []
     names = dict(run_command=run_command, outputs=outputs)
@@ -143,7 +143,10 @@ def run_cells(cells: list[str]) -> list[str]:
 
 @pytest.fixture
 def fresh_folder(tmp_path, monkeypatch):
-    """Change to an empty folder without a network, where the notebook clones this tree."""
+    """
+    Change to an empty folder. Give pip no package index, the quickstart a tiny model, and the cells
+    none of the variables that they set.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     names = dict(QUICK_FLAGS=TINY, PATH=path, PIP_NO_INDEX="1", OMP_NUM_THREADS="1")
     for name in "REPOSITORY BOOK TEXT TEXT_FLAGS OWN ITERS OUT".split():  # which the cells set
@@ -161,7 +164,10 @@ def write_book(path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, monkeypatch, capsys):
-    """Use the config written for it, for at most ten minutes (hours=0.15 are nine)."""
+    """
+    Train with the config that prepare_text.py writes for the text, for 11 seconds instead of nine
+    minutes. Naming the text by its full path finds the same run.
+    """
     monkeypatch.setenv("BOOK_FLAGS", "--hours=0.003 --device=cpu --sample_tokens=8")
     cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"), BOOK="a book.txt")
     install, _, own = cells
@@ -187,7 +193,7 @@ def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, monkeyp
 def test_the_notebook_trains_a_new_model_if_a_text_of_the_same_name_changed(
     fresh_folder, monkeypatch
 ):
-    """Read a text in another encoding if its flag is written into the cell."""
+    """Also change the encoding of the text, and set it in TEXT_FLAGS."""
     monkeypatch.setenv("BOOK_FLAGS", f"{TINY} --value_tables=1")
     cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"))
     install, _, own = cells
@@ -204,8 +210,8 @@ def test_the_notebook_trains_a_new_model_if_a_text_of_the_same_name_changed(
 @pytest.mark.slow
 def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkeypatch):
     """
-    Replace FineWeb-Edu by a parquet file of a few documents. Run the cells a second time, as after
-    a closed browser.
+    Replace FineWeb-Edu with a parquet file of 300 documents. Run the first five cells again, as
+    after closing the browser: no run trains again.
     """
     try:
         Tokenizer({"kind": "gpt2"})

@@ -1,4 +1,7 @@
-"""Check that a failing tracker, loss curve or console costs a run no more than a warning."""
+"""
+Check what trackers, the loss curve and the console show, and that a failing one costs a run no more
+than a warning.
+"""
 
 import json
 import os
@@ -62,7 +65,7 @@ NANOGPTS = {
 
 
 def expected_numbers(out_dir: Path) -> dict[tuple[str, int], float]:
-    """Return the numbers of metrics.jsonl by a tracker's name for them and the iteration."""
+    """Return the numbers of metrics.jsonl, keyed by their name in a tracker and the iteration."""
     found = {}
     for record in records(out_dir, "step") + records(out_dir, "eval"):
         for field, value in record.items():
@@ -95,7 +98,7 @@ def test_tensorboard_shows_the_numbers_of_metrics_jsonl_even_after_a_resume(tiny
 
 
 class Wandb(types.ModuleType):
-    """Stand in for wandb and its run, and fail in the method of this name."""
+    """Stand in for the module wandb and its run, and fail in the method named `failing`."""
 
     def __init__(self, failing: str = "") -> None:
         super().__init__("wandb")
@@ -191,7 +194,10 @@ def test_a_tracker_that_is_not_installed_gives_one_warning_and_the_run_trains_on
 
 
 def train_long(**keys) -> Result:
-    """A run of less than 20 seconds is not drawn: after its last evaluation it seems longer."""
+    """
+    Train with a clock that jumps ahead 100 seconds after the second save. Runs shorter than 20
+    seconds get no loss.png.
+    """
     trainer, now = InProcessRun(), time.perf_counter
     with mock.patch("time.perf_counter", lambda: now() + 100 * (trainer.count["saved"] > 1)):
         result = trainer.launch(**keys)
@@ -200,7 +206,7 @@ def train_long(**keys) -> Result:
 
 
 @pytest.mark.slow
-def test_the_last_loss_curve_is_drawn_from_the_complete_log(tiny, tmp_path):
+def test_the_last_loss_curve_is_not_blank_and_is_newer_than_the_complete_log(tiny, tmp_path):
     from matplotlib.image import imread
 
     train_long(**tiny)
@@ -213,7 +219,7 @@ def test_the_last_loss_curve_is_drawn_from_the_complete_log(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
-def test_a_loss_curve_that_cannot_be_drawn_gives_one_warning_and_the_run_trains_on(
+def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(
     python, tiny, tmp_path, monkeypatch
 ):
     """Simulate a machine without matplotlib, and one that cannot start a process."""
@@ -224,8 +230,8 @@ def test_a_loss_curve_that_cannot_be_drawn_gives_one_warning_and_the_run_trains_
     assert checkpoints(tmp_path / "run")[-1] == 8
 
 
-def test_samples_are_logged_with_control_characters_as_escapes(tiny, tmp_path):
-    """Draw ESC from a model of bytes. A terminal would obey it."""
+def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, tmp_path):
+    """Sample from a byte-level model that generates ESC, which a terminal would obey."""
     keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
     train(**keys)
     state = checkpoint(tmp_path / "run", 0)

@@ -1,6 +1,6 @@
 """
-Run the scripts on a simulated Windows (dev/simulate_windows), and test what the program does only
-there or on a Mac.
+Run the scripts on a simulated Windows (dev/simulate_windows), and test code for Windows and other
+systems that needs no simulation.
 """
 
 import json
@@ -54,8 +54,8 @@ SMALL = TINY | dict(n_layer=1, warmup_iters=0, eval_interval=2, out_dir="my run"
 @pytest.fixture
 def started(tmp_path):
     """
-    Return a function that starts simulated Windows processes in tmp_path, with sys.argv[1:] for the
-    code.
+    Return a function that starts a process on the simulated Windows, in tmp_path, which runs Python
+    code with the given arguments.
     """
     processes = []
 
@@ -101,8 +101,8 @@ print("codes:", codes, "calls:", notwindows.Recorder.calls)
 @simulated
 def test_a_run_on_windows_is_stopped_resumed_sampled_and_compared(started, tmp_path, monkeypatch):
     """
-    Let a virus scanner hold best.pt and Ctrl-Break end the run. The resumed run equals an
-    uninterrupted one.
+    Hold best.pt open for a moment, as a virus scanner does, and end the run with Ctrl-Break. The
+    resumed run equals an uninterrupted one.
     """
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
@@ -162,8 +162,13 @@ print("code:", run("data.prepare_fineweb", *sys.argv[2:]), "calls:", notwindows.
 
 @pytest.mark.slow
 @simulated
-def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_continues(started, tmp_path):
-    """Refuse the second one only while the first still runs."""
+def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_can_be_completed(
+    started, tmp_path
+):
+    """
+    Refuse the second while the first still runs. A preparation that is killed and then completed
+    writes the same files as an uninterrupted one.
+    """
     rows = [json.dumps(dict(text=f"{n} " * (n % 50))) for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = dict(source="rows.jsonl", tokenizer="byte", tokens="20k", val_tokens="2k")
@@ -190,7 +195,7 @@ RUN = 'sys.exit(run("train", *sys.argv[1:]))'
 
 @pytest.mark.slow
 @simulated
-def test_on_windows_ctrl_c_saves_a_run_and_a_second_run_beside_it_is_refused(started, tmp_path):
+def test_on_windows_ctrl_c_saves_a_run_and_a_second_run_in_its_folder_is_refused(started, tmp_path):
     write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
     long = SMALL | dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=4)
     process = started(RUN, *flags(**long, init_from="auto"))
@@ -233,7 +238,7 @@ def test_on_windows_a_run_keeps_saving_while_another_program_has_a_checkpoint_op
 @pytest.mark.slow
 @simulated
 def test_the_fast_recipe_streams_and_resumes_on_windows(started, tmp_path):
-    """Train while another process prepares the text and replaces a file that the run reads."""
+    """Let a second process prepare the text and replace the manifest that the run reads."""
     row = json.dumps(dict(text="A text with more than one line.\n" * 20))
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 40)
     keys = (
@@ -273,8 +278,8 @@ def test_out_of_memory_is_recognized_from_each_systems_error_message(text, tmp_p
 
 def test_a_child_process_sees_an_empty_stdin_but_receives_its_parents_lines():
     """
-    Keep the pipe away from libraries. On Windows, looking at a pipe that a thread reads blocks
-    until its next line.
+    Hide the pipe from libraries: on Windows, inspecting a pipe that a thread reads blocks until the
+    next line arrives. The child exits when its parent closes the pipe.
     """
     code = (
         "import os, sys, threading, time; from common.child import end_with_parent\n"
