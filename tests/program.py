@@ -1,9 +1,9 @@
 """
-The one door to the program: how the tests start its scripts, and how they read what a run leaves.
+Start the program's scripts, and read what a run leaves.
 
-Everything here works from outside: command lines, exit codes, files. No test that uses it needs a
-name of the program, so the inside can be rebuilt while the tests stay. Faults come from outside
-too: signals, damaged bytes, a real full disk, or the standard library and torch patched.
+Everything here works from outside, by command lines, exit codes and files, so the tests stay valid
+when the program's functions and classes change. Faults come from outside too: signals, damaged
+bytes, a real full disk, or patches of the standard library and of torch.
 
     run("train.py", *flags)          in this process: some 50 ms for a tiny run
     start("train.py", *flags)        a process of its own, forked from a warm one: some 300 ms
@@ -77,7 +77,7 @@ def flags(**keys) -> list[str]:
 
 
 class Terminal(io.StringIO):
-    """What is typed on a terminal."""
+    """Stand in for stdin on a terminal, with the text that a user types."""
 
     def isatty(self) -> bool:
         return True
@@ -85,8 +85,8 @@ class Terminal(io.StringIO):
 
 def run(script: str, *arguments, typed: str | None = None) -> Result:
     """
-    `python SCRIPT ARGUMENTS` in this process, on a terminal if something is `typed` there. Signal
-    handlers are restored by conftest.py.
+    Run a script in this process as `python SCRIPT ARGUMENTS` does. If `typed` is given, the script
+    sees a terminal on which this text is typed. conftest.py restores the signal handlers.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     out.isatty = lambda: typed is not None
@@ -107,7 +107,7 @@ def run(script: str, *arguments, typed: str | None = None) -> Result:
 
 
 def train(**keys) -> Result:
-    """train.py in this process; it must end with exit code 0."""
+    """Run train.py in this process, and check that its exit code is 0."""
     result = run("train.py", *flags(**keys))
     assert result.code == 0, result.err
     return result
@@ -124,9 +124,9 @@ def start(
     **environment: str,
 ) -> subprocess.Popen | fork_server.ForkedProcess:
     """
-    `python ARGUMENTS` in a process of its own, its output in pipes. It is forked from one that has
-    imported this project, or `only_torch`, unless `cold` asks for a fresh Python or one of Python's
-    options does.
+    Start `python ARGUMENTS` in its own process, with its output in pipes. The process is forked
+    from one that has imported this project, or only torch if `only_torch`. With `cold`, or if the
+    arguments contain an option of Python's, it is a fresh Python.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
     python_option = arguments[0].startswith("-") and arguments[0] != "-c"
@@ -147,7 +147,7 @@ def start(
 
 
 def finish(process, timeout: float = 120) -> Result:
-    """Wait for a process to end. It is killed if that takes too long."""
+    """Wait for a process to end. Kill it and raise TimeoutExpired after `timeout` seconds."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -157,7 +157,7 @@ def finish(process, timeout: float = 120) -> Result:
 
 
 def wait_for_line(process, beginning: str) -> None:
-    """Read a process's stdout up to the first line that begins so."""
+    """Read a process's stdout up to the first line that starts with `beginning`."""
     for line in process.stdout:
         if line.startswith(beginning):
             return
@@ -165,7 +165,7 @@ def wait_for_line(process, beginning: str) -> None:
 
 
 def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: str) -> list:
-    """train.py, or `script`, in n processes that find one another, as torchrun starts them."""
+    """Start train.py, or `script`, in n processes with the environment that torchrun sets."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -187,9 +187,9 @@ def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
 
 def changed(folder: Path, changes: dict[str, str]) -> Path:
     """
-    A copy of the program in `folder`, in which each file has the definitions of a text of Python.
-    Start it with cwd=folder and only_torch=True, so that nothing of the unchanged program is
-    imported.
+    Copy the program to `folder`, and replace definitions in its files: `changes` maps a file's name
+    to Python code with the new ones. Start the copy with cwd=folder and only_torch=True, so that
+    nothing of the unchanged program is imported.
     """
 
     def left_out(where: str, names: list[str]) -> list[str]:
@@ -209,9 +209,9 @@ def changed(folder: Path, changes: dict[str, str]) -> Path:
 
 def with_definitions(text: str, code: str) -> str:
     """
-    The module `text`, in which the functions, classes and constants of `code` replace those with
-    the same names, whatever their lines are. Of a class that is in both, the members do. What is
-    new comes last, before the line that starts a script.
+    Return the module `text` with its functions, classes and constants replaced by those of the same
+    name in `code`. In a class that is in both, only the members in `code` are replaced. New
+    definitions go to the end, before `if __name__ == "__main__"`.
     """
     lines, new_lines = text.splitlines(), code.splitlines()
     edits: list[tuple[int, int, list[str]]] = []  # replace lines [first, last) by these
@@ -237,7 +237,7 @@ def with_definitions(text: str, code: str) -> str:
 
 
 def name_of(node: ast.stmt) -> str:
-    """What a statement defines; nothing if it is an import, a call or the like."""
+    """Return the name that a statement defines, or "" if it is an import, a call or the like."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -245,7 +245,7 @@ def name_of(node: ast.stmt) -> str:
 
 
 def first_line(node: ast.stmt) -> int:
-    """Counted from 0, with its decorators."""
+    """Return the first line of a statement or of its decorators, counted from 0."""
     decorators = getattr(node, "decorator_list", [])
     return min(part.lineno for part in (node, *decorators)) - 1
 
@@ -260,17 +260,17 @@ def sigterm() -> None:
 
 class InProcessRun:
     """
-    Launches of train.py in this process, with things that happen on the way: at["iteration", 7] is
-    called after the seventh update, at["sleep", None] at each sleep, counted over all launches.
+    Launch train.py in this process, and call functions at chosen moments: at["iteration", 7] after
+    the seventh update, at["sleep", None] at each sleep. Moments are counted over all launches.
 
     update, iteration   before an update, and after it
-    evaluation, lookup  before an evaluation, and before each embedding that it looks up
+    evaluation, lookup  before an evaluation, and before each embedding lookup in it
     save, saved         before a file is saved, and when it is written but has no name yet
-    disk                before each call that changes a disk, see before_disk_calls
-    sleep               instead of it, if `fake_clock`
+    disk                before each call that before_disk_calls() watches
+    sleep               instead of sleeping, if `fake_clock`
 
-    If `fake_clock`, time passes only here: what happens takes its `seconds`, a sleep takes as long
-    as it should, and everything else takes none. The clock on the wall shows 23:00 at first.
+    If `fake_clock`, only these moments take time: each its entry in `seconds`, and a sleep as long
+    as it was asked to. The system clock shows 23:00 at first.
     """
 
     EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
@@ -324,7 +324,7 @@ class InProcessRun:
 
     @contextlib.contextmanager
     def watching(self):
-        """Whatever trains in this process until the end of the `with` is this run."""
+        """Watch whatever trains in this process inside the context."""
         save = torch.save
 
         def watched_save(*arguments, **options):
@@ -356,7 +356,7 @@ class InProcessRun:
             yield
 
     def launch(self, *files, **keys) -> Result:
-        """`python train.py FILE ... --KEY=VALUE ...`"""
+        """Run `python train.py FILE ... --KEY=VALUE ...` in this process."""
         with self.watching():
             return run("train.py", *files, *flags(**keys))
 
@@ -409,8 +409,8 @@ def write_tokens(
     folder: Path, train: list[int], val: list[int], vocab: int = 61, bytes_per_token: int = 3
 ) -> Path:
     """
-    A dataset of tokens with a little structure to learn, in shards of the given sizes. Its bytes
-    must stay as they are: the checkpoints in tests/golden resume on them.
+    Write a dataset of tokens with a little structure to learn, in shards of the given sizes. Never
+    change the tokens that it writes: the checkpoints in tests/golden resume on them.
     """
     folder.mkdir(parents=True)
     rng, shards = np.random.RandomState(1), []
@@ -429,13 +429,13 @@ def write_tokens(
 
 
 def records(out_dir: Path, kind: str | None = None) -> list[dict]:
-    """The records of metrics.jsonl, all or of one kind."""
+    """Return the records of metrics.jsonl, all or those of one kind."""
     found = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in found if kind in (None, record["kind"])]
 
 
 def column(out_dir: Path, kind: str, *names: str) -> list:
-    """These fields of each record of a kind, one tuple a record; plain values for one name."""
+    """Return a tuple of the named fields for each record of a kind; plain values for one name."""
     rows = [tuple(record[name] for name in names) for record in records(out_dir, kind)]
     return [row[0] for row in rows] if len(names) == 1 else rows
 
@@ -445,7 +445,7 @@ def checkpoint(out_dir: Path, iter_num: int) -> dict:
 
 
 def checkpoints(out_dir: Path) -> list[int]:
-    """The iterations of the checkpoints in a folder, in order."""
+    """Return the iterations of the checkpoints in a folder, in order."""
     return sorted(int(path.stem.removeprefix("ckpt-")) for path in out_dir.glob("ckpt-*.pt"))
 
 
@@ -454,7 +454,7 @@ def best(out_dir: Path) -> dict:
 
 
 def same(a, b) -> bool:
-    """Whether two parts of checkpoints are equal to the last bit."""
+    """Return whether two parts of checkpoints are equal to the last bit."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -465,7 +465,7 @@ def same(a, b) -> bool:
 
 
 def assert_same_run(left: Path, right: Path, iter_num: int) -> None:
-    """Two folders hold the same run: its state after `iter_num` updates, and all of its records."""
+    """Check that two folders hold the same state after `iter_num` updates, and the same records."""
     a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
     for key in ("model", "scaler", "rng", "progress"):
         assert same(a[key], b[key]), key

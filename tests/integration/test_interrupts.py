@@ -1,6 +1,6 @@
 """
-Interrupt runs in every way. The resumed run equals an uninterrupted one, and its exit code and
-folder tell what happened.
+Interrupt runs by signals, kills, errors and damaged checkpoints, and resume them. The resumed run
+must equal an uninterrupted one; the exit code and the run's folder must say what happened.
 """
 
 import os
@@ -119,8 +119,11 @@ def unbroken(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("moment", slow_but("in a later evaluation", "in a save", of=MOMENTS))
-def test_a_stop_signal_at_any_moment_saves_and_loses_nothing(moment, tiny, unbroken, tmp_path):
-    """Repeat the interrupted evaluation, if there was one, in the resumed run."""
+def test_a_stop_signal_saves_all_updates_made_so_far(moment, tiny, unbroken, tmp_path):
+    """
+    Stop in an evaluation, an iteration or a save. The resumed run repeats an interrupted evaluation
+    and equals an uninterrupted run.
+    """
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     trainer = InProcessRun()
     trainer.at[MOMENTS[moment]] = sigterm
@@ -162,12 +165,12 @@ def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, tmp_path):
 
 
 def contents(folder) -> dict[str, bytes]:
-    """Return all files but the lock, which a run that ends at its start must not touch."""
+    """Return the contents of all files in a folder but the lock."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
 def test_a_resume_restores_the_random_states_of_python_and_numpy(tiny, tmp_path):
-    """Continue the random numbers that people's own changes to the program may draw."""
+    """Users' own changes to the program may draw from them."""
     drawn = []
     trainer = InProcessRun()
     for n in range(1, 25):
@@ -355,7 +358,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
 
 
 def test_auto_refuses_to_start_again_if_every_checkpoint_is_damaged(tiny, tmp_path):
-    """Change nothing, and never begin a run again silently."""
+    """Exit with code 2 and change nothing, instead of training again from the start."""
     train(**tiny, out_dir=tmp_path)
     for number in (4, 8, 12):
         damage(tmp_path / f"ckpt-{number:08}.pt", flip)
@@ -368,7 +371,7 @@ def test_auto_refuses_to_start_again_if_every_checkpoint_is_damaged(tiny, tmp_pa
 
 
 @pytest.mark.parametrize("value", slow_but(torch.inf, of=[torch.nan, torch.inf]))
-def test_weights_with_nan_or_infinity_are_never_saved(value, tiny, tmp_path):
+def test_a_run_whose_weights_become_nan_or_infinite_ends_without_saving_them(value, tiny, tmp_path):
     def spoil(model):
         with torch.no_grad():
             next(model.parameters()).fill_(value)
@@ -398,7 +401,7 @@ ERRORS = {
 def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
     error, tiny, unbroken, tmp_path
 ):
-    """Save nothing in the middle of an update."""
+    """Do not save after the error. For out of memory, print one line instead of a traceback."""
 
     def fail():
         raise ERRORS[error]
@@ -416,8 +419,10 @@ def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize("scale, perplexity", [(1e4, None), (1.0, pytest.approx(128, rel=0.1))])
-def test_a_loss_of_any_size_is_logged(scale, perplexity, tiny, tmp_path):
-    """Log an exploding run without a perplexity, because exp(710) overflows a float."""
+def test_an_evaluation_loss_above_710_is_logged_without_a_perplexity(
+    scale, perplexity, tiny, tmp_path
+):
+    """Log null as the perplexity, because exp(710) overflows a float."""
     train(**tiny | dict(max_iters=0, tie_weights=False), out_dir=tmp_path / "first")
     state = checkpoint(tmp_path / "first", 0)
     state["model"]["lm_head.weight"] *= scale
@@ -439,7 +444,7 @@ SKIPPED = {
 
 @pytest.mark.parametrize("updates", slow_but("20", of=SKIPPED))
 def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
-    """Allow for 19, because float16 may skip 16 until it has found its scale."""
+    """Allow 19, because float16 may skip 16 updates until its loss scale is low enough."""
     skipped, code = SKIPPED[updates]
     backward = torch.Tensor.backward
     iterations = iter(range(40))
@@ -544,7 +549,7 @@ def test_a_cpu_limit_lets_a_slow_save_finish_although_sigxcpu_repeats(tiny, tmp_
 
 @pytest.mark.skipif(not hasattr(os, "login_tty"), reason="needs pseudo-terminals")
 def test_a_run_saves_and_ends_if_its_terminal_is_closed(tiny, tmp_path):
-    """Survive the failure of every further line printed to it."""
+    """Save although every further print to the terminal fails."""
     terminal, its_end = os.openpty()
     login = f"os.login_tty(os.open({os.ttyname(its_end)!r}, os.O_RDWR))"
     keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)

@@ -41,7 +41,7 @@ def prepare(*arguments) -> str:
 
 
 def validation_of(out: Path, texts: list[str]) -> list[str]:
-    """Return the validation documents of a byte dataset that holds each text once, in order."""
+    """Check that a byte dataset holds each text once, in order; return its validation documents."""
     val, train = (stored_texts(out, split) for split in ("val", "train"))
     check_documents(val, train, texts)
     return val
@@ -57,7 +57,7 @@ def validation_of(out: Path, texts: list[str]) -> list[str]:
     ],
     ids=["paragraphs", "lines", "words", "letters"],
 )
-def test_the_held_out_end_of_a_single_document_begins_with_a_paragraph_line_or_word(
+def test_the_held_out_end_of_a_single_document_begins_at_a_paragraph_line_or_word_if_it_has_any(
     text, begins, tmp_path
 ):
     (tmp_path / "book.txt").write_text(text)
@@ -69,7 +69,7 @@ def test_the_held_out_end_of_a_single_document_begins_with_a_paragraph_line_or_w
 
 
 def write_letters(folder: Path) -> list[str]:
-    """Write six languages in path order. The first documents alone would all be in one language."""
+    """Write eight files for each of six letters, which stand for languages, in order of path."""
     texts = [f"{letter}{i} " * (100 + 30 * i) for letter in "abcdef" for i in range(8)]
     for i, text in enumerate(texts):
         (folder / f"{i:02}.txt").write_text(text)
@@ -77,7 +77,7 @@ def write_letters(folder: Path) -> list[str]:
 
 
 def write_tenths(folder: Path) -> list[str]:
-    """Write ten files of ten languages, each a tenth of the text."""
+    """Write ten files of equal length, each of another digit."""
     texts = [f"{i} " * 5000 for i in range(10)]
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_text(text)
@@ -85,6 +85,7 @@ def write_tenths(folder: Path) -> list[str]:
 
 
 def write_rows(folder: Path) -> list[str]:
+    """Write one file of 1,000 short rows. The first character says which hundred a row is in."""
     texts = [f"{i // 100} row {i} " * (i % 7 + 2) for i in range(1000)]
     write_parquet(folder / "a.parquet", texts)
     return texts
@@ -92,6 +93,7 @@ def write_rows(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("write", [write_letters, write_tenths, write_rows])
 def test_validation_is_spread_over_the_whole_text(write, tmp_path):
+    """Hold out 5%, with each of the texts' first characters among them."""
     texts = write(tmp_path)
     prepare(tmp_path, f"--out={tmp_path / 'out'}")
     val = validation_of(tmp_path / "out", texts)
@@ -138,10 +140,10 @@ def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize("tokenizer", slow_but("byte", of=["byte", "bpe:300"]))
-def test_the_documented_commands_prepare_train_and_sample_your_own_text(
+def test_prepare_text_writes_a_config_that_trains_and_names_a_sample_command_that_works(
     tokenizer, tmp_path, monkeypatch
 ):
-    """Type README's commands for your own text, with fewer iterations."""
+    """Train with few iterations. A second preparation does not overwrite the config."""
     monkeypatch.chdir(tmp_path)
     Path("my text.txt").write_text(LINES * 300)
     given = ["my text.txt", f"--tokenizer={tokenizer}", "--write=config/my.py"]
@@ -205,7 +207,7 @@ def test_a_config_written_on_windows_names_its_dataset_with_forward_slashes(tmp_
 
 
 def test_a_written_config_evaluates_about_ten_times_even_in_a_short_run(tmp_path):
-    """Find the best model, because the validation loss of a small text soon rises again."""
+    """Evaluate often enough to find the best model: the loss of a small text soon rises again."""
     for tokens, most in ((250, 1), (20_000, 10), (10_000_000, 245)):
         c = written(tmp_path / f"{tokens}.py", "byte", tokens)
         assert 1 <= c.eval_interval <= most and c.max_iters < 11 * c.eval_interval
@@ -239,7 +241,8 @@ def test_the_size_and_dropout_of_a_written_config_change_at_the_documented_sizes
 
 def test_a_written_config_trains_on_the_smallest_text_that_is_accepted(tmp_path):
     """
-    Train for an iteration with one window in each split. One token less is refused in one line.
+    Train one iteration on one window, with one for validation. Refuse a text that is one token
+    shorter.
     """
     path, least = tmp_path / "my.py", prepare_text.LEAST_TOKENS_WRITTEN
     text, flags = tmp_path / "a.txt", [f"--out={tmp_path / 'a'}", f"--write={path}"]
@@ -287,8 +290,8 @@ def fine_tuning(weights: str) -> list[list[str]]:
 
 def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
     """
-    Use a small model with GPT-2's vocabulary, a small context and batch, and no network. Resume it
-    as the page says.
+    Use a small model with GPT-2's vocabulary, small batches and no network. Starting again in the
+    same folder is refused, and --init_from=resume resumes.
     """
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
@@ -331,7 +334,7 @@ def test_the_documented_fine_tuning_of_your_own_model_runs(tmp_path, monkeypatch
 @pytest.mark.parametrize("name", ['a"b', "it's", "a{b}", "$(x) y"])
 def test_writes_a_config_that_loads_whatever_its_name(tmp_path, monkeypatch, name):
     """
-    Put quotes, braces or spaces into --write, which also gives out_dir and dataset their names.
+    Put quotes, braces or spaces into --write, whose name out_dir and dataset take over.
     """
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(LINES * 300)

@@ -1,7 +1,7 @@
 """
 Train on text that is prepared during the run: what the preparation makes and when it ends, what a
-run does without more text, and exact resumes. test_losses.py and test_interrupts.py also test
-streams of one process, test_ranks.py of two ranks.
+run does when no more text comes, and exact resumes. test_losses.py and test_interrupts.py also test
+streams; test_ranks.py tests them on two ranks.
 """
 
 import contextlib
@@ -59,14 +59,14 @@ needs_signals = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def work(tmp_path, monkeypatch) -> Path:
-    """Change to this test's folder, where data/streamed is made."""
+    """Change to the test's own folder, in which runs make data/streamed."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """Copy the program with shards and a lead so small that no preparation ends before its run."""
+    """Copy the program with small shards, prepared only 20,000 tokens ahead of the run."""
     constants = "SHARD_TOKENS = 5000\nTOKENS_AHEAD = 20_000"
     return changed(tmp_path_factory.mktemp("program") / "changed", {"data/stream.py": constants})
 
@@ -92,8 +92,8 @@ def wait_until(condition, seconds: float = 60) -> None:
 # The preparation alone, as a run starts it: it reads how many tokens it may prepare
 
 
-class Beside:
-    """Start a preparation as a run does, and hold the other end of its stdin."""
+class Preparation:
+    """Start a preparation as a run does, and tell it by its stdin how many tokens it may make."""
 
     def __init__(self, source: Path, out: Path):
         names = dict(
@@ -118,14 +118,14 @@ class Beside:
 
 
 @pytest.mark.slow
-def test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_pipe(source, work):
-    """Close the pipe after 0, 3 and 5 shards. Each time the same command continues."""
+def test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_stdin(source, work):
+    """Close stdin after 0, 3, 5 and 7 shards. The same command then continues the folder."""
     sizes = dict(tokenizer="byte", val_tokens=1000, shard_tokens=5000, order="prefix")
     sizes = flags(source=source, **sizes)
     assert run("data/prepare_fineweb.py", *sizes, "--tokens=60k", "--out=straight").code == 0
     straight = digests(Path("straight"))
     for allowed, shards in ((0, 0), (12_000, 3), (21_000, 5), (31_000, 7)):
-        beside = Beside(source, work / "out")
+        beside = Preparation(source, work / "out")
         beside.allow(allowed)
         wait_until((work / "out/val_000000.bin").exists)
         while beside.shards() < shards:
@@ -143,7 +143,7 @@ def test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_p
 
 
 def start_run(program: Path, source, out: Path, before: str = "", **changes):
-    """Start train.py of the changed program, with the streamed folder in this test's own folder."""
+    """Start train.py of the changed program in the test's own folder."""
     keys = TINY | dict(dataset=source, out_dir=out, max_iters=10**6, log_interval=10) | changes
     code = f"import os, runpy, sys\n{before}\nos.chdir({str(Path.cwd())!r})\n"
     code += f"sys.path[0] = {str(program)!r}\n"
@@ -168,7 +168,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def test_the_preparation_ends_when_its_run_is_killed(program, source, work):
-    """Kill the run with kill -9, so that it cannot tell its preparation to end."""
+    """Kill the run by SIGKILL, so that it cannot end its preparation itself."""
     process = start_run(program, source, work / "out")
     wait_for_line(process, "iter 10")
     preparation = preparation_of(process)
@@ -182,7 +182,7 @@ def test_the_preparation_ends_when_its_run_is_killed(program, source, work):
     "number", slow_but(signal.SIGINT, of=[signal.SIGTERM, signal.SIGINT]), ids=str
 )
 def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number, program, source, work):
-    """Send Ctrl-C to all processes of the terminal. The preparation must ignore it."""
+    """Send SIGTERM to the run alone, or SIGINT to its whole process group, as Ctrl-C does."""
     process = start_run(program, source, work / "out", before="os.setsid()", block_size=128)
     wait_for_line(process, "iter 10")
     preparation = preparation_of(process)
@@ -212,7 +212,7 @@ def test_a_killed_preparation_ends_the_run_with_one_line_and_a_checkpoint(progra
 
 @pytest.mark.slow
 def test_a_broken_line_in_a_stream_ends_the_run_after_the_text_before_it(program, work):
-    """Repair the line and resume: the run then equals one that met no error."""
+    """Repair the line and resume: the losses then equal those of a run that met no error."""
     texts = [text for text in documents(1500, words=20) if text]
     lines = [json.dumps(dict(text=text)) for text in texts]
     path = work / "a.jsonl"
@@ -242,7 +242,7 @@ def test_a_broken_line_in_a_stream_ends_the_run_after_the_text_before_it(program
 
 
 def test_a_resumed_stream_prepares_deleted_shards_again_and_refuses_changed_text(work):
-    """Use another number of threads, and resume in the second epoch of the source."""
+    """Resume in the second epoch of the source, with more workers for the preparation."""
     texts = [text for text in documents(40) if text]
     path = write_jsonl(work / "a.jsonl", texts)
     keys = TINY | dict(dataset=path, dropout=0.1, lr_decay_iters=80, eval_interval=40)
