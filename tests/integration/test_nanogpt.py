@@ -25,7 +25,7 @@ from training.pretrained import load_pretrained
 # after values.
 FILES = {
     "train_gpt2": """
-wandb_log = True
+wandb_log = True # or --wandb_log=False
 wandb_project = 'owt'
 wandb_run_name='gpt2-124M'
 batch_size = 12
