@@ -1,9 +1,10 @@
 """
-Start the program's scripts, and read what a run leaves.
+Start the program's scripts in tests, and read what a run leaves behind.
 
-Everything here works from outside, by command lines, exit codes and files, so the tests stay valid
-when the program's functions and classes change. Faults come from outside too: signals, damaged
-bytes, a real full disk, or patches of the standard library and of torch.
+All of this works from outside, by command lines, exit codes and files. Except with changed(), it
+needs no name from inside the program, so the program can be rewritten while the tests stay. Faults
+come from outside too: signals, damaged bytes, a disk that is really full, or patched functions of
+the standard library and torch.
 
     run("train.py", *flags)          in this process: some 50 ms for a tiny run
     start("train.py", *flags)        a process of its own, forked from a warm one: some 300 ms
@@ -77,7 +78,7 @@ def flags(**keys) -> list[str]:
 
 
 class Terminal(io.StringIO):
-    """Stand in for stdin on a terminal, with the text that a user types."""
+    """Stand in for the stdin of a terminal on which some text is typed."""
 
     def isatty(self) -> bool:
         return True
@@ -85,8 +86,8 @@ class Terminal(io.StringIO):
 
 def run(script: str, *arguments, typed: str | None = None) -> Result:
     """
-    Run a script in this process as `python SCRIPT ARGUMENTS` does. If `typed` is given, the script
-    sees a terminal on which this text is typed. conftest.py restores the signal handlers.
+    Run `python SCRIPT ARGUMENTS` in this process. With `typed`, stdin and stdout are a terminal's,
+    and stdin holds that text. conftest.py restores the signal handlers after the test.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     out.isatty = lambda: typed is not None
@@ -124,9 +125,9 @@ def start(
     **environment: str,
 ) -> subprocess.Popen | fork_server.ForkedProcess:
     """
-    Start `python ARGUMENTS` in its own process, with its output in pipes. The process is forked
-    from one that has imported this project, or only torch if `only_torch`. With `cold`, or if the
-    arguments contain an option of Python's, it is a fresh Python.
+    Start `python ARGUMENTS` in a process of its own, with its output in pipes. On Linux the process
+    is forked from one that has imported this project, or only torch with `only_torch`. With `cold`,
+    or if the arguments begin with an option of Python's other than -c, it is a fresh Python.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
     python_option = arguments[0].startswith("-") and arguments[0] != "-c"
@@ -147,7 +148,7 @@ def start(
 
 
 def finish(process, timeout: float = 120) -> Result:
-    """Wait for a process to end. Kill it and raise TimeoutExpired after `timeout` seconds."""
+    """Wait for a process to end. After `timeout` seconds, kill it and raise TimeoutExpired."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -157,7 +158,7 @@ def finish(process, timeout: float = 120) -> Result:
 
 
 def wait_for_line(process, beginning: str) -> None:
-    """Read a process's stdout up to the first line that starts with `beginning`."""
+    """Read a process's stdout up to the first line with this beginning. Fail if there is none."""
     for line in process.stdout:
         if line.startswith(beginning):
             return
@@ -165,7 +166,10 @@ def wait_for_line(process, beginning: str) -> None:
 
 
 def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: str) -> list:
-    """Start train.py, or `script`, in n processes with the environment that torchrun sets."""
+    """
+    Start train.py, or `script`, as n ranks on this machine, with the environment variables by which
+    torchrun lets ranks find one another.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -187,9 +191,9 @@ def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
 
 def changed(folder: Path, changes: dict[str, str]) -> Path:
     """
-    Copy the program to `folder`, and replace definitions in its files: `changes` maps a file's name
-    to Python code with the new ones. Start the copy with cwd=folder and only_torch=True, so that
-    nothing of the unchanged program is imported.
+    Copy the program to `folder`. In each file that is a key of `changes`, replace the definitions
+    that its value, Python code, also has: see with_definitions(). Start the copy with cwd=folder
+    and only_torch=True, so that it imports nothing from the unchanged program.
     """
 
     def left_out(where: str, names: list[str]) -> list[str]:
@@ -209,9 +213,9 @@ def changed(folder: Path, changes: dict[str, str]) -> Path:
 
 def with_definitions(text: str, code: str) -> str:
     """
-    Return the module `text` with its functions, classes and constants replaced by those of the same
-    name in `code`. In a class that is in both, only the members in `code` are replaced. New
-    definitions go to the end, before `if __name__ == "__main__"`.
+    Return the module `text` with the functions, classes and constants of `code` in place of those
+    with the same names. In a class that both have, replace single members. Add what is new at the
+    end of the class or the module, but before `if __name__ == "__main__"`.
     """
     lines, new_lines = text.splitlines(), code.splitlines()
     edits: list[tuple[int, int, list[str]]] = []  # replace lines [first, last) by these
@@ -237,7 +241,7 @@ def with_definitions(text: str, code: str) -> str:
 
 
 def name_of(node: ast.stmt) -> str:
-    """Return the name that a statement defines, or "" if it is an import, a call or the like."""
+    """Return the name that a statement defines, or "" for an import, a call or the like."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -245,7 +249,7 @@ def name_of(node: ast.stmt) -> str:
 
 
 def first_line(node: ast.stmt) -> int:
-    """Return the first line of a statement or of its decorators, counted from 0."""
+    """Return the index of a statement's first line, or of its first decorator's."""
     decorators = getattr(node, "decorator_list", [])
     return min(part.lineno for part in (node, *decorators)) - 1
 
@@ -260,17 +264,18 @@ def sigterm() -> None:
 
 class InProcessRun:
     """
-    Launch train.py in this process, and call functions at chosen moments: at["iteration", 7] after
-    the seventh update, at["sleep", None] at each sleep. Moments are counted over all launches.
+    Launch train.py in this process, and call functions at chosen moments. at["iteration", 7] is
+    called after the seventh update, counted over all launches, and at["sleep", None] at each sleep.
 
-    update, iteration   before an update, and after it
-    evaluation, lookup  before an evaluation, and before each embedding lookup in it
-    save, saved         before a file is saved, and when it is written but has no name yet
-    disk                before each call that before_disk_calls() watches
-    sleep               instead of sleeping, if `fake_clock`
+    update, iteration   before and after an update
+    evaluation, lookup  before an evaluation, and before each embedding lookup without gradients
+    save, saved         before and after torch.save() writes a file, which is renamed only later
+    disk                before each call that before_disk_calls() lists
+    sleep               instead of a time.sleep(), with `fake_clock`
 
-    If `fake_clock`, only these moments take time: each its entry in `seconds`, and a sleep as long
-    as it was asked to. The system clock shows 23:00 at first.
+    With `fake_clock`, each moment takes its `seconds`, if it has any, and a sleep as long as it
+    should. Nothing else takes any time. The time of day is 23:00 at first, and child processes
+    cannot be started.
     """
 
     EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
@@ -324,7 +329,7 @@ class InProcessRun:
 
     @contextlib.contextmanager
     def watching(self):
-        """Watch whatever trains in this process inside the context."""
+        """Watch all training in this process until the end of the `with` block."""
         save = torch.save
 
         def watched_save(*arguments, **options):
@@ -356,7 +361,7 @@ class InProcessRun:
             yield
 
     def launch(self, *files, **keys) -> Result:
-        """Run `python train.py FILE ... --KEY=VALUE ...` in this process."""
+        """Run `python train.py FILE ... --KEY=VALUE ...`, and return its result."""
         with self.watching():
             return run("train.py", *files, *flags(**keys))
 
@@ -364,8 +369,8 @@ class InProcessRun:
 @contextlib.contextmanager
 def before_disk_calls(action: Callable[[], None]):
     """
-    Call action() before each open() for writing, each write to such a file, and each os.fsync,
-    replace, rename, link, unlink, remove and mkdir.
+    Call action() before each open() for writing, before the data of such a file is handed to the
+    system, and before each fsync, replace, rename, link, unlink, remove and mkdir of the os module.
     """
     real_open = io.open
 
@@ -409,8 +414,8 @@ def write_tokens(
     folder: Path, train: list[int], val: list[int], vocab: int = 61, bytes_per_token: int = 3
 ) -> Path:
     """
-    Write a dataset of tokens with a little structure to learn, in shards of the given sizes. Never
-    change the tokens that it writes: the checkpoints in tests/golden resume on them.
+    Write a dataset of random tokens with a little structure to learn, in shards of the given sizes.
+    Its bytes must never change, because the checkpoints in tests/golden resume on them.
     """
     folder.mkdir(parents=True)
     rng, shards = np.random.RandomState(1), []
@@ -429,13 +434,13 @@ def write_tokens(
 
 
 def records(out_dir: Path, kind: str | None = None) -> list[dict]:
-    """Return the records of metrics.jsonl, all or those of one kind."""
+    """Return the records of metrics.jsonl, either all or those of one kind."""
     found = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in found if kind in (None, record["kind"])]
 
 
 def column(out_dir: Path, kind: str, *names: str) -> list:
-    """Return a tuple of the named fields for each record of a kind; plain values for one name."""
+    """Return a tuple of these fields for each record of a kind; for a single name, plain values."""
     rows = [tuple(record[name] for name in names) for record in records(out_dir, kind)]
     return [row[0] for row in rows] if len(names) == 1 else rows
 
@@ -454,7 +459,7 @@ def best(out_dir: Path) -> dict:
 
 
 def same(a, b) -> bool:
-    """Return whether two parts of checkpoints are equal to the last bit."""
+    """Return whether two parts of checkpoints are exactly equal, without any tolerance."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -465,7 +470,10 @@ def same(a, b) -> bool:
 
 
 def assert_same_run(left: Path, right: Path, iter_num: int) -> None:
-    """Check that two folders hold the same state after `iter_num` updates, and the same records."""
+    """
+    Check that two folders hold the same run: the training state saved after `iter_num` iterations,
+    and the fields STEP and EVAL of its records, which do not depend on time.
+    """
     a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
     for key in ("model", "scaler", "rng", "progress"):
         assert same(a[key], b[key]), key

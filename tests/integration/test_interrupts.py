@@ -1,6 +1,6 @@
 """
-Interrupt runs by signals, kills, errors and damaged checkpoints, and resume them. The resumed run
-must equal an uninterrupted one; the exit code and the run's folder must say what happened.
+Interrupt runs by signals, kills and errors, and damage their checkpoints. A resumed run equals an
+uninterrupted one, and the interrupted run's exit code and folder tell what happened.
 """
 
 import os
@@ -54,7 +54,7 @@ TINY = TINY_RUN | dict(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> dict:
-    """Return the keys of a run of 12 iterations, with its data."""
+    """Write a dataset, and return the keys of a run of 12 iterations on it."""
     folder = tmp_path_factory.mktemp("nights")
     return TINY | dict(dataset=write_tokens(folder / "tokens", [700, 37, 500], [250, 150]))
 
@@ -119,11 +119,10 @@ def unbroken(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("moment", slow_but("in a later evaluation", "in a save", of=MOMENTS))
-def test_a_stop_signal_saves_all_updates_made_so_far(moment, tiny, unbroken, tmp_path):
-    """
-    Stop in an evaluation, an iteration or a save. The resumed run repeats an interrupted evaluation
-    and equals an uninterrupted run.
-    """
+def test_a_stop_signal_during_an_iteration_evaluation_or_save_loses_nothing(
+    moment, tiny, unbroken, tmp_path
+):
+    """Save before exiting, and repeat an interrupted evaluation in the resumed run."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     trainer = InProcessRun()
     trainer.at[MOMENTS[moment]] = sigterm
@@ -136,7 +135,7 @@ def test_a_stop_signal_saves_all_updates_made_so_far(moment, tiny, unbroken, tmp
 
 
 @pytest.mark.parametrize("moment", [("iteration", 12), ("evaluation", 4)])
-def test_a_signal_during_the_last_evaluation_leaves_the_evaluation_to_a_resume(
+def test_a_signal_before_or_during_the_last_evaluation_leaves_it_to_the_resumed_run(
     moment, tiny, unbroken, tmp_path
 ):
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
@@ -165,12 +164,12 @@ def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, tmp_path):
 
 
 def contents(folder) -> dict[str, bytes]:
-    """Return the contents of all files in a folder but the lock."""
+    """Return the contents of each file in a folder, by name, except the lock's."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
 def test_a_resume_restores_the_random_states_of_python_and_numpy(tiny, tmp_path):
-    """Users' own changes to the program may draw from them."""
+    """Continue both sequences of random numbers, for users whose own code draws from them."""
     drawn = []
     trainer = InProcessRun()
     for n in range(1, 25):
@@ -237,7 +236,7 @@ def test_a_stopped_and_resumed_stream_equals_an_uninterrupted_one(tiny, tmp_path
 
 
 def test_a_run_saved_before_its_first_iteration_resumes(tiny, unbroken, tmp_path):
-    """Start from a checkpoint with initial weights and no optimizer state."""
+    """Resume from a checkpoint with initial weights and no optimizer state."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
     train(**keys | dict(max_iters=0))
     train(**keys, init_from="resume")
@@ -357,8 +356,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
     assert_same_run(unbroken, tmp_path, 12)
 
 
-def test_auto_refuses_to_start_again_if_every_checkpoint_is_damaged(tiny, tmp_path):
-    """Exit with code 2 and change nothing, instead of training again from the start."""
+def test_init_from_auto_refuses_to_start_over_if_every_checkpoint_is_damaged(tiny, tmp_path):
+    """Exit with one error line and change no file, instead of silently beginning a new run."""
     train(**tiny, out_dir=tmp_path)
     for number in (4, 8, 12):
         damage(tmp_path / f"ckpt-{number:08}.pt", flip)
@@ -371,7 +370,7 @@ def test_auto_refuses_to_start_again_if_every_checkpoint_is_damaged(tiny, tmp_pa
 
 
 @pytest.mark.parametrize("value", slow_but(torch.inf, of=[torch.nan, torch.inf]))
-def test_a_run_whose_weights_become_nan_or_infinite_ends_without_saving_them(value, tiny, tmp_path):
+def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, tmp_path):
     def spoil(model):
         with torch.no_grad():
             next(model.parameters()).fill_(value)
@@ -401,7 +400,7 @@ ERRORS = {
 def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
     error, tiny, unbroken, tmp_path
 ):
-    """Do not save after the error. For out of memory, print one line instead of a traceback."""
+    """Save nothing after the error, which may have come in the middle of an update."""
 
     def fail():
         raise ERRORS[error]
@@ -419,10 +418,8 @@ def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize("scale, perplexity", [(1e4, None), (1.0, pytest.approx(128, rel=0.1))])
-def test_an_evaluation_loss_above_710_is_logged_without_a_perplexity(
-    scale, perplexity, tiny, tmp_path
-):
-    """Log null as the perplexity, because exp(710) overflows a float."""
+def test_a_perplexity_is_logged_unless_it_would_overflow(scale, perplexity, tiny, tmp_path):
+    """Log the loss in either case. Above 710, its exponential overflows a float."""
     train(**tiny | dict(max_iters=0, tie_weights=False), out_dir=tmp_path / "first")
     state = checkpoint(tmp_path / "first", 0)
     state["model"]["lm_head.weight"] *= scale
@@ -444,7 +441,7 @@ SKIPPED = {
 
 @pytest.mark.parametrize("updates", slow_but("20", of=SKIPPED))
 def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
-    """Allow 19, because float16 may skip 16 updates until its loss scale is low enough."""
+    """Allow 19 in a row, because float16 may skip 16 until its loss scale is low enough."""
     skipped, code = SKIPPED[updates]
     backward = torch.Tensor.backward
     iterations = iter(range(40))
@@ -466,7 +463,7 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
 
 
 @needs_signals
-def test_a_run_under_nohup_outlives_its_terminal(tiny, tmp_path):
+def test_a_run_under_nohup_ignores_the_sighup_of_a_closing_terminal(tiny, tmp_path):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(signal.SIGHUP)
@@ -549,7 +546,7 @@ def test_a_cpu_limit_lets_a_slow_save_finish_although_sigxcpu_repeats(tiny, tmp_
 
 @pytest.mark.skipif(not hasattr(os, "login_tty"), reason="needs pseudo-terminals")
 def test_a_run_saves_and_ends_if_its_terminal_is_closed(tiny, tmp_path):
-    """Save although every further print to the terminal fails."""
+    """Save even though every further line printed to the terminal fails."""
     terminal, its_end = os.openpty()
     login = f"os.login_tty(os.open({os.ttyname(its_end)!r}, os.O_RDWR))"
     keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)

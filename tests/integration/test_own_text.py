@@ -41,7 +41,7 @@ def prepare(*arguments) -> str:
 
 
 def validation_of(out: Path, texts: list[str]) -> list[str]:
-    """Check that a byte dataset holds each text once, in order; return its validation documents."""
+    """Check that a byte dataset holds each text once, in order. Return its validation documents."""
     val, train = (stored_texts(out, split) for split in ("val", "train"))
     check_documents(val, train, texts)
     return val
@@ -57,9 +57,10 @@ def validation_of(out: Path, texts: list[str]) -> list[str]:
     ],
     ids=["paragraphs", "lines", "words", "letters"],
 )
-def test_the_held_out_end_of_a_single_document_begins_at_a_paragraph_line_or_word_if_it_has_any(
+def test_the_end_held_out_from_a_single_document_starts_at_a_paragraph_line_or_word(
     text, begins, tmp_path
 ):
+    """Split a text that has none of these between two letters."""
     (tmp_path / "book.txt").write_text(text)
     prepare(tmp_path / "book.txt", f"--out={tmp_path / 'out'}", "--val_fraction=0.25")
     (val,) = validation_of(tmp_path / "out", [text])
@@ -69,7 +70,10 @@ def test_the_held_out_end_of_a_single_document_begins_at_a_paragraph_line_or_wor
 
 
 def write_letters(folder: Path) -> list[str]:
-    """Write eight files for each of six letters, which stand for languages, in order of path."""
+    """
+    Write files in six made-up languages, in path order one language after the other, and return
+    their texts. The first files alone would all be in one language.
+    """
     texts = [f"{letter}{i} " * (100 + 30 * i) for letter in "abcdef" for i in range(8)]
     for i, text in enumerate(texts):
         (folder / f"{i:02}.txt").write_text(text)
@@ -77,7 +81,7 @@ def write_letters(folder: Path) -> list[str]:
 
 
 def write_tenths(folder: Path) -> list[str]:
-    """Write ten files of equal length, each of another digit."""
+    """Write ten files of equal size, each in another made-up language, and return their texts."""
     texts = [f"{i} " * 5000 for i in range(10)]
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_text(text)
@@ -85,7 +89,7 @@ def write_tenths(folder: Path) -> list[str]:
 
 
 def write_rows(folder: Path) -> list[str]:
-    """Write one file of 1,000 short rows. The first character says which hundred a row is in."""
+    """Write one file of 1,000 short rows, each beginning with its hundred, and return its texts."""
     texts = [f"{i // 100} row {i} " * (i % 7 + 2) for i in range(1000)]
     write_parquet(folder / "a.parquet", texts)
     return texts
@@ -93,7 +97,6 @@ def write_rows(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("write", [write_letters, write_tenths, write_rows])
 def test_validation_is_spread_over_the_whole_text(write, tmp_path):
-    """Hold out 5%, with each of the texts' first characters among them."""
     texts = write(tmp_path)
     prepare(tmp_path, f"--out={tmp_path / 'out'}")
     val = validation_of(tmp_path / "out", texts)
@@ -106,8 +109,8 @@ def test_validation_is_spread_over_the_whole_text(write, tmp_path):
         assert max(b - a for a, b in pairwise([0, *numbers, 1000])) < 150
 
 
-def test_prepares_identical_shards_every_time(tmp_path):
-    """Make the same shards with one worker too. About 5% of the text is for validation."""
+def test_preparing_the_default_text_again_makes_identical_shards(tmp_path):
+    """Use all cores, then one thread. Hold out about 5% of the text for validation."""
     prepare(f"--out={tmp_path / 'first'}")
     prepare(f"--out={tmp_path / 'second'}", "--workers=1")
     assert digests(tmp_path / "first") == digests(tmp_path / "second")
@@ -124,7 +127,7 @@ def test_prepares_identical_shards_every_time(tmp_path):
         (100, 0.5, "give more text, about 300 tokens in all"),
     ],
 )
-def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_folder(
+def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_dataset(
     size, fraction, said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -140,10 +143,13 @@ def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize("tokenizer", slow_but("byte", of=["byte", "bpe:300"]))
-def test_prepare_text_writes_a_config_that_trains_and_names_a_sample_command_that_works(
+def test_the_documented_commands_prepare_train_and_sample_your_own_text(
     tokenizer, tmp_path, monkeypatch
 ):
-    """Train with few iterations. A second preparation does not overwrite the config."""
+    """
+    Type README's commands with another file name and fewer iterations. Preparing again must not
+    overwrite the config.
+    """
     monkeypatch.chdir(tmp_path)
     Path("my text.txt").write_text(LINES * 300)
     given = ["my text.txt", f"--tokenizer={tokenizer}", "--write=config/my.py"]
@@ -179,7 +185,7 @@ def test_a_written_config_names_its_dataset_and_run_after_its_own_file(tmp_path,
     assert sorted(path.name for path in Path("data").iterdir()) == ["my_notes", "notes_bpe"]
 
 
-def test_a_config_whose_dataset_is_missing_says_where_it_looked_and_how_to_prepare_it(
+def test_the_error_for_a_missing_dataset_says_where_train_py_looked_and_how_to_prepare_it(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -199,15 +205,15 @@ def written(path: Path, kind: str, tokens: int):
     return load_config([str(path)])
 
 
-def test_a_config_written_on_windows_names_its_dataset_with_forward_slashes(tmp_path):
+def test_a_written_config_has_forward_slashes_in_place_of_a_windows_paths_backslashes(tmp_path):
     dataset = PureWindowsPath("data") / "my_notes"
     tokenizer = Tokenizer(dict(kind="byte"))
     prepare_text.write_config(tmp_path / "my.py", dataset, tokenizer, 10**6)
     assert load_config([str(tmp_path / "my.py")]).dataset == "data/my_notes"
 
 
-def test_a_written_config_evaluates_about_ten_times_even_in_a_short_run(tmp_path):
-    """Evaluate often enough to find the best model: the loss of a small text soon rises again."""
+def test_a_written_config_evaluates_about_ten_times_or_after_each_iteration(tmp_path):
+    """Find the best model, although the validation loss of a small text soon rises again."""
     for tokens, most in ((250, 1), (20_000, 10), (10_000_000, 245)):
         c = written(tmp_path / f"{tokens}.py", "byte", tokens)
         assert 1 <= c.eval_interval <= most and c.max_iters < 11 * c.eval_interval
@@ -230,7 +236,7 @@ def test_a_written_config_evaluates_about_ten_times_even_in_a_short_run(tmp_path
         (3_150_000, "bpe", 0.0, 1539, 65536, 160),
     ],
 )
-def test_the_size_and_dropout_of_a_written_config_change_at_the_documented_sizes(
+def test_a_written_config_sets_model_size_dropout_and_iterations_by_tokenizer_and_tokens(
     tokens, kind, dropout, iterations, rows, width, tmp_path
 ):
     c = written(tmp_path / "my.py", kind, tokens)
@@ -240,10 +246,7 @@ def test_the_size_and_dropout_of_a_written_config_change_at_the_documented_sizes
 
 
 def test_a_written_config_trains_on_the_smallest_text_that_is_accepted(tmp_path):
-    """
-    Train one iteration on one window, with one for validation. Refuse a text that is one token
-    shorter.
-    """
+    """Train for one iteration with one window per split. One byte less of text is refused."""
     path, least = tmp_path / "my.py", prepare_text.LEAST_TOKENS_WRITTEN
     text, flags = tmp_path / "a.txt", [f"--out={tmp_path / 'a'}", f"--write={path}"]
     text.write_text("x" * (2 * least - 3))  # and two ends of text
@@ -257,7 +260,7 @@ def test_a_written_config_trains_on_the_smallest_text_that_is_accepted(tmp_path)
     assert train.main([str(path), *flags]) == 0
 
 
-def test_fine_tuning_that_only_harms_leaves_no_best_pt(tmp_path):
+def test_a_run_that_is_never_better_than_its_initial_weights_leaves_no_best_pt(tmp_path):
     folder = write_dataset(tmp_path / "data", [3000])
     harmful = dict(max_iters=4, eval_interval=2, learning_rate=30.0, grad_clip=0.0)
     run_here(folder, tmp_path / "run", **harmful)
@@ -290,8 +293,8 @@ def fine_tuning(weights: str) -> list[list[str]]:
 
 def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
     """
-    Use a small model with GPT-2's vocabulary, small batches and no network. Starting again in the
-    same folder is refused, and --init_from=resume resumes.
+    Use a small random model with GPT-2's vocabulary, found in the folder gpt2, so that nothing is
+    downloaded. Then resume the run as docs/own_text.md says.
     """
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
@@ -332,10 +335,8 @@ def test_the_documented_fine_tuning_of_your_own_model_runs(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ['a"b', "it's", "a{b}", "$(x) y"])
-def test_writes_a_config_that_loads_whatever_its_name(tmp_path, monkeypatch, name):
-    """
-    Put quotes, braces or spaces into --write, whose name out_dir and dataset take over.
-    """
+def test_a_written_config_loads_if_its_name_has_special_characters(tmp_path, monkeypatch, name):
+    """Put quotes, braces, $ or a space into --write, which also names out_dir and the dataset."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(LINES * 300)
     result = run("data/prepare_text.py", "a.txt", f"--write={name}.py")

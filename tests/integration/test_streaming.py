@@ -1,7 +1,7 @@
 """
 Train on text that is prepared during the run: what the preparation makes and when it ends, what a
-run does when no more text comes, and exact resumes. test_losses.py and test_interrupts.py also test
-streams; test_ranks.py tests them on two ranks.
+run does when no more text arrives, and exact resumes. test_losses.py and test_interrupts.py also
+test streams, and test_ranks.py tests them with two ranks.
 """
 
 import contextlib
@@ -59,21 +59,24 @@ needs_signals = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def work(tmp_path, monkeypatch) -> Path:
-    """Change to the test's own folder, in which runs make data/streamed."""
+    """Change to this test's folder, where data/streamed is made."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    """Copy the program with small shards, prepared only 20,000 tokens ahead of the run."""
+    """
+    Copy the program, but prepare smaller shards, and fewer tokens ahead of training, so that no
+    preparation of `source` ends before its run.
+    """
     constants = "SHARD_TOKENS = 5000\nTOKENS_AHEAD = 20_000"
     return changed(tmp_path_factory.mktemp("program") / "changed", {"data/stream.py": constants})
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Write 1.6 million byte tokens, more than any run here reads."""
+    """Write text of 3 million byte tokens, more than any run here reads."""
     folder = tmp_path_factory.mktemp("source")
     write_parquet(folder / "0.parquet", documents(3000))
     for n in range(1, 8):
@@ -93,7 +96,7 @@ def wait_until(condition, seconds: float = 60) -> None:
 
 
 class Preparation:
-    """Start a preparation as a run does, and tell it by its stdin how many tokens it may make."""
+    """Start a preparation as a run does, and write the tokens that it may prepare to its stdin."""
 
     def __init__(self, source: Path, out: Path):
         names = dict(
@@ -118,23 +121,26 @@ class Preparation:
 
 
 @pytest.mark.slow
-def test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_stdin(source, work):
-    """Close stdin after 0, 3, 5 and 7 shards. The same command then continues the folder."""
+def test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_pipe(source, work):
+    """
+    Allow 0, 12,000, 21,000 and 31,000 tokens, which take 0, 3, 5 and 7 whole shards. Each time,
+    close the pipe, and let the same command continue.
+    """
     sizes = dict(tokenizer="byte", val_tokens=1000, shard_tokens=5000, order="prefix")
     sizes = flags(source=source, **sizes)
     assert run("data/prepare_fineweb.py", *sizes, "--tokens=60k", "--out=straight").code == 0
     straight = digests(Path("straight"))
     for allowed, shards in ((0, 0), (12_000, 3), (21_000, 5), (31_000, 7)):
-        beside = Preparation(source, work / "out")
-        beside.allow(allowed)
+        preparation = Preparation(source, work / "out")
+        preparation.allow(allowed)
         wait_until((work / "out/val_000000.bin").exists)
-        while beside.shards() < shards:
+        while preparation.shards() < shards:
             time.sleep(0.005)
         time.sleep(0.1)  # the next one would take some 10 ms
-        assert beside.shards() == shards
+        assert preparation.shards() == shards
         assert manifest_of(work / "out")["run_id"] == "r"
-        beside.process.stdin.close()
-        assert beside.process.wait(20) == 1 and beside.process.stderr.read() == ""
+        preparation.process.stdin.close()
+        assert preparation.process.wait(20) == 1 and preparation.process.stderr.read() == ""
     assert digests(work / "out").items() < straight.items()
 
 
@@ -143,7 +149,7 @@ def test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_s
 
 
 def start_run(program: Path, source, out: Path, before: str = "", **changes):
-    """Start train.py of the changed program in the test's own folder."""
+    """Start the changed program's train.py in this test's folder, where it makes data/streamed."""
     keys = TINY | dict(dataset=source, out_dir=out, max_iters=10**6, log_interval=10) | changes
     code = f"import os, runpy, sys\n{before}\nos.chdir({str(Path.cwd())!r})\n"
     code += f"sys.path[0] = {str(program)!r}\n"
@@ -168,7 +174,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def test_the_preparation_ends_when_its_run_is_killed(program, source, work):
-    """Kill the run by SIGKILL, so that it cannot end its preparation itself."""
+    """Kill the run with kill -9, so that it cannot tell its preparation to end."""
     process = start_run(program, source, work / "out")
     wait_for_line(process, "iter 10")
     preparation = preparation_of(process)
@@ -182,7 +188,7 @@ def test_the_preparation_ends_when_its_run_is_killed(program, source, work):
     "number", slow_but(signal.SIGINT, of=[signal.SIGTERM, signal.SIGINT]), ids=str
 )
 def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number, program, source, work):
-    """Send SIGTERM to the run alone, or SIGINT to its whole process group, as Ctrl-C does."""
+    """Send SIGINT to the run's whole process group, as Ctrl-C does, and SIGTERM to the run only."""
     process = start_run(program, source, work / "out", before="os.setsid()", block_size=128)
     wait_for_line(process, "iter 10")
     preparation = preparation_of(process)
@@ -211,8 +217,8 @@ def test_a_killed_preparation_ends_the_run_with_one_line_and_a_checkpoint(progra
 
 
 @pytest.mark.slow
-def test_a_broken_line_in_a_stream_ends_the_run_after_the_text_before_it(program, work):
-    """Repair the line and resume: the losses then equal those of a run that met no error."""
+def test_a_broken_line_in_a_streams_source_ends_the_run_after_the_text_before_it(program, work):
+    """Remove the line and resume. The losses then equal those of a run that met no error."""
     texts = [text for text in documents(1500, words=20) if text]
     lines = [json.dumps(dict(text=text)) for text in texts]
     path = work / "a.jsonl"
@@ -242,7 +248,7 @@ def test_a_broken_line_in_a_stream_ends_the_run_after_the_text_before_it(program
 
 
 def test_a_resumed_stream_prepares_deleted_shards_again_and_refuses_changed_text(work):
-    """Resume in the second epoch of the source, with more workers for the preparation."""
+    """Use another number of threads, and resume in the second epoch of the source."""
     texts = [text for text in documents(40) if text]
     path = write_jsonl(work / "a.jsonl", texts)
     keys = TINY | dict(dataset=path, dropout=0.1, lr_decay_iters=80, eval_interval=40)
@@ -280,7 +286,7 @@ def test_a_resumed_stream_keeps_its_validation_text_even_if_eval_tokens_is_raise
         ("--dataset=a.jsonl", "other text or with other flags (files)"),
     ],
 )
-def test_resuming_a_stream_with_another_source_is_refused(flag, said, work):
+def test_resuming_a_stream_with_stream_off_or_another_source_is_refused(flag, said, work):
     write_jsonl(work / "a.jsonl", documents(100))
     write_jsonl(work / "b.jsonl", documents(100, seed=5))
     keys = TINY | dict(dataset="a.jsonl", out_dir="out", max_iters=2)
