@@ -229,7 +229,7 @@ def link(path: Path, name: Path) -> None:
 class Saver:
     """
     Writes a run's files, on rank 0 only: the lock on out_dir, the checkpoints, best.pt and
-    metrics.jsonl. While the disk is full, new records are kept in memory and in the checkpoints.
+    metrics.jsonl. While the disk is full, new records are kept in memory.
     """
 
     def __init__(self, out_dir: Path, keep: int, peak_end: int):
@@ -250,7 +250,6 @@ class Saver:
         path = self.out_dir / "metrics.jsonl"
         if resumed:
             drop_records(path, resumed["progress"])
-            self.unwritten = missing_lines(path, resumed["unwritten"])
         self.metrics = open(path, "ab", buffering=0)
 
     def save(self, state: dict) -> str:
@@ -264,7 +263,6 @@ class Saver:
         if not self.out_dir.exists():
             warn(f"iter {it}: {self.out_dir} was deleted, with the log in it; creating it again")
         path = checkpoint_path(self.out_dir, it)
-        state = state | dict(unwritten=self.unwritten.decode())
         try:
             self.prune(max(1, self.keep - 1))
             save(state, path)
@@ -374,10 +372,3 @@ def drop_records(path: Path, progress: dict) -> None:
                     file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk
         warn(f"{path}: {error.strerror}; repeated records remain")
-
-
-def missing_lines(path: Path, lines: str) -> bytes:
-    """Return those of `lines` that are not in the file yet. The file need not exist."""
-    there = set(path.read_bytes().splitlines()) if path.exists() else set()
-    missing = [line for line in lines.encode().splitlines() if line not in there]
-    return b"".join(line + b"\n" for line in missing)

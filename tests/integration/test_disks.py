@@ -24,7 +24,7 @@ import pytest
 import reference_gpt2
 import torch
 from cases import slow_but
-from fault_injection import PAGE, fill, free, watched, with_faults
+from fault_injection import fill, free, watched, with_faults
 from program import (
     ROOT,
     TINY_RUN,
@@ -40,7 +40,6 @@ from program import (
     records,
     run,
     same,
-    sigterm,
     start,
     train,
     wait_for_line,
@@ -174,25 +173,6 @@ def test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_ro
     assert not [it for it in saved if 4 < it < 30]
     train_tiny(tokens, tmp_path / "straight", **options)
     assert_same_run(tmp_path / "straight", disk / "run", 40)
-
-
-def test_log_records_that_could_not_be_written_are_restored_from_the_checkpoint(
-    tokens, straight, make_disk, tmp_path
-):
-    """
-    Stop a run whose metrics.jsonl links to a full disk, and resume it. The resume replaces the link
-    by a new file in out_dir.
-    """
-    disk, out_dir = make_disk(PAGE), tmp_path / "run"
-    out_dir.mkdir()
-    (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
-    trainer = InProcessRun()
-    trainer.at["update", 7] = sigterm
-    stopped = run_tiny(tokens, out_dir, trainer)
-    assert stopped.code == 128 + signal.SIGTERM
-    assert column(out_dir, "step", "iter") != list(range(7))
-    train_tiny(tokens, out_dir, init_from="resume")
-    assert_same_run(straight, out_dir, 8)
 
 
 @pytest.mark.slow
