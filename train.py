@@ -592,7 +592,6 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
         config=config_values(c),
         val_loss=progress.val_loss if progress.evaluated_at == progress.iter_num else None,
         peak=hw.peak_to_save(),
-        threads=torch.get_num_threads(),  # another number would change the last bits on a CPU
     )
 
 
@@ -673,7 +672,7 @@ def main(
 
     # Device and data
     keep_awake()
-    hw = hardware.set_up(c, ranks.local_rank, resumed.get("threads") if resumed else None)
+    hw = hardware.set_up(c, ranks.local_rank)
     saved_peak_flops = resumed["peak"] if resumed else None
     hw.find_peak_flops(saved_peak_flops)
     data = open_data(c, resumed, weights, ranks)

@@ -1,5 +1,5 @@
 """
-Check how torch's threads wait for one another, and how many a resumed run has.
+Check how torch's threads wait for one another.
 
 libgomp itself reports how it waits: with OMP_DISPLAY_ENV it prints its settings when torch is
 imported.
@@ -11,9 +11,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from cases import slow_but
-from program import ROOT, checkpoint, train, write_tokens
+from program import ROOT, train, write_tokens
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's on Linux")
 TINY = dict(
@@ -120,62 +119,3 @@ def test_the_device_line_says_if_threads_wait_passively(policy, said, tmp_path, 
     result = train(**TINY, max_iters=1, dataset=dataset, out_dir=tmp_path / "run")
     (device,) = re.findall("^device: .*$", result.out, re.MULTILINE)
     assert (", threads wait passively, " in device) is said
-
-
-@pytest.fixture
-def two_threads(monkeypatch):
-    """Give torch two threads, which begin() sets back to one after a first run."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)  # as in conftest.py
-
-
-def begin(tmp_path) -> dict:
-    dataset = write_tokens(tmp_path / "tokens", [900], [150])
-    keys = TINY | dict(dataset=dataset, out_dir=tmp_path / "run")
-    train(**keys, max_iters=2)
-    torch.set_num_threads(1)
-    return keys | dict(max_iters=4, init_from="resume")
-
-
-def test_a_resume_uses_the_number_of_threads_that_the_run_began_with(
-    two_threads, tmp_path, monkeypatch
-):
-    keys = begin(tmp_path)
-    assert checkpoint(tmp_path / "run", 2)["threads"] == 2
-    line = "resume: 2 threads, as in the checkpoint; OMP_NUM_THREADS=1 overrules it\n"
-    assert line in train(**keys).out
-    assert torch.get_num_threads() == checkpoint(tmp_path / "run", 4)["threads"] == 2
-    assert "OMP_NUM_THREADS" not in train(**keys | dict(max_iters=6)).out  # torch has them already
-
-
-def test_omp_num_threads_overrides_the_checkpoints_number_of_threads(
-    two_threads, tmp_path, monkeypatch
-):
-    keys = begin(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "resume: 1 threads (the checkpoint had 2)\n" in train(**keys).out
-    assert torch.get_num_threads() == checkpoint(tmp_path / "run", 4)["threads"] == 1
-
-
-def test_a_checkpoint_that_names_no_number_of_threads_resumes_with_torchs_default(
-    two_threads, tmp_path
-):
-    """Resume checkpoints from before November 2026, which do not hold the number."""
-    keys = begin(tmp_path)
-    path = tmp_path / "run/ckpt-00000002.pt"
-    state = torch.load(path)
-    del state["threads"]
-    torch.save(state, path)
-    assert "OMP_NUM_THREADS" not in train(**keys).out
-    assert torch.get_num_threads() == 1
-
-
-def test_a_resume_on_fewer_cores_uses_torchs_default_number_of_threads(
-    two_threads, tmp_path, monkeypatch
-):
-    keys = begin(tmp_path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert "resume: 1 threads (the checkpoint had 2)\n" in train(**keys).out
-    assert torch.get_num_threads() == 1

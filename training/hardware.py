@@ -22,7 +22,7 @@ from timeit import default_timer
 import numpy as np
 import torch
 
-from common.console import COMMAND, UserError, say, warn
+from common.console import COMMAND, UserError, warn
 from configurator import Config, divisors, launched
 from model import GPTConfig
 from model_fast import build_model
@@ -285,11 +285,8 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def set_up(config: Config, local_rank: int = 0, threads: int | None = None) -> Hardware:
-    """
-    Choose the device and dtype, set torch's options for them, and look up the peak. `threads` is
-    how many CPU threads a resumed run computed with, if known.
-    """
+def set_up(config: Config, local_rank: int = 0) -> Hardware:
+    """Choose the device and dtype, set torch's options for them, and look up the peak."""
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     hw = Hardware(device, dtype, cpu_name(), None, None)
@@ -310,7 +307,6 @@ def set_up(config: Config, local_rank: int = 0, threads: int | None = None) -> H
         warn("float16 is some 20 times slower than float32 on a CPU; use --dtype=float32")
     if device.type == "cpu":
         keep_freed_memory()
-        keep_threads(threads)
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
     # use the tensor cores.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -366,22 +362,6 @@ def keep_freed_memory() -> None:
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def keep_threads(saved: int | None) -> None:
-    """
-    Make a resumed run compute with as many threads as before, because another number changes the
-    last bits of sums. OMP_NUM_THREADS overrules the checkpoint, and so does a machine with fewer
-    cores, where so many threads would wait for one another.
-    """
-    here = torch.get_num_threads()
-    if saved is None or saved == here:
-        return
-    if "OMP_NUM_THREADS" in os.environ or saved > (os.cpu_count() or 1):
-        say(f"resume: {here} threads (the checkpoint had {saved})")
-    else:
-        torch.set_num_threads(saved)
-        say(f"resume: {saved} threads, as in the checkpoint; OMP_NUM_THREADS={here} overrules it")
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
