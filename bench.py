@@ -135,8 +135,8 @@ def measure(
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
     `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
-    reports/bench_child.py does, followed by its flags. `profile` is the file to write a trace to.
-    Raises the UserError or RunError that ended the run.
+    reports/bench_child.py does. `profile` is the file to write a trace to. Raises the UserError or
+    RunError that ended the run.
     """
     run, printed, cpu_seconds = run_train(config, seconds, command, profile)
     if profile:
@@ -295,7 +295,7 @@ def gib(number: float | None) -> str:
 # -----------------------------------------------------------------------------
 # Several configurations in turn
 
-Row = tuple[str, Config, list[str]]  # name, configuration, flags of reports/bench_child.py
+Row = tuple[str, Config]  # name, configuration
 
 
 def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
@@ -310,14 +310,14 @@ def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
     peaks: dict[tuple[str, bool], float] = {}
     turns = [(i, *row) for _ in range(options.trials) for i, row in enumerate(rows)]
     progress = tqdm(turns, disable=None)
-    for i, name, config, flags in progress:
+    for i, name, config in progress:
         progress.set_description(name)
         if i in too_large:
             continue
         kind = (config.dtype, config.tf32)
         config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
         try:
-            found[i].append(measure(config, options.seconds, [CHILD, *flags]))
+            found[i].append(measure(config, options.seconds))
             peaks[kind] = found[i][-1]["machine"]["peak_tflops"]
             figure = f"{found[i][-1]['step_ms']:,.1f} ms"
         except OutOfMemory:
@@ -367,7 +367,7 @@ def row_of(row: Row, runs: list[dict]) -> dict:
     Return the row for --json: the figures of the turn with the median pace (the faster of two), and
     the paces of all turns.
     """
-    name, config, _ = row
+    name, config = row
     if not runs:
         return dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
     middle = sorted(runs, key=pace)[len(runs) // 2]
@@ -414,7 +414,7 @@ def sweep(config: Config, options: Namespace) -> dict:
     near = [config.batch_size * share for share in (0.25, 0.5, 1, 2, 4)]
     sizes = [size for size in divisors(config.iter_sequences) if size in near]
     rows: list[Row] = [
-        (f"micro-batch {size}", replace(config, **batch_keys(config, size)), []) for size in sizes
+        (f"micro-batch {size}", replace(config, **batch_keys(config, size))) for size in sizes
     ]
     found = measure_in_turn(rows, options)
     best = max(filter(None, found), key=lambda runs: statistics.median(map(pace, runs)))
@@ -473,7 +473,6 @@ LOWEST = dict(
     pad_vocab_multiple=1,
     tie_weights=False,
 )
-HOST_SYNC, READ_LATE = "--host_sync", "--read_late"
 
 
 def ladder(config: Config, options: Namespace) -> dict:
@@ -507,16 +506,14 @@ def ladder_rows(config: Config) -> list[Row]:
     rows before it.
     """
     amp = "auto" if config.dtype == "float32" else config.dtype
-    steps: list[tuple[str, dict, list[str]]] = [
-        ("float32", LOWEST, [HOST_SYNC, READ_LATE]),
-        ("TF32", dict(tf32=True), [HOST_SYNC, READ_LATE]),
-        ("no host sync", {}, [READ_LATE]),
-        ("mixed precision", dict(dtype=amp), [READ_LATE]),
-        ("compile", dict(compile=True, loss_chunk=config.loss_chunk), [READ_LATE]),
-        ("flash attention", dict(flash=True), [READ_LATE]),
-        ("padded vocabulary", dict(pad_vocab_multiple=128), [READ_LATE]),
-        ("tied weights", dict(tie_weights=True), [READ_LATE]),
-        ("reader thread", {}, []),
+    steps: list[tuple[str, dict]] = [
+        ("float32", LOWEST),
+        ("TF32", dict(tf32=True)),
+        ("mixed precision", dict(dtype=amp)),
+        ("compile", dict(compile=True, loss_chunk=config.loss_chunk)),
+        ("flash attention", dict(flash=True)),
+        ("padded vocabulary", dict(pad_vocab_multiple=128)),
+        ("tied weights", dict(tie_weights=True)),
     ]
     device = hardware.choose_device(config, local_rank=0)
     left_out = set()
@@ -525,10 +522,10 @@ def ladder_rows(config: Config) -> list[Row]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         left_out.add("TF32")  # needs an Ampere GPU or a later one
     rows: list[Row] = []
-    for name, changes, flags in steps:
+    for name, changes in steps:
         if name not in left_out:
             config = replace(config, **changes)
-            rows.append((name, config, flags))
+            rows.append((name, config))
     return rows
 
 

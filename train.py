@@ -653,9 +653,7 @@ def main(
     argv: list[str],
     import_seconds: float = 0.0,
     *,
-    build_model=build_model,  # bench.py passes its own model, batches and step
-    make_batches=Batches,
-    train_step=train_step,
+    train_step=train_step,  # bench.py passes one that it can profile
 ) -> int:
     began = time.perf_counter() - import_seconds
 
@@ -719,7 +717,7 @@ def main(
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed, data, ranks.world_size)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
-    batches = make_batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
+    batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, weights  # frees the loaded checkpoint
     clock.lap("start-up")  # book the seconds since the last lap
 

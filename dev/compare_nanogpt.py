@@ -81,7 +81,9 @@ def run_side(side: str, nanogpt: str) -> None:
     """Run reports/bench_child.py, with nanoGPT's model on nanoGPT's sides."""
     if side == AS_SHIPPED:
         hardware.keep_freed_memory = lambda: None
-    bench_child.main(build_model if side == OURS else nanogpts(nanogpt, build_model))
+    if side != OURS:
+        bench_child.train.build_model = nanogpts(nanogpt, build_model)
+    bench_child.main()
 
 
 # -----------------------------------------------------------------------------

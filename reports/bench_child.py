@@ -1,9 +1,9 @@
 """
 Run train.py for bench.py, in a process that ends when bench.py does. Before each iteration it
-writes the CPU seconds used so far to a file beside CONFIG.py. Two flags slow the run down for rows
-of the ladder, and bench.py can ask for a profile of one iteration.
+writes the CPU seconds used so far to a file beside CONFIG.py. If bench.py asks for a profile, it
+profiles one iteration and ends.
 
-    python reports/bench_child.py [--host_sync] [--read_late] CONFIG.py
+    python reports/bench_child.py CONFIG.py
 """
 
 import sys
@@ -20,40 +20,10 @@ import torch
 import train
 from common.child import end_with_parent
 from common.console import Parser, run_main, say
-from data.loader import Batches
-from model_fast import build_model
 
 CPU_SECONDS = "cpu_seconds"  # the file's name
 PROFILE_HEADING = "profile of one iteration:"
 PROFILE_ROWS = 20
-
-
-class LateBatches(Batches):
-    """Reads each micro-batch only when it is needed, instead of ahead in a thread."""
-
-    def read_ahead(self, first: int) -> None:
-        pass
-
-    def ready(self, count: int) -> bool:
-        while len(self.blocks) < count:
-            first = self.consumed + self.rank * self.batch_size
-            self.blocks.append(self.load(first + len(self.blocks) * self.stride))
-        return True
-
-
-def wait_before_each_micro_step(build_model):
-    """Wrap build_model() so that the model waits for the device before each forward pass."""
-
-    def build(config):
-        def wait(module, arguments) -> None:
-            device = next(module.parameters()).device
-            getattr(torch, device.type).synchronize()
-
-        model = build_model(config)
-        model.register_forward_pre_hook(wait)
-        return model
-
-    return build
 
 
 class WatchedStep:
@@ -86,23 +56,13 @@ class WatchedStep:
         sys.exit(0)
 
 
-def main(build_model=build_model) -> None:
+def main() -> None:
     parser = Parser()
     parser.add_argument("config", type=Path)
-    parser.add_argument("--host_sync", action="store_true")
-    parser.add_argument("--read_late", action="store_true")
-    options = parser.parse_args()
-    step = WatchedStep(train.train_step, options.config.with_name(CPU_SECONDS))
+    config = parser.parse_args().config
+    step = WatchedStep(train.train_step, config.with_name(CPU_SECONDS))
     end_with_parent(step.ask_for_profile)
-    if options.host_sync:
-        build_model = wait_before_each_micro_step(build_model)
-    argv = [str(options.config)]
-
-    def run(_: list[str]) -> int:
-        batches = LateBatches if options.read_late else Batches
-        return train.main(argv, build_model=build_model, make_batches=batches, train_step=step)
-
-    run_main(run, lambda error, _: train.explain(error, argv))
+    run_main(lambda argv: train.main(argv, train_step=step), train.explain)
 
 
 if __name__ == "__main__":

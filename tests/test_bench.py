@@ -175,22 +175,19 @@ def test_sweep_shows_a_row_for_a_batch_size_that_runs_out_of_memory(end, childre
 def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, children):
     found, out = bench("ladder", "--trials=1", **TINY | dict(dtype="bfloat16"), **recipe)
     rows = found["rows"]
-    names = ["float32", "no host sync", "mixed precision", "compile", "flash attention"]
-    names += ["padded vocabulary", *([] if recipe else ["tied weights"]), "reader thread"]
+    names = ["float32", "mixed precision", "compile", "flash attention", "padded vocabulary"]
+    names += [] if recipe else ["tied weights"]
     assert [row["name"] for row in rows] == names  # TF32 needs a GPU
-    slower = [[word for word in child.args if word.startswith("--")] for child in children]
-    late = ["--read_late"]
-    assert slower == [["--host_sync", *late], *[late] * (len(rows) - 2), []]
     dtypes = [row["machine"]["dtype"] for row in rows]
-    assert dtypes == ["float32", "float32", *["bfloat16"] * (len(rows) - 2)]
+    assert dtypes == ["float32", *["bfloat16"] * (len(rows) - 1)]
     for row in rows:
         assert row["total_gain"] == pytest.approx(rows[0]["cpu_ms"] / row["cpu_ms"])
     gains = math.prod(row["gain"] for row in rows)
     assert gains == pytest.approx(rows[-1]["total_gain"])
     # 61 -> 128 rows of 32 in the embedding and in the head; tied, one of the two goes
     parameters = [row["parameters"] for row in rows]
-    assert parameters[5] - parameters[4] == 2 * (128 - 61) * 32
-    assert parameters[5] - parameters[-1] == (0 if recipe else 128 * 32)
+    assert parameters[4] - parameters[3] == 2 * (128 - 61) * 32
+    assert parameters[4] - parameters[-1] == (0 if recipe else 128 * 32)
     for row in rows:
         low, high = row["gain_range"]
         assert low <= row["gain"] <= high
@@ -213,52 +210,9 @@ def test_ctrl_c_keeps_the_rows_that_are_already_measured(children, monkeypatch):
     result = run("bench.py", "ladder", *flags(**keys), "--seconds=0", "--json=new/result.json")
     assert result.code == 130 and len(children) == 2
     rows = json.loads(Path("new/result.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["float32", "no host sync"]
+    assert [row["name"] for row in rows] == ["float32", "mixed precision"]
     for row in rows:
         assert f"{row['name']}: {row['step_ms']:,.1f} ms" in result.out
-
-
-CHANGED = """
-import torch
-waits = []
-torch.cpu.synchronize = lambda *_: waits.append(1)
-import atexit
-atexit.register(lambda: print("waits:", len(waits), flush=True))
-"""
-
-
-@pytest.mark.slow
-def test_ladder_options_that_slow_training_change_no_loss(tmp_path):
-    """
-    Wait for the device before each micro-batch (--host_sync) and read no batch ahead (--read_late),
-    and compute the same losses.
-    """
-    write_tokens(tmp_path / "tokens", [1000], [200])
-    keys = TINY | dict(compile=False, dataset=str(tmp_path / "tokens"), max_iters=3)
-    waits, losses = [], []
-    for name in ("plain", "slower"):
-        config = tmp_path / f"{name}.py"
-        values = keys | dict(out_dir=str(tmp_path / name), eval_interval=100, eval_tokens=64)
-        config.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()))
-        changes = ["--host_sync", "--read_late"] if name == "slower" else []
-        child, output = start_child(tmp_path / f"{name}.txt", *changes, str(config), code=CHANGED)
-        assert child.wait(60) == 0, output.read_text()
-        waits.append(int(re.search(r"^waits: (\d+)$", output.read_text(), re.MULTILINE)[1]))
-        losses.append(column(tmp_path / name, "step", "loss"))
-    assert losses[0] == losses[1]
-    # 3 iterations of 2 micro-batches; and evaluations: at the start and the end, two splits
-    assert waits[1] - waits[0] >= 6
-    assert min(column(tmp_path / "plain", "step", "data_wait_ms")) > 0
-    assert max(column(tmp_path / "slower", "step", "data_wait_ms")) == 0
-
-
-def start_child(output: Path, *arguments: str, code: str = "") -> tuple:
-    child = str(ROOT / "reports/bench_child.py")
-    with open(output, "wb") as file:
-        command = ["-c", code + RUN, child, *arguments]
-        return fork_server.ForkedProcess(
-            command, ROOT, dict(os.environ), False, output=file
-        ), output
 
 
 # -----------------------------------------------------------------------------
@@ -313,7 +267,9 @@ def test_the_measured_process_exits_when_bench_dies(tmp_path):
     values = TINY | dict(compile=False, dataset=str(tmp_path / "tokens"), out_dir=str(tmp_path))
     config.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()))
     write_tokens(tmp_path / "tokens", [1000], [200])
-    child, _ = start_child(tmp_path / "printed", str(config))
+    command = ["-c", RUN, str(ROOT / "reports/bench_child.py"), str(config)]
+    with open(tmp_path / "printed", "wb") as file:
+        child = fork_server.ForkedProcess(command, ROOT, dict(os.environ), False, output=file)
     assert child.poll() is None
     child.stdin.close()
     assert child.wait(60) == 1
