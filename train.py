@@ -710,10 +710,10 @@ def main(
     # If no data sheet gives the peak, measure it again and keep the better result. A single
     # measurement while the machine was busy has led to an mfu of 171%
     hw.find_peak_flops(saved_peak_flops)
-    log = Log(c, clock, hw, ranks, saver.write_record)
-    ranks.on_main(log.open, progress.iter_num)  # log.txt and the tracker
+    log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
+    ranks.on_main(log.open)  # log.txt and the tracker
     # Print the command, the device, the model, the data, the length of the run, and warnings
-    log.begin(model, data, progress.iter_num, progress.tokens, compiles, resumed, weights)
+    log.begin(compiles, resumed, weights)
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed, data, ranks.world_size)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence

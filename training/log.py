@@ -57,13 +57,32 @@ class Log:
     training: a run without it would end with the same weights.
     """
 
-    def __init__(self, c: Config, clock: Clock, hw: Hardware, ranks: Ranks, write_record):
-        """Take the parts of the run; `write_record` appends a dict to metrics.jsonl as one line."""
+    def __init__(
+        self,
+        c: Config,
+        clock: Clock,
+        hw: Hardware,
+        ranks: Ranks,
+        model,
+        data: Dataset,
+        progress,
+        write_record,
+    ):
+        """
+        Take the parts of the run. `progress` is its train.Progress so far; `write_record` appends a
+        dict to metrics.jsonl as one line.
+        """
         self.config = c
         self.clock = clock
         self.hw = hw
         self.is_main = ranks.is_main
         self.world_size = ranks.world_size
+        self.model = model
+        self.data = data
+        self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
+        self.first_steps = clock.seconds["steps"]
+        self.train_tokens = None if data.stream else len(data.train)  # unknown for a stream
+        self.flops_per_token = count_flops(model.config) if ranks.is_main else None
         self.write_record = write_record
         self.has_files = ranks.is_main and not c.eval_only
         self.tracker: Tracker | None = None
@@ -71,31 +90,25 @@ class Log:
         self.picture_failed = False
         self.uncompiled = ""  # why the run is not compiled, if it should be
 
-    def open(self, it: int) -> None:
-        """Open log.txt and start the tracker at iteration `it`. Raises OSError."""
+    def open(self) -> None:
+        """Open log.txt and start the tracker. Raises OSError."""
         if not self.has_files:
             return
         path = Path(self.config.out_dir, "log.txt")
         keep_transcript(open(path, "a", encoding="utf-8", errors="replace"))
         # keep the evaluation at the resumed iteration; the run repeats everything after it
-        self.tracker = Tracker(self.config, purge_from=it + 1 if it else 0)
+        purge_from = self.first_iter + 1 if self.first_iter else 0
+        self.tracker = Tracker(self.config, purge_from)
 
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, model, data: Dataset, it, tokens, compiles, resumed, weights) -> None:
-        """Print the opening lines of a run at iteration `it`, after `tokens` training tokens."""
-        self.first_iter = it
-        self.first_tokens = tokens
-        self.first_steps = self.clock.seconds["steps"]
-        self.train_tokens = None if data.stream else len(data.train)  # unknown for a stream
-        self.bytes_per_token = data.bytes_per_token
-        self.flops_per_token = count_flops(model.config) if self.is_main else None
-        self.can_sample = data.tokenizer["kind"] != "unknown"
+    def begin(self, compiles: bool, resumed: dict | None, weights: dict | None) -> None:
+        """Print the opening lines of the run."""
         self.say_start(resumed, weights)
         self.say_settings()
-        self.say_device(compiles, model.config.flash, is_new=not resumed)
-        self.say_model(model, data, it, tokens)
+        self.say_device(compiles, self.model.config.flash, is_new=not resumed)
+        self.say_model()
 
     def say_settings(self) -> None:
         """
@@ -161,9 +174,9 @@ class Log:
         how = "measured with a matmul" if measured else f"dense ({hw.peak_source})"
         say(f"device: {', '.join(parts)}; peak {hw.peak_tflops:.3g} TFLOP/s, {how}")
 
-    def say_model(self, model, data: Dataset, it: int, tokens: int) -> None:
+    def say_model(self) -> None:
         """Print the model, the data and the length of the run, and warn about likely mistakes."""
-        c, hw = self.config, self.hw
+        c, hw, model, data = self.config, self.hw, self.model, self.data
         parameters = sum(p.numel() for p in model.parameters())
         flops = "FLOPs not counted, so mfu n/a"
         if self.flops_per_token:
@@ -178,8 +191,8 @@ class Log:
         say(f"data: {data.source}, {held}{f', order {order}' if order else ''}")
         say(batch_line(c))
         if self.has_files:
-            say(f"run: {self.length(tokens)}, in {c.out_dir}")
-            self.warn_of_epochs(tokens)
+            say(f"run: {self.length()}, in {c.out_dir}")
+            self.warn_of_epochs()
             self.warn_of_warmup()
             self.warn_of_space(parameters)
         if self.world_size > 1:
@@ -191,7 +204,7 @@ class Log:
             warn(f"until: {c.until} is {hours:.1f} h away; on this machine it is {clock_time(0)}")
         self.record(
             "start",
-            iter=it,
+            iter=self.first_iter,
             config=config_values(c),
             parameters=parameters,
             device=hw.name,
@@ -220,16 +233,17 @@ class Log:
         if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
             warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
-    def tokens_at_end(self, tokens: int) -> int:
+    def tokens_at_end(self) -> int:
         """Return the total tokens at the end of a run with max_iters."""
-        return tokens + self.config.iter_tokens * (self.config.max_iters - self.first_iter)
+        iterations = self.config.max_iters - self.first_iter
+        return self.first_tokens + self.config.iter_tokens * iterations
 
-    def warn_of_epochs(self, tokens: int) -> None:
+    def warn_of_epochs(self) -> None:
         """Warn if the run repeats a large dataset more than twice."""
         c, corpus = self.config, self.train_tokens
         if c.by_clock or not corpus or corpus < LARGE_CORPUS:
             return
-        if (epochs := self.tokens_at_end(tokens) / corpus) > MANY_EPOCHS:
+        if (epochs := self.tokens_at_end() / corpus) > MANY_EPOCHS:
             hint = f"prepare more tokens, or give --max_iters={2 * corpus // c.iter_tokens}"
             warn(f"{epochs:.1f} epochs of the {count(corpus)} tokens in {c.dataset}; {hint}")
 
@@ -240,12 +254,12 @@ class Log:
             run = f"the whole run of {c.max_iters:,} iterations is warmup"
             warn(f"warmup_iters: {run}; give --warmup_iters={c.max_iters // 10} or so")
 
-    def length(self, tokens: int) -> str:
-        """Return the run's length as text; `tokens` is how many it has trained on so far."""
+    def length(self) -> str:
+        """Return the run's length as text."""
         c = self.config
         iterations = f"{c.max_iters:,} iterations"
         if not c.by_clock:
-            total = self.tokens_at_end(tokens)
+            total = self.tokens_at_end()
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
@@ -348,9 +362,9 @@ class Log:
 
     def bits_per_byte(self, val_loss: float) -> float | None:
         """Convert a loss to bits per byte; None if the validation text's bytes were not counted."""
-        if not (self.bytes_per_token and math.isfinite(val_loss)):
+        if not (self.data.bytes_per_token and math.isfinite(val_loss)):
             return None
-        return val_loss / math.log(2) / self.bytes_per_token
+        return val_loss / math.log(2) / self.data.bytes_per_token
 
     def report_save(self, it: int, path: Path, seconds: float) -> None:
         """Log a save that took `seconds`."""
@@ -424,7 +438,7 @@ class Log:
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}{old}")
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        if complete and self.can_sample and not self.config.eval_only:
+        if complete and self.data.tokenizer["kind"] != "unknown" and not self.config.eval_only:
             out_dir = f"--out_dir={self.config.out_dir}"
             say(f"sample: {command_line('python', 'sample.py', out_dir)}")
         if not complete and not self.config.eval_only:

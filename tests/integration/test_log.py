@@ -24,6 +24,7 @@ from program import (
 )
 
 from configurator import Config
+from train import Progress
 from training.clock import Speed
 from training.log import Log
 
@@ -145,8 +146,9 @@ def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
         left=lambda: math.inf,
     )
     hw = SimpleNamespace(mfu=lambda *_: 0.412345)
-    log = Log(c, clock, hw, SimpleNamespace(is_main=False, world_size=1), None)
-    log.flops_per_token, log.train_tokens, log.first_steps, log.first_iter = 1e9, 10**10, 0, 0
+    ranks = SimpleNamespace(is_main=False, world_size=1)
+    data = SimpleNamespace(stream=None, train=range(10**10))
+    log = Log(c, clock, hw, ranks, None, data, Progress(), write_record=None)
     log.report_step(65_432, 34_305_212_416, 0, 10.1234, 6e-4, 1.0, Speed(9.87654, 0, 53_084, 70.1))
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("iter 65432: loss 10.1234, time 9876.54ms, mfu 41.23%, tok/s ")
