@@ -114,7 +114,7 @@ class Config:
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # dtype of the matmuls; auto: the fastest here
-    compile: bool | str = True  # use torch.compile; required: end the run if it does not work
+    compile: bool = True  # use torch.compile
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # for initial weights, dropout and data order
@@ -217,9 +217,7 @@ OTHER_NAMES = dict(
 )
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
-SWITCHES = (bool, bool | str)  # the second is the type of compile, which may also be "required"
 METAVARS: dict[Any, str] = {
-    bool | str: "True|False|required",
     bool: "True|False",
     int: "N",
     float: "X",
@@ -227,7 +225,6 @@ METAVARS: dict[Any, str] = {
 }
 HELP_COLUMN = 44  # column at which --help explains a flag
 KIND_NAMES = {
-    bool | str: "true, false or required",
     bool: "true or false",
     int: "a whole number",
     float: "a finite number",
@@ -335,7 +332,7 @@ def read_flag(
         meant = did_you_mean(OTHER_NAMES.get(name, name), [*known, *other_flags], "--")
         raise UserError(f"--{name}: unknown key{meant}")
     kind: Any = known[name].type
-    if not equals and (text or kind not in SWITCHES):
+    if not equals and (text or kind is not bool):
         example = text or repr(known[name].default)
         raise UserError(f"--{name}: needs = and a value: --{name}={example}")
     value: Any = parse_value(text, kind) if equals else True
@@ -393,7 +390,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 def parse_value(text: str, kind: Any) -> Any:
     """Parse a flag's text as a Python value; text that is not one stays text."""
-    if kind in SWITCHES and text.lower() in TRUE + FALSE:
+    if kind is bool and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)  # as in nanoGPT, for --start='"\n"'
@@ -407,10 +404,9 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     Convert a value to the key's type. Accepts whole floats for ints, ints for floats, and 0 and 1
     for booleans. `where` names the key in messages. Raises UserError if the value does not fit.
     """
-    of_key: Any = f.type
-    if of_key == bool | str and value == "required":
-        return value
-    kind: Any = bool if of_key == bool | str else of_key
+    if f.name == "compile" and value == "required":  # a third value, until 0.2.0
+        value = True
+    kind: Any = f.type
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
@@ -418,7 +414,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     if isinstance(value, int) and value >= 2**63:  # the limit of numpy and torch
         raise UserError(f"{where}: must be below 2^63")
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise UserError(f"{where}: needs {KIND_NAMES[of_key]}, got {value!r:.60}")
+        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
     if f.name in CHOICES and value not in CHOICES[f.name]:
         choices = CHOICES[f.name]
         raise UserError(

@@ -121,7 +121,6 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.loss_chunk = config.loss_chunk  # train.py changes it if compiling fails
         wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.transformer: Any = nn.ModuleDict(
             dict(
@@ -159,7 +158,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return mean_loss(x, self.lm_head.weight, targets, self.loss_chunk)
+        return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """

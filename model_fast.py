@@ -190,7 +190,6 @@ class FastGPT(nn.Module):
     def __init__(self, config: FastConfig):
         super().__init__()
         self.config = config
-        self.loss_chunk = config.loss_chunk  # train.py changes it if compiling fails
         # Each of the first layers has a value embedding, and the last layers share them (records).
         # With 2 tables and 5 layers, the layers use tables 0, 1, none, 0, 1.
         numbers = list(range(config.value_tables))
@@ -252,7 +251,7 @@ class FastGPT(nn.Module):
         if targets is None:
             return self.logits(x)
         head = self.lm_head
-        return mean_loss(x, head.weight, targets, self.loss_chunk, LOGIT_CAP, head.bias)
+        return mean_loss(x, head.weight, targets, self.config.loss_chunk, LOGIT_CAP, head.bias)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """

@@ -665,6 +665,7 @@ def main(
     if newest:
         ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
     resumed = ranks.main_first(checkpoint.read, newest) if newest else None  # the state of this run
+    is_new = resumed is None
     weights = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
     c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
 
@@ -677,7 +678,7 @@ def main(
     if resumed and is_done(c, resumed) and not c.eval_only:
         say_done(c, resumed, data, ranks.world_size)
         return 0
-    compiles = bool(c.compile) and hw.can_compile and not c.eval_only
+    compiles = c.compile and hw.can_compile and not c.eval_only
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks
     hardware.set_seed(c.seed)
@@ -722,19 +723,16 @@ def main(
     clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop
-    compile_problem = ""  # why compiling failed, if it did; with compile=required the run ends here
     if compiles:
         say("compiling: about a minute, or several on few CPU cores")
-        compile_problem = compile_and_check(model, c, data.vocab, hw, ranks)
-        if compile_problem:  # eager code keeps more per logit; the config keeps what was asked for
-            model.loss_chunk = loss_chunk(c, compiled=False)
+        compile_and_check(model, c, data.vocab, hw, ranks, is_new)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free the garbage that compiling left
     gc.freeze()  # otherwise each collection would scan a million torch objects
     atexit.register(gc.unfreeze)  # or Triton, from torch 2.15 on, would report leaks at the end
     seconds = clock.lap("compile")
     if compiles:
-        log.report_compile(progress.iter_num, seconds, compile_problem)
+        say(f"compile: {seconds:.1f}s")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     skips_in_a_row = torch.zeros((), device=hw.device)  # updates skipped since the last applied
     skips_since_line = torch.zeros((), device=hw.device)

@@ -16,7 +16,6 @@ import re
 import statistics
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +50,6 @@ class NanoGPT(torch.nn.Module):
         super().__init__()
         self.theirs = theirs
         self.config = config  # our config, which train.py logs and counts FLOPs from
-        self.loss_chunk = 0
 
     def forward(self, idx, targets):
         return self.theirs(idx, targets)[1]
@@ -95,8 +93,6 @@ def take_turns(config: Config, nanogpt: str, trials: int) -> dict[str, list[dict
     Measure the sides in turn. Returns the results of bench.measure() for each side, one per trial.
     Raises UserError if the sides do not do the same work.
     """
-    # with compile=True, a side that cannot compile would continue in eager code
-    config = replace(config, compile="required" if config.compile else False)
     sides = [OURS, THEIRS] + ([] if torch.cuda.is_available() else [AS_SHIPPED])
     rows: dict[str, list[dict]] = {side: [] for side in sides}
     for trial in tqdm(range(trials), disable=None):

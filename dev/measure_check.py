@@ -96,7 +96,7 @@ def planted() -> list[dict]:
     """Plant each fault, and return which error finds it."""
     from test_compiled import BATCH, DTYPES, FAULTS, KERNELS, compiled_by, right, wrong_kernel
 
-    from training.compiled import compare_with_eager
+    from training.compiled import CompilerError, WrongKernels, compare_with_eager
 
     trials = []  # (fault, model, dtypes, compiler, a context in which it is planted)
     for fault, (names, compiler) in FAULTS.items():
@@ -117,7 +117,7 @@ def planted() -> list[dict]:
                     gpt = compiled_by(compiler, name)
                     compare_with_eager(gpt, BATCH, 500, quiet_hardware(dtype))
                     row[dtype] = "NOT FOUND"
-                except ArithmeticError as error:
+                except (CompilerError, WrongKernels) as error:
                     row[dtype] = str(error)
         rows.append(row)
         print(*row.values(), sep=" | ", flush=True)
@@ -132,7 +132,7 @@ def false_alarms() -> list[dict]:
     from configurator import load_config
     from model_fast import build_model
     from train import model_config
-    from training.compiled import compare_with_eager, compile_model
+    from training.compiled import CompilerError, WrongKernels, compare_with_eager, compile_model
 
     rows = []
     for flags, vocab in SHAPES.items():
@@ -146,7 +146,7 @@ def false_alarms() -> list[dict]:
             for seed in range(SEEDS):
                 try:
                     compare_with_eager(model, c.batch_size, vocab, hw, seed)
-                except ArithmeticError as error:
+                except (CompilerError, WrongKernels) as error:
                     alarms.append(f"seed {seed}: {error}")
             rows.append(dict(flags=flags, dtype=dtype, seeds=SEEDS, alarms=alarms))
             print(*rows[-1].values(), sep=" | ", flush=True)

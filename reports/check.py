@@ -164,7 +164,7 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
             losses = f"loss {row['loss']:.1e}, evaluation {row['evaluation']:.1e}"
             gradient = f"gradient {row['gradient']:.1e} ({row['weight']})"
             say(f"  {name}: {losses}, {gradient}; {time.perf_counter() - began:.1f} s")
-        if config.compile and hw.can_compile:
+        if config.compile and hw.can_compile and not wrong:
             began = time.perf_counter()
             compiled = copy_of(model, c, hw, compiled=True)
             try:

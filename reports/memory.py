@@ -89,8 +89,8 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
         weights=4 * params + copies,
         gradients=4 * params,
         optimizer=optimizer_bytes(model, config),
-        activations=activation_bytes(model, tokens, dtype, bool(config.compile)),
-        logits=logit_bytes(model, tokens, dtype, bool(config.compile)),
+        activations=activation_bytes(model, tokens, dtype, config.compile),
+        logits=logit_bytes(model, tokens, dtype, config.compile),
     )
     reserved = FRAGMENTATION * sum(allocated.values())
     if not config.compile:

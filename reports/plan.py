@@ -614,7 +614,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         options.dataset_tokens = options.dataset_tokens or len(data.train)
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
     model = model_config(
-        config, vocab, flash=config.flash, compiled=bool(config.compile), weights=weights
+        config, vocab, flash=config.flash, compiled=config.compile, weights=weights
     )
     chosen = cards_and_paces(config, model, options, measure)
     plans = [make_plan(config, model, card, pace, options) for card, pace in chosen]

@@ -458,7 +458,7 @@ def test_ignores_broken_and_empty_records(line, tmp_path):
 @pytest.mark.parametrize(
     "config, differs",
     [
-        (dict(compile=False), ["config/compile"]),  # True, False or required
+        (dict(compile=False), ["config/compile"]),
         (dict(dropout=0.1), ["config/dropout"]),  # a run before there was this key has its default
         (dict(out_dir="b", wandb_run_name="b", old_key=1), []),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.console import UserError
+from common.console import RunError, UserError
 from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
@@ -46,7 +46,11 @@ MOST_ROUNDING = 8
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
 
-class WrongKernels(ArithmeticError):
+class CompilerError(Exception):
+    """Raised if the compiler fails, or if compiled code differs from eager code; says why."""
+
+
+class WrongKernels(Exception):
     """Raised if eager code, too, is wrong in the run's dtype, so that no code is left to run."""
 
 
@@ -59,11 +63,14 @@ def compile_model(model, **options) -> None:
     model.compile(**options)
 
 
-def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> str:
+def compile_and_check(
+    model, c: Config, vocab: int, hw: Hardware, ranks: Ranks, is_new: bool
+) -> None:
     """
-    Compile and check the model on all ranks, which must all call this. Returns "" if it works on
-    every rank. Otherwise returns the reason and leaves the model uncompiled on all ranks; with
-    compile=required, raises UserError instead. Raises RunError if eager code is wrong on any rank.
+    Compile and check the model on all ranks, which must all call this. If compiling does not work
+    on some rank, raises UserError in a new run. In a resumed run raises RunError, so that whatever
+    restarts the run tries again, because a full disk or a killed compiler process passes. Raises
+    RunError if eager code is wrong on some rank.
     """
     wrong = problem = ""
     try:
@@ -75,20 +82,17 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
         ranks.fail(f"{wrong}; python bench.py check says which kernels; {other} may avoid them")
-    if problem and c.compile == "required":
-        failed = f"compile: required, but torch.compile does not work here ({problem})"
-        hint = "--compile=True trains without it"
-        ranks.fail(f"{failed}; {hint}", UserError)
     if problem:
-        model._compiled_call_impl = None  # undoes model.compile(); torch has no function for that
-    return problem
+        failed = f"compile: torch.compile does not work here ({problem})"
+        hint = "--compile=False trains without it, more slowly"
+        ranks.fail(f"{failed}; {hint}", UserError if is_new else RunError)
 
 
 def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     """
     Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
     Returns why compiled code cannot be used here, "" if it can. Weights, gradients, buffers and
-    random states stay as they were. Raises WrongKernels, or torch's error if memory runs out.
+    random states stay as they were. Raises WrongKernels, and whatever eager code raises.
     """
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":  # torch.compile would run eager code without a word
@@ -96,10 +100,8 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     compile_model(model)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
-    except Exception as error:  # without a compiler, each backend raises a different error
-        if isinstance(error, WrongKernels) or is_out_of_memory(error):
-            raise
-        return reason_of(error)
+    except CompilerError as error:
+        return str(error)
     return ""
 
 
@@ -107,8 +109,6 @@ def reason_of(error: Exception) -> str:
     """Return an error of torch's compiler as one line, with what to install."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     reason = lines[0]
-    if isinstance(error, ArithmeticError):  # compiling works, but its results are wrong
-        return reason
     if sys.platform == "linux":
         # Both backends compile C or C++ that includes Python.h. If either is missing, torch's error
         # shows only the compiler's command line.
@@ -131,10 +131,10 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
     """
     Compare compiled training and evaluation with eager code, on seeded random weights and ids.
 
-    The reference is eager code in float32. Raises ArithmeticError if a compiled loss or gradient is
-    further from it than eager code's rounding explains, and WrongKernels if eager code in the run's
-    dtype is further from it than rounding explains. With dropout only the evaluation is compared,
-    because compiled code draws different random numbers.
+    The reference is eager code in float32. Raises CompilerError if compiled code fails, or if its
+    loss or a gradient is further from the reference than eager code's rounding explains, and
+    WrongKernels if eager code in the run's dtype is further from it than rounding explains. With
+    dropout only the evaluation is compared, because compiled code draws different random numbers.
 
     The micro-batch repeats two sequences. Eager code runs each of them once, on its own, and the
     reference gradients are kept on the host. So the check takes a small part of the compile time,
@@ -160,7 +160,8 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
             wanted["training"] = eager_pass(model, sequences, contextlib.nullcontext())
         exact = [gradient.cpu() for _, gradient in take_gradients(model)]
         if not all(gradient.isfinite().all() for gradient in exact):
-            raise ArithmeticError("an uncompiled gradient is not finite on random weights")
+            problem = "an uncompiled gradient is not finite on random weights"
+            raise CompilerError(f"compiled code cannot be checked: {problem}")
 
         # 2) how much rounding changes: eager, in the dtype of the run
         eager_pass(model, sequences, hw.autocast())
@@ -174,14 +175,19 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         typical = max(typical, FLOAT32_ERROR)
 
         # 3) compiled
-        model.train()
-        with hw.autocast():
-            loss = model(x, y)
-        (loss * LOSS_SCALE).backward()
-        found = errors(model, exact)
-        model.eval()
-        with hw.autocast(), torch.no_grad():
-            got = {"evaluation": model(x, y).item()}
+        try:
+            model.train()
+            with hw.autocast():
+                loss = model(x, y)
+            (loss * LOSS_SCALE).backward()
+            found = errors(model, exact)
+            model.eval()
+            with hw.autocast(), torch.no_grad():
+                got = {"evaluation": model(x, y).item()}
+        except Exception as raised:  # without a compiler, each backend raises a different error
+            if is_out_of_memory(raised):
+                raise
+            raise CompilerError(reason_of(raised)) from raised
 
         if not has_dropout:
             got["training"] = loss.item()
@@ -190,13 +196,13 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
                 # use the typical error if eager code rounded this gradient better by chance
                 if not error <= bound * max(eager, typical):
                     off = f"{error:.2g} of its norm ({eager:.2g} uncompiled)"
-                    raise ArithmeticError(f"the gradient of {name} is off by {off}")
+                    raise CompilerError(f"the gradient of {name} is off by {off}")
         # a loss is a mean over all tokens, so its error is far smaller than a gradient's
         tolerance = typical / 2
         for name, value in got.items():
             if not abs(value - wanted[name]) <= tolerance * abs(wanted[name]):
                 both = f"{value:.6g} compiled, {wanted[name]:.6g} uncompiled"
-                raise ArithmeticError(f"the {name} loss is {both}")
+                raise CompilerError(f"the {name} loss is {both}")
 
 
 @contextlib.contextmanager

@@ -193,8 +193,6 @@ def check_device(config: Config) -> list[str]:
         return [f"device: a {name} cannot run this torch: {code}; {build}"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
-    if config.compile == "required" and device.type == "mps":
-        return ["compile: required, but torch's compiler for MPS is a prototype; --compile=False"]
     return []
 
 

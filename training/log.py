@@ -35,7 +35,6 @@ LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant 
 FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 WIDTH = 100  # columns at which the settings line is wrapped
-UNCOMPILED_LINES = 10  # log lines between reminders that the run is not compiled
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
 LEDGER_NAMES = {  # friendlier names for the clock's categories
     "start-up": "startup",
@@ -88,7 +87,6 @@ class Log:
         self.tracker: Tracker | None = None
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
-        self.uncompiled = ""  # why the run is not compiled, if it should be
 
     def open(self) -> None:
         """Open log.txt and start the tracker. Raises OSError."""
@@ -266,13 +264,6 @@ class Log:
         stops = f"stops by about {clock_time(self.left())}"
         return f"hours {self.used_of_total()}{bound}; {stops}"
 
-    def report_compile(self, it: int, seconds: float, problem: str) -> None:
-        """Log the compile time and, if compiling failed, why the run continues uncompiled."""
-        say(f"compile: {seconds:.1f}s")
-        self.uncompiled = problem
-        if problem:
-            self.warn(it, f"torch.compile does not work here ({problem}); continuing without it")
-
     # -------------------------------------------------------------------------
     # During the run
 
@@ -283,16 +274,13 @@ class Log:
         iterations since the previous line. To fit 120 columns, the line leaves out the gradient
         norm, the epoch and the hours; the record has them.
         """
-        c = self.config
         mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         mem_text = f"{speed.mem_gib:.1f}GiB" if speed.mem_gib else "n/a"
-        is_tenth = it % (UNCOMPILED_LINES * c.log_interval) == 0
-        end = ", not compiled" if self.uncompiled and is_tenth else ""
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * speed.iter_seconds:.2f}ms, mfu {mfu_text}, "
             f"tok/s {speed.tokens_per_sec:,.0f}, lr {lr:.2e}, tokens {count(tokens)}, "
-            f"mem {mem_text}, eta {duration(self.eta(it))}{end}"
+            f"mem {mem_text}, eta {duration(self.eta(it))}"
         )
         self.record(
             "step",
@@ -427,9 +415,6 @@ class Log:
         say(f"time: {duration(total)} wall (this launch {launch}) = {', '.join(shares)}")
         if waited > 0.01 * (seconds["steps"] - self.first_steps):
             say(f"waiting for data: {waited:.1f}s of this launch's training")
-        if self.uncompiled:
-            hint = "--compile=required ends such a run at its start"
-            say(f"not compiled: {self.uncompiled}; {hint}")
         say(*self.results(tokens, progress.val_loss, mem_gib))
         said = "the schedule is complete" if reason in ("hours", "until") else reason
         old = ""

@@ -453,7 +453,7 @@ Z = 1e-4
 @pytest.mark.slow
 def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(tokens, tmp_path):
     """Leave the validation loss as it is."""
-    ways = dict(plain=dict(), chunked=dict(loss_chunk=16), compiled=dict(compile="required"))
+    ways = dict(plain=dict(), chunked=dict(loss_chunk=16), compiled=dict(compile=True))
     keys = dict(dataset=tokens, n_layer=1, loss_chunk="off")
     train(**TINY | keys, out_dir=tmp_path / "without")
     program = changed(tmp_path / "program", LOSS)
