@@ -213,10 +213,7 @@ def say_done(c: Config, resumed: dict, data: Dataset, world_size: int) -> None:
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
-    """
-    Open the dataset, or start the stream. Raises UserError if the data do not match the checkpoint
-    or the weights.
-    """
+    """Open the dataset, or start the stream. Raises UserError if the run cannot use the data."""
     if c.stream:
         data = open_stream(c, ranks, resumed["shards_read"] if resumed else [])
     else:
@@ -228,7 +225,16 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
 
 
 def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | None) -> None:
-    """Raise UserError if the data do not match the checkpoint or the weights."""
+    """
+    Raise UserError if the data do not match the checkpoint or the weights, or if a new run cannot
+    print the samples that it was asked for.
+    """
+    if c.sample_tokens and not resumed and not c.eval_only:
+        try:
+            Tokenizer(data.tokenizer)
+        except UserError as error:
+            hint = "--sample_tokens=0 trains without samples"
+            raise UserError(f"sample_tokens: {error}; {hint}") from None
     if not weights:
         return
     source = c.out_dir if resumed else c.init_from
@@ -549,7 +555,7 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
     try:
         text = Tokenizer(data.tokenizer)
     except UserError as error:  # offline, and the vocabulary is not cached
-        log.warn(it, f"no sample: {error}")
+        log.warn(it, f"sample_tokens: {error}; continuing without this sample")
         return
     prompt = text.start_ids()
     idx = torch.tensor([prompt], device=hw.device)
@@ -712,7 +718,7 @@ def main(
     # measurement while the machine was busy has led to an mfu of 171%
     hw.find_peak_flops(saved_peak_flops)
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
-    ranks.on_main(log.open)  # log.txt and the tracker
+    ranks.on_main(log.open, is_new)  # log.txt and the tracker
     # Print the command, the device, the model, the data, the length of the run, and warnings
     log.begin(compiles, resumed, weights)
     if resumed and not c.eval_only:

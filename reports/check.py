@@ -305,9 +305,6 @@ def what_slows(config: Config, hw: Hardware) -> list[str]:
         reasons.append("compile is off")
     elif not hw.can_compile:
         reasons.append("torch's compiler for MPS is an early prototype")
-    is_emulated = hardware.best_dtype(hw.device) != torch.bfloat16
-    if hw.device.type == "cuda" and hw.dtype == torch.bfloat16 and is_emulated:
-        reasons.append("this GPU only emulates bfloat16; --dtype=float16")
     return reasons
 
 

@@ -311,6 +311,12 @@ def test_picks_a_gpus_fastest_dtype_and_finds_its_peak(
     assert (found.dtype, found.peak_tflops) == (dtype, peak)
 
 
+def test_refuses_bfloat16_on_a_gpu_that_only_emulates_it(card):
+    card("Tesla T4", 40, (7, 5))
+    (problem,) = hardware.check_device(Config(dtype="bfloat16"))
+    assert "emulates bfloat16" in problem and "--dtype=float16" in problem
+
+
 def test_an_integrated_amd_gpu_may_use_all_memory_that_it_reports(card, monkeypatch):
     """Let torch use all of the 8 GB that the GPU reports if the system has more to spare."""
     limits = card("AMD Radeon 890M", 16, (11, 5), is_integrated=True)

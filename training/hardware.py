@@ -173,7 +173,7 @@ class Hardware:
 
 
 def check_device(config: Config) -> list[str]:
-    """Return what is wrong with config.device on this machine, one line per problem."""
+    """Return what is wrong with the device and dtype on this machine, one line per problem."""
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
         return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
@@ -191,6 +191,8 @@ def check_device(config: Config) -> list[str]:
         code = f"torch {torch.__version__} has code for {' '.join(torch.cuda.get_arch_list())} only"
         build = "an old GPU needs a build of torch for CUDA 12.6, a new one a newer torch"
         return [f"device: a {name} cannot run this torch: {code}; {build}"]
+    if config.dtype == "bfloat16" and emulates_bfloat16(device):
+        return ["dtype: this GPU only emulates bfloat16, many times slower; --dtype=float16"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
     return []
@@ -269,15 +271,19 @@ def cpu_name() -> str:
     return name[1] if name else platform.processor() or platform.machine()
 
 
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Return whether this is a GPU that is older than Ampere, such as a T4."""
+    # is_bf16_supported() is True even for a T4's emulation (nanoGPT #525)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def best_dtype(device: torch.device) -> torch.dtype:
     """
     Return the dtype for --dtype=auto: half precision if that makes matmuls faster, else float32.
     For a CPU this depends on its instruction set, as measured in results/README.md.
     """
     if device.type == "cuda":
-        # is_bf16_supported() is True even for a T4's emulation (nanoGPT #525)
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if fast else torch.float16
+        return torch.float16 if emulates_bfloat16(device) else torch.bfloat16
     amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
     fast = device.type == "cpu" and (amx or (avx512 and "AMD" in cpu_name()))
     return torch.bfloat16 if fast else torch.float32
@@ -292,8 +298,6 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         torch.cuda.set_device(device)
         limit_memory(device)
         check_allocator(device)
-        if dtype == torch.bfloat16 and best_dtype(device) != dtype:
-            warn("this GPU only emulates bfloat16, many times slower; use --dtype=float16")
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None

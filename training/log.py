@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from common.child import start_child
-from common.console import command_line, count, duration, keep_transcript, say, warn
+from common.console import UserError, command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
 from configurator import FIELDS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
@@ -88,15 +88,18 @@ class Log:
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
 
-    def open(self) -> None:
-        """Open log.txt and start the tracker. Raises OSError."""
+    def open(self, is_new: bool) -> None:
+        """
+        Open log.txt and start the tracker. Raises OSError, and UserError if the tracker of a new
+        run does not start.
+        """
         if not self.has_files:
             return
         path = Path(self.config.out_dir, "log.txt")
         keep_transcript(open(path, "a", encoding="utf-8", errors="replace"))
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
-        self.tracker = Tracker(self.config, purge_from)
+        self.tracker = Tracker(self.config, purge_from, is_new)
 
     # -------------------------------------------------------------------------
     # The beginning
@@ -485,16 +488,17 @@ class Log:
 
 class Tracker:
     """
-    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker is
-    missing or fails, this warns once and sends nothing more. On a resume, tensorboard discards the
-    curves in out_dir from iteration `purge_from` (0 for a new run), and wandb continues the run
-    whose id is in out_dir/wandb_id.txt, dropping steps at or below its last one.
+    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker does
+    not start in a new run, raises UserError; if it fails later or on a resume, warns once and sends
+    nothing more. On a resume, tensorboard discards the curves in out_dir from iteration
+    `purge_from` (0 for a new run), and wandb continues the run whose id is in
+    out_dir/wandb_id.txt, dropping steps at or below its last one.
     """
 
-    def __init__(self, config: Config, purge_from: int):
+    def __init__(self, config: Config, purge_from: int, is_new: bool):
         self.kind = config.tracker
         self.writer: Any = None
-        with self.warn_on_failure():
+        with self.warn_on_failure(or_raise=is_new):
             if self.kind == "wandb":
                 from wandb import init  # not of a mere folder named wandb, which imports too
 
@@ -518,14 +522,17 @@ class Tracker:
                 self.writer = SummaryWriter(config.out_dir, purge_step=purge_from)
 
     @contextlib.contextmanager
-    def warn_on_failure(self) -> Iterator[None]:
+    def warn_on_failure(self, or_raise: bool = False) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a broken tracker must never end the run
+        except Exception as error:  # once the run has trained, a broken tracker must not end it
             reason = " ".join(str(error).splitlines()).rstrip(".")
             if isinstance(error, ImportError):
-                reason += f" (pip install {self.kind})"
-            warn(f"tracker {self.kind}: {reason}; continuing without it")
+                reason += f"; pip install {self.kind}"
+            line = f"tracker: {self.kind} does not work here ({reason})"
+            if or_raise:
+                raise UserError(f"{line}; --tracker=none trains without it") from None
+            warn(f"{line}; continuing without it")
             self.kind = "none"
 
     def log(self, record: dict) -> None:

@@ -1,18 +1,31 @@
-"""Check the documented exit codes, and the systemd unit and the script that act on them."""
+"""
+Check how a run starts that cannot do what it was asked, the documented exit codes, and the systemd
+unit and the script that act on them.
+"""
 
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from doc_pages import GUIDES, block_with, read
 from program import (
     TINY_RUN,
     InProcessRun,
+    Result,
     checkpoints,
+    column,
+    flags,
+    records,
+    run,
+    train,
     write_tokens,
 )
 
@@ -34,6 +47,89 @@ def tokens(tmp_path_factory) -> Path:
 def tiny(tokens, tmp_path) -> dict:
     return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")
 
+
+# -----------------------------------------------------------------------------
+# A run does what it was asked, or says what to type
+
+
+def no_compiler(*batch):
+    raise RuntimeError("no compiler")
+
+
+BPE = SimpleNamespace(n_vocab=61, eot_token=0, decode=lambda ids: "a sample")
+WANDB = SimpleNamespace(id="a run", log=lambda *_, **__: None, finish=lambda: None)
+# what is asked -> what to patch so that it works here, the same so that it does not, the flag that
+# the line must name, and the exit code of a resume, which 0 lets train on after a warning
+ASKED = {
+    ("compile", True): (
+        mock.patch("torch.compile", lambda call: call),
+        mock.patch("torch.compile", lambda call: no_compiler),
+        ("compile", False),
+        1,
+    ),
+    ("tracker", "wandb"): (
+        mock.patch.dict(sys.modules, wandb=SimpleNamespace(init=lambda **_: WANDB)),
+        mock.patch.dict(sys.modules, wandb=None),
+        ("tracker", "none"),
+        0,
+    ),
+    ("sample_tokens", 5): (
+        mock.patch("tiktoken.get_encoding", lambda name: BPE),
+        mock.patch("tiktoken.get_encoding", side_effect=ConnectionError),
+        ("sample_tokens", 0),
+        0,
+    ),
+    ("dtype", "bfloat16"): (
+        ExitStack(),
+        mock.patch("training.hardware.emulates_bfloat16", lambda device: True),
+        ("dtype", "float16"),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked[0])
+@pytest.mark.parametrize("resumes", [False, True], ids=["a new run", "a resume"])
+def test_a_run_does_what_it_was_asked_or_ends_before_training_with_a_flag_that_starts_it(
+    asked, resumes, tiny, tmp_path
+):
+    """
+    Try a machine that cannot do it first, then the flag from the error line there, then a machine
+    that can. A resume whose tracker or samples fail trains on, because neither changes a weight.
+    """
+    able, unable, fix, code_of_resume = ASKED[asked]
+    manifest = tmp_path / "tokens/manifest.json"
+    shutil.copytree(tiny["dataset"], manifest.parent)
+    manifest.write_text(manifest.read_text().replace('"byte"', '"gpt2"'))
+    tiny |= dict(dataset=manifest.parent, init_from="auto")
+    if resumes:
+        train(**tiny | dict(max_iters=4))
+
+    def launch(patch, key: tuple) -> Result:
+        with patch:
+            return run("train.py", *flags(**tiny | dict([key])))
+
+    refused = launch(unable, asked)
+    expected = code_of_resume if resumes else 2
+    assert refused.code == expected, refused
+    if expected:
+        (line,) = [line for line in refused.err.splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: {asked[0]}: ") and f"--{fix[0]}={fix[1]}" in line
+        assert checkpoints(tmp_path / "run") == ([4] if resumes else [])
+        assert launch(unable, fix).code == 0
+    else:
+        assert f"{asked[0]}: " in refused.err and "warning: " in refused.err
+        assert checkpoints(tmp_path / "run")[-1] == 8
+    if not resumes:
+        tiny["out_dir"] = tmp_path / "able"
+        assert launch(able, asked).code == 0
+        (begun,) = records(tmp_path / "able", "start")
+        assert begun["config"][asked[0]] == asked[1]
+        assert len(column(tmp_path / "able", "sample", "text")) == 2 * (asked[0] == "sample_tokens")
+
+
+# -----------------------------------------------------------------------------
+# The documented codes
 
 (CODES,) = [text for text in map(read, GUIDES) if "\n| 137 | " in text]
 # code -> what it comes after

@@ -489,18 +489,6 @@ def test_samples_during_training_are_drawn_without_dropout(tokens, trained, tmp_
     assert len(texts[0]) > 10
 
 
-def test_a_run_that_cannot_load_its_vocabulary_warns_and_trains_without_samples(tokens, tmp_path):
-    folder = shutil.copytree(tokens, tmp_path / "tokens")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | dict(tokenizer="gpt2")))
-    config = BASE | dict(sample_tokens=5, dataset=folder, out_dir=tmp_path / "run")
-    with mock.patch("tiktoken.get_encoding", side_effect=ConnectionError):
-        result = train(**config)
-    assert "tiktoken" in result.err
-    assert column(tmp_path / "run", "step", "iter") == [*range(12)]
-    assert not records(tmp_path / "run", "sample")
-
-
 # -----------------------------------------------------------------------------
 # Numbers of other precision, and no numbers
 
