@@ -181,7 +181,8 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     later = clock_at(7, c, monkeypatch, resumed)
     later.begin_iterations(BEGINNING)
     assert later.state_dict() == clock.state_dict()
-    assert (later.share, later.setup_seconds, later.estimates) == (0.25, 50, dict(iteration=9))
+    assert (later.updated_share, later.setup_seconds) == (0.25, 50)
+    assert later.estimates == dict(iteration=9)
     assert later.left() == -4 * 3600
     assert later.used() == 87
     assert later.training_hours() == pytest.approx(37 / 3600)
@@ -195,7 +196,7 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     assert later.lap("compile") == 3 and later.seconds["compile"] == 20
     later.expect("iteration", 3)
     assert resumed["clock"]["estimates"] == dict(iteration=9)  # the checkpoint stays what it was
-    assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).share == 0
+    assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).updated_share == 0
     assert clock_at(7, Config(hours=2), monkeypatch, resumed).left() == 7200 - 87
     assert clock_at(7, Config(), monkeypatch, resumed).left() == float("inf")
 

@@ -72,14 +72,15 @@ class Clock:
             self.deadline = next_time(c.until, since=time.time() - self.since_launch())
             if saved.get("until") == c.until:  # if past, no time is left
                 self.deadline = min(self.deadline, saved["deadline"])
-        self.share = saved.get("share", 0.0) if c.by_clock else 0.0  # at the last update
+        # the share at which the last update was made; position().share is that of now
+        self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
         # expected seconds of the next iteration, evaluation and save
         self.estimates: dict[str, float] = dict(saved.get("estimates", {}))
 
     def state_dict(self) -> dict:
         """Return what a checkpoint keeps besides the ledger."""
         return dict(
-            share=self.share,
+            share=self.updated_share,
             setup_seconds=self.setup_seconds,
             until=self.c.until,
             deadline=self.deadline,
@@ -131,7 +132,7 @@ class Clock:
         share = past / (past + room) if room > iteration else 1.0
         share = max(share, it / max(1, self.c.max_iters - 1))  # max_iters may come before the time
         # only after an update at share 1, which brings the learning rate down to min_lr
-        time_is_up = self.share >= 1 and room < 0
+        time_is_up = self.updated_share >= 1 and room < 0
         # twice: the final evaluation and save must still fit afterwards
         has_spare_time = left > 2 * (closing + iteration)
         return Position(launch_minutes, since_save, share, time_is_up, has_spare_time)
@@ -172,7 +173,7 @@ class Clock:
 
     def advance(self, share: float) -> None:
         """Remember the share at which an update was made."""
-        self.share = share
+        self.updated_share = share
 
     def expect(self, what: str, seconds: float) -> None:
         """
