@@ -720,7 +720,7 @@ def main(
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
     ranks.on_main(log.open, is_new)  # log.txt and the tracker
     # Print the command, the device, the model, the data, the length of the run, and warnings
-    log.begin(compiles, resumed, weights)
+    log.begin(compiles, resumed, weights, optimizer)
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed, data, ranks.world_size)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence

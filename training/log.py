@@ -104,12 +104,12 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, compiles: bool, resumed: dict | None, weights: dict | None) -> None:
+    def begin(self, compiles: bool, resumed: dict | None, weights: dict | None, optimizer) -> None:
         """Print the opening lines of the run."""
         self.say_start(resumed, weights)
         self.say_settings()
         self.say_device(compiles, self.model.config.flash, is_new=not resumed)
-        self.say_model()
+        self.say_model(optimizer)
 
     def say_settings(self) -> None:
         """
@@ -175,7 +175,7 @@ class Log:
         how = "measured with a matmul" if measured else f"dense ({hw.peak_source})"
         say(f"device: {', '.join(parts)}; peak {hw.peak_tflops:.3g} TFLOP/s, {how}")
 
-    def say_model(self) -> None:
+    def say_model(self, optimizer) -> None:
         """Print the model, the data and the length of the run, and warn about likely mistakes."""
         c, hw, model, data = self.config, self.hw, self.model, self.data
         parameters = sum(p.numel() for p in model.parameters())
@@ -195,7 +195,7 @@ class Log:
             say(f"run: {self.length()}, in {c.out_dir}")
             self.warn_of_epochs()
             self.warn_of_warmup()
-            self.warn_of_space(parameters)
+            self.warn_of_space(optimizer)
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
         if hw.device.type == "cpu" and c.device == "auto" and (hint := old_driver()):
@@ -224,10 +224,12 @@ class Log:
             torch=torch.__version__,
         )
 
-    def warn_of_space(self, parameters: int) -> None:
+    def warn_of_space(self, optimizer) -> None:
         """Warn if the disk cannot hold all of the run's checkpoints."""
         files = self.config.checkpoint_files
-        size = 12 * parameters  # weights and two optimizer moments in float32
+        size = 0  # of the weights and of their moments: one in Muon's groups, two in AdamW's
+        for group in optimizer.param_groups:
+            size += (8 if "momentum" in group else 12) * sum(p.numel() for p in group["params"])
         out_dir = Path(self.config.out_dir)
         # best.pt is usually a hard link to a checkpoint, so count each inode once
         there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}

@@ -13,6 +13,7 @@ import pytest
 from cases import slow_but
 from fault_injection import fill, free
 from program import (
+    FAST,
     InProcessRun,
     best,
     checkpoint,
@@ -25,6 +26,7 @@ from program import (
 
 from configurator import Config
 from train import Progress
+from training.checkpoint import size_of
 from training.clock import Speed
 from training.log import Log
 
@@ -154,6 +156,17 @@ def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
     assert line.startswith("iter 65432: loss 10.1234, time 9876.54ms, mfu 41.23%, tok/s ")
     assert "tokens 34.3B" in line and "mem 70.1GiB" in line
     assert len(line) <= 120
+
+
+@pytest.mark.parametrize("recipe", slow_but(FAST, of=[{}, FAST]), ids=["gpt2", "fast"])
+def test_the_disk_space_that_a_run_asks_for_is_that_of_its_checkpoints(recipe, tokens, tmp_path):
+    """Allow 2% for NorMuon's means of each row."""
+    asked: list[int] = []
+    keys = TINY | recipe | dict(n_embd=128, max_iters=1, keep_checkpoints=2)
+    with mock.patch("training.log.lack_of_space", lambda folder, size: asked.append(size)):
+        train(**keys, dataset=tokens, out_dir=tmp_path)
+    files = Config(keep_checkpoints=2).checkpoint_files
+    assert asked == [pytest.approx(files * size_of(checkpoint(tmp_path, 1)), rel=0.02)]
 
 
 def last_line(out: str, name: str) -> str:
