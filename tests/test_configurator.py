@@ -113,6 +113,7 @@ def test_a_config_file_can_import_keys_from_a_file_beside_it(tmp_path, monkeypat
         ("--learning_rate=6e-4", "learning_rate", 6e-4),
         ("--compile=false", "compile", False),
         ("--compile=NO", "compile", False),
+        ("--compile=required", "compile", True),  # as commands of version 0.1 may say
         ("--bias", "bias", True),
         ("--bias=on", "bias", True),
         ("--wandb_run_name=a=b", "wandb_run_name", "a=b"),

@@ -97,7 +97,10 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":  # torch.compile would run eager code without a word
             return f"{name} switches torch.compile off; unset {name}"
-    compile_model(model)
+    try:
+        compile_model(model)
+    except Exception as error:  # for example, a Python that torch.compile does not support
+        return reason_of(error)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
     except CompilerError as error:

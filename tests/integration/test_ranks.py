@@ -301,6 +301,21 @@ def test_a_wrong_kernel_in_half_precision_ends_the_run_before_it_trains(n, tiny)
     assert not records(tiny["out_dir"], "step") and not checkpoints(tiny["out_dir"])
 
 
+def test_a_compiler_that_fails_on_one_rank_ends_all_ranks_before_they_train(tiny):
+    broken = """
+        def compile(call):
+            assert RANK == "0", "no compiler"
+            return call
+        torch.compile = compile
+    """
+    script = watched(before=textwrap.dedent(broken))
+    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(compile=True)), script=script))
+    assert [result.code for result in results] == [2, 2], results
+    (line,) = error_lines(*(result.err for result in results))
+    assert "no compiler" in line and "--compile=False" in line
+    assert not records(tiny["out_dir"], "step") and not checkpoints(tiny["out_dir"])
+
+
 @pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
 def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, monkeypatch):
     """
