@@ -89,15 +89,13 @@ class Config:
     flash: bool = True  # use PyTorch's fused attention; False needs much more memory
     loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
     recompute: bool = False  # recompute activations in the backward pass: slower, less memory
-    value_tables: int = 0  # with model=fast: number of value embeddings
-    bigram_rows: int = 0  # with model=fast: rows of the bigram embedding; 0: none
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
-    optimizer: str = "adamw"  # AdamW, or Muon for hidden matrices; plain_muon: without NorMuon
+    optimizer: str = "adamw"  # AdamW, or Muon for hidden matrices
     learning_rate: float = 6e-4  # peak rate; with Muon: that of hidden matrices (0.025 if unset)
     head_lr: float = 0.004  # with Muon: peak rate of the output head
     muon_momentum: float = 0.95  # with Muon: its momentum
-    weight_decay: float = 0.1  # on matrices; Muon: embeddings and head; plain_muon: vectors too
+    weight_decay: float = 0.1  # on matrices; Muon: embeddings, head and, with model=fast, vectors
     beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
     beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
@@ -143,10 +141,6 @@ class Config:
         return max(self.keep_checkpoints, 2) + self.keeps_peak + 1
 
     @property
-    def uses_muon(self) -> bool:
-        return self.optimizer in ("muon", "plain_muon")
-
-    @property
     def iter_sequences(self) -> int:
         """Return the sequences per iteration, across all ranks."""
         return self.batch_size * self.gradient_accumulation_steps
@@ -182,7 +176,7 @@ NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 # Allowed values of keys, here and in sample.py. A number not limited here must be 0 or more.
 CHOICES: dict[str, tuple[str, ...]] = dict(
     model=("gpt2", "fast"),
-    optimizer=("adamw", "muon", "plain_muon"),
+    optimizer=("adamw", "muon"),
     lr_schedule=("cosine", "linear", "constant", "wsd"),
     dtype=("float32", "bfloat16", "float16", "auto"),
     tracker=("none", "wandb", "tensorboard"),
@@ -195,13 +189,10 @@ BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "top_p")
 PATHS = ("out_dir", "init_from", "dataset", "tokenizer")
 MAY_BE_BLANK = ("until", "start")
-# Keys that only work with another key at one of these values; otherwise they must keep their
-# defaults
+# Keys that only work with another key at this value; otherwise they must keep their defaults
 ONLY_WITH = dict(
-    value_tables=("model", "fast"),
-    bigram_rows=("model", "fast"),
-    head_lr=("optimizer", "muon", "plain_muon"),
-    muon_momentum=("optimizer", "muon", "plain_muon"),
+    head_lr=("optimizer", "muon"),
+    muon_momentum=("optimizer", "muon"),
     decay_fraction=("lr_schedule", "wsd"),
 )
 # What other trainers call these keys, for suggestions
@@ -370,6 +361,11 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         if "relative import" in said:
             said += f"; give both files instead: train.py base.py {path}"
         raise UserError(f"{path}:{line}: {said}") from None
+    changes = [f"delete {name}" for name in ("value_tables", "bigram_rows") if name in variables]
+    if variables.get("optimizer") == "plain_muon":
+        changes.append('write optimizer = "muon"')
+    if changes:
+        raise UserError(f"{path}: was written for version 0.2; {', '.join(changes)}")
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found = {}
     problems = []
@@ -445,7 +441,7 @@ def resolve(
     """
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
-    if c.uses_muon and "learning_rate" not in c.set_keys:
+    if c.optimizer == "muon" and "learning_rate" not in c.set_keys:
         c = replace(c, learning_rate=MUON_LEARNING_RATE)
     problems = check_model(c)
 
@@ -455,7 +451,7 @@ def resolve(
 
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     highest = c.learning_rate
-    if c.uses_muon:
+    if c.optimizer == "muon":
         highest = min(highest, c.head_lr)  # embeddings have rates far above min_lr
     if highest < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=highest / 10)
@@ -543,13 +539,10 @@ def check_model(c: Config) -> list[str]:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is none of auto, off or a number like 1024")
-    for name, (key, *values) in ONLY_WITH.items():
-        if getattr(c, key) not in values and getattr(c, name) != FIELDS[name].default:
-            problems.append(f"{name}: only {key}={' or '.join(values)} reads it; leave it out")
+    for name, (key, value) in ONLY_WITH.items():
+        if getattr(c, key) != value and getattr(c, name) != FIELDS[name].default:
+            problems.append(f"{name}: only {key}={value} reads it; leave it out")
     if c.model == "fast":
-        if 2 * c.value_tables > c.n_layer:
-            most = c.n_layer // 2
-            problems.append(f"value_tables: each serves two layers; --value_tables={most} at most")
         if not rest and head_size % 4:
             problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
         if c.tie_weights:

@@ -2,13 +2,14 @@
 The fast recipe: a GPT of GPT-2's size that needs fewer tokens for the same loss, and its optimizer,
 Muon. Model and learning rates were tuned together.
 
-With bias=True and optimizer=plain_muon, as in config/fast124m_*.py, model and updates are those of
-modded-nanogpt's train_gpt_simple.py, so that its published losses apply (dev/compare_modded.py).
+With bias=True, model and updates are those of train_gpt_simple.py in modded-nanogpt's
+records/track_3_optimization, so that its published losses apply (dev/compare_modded.py).
 
 FastGPT has the same interface as model.py's GPT. Where it differs, a comment says why and names the
-source. "Records" refers to the modded-nanogpt speedrun, which accepts a change only if it reaches
-the same loss in less time. Shapes in comments: B sequences of T tokens, C = n_embd channels, nh
-heads of hs = C / nh channels, V is the vocabulary size.
+source. "Record of" a date refers to the modded-nanogpt speedrun, which accepts a change only if it
+reaches the same loss in less time; records/track_1_short there has a folder for each date. Shapes
+in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V is
+the vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -23,30 +24,22 @@ from torch.utils.checkpoint import checkpoint
 
 from model import GPT, GPTConfig, KVCache, attend, cap_logits, mean_loss, product_dtype
 
-# tokens per radian of the slowest rotating pair; RoFormer's 10,000 is for longer contexts (records)
+# tokens per radian of the slowest rotating pair, where RoFormer has 10,000 (record of 2024-12-17)
 ROTARY_BASE = 1024
-# soft-cap logits at +-15, as in Gemma 2, so that no token becomes certain early (arXiv:2408.00118)
+# Soft-cap logits, as Gemma 2 does (arXiv:2408.00118), so that no token becomes certain early. The
+# cap of 15 is from the record of 2025-01-04.
 LOGIT_CAP = 15.0
 # Multiplies 1 / sqrt(hs), giving 0.12 at hs = 128. With normed q and k, 1 / sqrt(hs) alone makes
-# attention too flat (records). The exact one is for models with gains.
-ATTENTION_SCALE, EXACT_ATTENTION_SCALE = 1.36, 0.12 * 128**0.5
-# spreads bigrams evenly over a table of any size (Knuth's Fibonacci hashing)
-GOLDEN_RATIO = 0.6180339887498949
-# channels from which each head computes how much of a value embedding to add (records)
-GATE_CHANNELS = 12
+# attention too flat (record of 2025-01-16).
+ATTENTION_SCALE = 0.12 * 128**0.5
 # Epsilons of AdamW and of Newton-Schulz's norm. train_gpt_simple.py has 1e-10 and 1e-7, but it sums
 # the loss over a batch's 524,288 tokens, so its gradients are that many times larger than ours.
-PLAIN_ADAM_EPS, PLAIN_NORM_EPS = 2e-16, 2e-13
+ADAM_EPS, NORM_EPS = 2e-16, 2e-13
 
 
 @dataclass(frozen=True)
 class FastConfig(GPTConfig):
     tie_weights: bool = False  # always False: see lm_head
-    value_tables: int = 0  # number of value embeddings; each serves two layers
-    bigram_rows: int = 0  # rows of the bigram embedding; 0: none
-    # Gains in the norms and a bias in the head. Not a key: True if `bias` is, except in checkpoints
-    # made when `bias` did not add these.
-    gains: bool = False
 
 
 # -----------------------------------------------------------------------------
@@ -55,20 +48,19 @@ class FastConfig(GPTConfig):
 
 def norm(x: Tensor, gains: Tensor | None = None) -> Tensor:
     """
-    Apply RMSNorm (arXiv:1910.07467) over the last dimension, then multiply by the gains, if any;
-    the next matrix can do that scaling too (records). Runs in the dtype of x; CUDA's autocast would
-    use float32.
+    Apply RMSNorm (arXiv:1910.07467) over the last dimension, then multiply by the gains, if any.
+    Runs in the dtype of x; CUDA's autocast would use float32.
     """
     with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, (x.size(-1),), None if gains is None else gains.type_as(x))
 
 
 class Norm(nn.Module):
-    """Norm the residual stream, with or without gains."""
+    """Norm the residual stream. With bias=True, it has gains."""
 
     def __init__(self, config: FastConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd)) if config.gains else None
+        self.weight = nn.Parameter(torch.ones(config.n_embd)) if config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.weight)
@@ -78,7 +70,7 @@ def rotary_tables(positions: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """
     Return the cosines and sines of each position's angles, (T, 1, hs) each (RoFormer,
     arXiv:2104.09864). The two channels of a pair have opposite angles. Half of the pairs do not
-    rotate, so they can carry what does not depend on distance (records).
+    rotate, so they can carry what does not depend on distance (record of 2024-12-17).
     """
     turning = ROTARY_BASE ** -torch.linspace(0, 1, head_size // 4, device=positions.device)
     angles = positions[:, None, None] * F.pad(turning, (0, head_size // 2 - len(turning)))
@@ -96,55 +88,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + partners * sin
 
 
-def offset_keys(k: Tensor) -> Tensor:
-    """
-    Apply the key offset to rotated keys k (B, nh, T, hs): take the channels that do not rotate from
-    the previous token. One layer can then find what followed an earlier token, which otherwise
-    takes two layers (modded-nanogpt, pull request 169).
-    """
-    before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
-    turning = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2) < k.size(-1) // 4
-    return torch.where(turning, k, before)
-
-
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: FastConfig, has_table: bool):
+    def __init__(self, config: FastConfig):
         super().__init__()
         self.n_head = config.n_head
         self.flash = config.flash
-        self.offsets_keys = config.bigram_rows > 0
-        scale = EXACT_ATTENTION_SCALE if config.gains else ATTENTION_SCALE
-        self.scale = scale * (config.n_embd // config.n_head) ** -0.5
+        self.scale = ATTENTION_SCALE * (config.n_embd // config.n_head) ** -0.5
         # q, k and v in one matmul
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        if has_table:
-            gate_channels = min(GATE_CHANNELS, config.n_embd)
-            self.value_gate = nn.Linear(gate_channels, config.n_head, bias=False)
 
     def forward(
         self,
         x: Tensor,
-        values: Tensor | None,
         angles: tuple[Tensor, Tensor],
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Attend: x and value embeddings (B, T, C), rotary_tables() of positions -> (B, T, C)."""
+        """Attend: x (B, T, C), rotary_tables() of its positions -> (B, T, C)."""
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
-        if values is not None:
-            # add the token's value embedding, scaled by one gate per head (records)
-            gate = 3 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, nh)
-            v = v + gate[..., None] * values.view_as(v)
-        # QK-norm limits the attention scores (arXiv:2010.04245). The rotation runs in float32.
+        # QK-norm limits the attention scores (arXiv:2010.04245, record of 2024-10-14). The rotation
+        # runs in float32.
         qk = rotate(norm(qk), *angles).type_as(v)
         q, k = qk.transpose(1, 2).chunk(2, dim=1)  # (B, nh, T, hs) each
         v = v.transpose(1, 2)
         if cache:
             k, v = cache.extend(k, v)
-        if self.offsets_keys:
-            k = offset_keys(k)
         # no dropout here: Block applies it to the result
         y = attend(q, k, v, self.flash, self.scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -157,16 +127,16 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        # ReLU^2 learns faster than GELU (Primer, arXiv:2109.08668)
+        # ReLU^2 learns faster than GELU (Primer, arXiv:2109.08668, record of 2024-10-14)
         h = self.c_fc(x).relu()
         return self.c_proj(h * h)  # CUDA's autocast would run square() in float32
 
 
 class Block(nn.Module):
-    def __init__(self, config: FastConfig, has_table: bool):
+    def __init__(self, config: FastConfig):
         super().__init__()
         self.ln_1 = Norm(config)
-        self.attn = CausalSelfAttention(config, has_table)
+        self.attn = CausalSelfAttention(config)
         self.ln_2 = Norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -174,11 +144,10 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        values: Tensor | None,
         angles: tuple[Tensor, Tensor],
         cache: KVCache | None = None,
     ) -> Tensor:
-        x = x + self.dropout(self.attn(self.ln_1(x), values, angles, cache))
+        x = x + self.dropout(self.attn(self.ln_1(x), angles, cache))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
@@ -190,31 +159,17 @@ class FastGPT(nn.Module):
     def __init__(self, config: FastConfig):
         super().__init__()
         self.config = config
-        # Each of the first layers has a value embedding, and the last layers share them (records).
-        # With 2 tables and 5 layers, the layers use tables 0, 1, none, 0, 1.
-        numbers = list(range(config.value_tables))
-        without = [None] * (config.n_layer - 2 * config.value_tables)
-        self.table_of_layer = [*numbers, *without, *numbers]
         self.transformer: Any = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
                 ln_e=Norm(config),
-                value_tables=nn.ModuleList(
-                    nn.Embedding(config.vocab_size, config.n_embd) for _ in numbers
-                ),
                 drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList(
-                    Block(config, number is not None) for number in self.table_of_layer
-                ),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
                 ln_f=Norm(config),
             )
         )
-        if config.bigram_rows:
-            # a hashed bigram embedding, added to the token embedding (modded-nanogpt, pull request
-            # 201)
-            self.transformer.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
-        # not tied to the token embedding, because tying raises the loss (records)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.gains)
+        # not tied to the token embedding, because tying raises the loss (record of 2024-11-03)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.bias)
         self.rotary: tuple[Tensor, Tensor] | None = None  # see compile()
         self.init_weights()
 
@@ -222,20 +177,17 @@ class FastGPT(nn.Module):
         """
         Initialise the token embedding to N(0, 1), which suits the norm after it, and matrices that
         read the residual stream to N(0, 0.33 / fan_in). Matrices that write to it and the head
-        start at zero, so that every block begins as the identity and the first loss is ln V (muP,
-        arXiv:2203.03466). The bigram embedding starts at zero (records), value embeddings at
-        N(0, 1 / C) (nanochat). The second argument of N is the variance.
+        start at zero, so that every block begins as the identity and the first loss is ln V (as in
+        muP, arXiv:2203.03466; record of 2024-10-14). The second argument of N is the variance.
         """
         for name, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
                 continue  # other modules initialise themselves
             weight = module.weight
-            if name.endswith(("c_proj", "lm_head", "value_gate", "bigrams")):
+            if name.endswith(("c_proj", "lm_head")):
                 nn.init.zeros_(weight)
             elif name == "transformer.wte":
                 nn.init.normal_(weight)
-            elif name.startswith("transformer.value_tables"):
-                nn.init.normal_(weight, std=weight.size(1) ** -0.5)
             else:
                 nn.init.normal_(weight, std=(0.33 / weight.size(1)) ** 0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -262,40 +214,24 @@ class FastGPT(nn.Module):
         past = caches[0].length if caches else 0
         new = idx[:, past:]
         x = self.transformer.ln_e(self.transformer.wte(new))
-        if self.config.bigram_rows:
-            x = x + self.transformer.bigrams(self.bigram_row(idx)[:, past:])
         if product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # run the residual stream in bfloat16 (records); weights stay float32
-        drop = self.transformer.drop
-        x = drop(x)
-        values = [drop(table(new).type_as(x)) for table in self.transformer.value_tables]
+            # run the residual stream in bfloat16 (record of 2024-11-08); weights stay float32
+            x = x.bfloat16()
+        x = self.transformer.drop(x)
         angles = self.angles(past, idx.size(1), idx.device)
         recompute = self.config.recompute and self.training
         blocks = self.transformer.h
         of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
-        for block, number, cache in zip(blocks, self.table_of_layer, of_blocks, strict=True):
-            of_layer = None if number is None else values[number]
+        for block, cache in zip(blocks, of_blocks, strict=True):
             if recompute:
-                x = checkpoint(block, x, of_layer, angles, use_reentrant=False)
+                x = checkpoint(block, x, angles, use_reentrant=False)
             else:
-                x = block(x, of_layer, angles, cache)
+                x = block(x, angles, cache)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: x (..., C) from hidden() -> soft-capped logits (..., V)."""
         return cap_logits(self.lm_head(x), LOGIT_CAP)
-
-    def bigram_row(self, idx: Tensor) -> Tensor:
-        """
-        Return the bigram embedding's row (B, T) for each token of idx (B, T) int64 and the token
-        before it. The first token counts as following token 0.
-        """
-        before = F.pad(idx, (1, 0))[:, :-1]
-        V = self.config.vocab_size
-        rows = self.config.bigram_rows
-        # If all V * V bigrams fit, each gets its own row; otherwise they are hashed and share rows.
-        factor = V if V * V <= rows else int(GOLDEN_RATIO * rows)
-        return (before * factor + idx) % rows
 
     def angles(self, start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return rotary_tables() of the positions from start up to, but not including, end."""
@@ -352,7 +288,6 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
     every = [*model.named_parameters()]
     head = [(name, p) for name, p in every if p is model.lm_head.weight]  # tied or not
     vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and gains
-    vector_decay = c.weight_decay if c.optimizer == "plain_muon" else 0.0
 
     def matrices(*beginnings: str) -> list[tuple[str, nn.Parameter]]:
         found = [(name, p) for name, p in every if name.startswith(beginnings) and p.dim() == 2]
@@ -361,6 +296,8 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
     blocks = matrices("transformer.h.")
     # The fast model's token embedding starts with a standard deviation of 1, GPT-2's of 0.02.
     embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
+    # GPT-2's configs have a weight_decay of 0.1, which is meant for matrices only.
+    vector_decay = c.weight_decay if isinstance(model, FastGPT) else 0.0
     muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, weight_decay=0.05)
     adam = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
     groups: list[dict[str, Any]] = [
@@ -368,31 +305,25 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
         # q, k and v are three matrices in one weight
         dict(muon, parts=3, params=[named for named in blocks if "c_attn" in named[0]]),
         dict(adam, params=matrices("transformer.wte", "transformer.wpe"), initial_lr=embedding_lr),
-        dict(adam, params=matrices("transformer.value_tables"), initial_lr=0.5 * embedding_lr),
-        # factors of 0.03 and 0.3 were worse
-        dict(adam, params=matrices("transformer.bigrams"), initial_lr=0.1 * embedding_lr),
         dict(adam, params=head, initial_lr=c.head_lr),
         dict(adam, params=vectors, initial_lr=0.015, weight_decay=vector_decay),
     ]
     return [group for group in groups if group["params"]]
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype, plain: bool = False) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     Approximate the nearest orthogonal matrix to each of n matrices (n, rows, cols) by Newton-Schulz
-    iteration: U V^T of the singular value decomposition U S V^T, but with singular values between
-    0.7 and 1.2, or within 1e-3 of 1 with `plain`. Matmuls run in `dtype`.
+    iteration: U V^T of the singular value decomposition U S V^T, with singular values within 1e-3
+    of 1. Matmuls run in `dtype`.
     """
     if matrices.size(1) > matrices.size(2):
         # cheaper with X @ X.mT on the shorter side
-        return orthogonalize(matrices.mT, dtype, plain).mT
-    # Coefficients of a x + b x^3 + c x^5. Without `plain` they lift small singular values fastest
-    # (Jordan); with it, values converge to 1.
-    steps, a, b, c = (12, 2.0, -1.5, 0.5) if plain else (5, 3.4445, -4.7750, 2.0315)
-    eps = PLAIN_NORM_EPS if plain else 1e-7
+        return orthogonalize(matrices.mT, dtype).mT
+    a, b, c = 2.0, -1.5, 0.5  # iterating a x + b x^3 + c x^5 converges to 1
     # dividing by the norm leaves no singular value above 1
-    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + eps)).to(dtype)
-    for _ in range(steps):
+    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + NORM_EPS)).to(dtype)
+    for _ in range(12):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X
@@ -403,8 +334,8 @@ class Muon(torch.optim.AdamW):
     Update matrices with Muon and everything else with AdamW. Groups with a `momentum` hold matrices
     for Muon, `parts` of them stacked in each weight. Muon replaces a matrix's momentum by the
     nearest orthogonal matrix, so that every direction moves by the same amount (K. Jordan et al.,
-    2024). NorMuon then evens out the neurons, unless `plain` asks for the Muon of
-    train_gpt_simple.py. Every rank updates all matrices, from the same gradients.
+    2024, https://kellerjordan.github.io/posts/muon). Every rank updates all matrices, from the same
+    gradients.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.
@@ -414,14 +345,10 @@ class Muon(torch.optim.AdamW):
     # because torch's other AdamW implementations reject it.
     found_inf: Tensor | None = None
 
-    def __init__(
-        self, groups: list[dict], dtype: torch.dtype, fused: bool = True, plain: bool = False
-    ):
+    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
         """Set up the groups of muon_groups(). Newton-Schulz matmuls run in `dtype`."""
-        eps = PLAIN_ADAM_EPS if plain else 1e-10  # rare tokens have tiny gradients
-        super().__init__(groups, eps=eps, fused=fused)
+        super().__init__(groups, eps=ADAM_EPS, fused=fused)
         self.dtype = dtype
-        self.plain = plain
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -444,16 +371,13 @@ class Muon(torch.optim.AdamW):
             state = self.state[p]
             if not state:
                 state["momentum"] = torch.zeros_like(p)
-                if not self.plain:
-                    longer_side = max(len(p) // parts, p.size(1))  # of each stacked matrix
-                    state["mean_squares"] = p.new_zeros(parts * longer_side)
-            tensors = p, p.grad, *state.values()
+            tensors = p, p.grad, state["momentum"]
             for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
                 by_shape.setdefault(matrix[0].shape, []).append(matrix)
         for same in by_shape.values():
             self.update(group, *zip(*same, strict=True))
 
-    def update(self, group: dict, matrices, gradients, momenta, squares=None) -> None:
+    def update(self, group: dict, matrices, gradients, momenta) -> None:
         """
         Update n matrices of one shape. For gradient g and the group's momentum mu, m becomes m +
         (1 - mu) (g - m). The matrix is multiplied by 1 - lr * weight_decay, then moved by -lr *
@@ -471,18 +395,7 @@ class Muon(torch.optim.AdamW):
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
         # back to float32, because small learning rates would underflow in float16
-        update = orthogonalize(g.lerp_(m, mu), self.dtype, self.plain).float()
-        if squares:
-            # NorMuon (arXiv:2510.05491): divide each row or column along the longer side by the
-            # root of its running mean square, so that no neuron moves far more than the others.
-            # Then restore each matrix's norm.
-            now = update.square().mean(dim=2 if rows >= cols else 1, keepdim=True)
-            mean = torch.stack(squares).view_as(now).lerp_(now, 0.05 * applied)
-            torch._foreach_copy_(squares, mean.flatten(1).unbind())
-            even = update * mean.clamp(min=1e-10).rsqrt()
-            size = update.norm(dim=(1, 2), keepdim=True)
-            even_size = even.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)
-            update = even * (size / even_size)
+        update = orthogonalize(g.lerp_(m, mu), self.dtype).float()
         torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(matrices, (update * (lr * max(1, rows / cols) ** 0.5)).unbind())
 

@@ -259,20 +259,16 @@ def model_config(
     c: Config, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
 ) -> GPTConfig:
     """
-    Return the model config. `vocab` is rounded up. Loaded `weights` decide the fields that are not
-    keys. `flash` and `compiled` say whether this machine really does what the keys of those names
-    ask.
+    Return the model config. `vocab` is rounded up, unless `weights` are loaded, which have their
+    own size. `flash` and `compiled` say whether this machine really does what the keys of those
+    names ask.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
     multiple = c.pad_vocab_multiple
     values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
-    if c.model == "fast":
-        values["gains"] = c.bias
     if weights:
-        saved = weights["model_config"]
-        not_keys = [f for f in fields(kind) if f.name not in FIELDS]
-        values |= {f.name: saved.get(f.name, f.default) for f in not_keys}
+        values["vocab_size"] = weights["model_config"]["vocab_size"]
     return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
 
 
@@ -298,7 +294,7 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     # a fused optimizer can skip an update without waiting for the device
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     weights = [*model.named_parameters()]
-    if c.uses_muon:
+    if c.optimizer == "muon":
         groups = muon_groups(model, c)
     else:
         matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
@@ -312,8 +308,8 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     grouped = [name for group in groups for name, _ in group["params"]]
     if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
         raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
-    if c.uses_muon:
-        return Muon(groups, dtype, fused, plain=c.optimizer == "plain_muon")
+    if c.optimizer == "muon":
+        return Muon(groups, dtype, fused)
     return torch.optim.AdamW(groups, fused=fused)
 
 

@@ -15,13 +15,11 @@ n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768
 bias = True  # biases in all layers, and gains in the norms
-value_tables = 0  # 3 and bigram_rows = 131072 add lookup tables: see docs/fast_recipe.md
-bigram_rows = 0
 block_size = 1024
 batch_size = 16  # estimated: 9.1 GiB
 tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
-optimizer = "plain_muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
+optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
 learning_rate = 0.025
 muon_momentum = 0.95
 head_lr = 0.004

@@ -15,7 +15,7 @@ block_size = 128  # bytes
 batch_size = 16
 gradient_accumulation_steps = 1
 
-optimizer = "plain_muon"
+optimizer = "muon"
 learning_rate = 0.025
 muon_momentum = 0.95
 head_lr = 0.004

@@ -41,8 +41,7 @@ COMMON = dict(
 )
 FAST = dict(
     model="fast",
-    value_tables=1,
-    bigram_rows=50,
+    bias=True,
     optimizer="muon",
     learning_rate=0.1,
     head_lr=0.05,
@@ -50,14 +49,8 @@ FAST = dict(
     grad_clip=0.0,
     min_lr=0.0,
 )
-PLAIN = dict(optimizer="plain_muon", bias=True, value_tables=0, bigram_rows=0)
-MODELS = dict(
-    gpt2=COMMON,
-    fast=COMMON | FAST,
-    plain=COMMON | FAST | PLAIN,
-    # made when `bias` added neither gains nor a bias to the head
-    fast_biases=COMMON | FAST | dict(bias=True),
-)
+# plain.pt is of version 0.2, which called the optimizer plain_muon
+MODELS = dict(gpt2=COMMON, plain=COMMON | FAST)
 
 
 def write_dataset(folder: Path) -> Path:

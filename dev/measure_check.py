@@ -28,7 +28,7 @@ SHAPES = {  # flags -> vocabulary size
     "dev/small_gpt2.py --n_layer=1": 256,
     "config/quickstart.py": 256,
     f"config/gpt124m_4070.py {SMALL} --n_head=2": 1000,
-    f"config/fast124m_4070.py {SMALL} --n_head=1 --value_tables=1 --bigram_rows=2048": 1000,
+    f"config/fast124m_4070.py {SMALL} --n_head=1": 1000,
 }
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 

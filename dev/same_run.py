@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,12 +51,10 @@ COMMON = dict(
     log_interval=1,
 )
 GPT2 = dict(model="gpt2", n_layer=2, optimizer="adamw", learning_rate=3e-3, warmup_iters=5)
-# the fast model with lookup tables, and Muon with NorMuon
 FAST = dict(
     model="fast",
     n_layer=3,
-    value_tables=1,
-    bigram_rows=65536,
+    bias=True,
     optimizer="muon",
     learning_rate=0.025,
     muon_momentum=0.9,
@@ -73,12 +72,15 @@ FAST = dict(
 ROWS = dict(
     gpt2=GPT2,
     fast=FAST,
-    muon=GPT2 | dict(optimizer="muon", learning_rate=0.025, bias=True),
+    muon=GPT2 | dict(optimizer="muon", learning_rate=0.025, bias=True, weight_decay=0.0),
     bfloat16=FAST | dict(dtype="bfloat16"),
     float16=GPT2 | dict(dtype="float16", grad_clip=0.1, n_layer=1, n_embd=32),
     ranks=GPT2 | dict(ranks=2, gradient_accumulation_steps=4),
     compiled=FAST | dict(compile=True, n_layer=2, n_embd=32),
 )
+# What earlier versions call today's values. 0.2.0's plain_muon applied weight decay to GPT-2's
+# vectors too, so the row muon has none.
+OLD_NAMES = {"0.2.0": dict(muon="plain_muon")}
 LOGGED = dict(step=("loss", "lr", "grad_norm"), eval=("train_loss", "val_loss"))
 PROGRESS = ("iter_num", "tokens", "sequences")
 GROUP = ("params", "lr", "initial_lr", "weight_decay", "betas", "momentum")
@@ -145,6 +147,9 @@ def train(program: Path, out_dir: Path, ranks: int = 1, **keys) -> None:
 
 def run(program: Path, out_dir: Path, resumed: bool, **keys) -> Path:
     """Train for ITERATIONS; if `resumed`, with a stop halfway. Returns out_dir."""
+    version = tomllib.loads((program / "pyproject.toml").read_text())["project"]["version"]
+    old_names = OLD_NAMES.get(version, {})
+    keys = {name: old_names.get(value, value) for name, value in keys.items()}
     if resumed:
         train(program, out_dir, **keys, max_iters=HALFWAY)
         keys["init_from"] = "resume"

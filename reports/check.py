@@ -42,7 +42,7 @@ SIZES = dict(n_layer=2, n_embd=768, block_size=1024, batch_size=2)
 SIZES_ON_A_CPU = dict(n_layer=2, n_embd=128, block_size=64, batch_size=4)
 RECIPES = {
     "gpt2": dict(),
-    "fast": dict(model="fast", bias=True, optimizer="plain_muon", value_tables=1, bigram_rows=5000),
+    "fast": dict(model="fast", bias=True, optimizer="muon"),
 }
 HEAD_SIZES = {"gpt2": 64, "fast": 128}  # as shipped, because other head sizes run other kernels
 VOCAB = 1000

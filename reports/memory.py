@@ -132,10 +132,6 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
     kept = tokens * model.n_layer * (stream if model.recompute else block)
     # add the stream at the last norm, and the head's input
     beside_logits = kept + tokens * (stream + element * C)
-    # add each value embedding's rows, and the values that they are added to in two layers
-    beside_logits += tokens * getattr(model, "value_tables", 0) * 3 * element * C
-    if getattr(model, "bigram_rows", 0) and compiled:
-        beside_logits += tokens * element * C  # the stream plus the bigram embedding
     if not model.recompute:
         return beside_logits
     if not compiled and 0 < model.loss_chunk < tokens:
@@ -155,8 +151,6 @@ def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     per_channel = kept_by(model).block * element + 2 * stream_bytes(model, dtype, compiled)
     if model.dropout and not compiled:
         per_channel += DROPOUT_BYTES
-    if getattr(model, "bigram_rows", 0):
-        per_channel += element  # the keys are kept both before and after the key offset
     # add two float32 values for each norm, and one for each head
     size = per_channel * model.n_embd + 16 + 4 * model.n_head
     if not model.flash:

@@ -59,9 +59,10 @@ ASSUMED_MFU = {
     "GeForce": (0.57, 0.75, 0.84),
     "": (0.25, 0.35, 0.58),
 }
-# What biases, gains and plain_muon's longer Newton-Schulz iteration add to an iteration. They take
-# memory traffic and few FLOPs, and no published MFU includes them (dev/simulate_gpu/results.md).
-PLAIN_RECIPE = 1.04
+# What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
+# take memory traffic and few FLOPs, and no published MFU includes them
+# (dev/simulate_gpu/results.md).
+MUON_OVERHEAD = 1.04
 # The GB/s between GPUs to assume without --link_gbits: within a machine PCIe 4.0 without peer
 # access, unless gpus.csv has a faster link; between machines 100 Gbit/s. On a link, a byte takes
 # ten bits.
@@ -189,8 +190,8 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
         # The blocks' forward pass runs twice; it is a third of their work.
         head = 6 * model.n_embd * model.vocab_size
         at_peak *= 1 + (flops - head) / flops / 3
-    if config.optimizer == "plain_muon":
-        at_peak *= PLAIN_RECIPE
+    if config.optimizer == "muon":
+        at_peak *= MUON_OVERHEAD
     mfus, source = card.published_mfu, card.published_by
     if not mfus:
         kind = next(word for word in ASSUMED_MFU if word in card.name)

@@ -2,8 +2,8 @@
 Implement the fast recipe a second time, in plain torch: the model, its learning rates, Muon, the
 schedule, one iteration, an evaluation. Nothing of the program is imported; test_recipe.py compares
 train.py's runs with this trainer. Only the names of the weights are the program's, so that its
-checkpoints can be loaded. With bias=True, optimizer=plain_muon and no lookup tables, this is the
-recipe of modded-nanogpt's train_gpt_simple.py.
+checkpoints can be loaded. With bias=True, this is the recipe of modded-nanogpt's
+train_gpt_simple.py.
 
 Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels,
 V = vocabulary.
@@ -67,38 +67,20 @@ def rotate(x: Tensor) -> Tensor:
     return (x * angles.cos() + partners * angles.sin()).type_as(x)
 
 
-def offset_keys(k: Tensor) -> Tensor:
-    """Take the channels of k (B, T, nh, hs) that do not rotate from the token before."""
-    k = k.clone()
-    channel = torch.arange(k.size(-1))
-    resting = channel % (k.size(-1) // 2) >= k.size(-1) // 4
-    k[:, 1:, :, resting] = k[:, :-1, :, resting].clone()
-    return k
-
-
 class Attention(nn.Module):
-    def __init__(self, c: Config, has_table: bool):
+    def __init__(self, c: Config):
         super().__init__()
         self.n_head = c.n_head
-        self.has_bigrams = c.bigram_rows > 0
-        # 0.12 at a head size of 128: nearly without biases, exactly with them
-        self.scale = (0.12 * math.sqrt(128) if c.bias else 1.36) / math.sqrt(c.n_embd // c.n_head)
+        self.scale = 0.12 * math.sqrt(128 / (c.n_embd // c.n_head))  # 0.12 at a head size of 128
         self.c_attn = Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)  # q, k and v
         self.c_proj = Linear(c.n_embd, c.n_embd, bias=c.bias)
-        if has_table:
-            self.value_gate = Linear(12, c.n_head, bias=False)
 
-    def forward(self, x: Tensor, values: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         heads = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = heads.unbind(dim=2)  # (B, T, nh, hs) each
-        if values is not None:
-            gate = 3 * self.value_gate(x[..., :12]).sigmoid()  # (B, T, nh)
-            v = v + gate[..., None] * values.view_as(v)
         q = rotate(norm(q))
         k = rotate(norm(k))
-        if self.has_bigrams:
-            k = offset_keys(k)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hs)
         scores = q * self.scale @ k.mT  # (B, nh, T, T)
         future = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -117,15 +99,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: Config, has_table: bool):
+    def __init__(self, c: Config):
         super().__init__()
         self.ln_1 = Norm(c)
-        self.attn = Attention(c, has_table)
+        self.attn = Attention(c)
         self.ln_2 = Norm(c)
         self.mlp = MLP(c)
 
-    def forward(self, x: Tensor, values: Tensor | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), values)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
@@ -133,43 +115,25 @@ class FastGPT(nn.Module):
     def __init__(self, c: Config, vocab: int):
         super().__init__()
         self.dtype = getattr(torch, c.dtype)
-        # the first layers have a value embedding each, and the last layers share them
-        tables = list(range(c.value_tables))
-        without = c.n_layer - 2 * c.value_tables
-        self.table_of_layer = tables + without * [None] + tables
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(vocab, c.n_embd),
                 ln_e=Norm(c),
-                value_tables=nn.ModuleList(nn.Embedding(vocab, c.n_embd) for _ in tables),
-                h=nn.ModuleList(Block(c, table is not None) for table in self.table_of_layer),
+                h=nn.ModuleList(Block(c) for _ in range(c.n_layer)),
                 ln_f=Norm(c),
             )
         )
-        if c.bigram_rows:
-            self.transformer.bigrams = nn.Embedding(c.bigram_rows, c.n_embd)
         self.lm_head = Linear(c.n_embd, vocab, bias=c.bias)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return each target's loss in nats, (B, T), for idx and targets (B, T)."""
         x = self.transformer.ln_e(self.transformer.wte(idx))  # (B, T, C)
-        if "bigrams" in self.transformer:
-            x = x + self.transformer.bigrams(self.pair_rows(idx))
         x = x.to(self.dtype)  # from here on the residual stream and all matmuls
-        values = [table(idx).type_as(x) for table in self.transformer.value_tables]
-        for block, table in zip(self.transformer.h, self.table_of_layer, strict=True):
-            x = block(x, None if table is None else values[table])
+        for block in self.transformer.h:
+            x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x)).float()  # (B, T, V)
         logits = logits / torch.sqrt(1 + (logits / 15).square())  # within +-15
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-
-    def pair_rows(self, idx: Tensor) -> Tensor:
-        """Hash each token and the one before it to a row. The first counts as following token 0."""
-        before = torch.zeros_like(idx)
-        before[:, 1:] = idx[:, :-1]
-        rows = self.transformer.bigrams.num_embeddings
-        spread = int(0.6180339887498949 * rows)  # Fibonacci hashing
-        return (before * spread + idx) % rows
 
 
 # -----------------------------------------------------------------------------
@@ -180,15 +144,15 @@ class FastGPT(nn.Module):
 BATCH = 524288
 
 
-def orthogonalize(matrix: Tensor, dtype: torch.dtype, is_plain: bool) -> Tensor:
-    """Approximate the nearest orthogonal matrix by Newton-Schulz, in 5 steps or, plain, in 12."""
+def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Approximate the nearest orthogonal matrix by twelve steps of Newton-Schulz."""
     if matrix.size(0) > matrix.size(1):
-        return orthogonalize(matrix.mT, dtype, is_plain).mT  # cheaper on the shorter side
-    X = (matrix / (matrix.norm() + (1e-7 / BATCH if is_plain else 1e-7))).to(dtype)
-    for a, b, c in [(2.0, -1.5, 0.5)] * 12 if is_plain else [(3.4445, -4.7750, 2.0315)] * 5:
+        return orthogonalize(matrix.mT, dtype).mT  # cheaper on the shorter side
+    X = (matrix / (matrix.norm() + 1e-7 / BATCH)).to(dtype)
+    for _ in range(12):
         A = X @ X.mT
-        B = torch.addmm(A, A, A, beta=b, alpha=c)
-        X = torch.addmm(X, B, X, beta=a)
+        B = torch.addmm(A, A, A, beta=-1.5, alpha=0.5)
+        X = torch.addmm(X, B, X, beta=2.0)
     return X.float()
 
 
@@ -198,33 +162,17 @@ class Muon:
         self.matrices = matrices
         self.momentum = c.muon_momentum
         self.dtype = getattr(torch, c.dtype)
-        self.is_plain = c.optimizer == "plain_muon"
         self.means = [torch.zeros_like(matrix) for matrix in matrices]  # of the gradients
-        self.mean_squares = [0.0 for _ in matrices]  # of each neuron's directions
 
     def step(self, gradients: list[Tensor], lr: float) -> None:
         for number, (matrix, gradient) in enumerate(zip(self.matrices, gradients, strict=True)):
             mean = self.means[number]
             mean.lerp_(gradient, 1 - self.momentum)
             ahead = gradient.lerp(mean, self.momentum)  # Nesterov's
-            direction = orthogonalize(ahead, self.dtype, self.is_plain)
-            if not self.is_plain:
-                direction = self.even_out(number, direction)
+            direction = orthogonalize(ahead, self.dtype)
             rows, cols = matrix.shape
             matrix.mul_(1 - lr * 0.05)  # weight decay
             matrix.sub_(direction * (lr * max(1, rows / cols) ** 0.5))
-
-    def even_out(self, number: int, direction: Tensor) -> Tensor:
-        """
-        Even out the neurons as NorMuon does, so that none moves far more than the others. The
-        matrix keeps its norm.
-        """
-        rows, cols = direction.shape
-        squares = direction.square().mean(dim=1 if rows >= cols else 0, keepdim=True)
-        mean = 0.95 * self.mean_squares[number] + 0.05 * squares
-        self.mean_squares[number] = mean
-        even = direction * mean.clamp(min=1e-10).rsqrt()
-        return even * (direction.norm() / even.norm().clamp(min=1e-10))
 
 
 def parts_of(name: str, weight: Tensor) -> list[Tensor]:
@@ -234,12 +182,8 @@ def parts_of(name: str, weight: Tensor) -> list[Tensor]:
 
 def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
     """Return AdamW's parameter groups, each with its highest rate as `initial_lr`."""
-    t = model.transformer
-    bigrams = [p for name, p in t.named_parameters() if name.startswith("bigrams")]
     return [
-        dict(params=[t.wte.weight], initial_lr=0.7),
-        dict(params=list(t.value_tables.parameters()), initial_lr=0.35),
-        dict(params=bigrams, initial_lr=0.07),
+        dict(params=[model.transformer.wte.weight], initial_lr=0.7),
         dict(params=[model.lm_head.weight], initial_lr=c.head_lr),
         dict(params=[p for p in model.parameters() if p.dim() == 1], initial_lr=0.015),
     ]
@@ -302,7 +246,7 @@ class Trainer:
         self.adamw = torch.optim.AdamW(
             adamw_groups(self.model, self.c),
             betas=(self.c.beta1, self.c.beta2),
-            eps=1e-10 / BATCH if self.c.optimizer == "plain_muon" else 1e-10,
+            eps=1e-10 / BATCH,
             weight_decay=self.c.weight_decay,
         )
 

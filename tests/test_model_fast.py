@@ -14,13 +14,10 @@ from model_fast import FastConfig, FastGPT, rotary_tables, rotate
 SMALL = FastConfig(
     block_size=24,
     vocab_size=64,
-    n_layer=3,  # the middle one has no value embeddings
+    n_layer=3,
     n_head=2,
     n_embd=32,
-    bias=False,
-    tie_weights=False,
-    value_tables=1,
-    bigram_rows=50,  # fewer than pairs
+    bias=True,
 )
 
 
@@ -89,36 +86,18 @@ def plain_logits(
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
 
     C, hs = config.n_embd, config.n_embd // config.n_head
-    factor = 0.12 * math.sqrt(128) if config.gains else 1.36
+    factor = 0.12 * math.sqrt(128)
     rows = []
     for sequence in idx:
         x = normed(weights["transformer.wte.weight"][sequence], "ln_e")
-        if config.bigram_rows:
-            pairs = [(0, *sequence[:-1].tolist()), sequence.tolist()]
-            rows_of_pairs = [(a * 30 + b) % 50 for a, b in zip(*pairs, strict=True)]
-            x = x + weights["transformer.bigrams.weight"][rows_of_pairs]
         for layer in range(config.n_layer):
             name = f"transformer.h.{layer}."
             into_attention = normed(x, f"h.{layer}.ln_1")
             q, k, v = linear(into_attention, name + "attn.c_attn").split(C, dim=-1)
-            first, last = layer, layer - config.n_layer + config.value_tables
-            table = first if first < config.value_tables else last
-            if table >= 0:
-                gate = 3 / (1 + (-linear(into_attention[:, :12], name + "attn.value_gate")).exp())
-                v = (
-                    v
-                    + gate.repeat_interleave(hs, 1)
-                    * weights[f"transformer.value_tables.{table}.weight"][sequence]
-                )
             heads = []
             for h in range(config.n_head):
                 cut = slice(h * hs, (h + 1) * hs)
                 keys = torch.stack([turn(rms(row), s) for s, row in enumerate(k[:, cut])])
-                for quarter in (
-                    (1, 3) if config.bigram_rows else ()
-                ):  # they do not turn: those of the token before
-                    still = slice(quarter * hs // 4, (quarter + 1) * hs // 4)
-                    keys[1:, still] = keys[:-1, still].clone()
                 out = []
                 for t in range(len(sequence)):
                     query = turn(rms(q[t, cut]), t)
@@ -133,16 +112,9 @@ def plain_logits(
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(n_layer=5, value_tables=2),
-        dict(bias=True, gains=True),
-        dict(bias=True, gains=True, value_tables=0, bigram_rows=0),
-    ],
-)
-def test_logits_equal_the_plain_formulas(changes):
-    config = replace(SMALL, **changes)
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_equal_the_plain_formulas(bias):
+    config = replace(SMALL, bias=bias)
     model, idx = perturbed(config).double(), tokens(2, 9)
     expected = plain_logits(model.state_dict(), idx, config)
     # the model's rotary tables and logits are float32
@@ -158,11 +130,7 @@ def test_gradients_equal_finite_differences(monkeypatch):
         n_layer=2,
         n_head=1,
         n_embd=8,
-        value_tables=1,
-        bigram_rows=11,
         bias=True,
-        gains=True,
-        tie_weights=False,
     )
     model, idx = perturbed(config).double(), tokens(1, 5, 7)
     names, weights = zip(
@@ -188,7 +156,7 @@ def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
     Start biases, output projections and head at 0, and gains at 1, as train_gpt_simple.py does.
     """
     torch.manual_seed(0)
-    config = replace(SMALL, bias=True, gains=True, n_embd=128, value_tables=0, bigram_rows=0)
+    config = replace(SMALL, n_embd=128)
     for name, p in FastGPT(config).named_parameters():
         if p.dim() == 1:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
@@ -199,38 +167,12 @@ def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
         assert p.std().item() == pytest.approx(std, rel=0.025), name
 
 
-def test_a_fast_model_with_tables_has_as_many_parameters_as_counted_by_hand():
-    """
-    Count five vocabulary matrices of 50304 x 768 (embedding, head and three value tables), a bigram
-    table of 1000 x 768, 12 layers of 12 x 768^2 and six gates of 12 x 6.
-    """
-    tables = dict(value_tables=3, bigram_rows=1000)
+def test_the_fast_model_without_biases_has_as_many_parameters_as_counted_by_hand():
+    """Count an embedding and a head of 50304 x 768, and 12 layers of 12 x 768^2."""
     with torch.device("meta"):
-        model = FastGPT(FastConfig(n_head=6, bias=False, **tables))
-    matrices = 12 * 12 * 768**2 + 6 * 12 * 6
-    assert sum(p.numel() for p in model.parameters()) == (5 * 50304 + 1000) * 768 + matrices
-
-
-@pytest.mark.parametrize(
-    ("vocab", "rows"), [(256, 65536), (4096, 131072), (50304, 131072), (50304, 251520)]
-)
-def test_token_pairs_are_spread_evenly_over_the_bigram_rows(vocab, rows):
-    """
-    Give each pair of bytes a row of its own. With larger vocabularies, leave at most 10% more rows
-    empty than a random hash would.
-    """
-    model = FastGPT(replace(SMALL, vocab_size=vocab, bigram_rows=rows, n_embd=8))
-    if vocab == 256:
-        pairs = torch.cartesian_prod(torch.arange(256), torch.arange(256))
-    else:  # frequent tokens, which tokenizers give low ids, beside all others
-        pairs = torch.cartesian_prod(torch.arange(64), torch.arange(2048))
-    counts = model.bigram_row(pairs)[:, 1].bincount(minlength=rows)
-    assert len(counts) == rows
-    if vocab == 256:
-        assert (counts == 1).all()
-    else:  # of a random hash as many rows are empty
-        chance = (1 - 1 / rows) ** len(pairs)
-        assert (counts == 0).float().mean() < 1.1 * chance
+        model = FastGPT(FastConfig(n_head=6, bias=False))
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == 2 * 50304 * 768 + 12 * 12 * 768**2
 
 
 @pytest.mark.parametrize("T", [1, 7, 24])
@@ -243,35 +185,24 @@ def test_the_fast_models_logits_do_not_depend_on_later_tokens(T):
 
 
 def test_fast_model_dropout_acts_on_embeddings_and_block_outputs_only_in_training():
-    """
-    Zero 40% of the embeddings, of the value embeddings, and of what attention and MLP each add.
-    """
+    """Zero 40% of the embeddings and of what attention and MLP each add."""
     model = perturbed(replace(SMALL, dropout=0.4, n_embd=512))
-    streams, tables = [], []
-
-    def watch(block, arguments) -> None:
-        streams.append(arguments[0])
-        tables.extend(arguments[1:2] if arguments[1] is not None else [])
-
+    streams = []
     for block in model.transformer.h:
-        block.register_forward_pre_hook(watch)
+        block.register_forward_pre_hook(lambda _, arguments: streams.append(arguments[0]))
 
-    def share_of_zeros(xs: list[torch.Tensor]) -> list[float]:
-        return [(x == 0).float().mean().item() for x in xs]
-
-    def zeros() -> tuple[list[float], list[float]]:
-        streams.clear(), tables.clear()
+    def zeros() -> list[float]:
+        streams.clear()
         model.hidden(tokens(4, 24))
         added = [after - before for before, after in zip(streams, streams[1:], strict=False)]
-        return share_of_zeros(streams[:1] + added), share_of_zeros(tables)
+        return [(x == 0).float().mean().item() for x in streams[:1] + added]
 
-    stream, values = zeros()
-    assert stream[0] == pytest.approx(0.4, abs=0.01)
+    embeddings, *added = zeros()
+    assert embeddings == pytest.approx(0.4, abs=0.01)
     # attention and MLP both add nothing
-    assert stream[1:] == [pytest.approx(0.16, abs=0.01)] * 2
-    assert values == [pytest.approx(0.4, abs=0.01)] * 2
+    assert added == [pytest.approx(0.16, abs=0.01)] * 2
     model.eval()
-    assert max(*zeros()[0], *zeros()[1]) < 0.001
+    assert max(zeros()) < 0.001
 
 
 RUN = TINY_RUN | dict(

@@ -16,15 +16,8 @@ from model import GPT, GPTConfig
 from model_fast import FastConfig, FastGPT, Muon, build_model, muon_groups, orthogonalize
 
 RATES = Config(learning_rate=0.02, head_lr=0.01, beta1=0.8, beta2=0.95, weight_decay=0.01)
-SMALL = FastConfig(
-    block_size=8,
-    vocab_size=32,
-    n_layer=2,
-    n_head=2,
-    n_embd=16,
-    bias=True,
-    tie_weights=False,
-)
+SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=32)
+SMALL = FastConfig(**SIZES, bias=True)
 
 
 def fast_model(**changes) -> FastGPT:
@@ -32,12 +25,9 @@ def fast_model(**changes) -> FastGPT:
     return FastGPT(replace(SMALL, **changes))
 
 
-def build_optimizer(
-    model: GPT | FastGPT, dtype: torch.dtype, fused: bool = True, plain: bool = False
-) -> Muon:
+def build_optimizer(model: GPT | FastGPT, dtype: torch.dtype, fused: bool = True) -> Muon:
     """Return Muon with the learning rates that a run has right after its warmup."""
-    rates = replace(RATES, optimizer="plain_muon" if plain else "muon")
-    optimizer = Muon(muon_groups(model, rates), dtype, fused, plain)
+    optimizer = Muon(muon_groups(model, RATES), dtype, fused)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     return optimizer
@@ -52,8 +42,8 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 @pytest.mark.parametrize("shape", [(64, 64), (32, 96), (1, 8)])
 def test_newton_schulz_keeps_singular_vectors_and_brings_singular_values_near_1(shape):
     """
-    Compare with an SVD: the singular vectors stay the same, and five steps map singular values in
-    [0.01, 1] into [0.67, 1.21] (Jordan's post).
+    Compare with an SVD: the singular vectors stay the same, and twelve steps bring singular values
+    in [0.01, 1] within 1e-3 of 1.
     """
     torch.manual_seed(0)
     G = torch.randn(3, *shape, dtype=torch.float64)
@@ -61,11 +51,12 @@ def test_newton_schulz_keeps_singular_vectors_and_brings_singular_values_near_1(
     inner = U.mT @ orthogonalize(G, torch.float64) @ Vt.mT
     values = inner.diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(inner, torch.diag_embed(values), atol=1e-9, rtol=0)
-    assert values[S / S.norm(dim=1, keepdim=True) > 0.01].min() > 0.67 and values.max() < 1.21
+    large = values[S / S.norm(dim=1, keepdim=True) > 0.01]
+    torch.testing.assert_close(large, torch.ones_like(large), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-17])
-def test_plain_newton_schulz_computes_what_modded_nanogpt_computes(size):
+def test_newton_schulz_computes_what_modded_nanogpt_computes(size):
     """
     Apply 2 s - 1.5 s^3 + 0.5 s^5 twelve times to each singular value s. modded-nanogpt's epsilon of
     1e-7 is meant for gradients summed over 524,288 tokens. Ours are means, so the epsilon shrinks
@@ -77,24 +68,12 @@ def test_plain_newton_schulz_computes_what_modded_nanogpt_computes(size):
     s = S / (S.norm() + 1e-7 / 524288)
     for _ in range(12):
         s = 2 * s - 1.5 * s**3 + 0.5 * s**5
-    found = orthogonalize((U * S @ V.mT)[None], torch.float64, plain=True)[0]
+    found = orthogonalize((U * S @ V.mT)[None], torch.float64)[0]
     # our epsilon is rounded up by 5%
     torch.testing.assert_close(U.mT @ found @ V, s.diag(), atol=1e-9, rtol=0.06)
 
 
-def test_plain_muon_does_not_normalize_neurons():
-    """
-    Move a matrix of one row along its gradient. NorMuon would move all columns by the same amount.
-    """
-    p = nn.Parameter(torch.ones(1, 6))
-    group = dict(params=[p], lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
-    p.grad = torch.arange(6.0)[None]
-    Muon([group], torch.float32, plain=True).step()
-    expected = 1 - 0.1 * 0.2 - 0.1 * torch.arange(6.0)[None] / 55**0.5
-    torch.testing.assert_close(p.detach(), expected, atol=1e-6, rtol=0)
-
-
-def test_plain_muons_adamw_scales_its_epsilon_to_a_mean_loss():
+def test_muons_adamw_scales_its_epsilon_to_a_mean_loss():
     """
     Move a weight by lr g / (g + 1e-10), modded-nanogpt's first update, where g is summed over
     524,288 tokens. Our gradients are means: 2e-16 here, which is close to the scaled epsilon.
@@ -102,7 +81,7 @@ def test_plain_muons_adamw_scales_its_epsilon_to_a_mean_loss():
     p = nn.Parameter(torch.zeros(3))
     group = dict(params=[p], lr=0.1, betas=(0.8, 0.95), weight_decay=0.0)
     p.grad = torch.full((3,), 2e-16)
-    Muon([group], torch.float32, plain=True).step()
+    Muon([group], torch.float32).step()
     summed = 2e-16 * 524288
     # our epsilon is rounded up by 5%
     assert p[0].item() == pytest.approx(-0.1 * summed / (summed + 1e-10), rel=0.03)
@@ -119,70 +98,30 @@ def test_newton_schulz_in_half_precision_stays_close_to_float64(dtype, tolerance
     assert (orthogonalize(G, dtype).double() - exact).norm() < tolerance * exact.norm()
 
 
-def test_matrices_move_as_with_torchs_muon_except_that_neurons_are_normalized():
-    """
-    Compare the first update with torch.optim.Muon's, after normalizing its neurons as NorMuon does.
-    """
+def test_matrices_move_as_with_torchs_muon():
     torch.manual_seed(0)
     shapes = [(24, 24), (16, 64), (64, 16), (16, 64), (24, 24)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = copy.deepcopy(ours)
-    before = copy.deepcopy(ours)
     group = dict(params=ours, lr=0.1, momentum=0.9, weight_decay=0.2, parts=1)
-    reference = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.2)
-    for p, q in zip(ours, theirs, strict=True):
-        p.grad = torch.randn(p.shape)
-        q.grad = p.grad.clone()
-    Muon([group], torch.bfloat16).step()
-    reference.step()
-    for p, q, start in zip(ours, theirs, before, strict=True):
-        moved = q - start * (1 - 0.1 * 0.2)
-        tall = len(p) >= p.size(1)
-        even = moved / moved.norm(dim=1 if tall else 0, keepdim=True)
-        expected = start * (1 - 0.1 * 0.2) + even * moved.norm() / even.norm()
-        # torch's products run in bfloat16: 2^-8 of a move of 0.1, five times
-        torch.testing.assert_close(p, expected, atol=5e-3, rtol=0)
-
-
-def test_normuon_divides_each_neuron_by_its_running_root_mean_square():
-    """
-    Compare with the formula, one matrix at a time: a tall one, a wide one, and three stored as one.
-    """
-    torch.manual_seed(0)
-    shapes = [(8, 4), (4, 8), (12, 4)]
-    parts = [1, 1, 3]
-    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    theirs = [p.detach().clone() for p in ours]
-    keys = dict(lr=0.1, momentum=0.9, weight_decay=0.0)
-    optimizer = Muon(
-        [dict(keys, params=[p], parts=n) for p, n in zip(ours, parts, strict=True)], torch.float32
-    )
-    momenta = [torch.zeros(shape) for shape in shapes]
-    squares = [[0.0] * n for n in parts]
-    for _ in range(4):
-        for i, p in enumerate(ours):
+    keys = dict(lr=0.1, momentum=0.9, weight_decay=0.2)
+    reference = torch.optim.Muon(theirs, **keys, ns_coefficients=(2.0, -1.5, 0.5), ns_steps=12)
+    optimizer = Muon([group], torch.bfloat16)
+    for _ in range(3):
+        for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn(p.shape)
-            momenta[i] += 0.1 * (p.grad - momenta[i])
-            look_ahead = p.grad + 0.9 * (momenta[i] - p.grad)
-            for k, (matrix, u) in enumerate(
-                zip(theirs[i].chunk(parts[i]), look_ahead.chunk(parts[i]), strict=True)
-            ):
-                rows, cols = matrix.shape
-                o = orthogonalize(u[None], torch.float32)[0]
-                mean = (o**2).mean(dim=1 if rows >= cols else 0, keepdim=True)
-                squares[i][k] = 0.95 * squares[i][k] + 0.05 * mean
-                even = o / squares[i][k].sqrt()
-                matrix -= 0.1 * max(1, rows / cols) ** 0.5 * even * o.norm() / even.norm()
+            q.grad = p.grad.clone()
         optimizer.step()
+        reference.step()
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+        # torch's products run in bfloat16: 2^-8 of a move of 0.1, five times
+        torch.testing.assert_close(p, q, atol=5e-3, rtol=0)
 
 
 def test_a_matrix_moves_along_nesterov_momentum():
     """
     Give a matrix of one row, whose direction Newton-Schulz keeps, the gradients (1, 0) and (0, 1).
     The momentum is then (0.25, 0.5), and the look-ahead that sets the direction is (0.125, 0.75).
-    NorMuon's mean squares differ by no more than 0.4%.
     """
     p = nn.Parameter(torch.zeros(1, 2))
     keys = dict(params=[p], parts=1, lr=0.1, momentum=0.5, weight_decay=0.0)
@@ -192,7 +131,7 @@ def test_a_matrix_moves_along_nesterov_momentum():
         p.grad = torch.tensor([gradient])
         optimizer.step()
     x, y = (before - p.detach())[0].tolist()
-    assert y / x == pytest.approx(0.75 / 0.125, rel=0.01)
+    assert y / x == pytest.approx(0.75 / 0.125)
 
 
 def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
@@ -233,7 +172,7 @@ def test_a_step_starts_fewer_than_a_fifth_of_the_kernels_of_torchs_muon():
     give_gradients(model, 0)
     ours = build_optimizer(model, torch.bfloat16)
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
-    theirs = torch.optim.Muon(matrices)
+    theirs = torch.optim.Muon(matrices, ns_steps=12)
     ours.step()  # makes its state
     theirs.step()
     assert 5 * operators(ours.step) < operators(theirs.step)
@@ -252,21 +191,25 @@ def test_q_k_and_v_are_orthogonalized_as_three_matrices():
     torch.testing.assert_close(fused, torch.cat(apart))
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_all_weights_but_the_blocks_matrices_move_as_with_torchs_adamw(plain):
-    """Apply weight decay to biases and gains only with plain_muon."""
-    model = fast_model(gains=plain, value_tables=1, bigram_rows=50)
+@pytest.mark.parametrize(
+    "config, embedding_lr, vector_decay",
+    [(SMALL, 0.7, 0.01), (GPTConfig(**SIZES, bias=True, tie_weights=False), 0.004, 0.0)],
+    ids=["fast", "gpt2"],
+)
+def test_all_weights_but_the_blocks_matrices_move_as_with_torchs_adamw(
+    config, embedding_lr, vector_decay
+):
+    """Apply weight decay to biases and norms only in the fast model."""
+    model = build_model(config)
     twin = copy.deepcopy(model)
-    ours = build_optimizer(model, torch.float32, plain=plain)
-    parts = twin.transformer
+    ours = build_optimizer(model, torch.float32)
     keys = dict(betas=(0.8, 0.95), eps=1e-10, foreach=False)
+    embeddings = [m.weight for m in twin.modules() if isinstance(m, nn.Embedding)]
     vectors = [p for p in twin.parameters() if p.dim() < 2]
     theirs = [
-        torch.optim.AdamW([parts.wte.weight], lr=0.7, weight_decay=0.01, **keys),
-        torch.optim.AdamW([parts.value_tables[0].weight], lr=0.35, weight_decay=0.01, **keys),
-        torch.optim.AdamW([parts.bigrams.weight], lr=0.07, weight_decay=0.01, **keys),
+        torch.optim.AdamW(embeddings, lr=embedding_lr, weight_decay=0.01, **keys),
         torch.optim.AdamW([twin.lm_head.weight], lr=0.01, weight_decay=0.01, **keys),
-        torch.optim.AdamW(vectors, lr=0.015, weight_decay=0.01 if plain else 0.0, **keys),
+        torch.optim.AdamW(vectors, lr=0.015, weight_decay=vector_decay, **keys),
     ]
     for step in range(5):
         for net in (model, twin):
@@ -278,10 +221,7 @@ def test_all_weights_but_the_blocks_matrices_move_as_with_torchs_adamw(plain):
         if not (name.startswith("transformer.h.") and p.dim() == 2):
             torch.testing.assert_close(p, q)
             moved += 1
-    assert moved == 4 + len(vectors)
-
-
-SIZES = dict(n_layer=2, n_head=1, n_embd=8, block_size=8, vocab_size=16)
+    assert moved == len(embeddings) + 1 + len(vectors)
 
 
 def test_muon_gives_each_group_of_gpt2_its_learning_rate():

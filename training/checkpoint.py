@@ -119,21 +119,44 @@ def load(path: Path) -> dict:
     """Return the state in a file. Raises UserError if it is damaged or cannot be read here."""
     if problem := damage(path):
         raise UserError(f"{path}: {problem}")
-    return read(path)
+    return read(path, resumes=False)
 
 
-def read(path: Path) -> dict:
+def read(path: Path, resumes: bool = True) -> dict:
     """
     Return the state in a file in which damage() found nothing. No code from the file is executed.
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
-    their pages. Raises UserError if the file has another format.
+    their pages. Raises UserError if the file has another format, or if this version cannot compute
+    its model or, if it `resumes`, its optimizer.
     """
     state = open_state(path)
     if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
         theirs = state.get("format")
         hint = f"this version reads format {FORMAT}, so use the version that wrote it"
         raise UserError(f"{path}: its format is {theirs}; {hint}")
-    return state
+    return from_0_2(state, path, resumes) if "value_tables" in state.get("config", ()) else state
+
+
+def from_0_2(state: dict, path: Path, resumes: bool) -> dict:
+    """
+    Translate a checkpoint of version 0.2. The fast recipe of today was its plain_muon with
+    bias=True. It had a second one, with lookup tables, another attention scale and NorMuon; raises
+    UserError for a model of that one and, if a run `resumes`, for an optimizer.
+    """
+    config, model = state["config"], {**state["model_config"]}
+    is_fast = model["model"] == "fast"
+    has_tables = any([model.pop("value_tables", 0), model.pop("bigram_rows", 0)])
+    has_gains = model.pop("gains", False)
+    is_gone = is_fast and (has_tables or not has_gains or not model["bias"])
+    is_plain = config["optimizer"] == "plain_muon"
+    if resumes:  # with GPT-2, plain_muon had weight decay on vectors
+        states = state["optimizer"]["state"].values()
+        is_gone |= any("mean_squares" in moments for moments in states) or is_plain > is_fast
+    if is_gone:
+        hint = "finish it with commit 877e89a (git checkout 877e89a)"
+        raise UserError(f"{path}: trained by version 0.2.0 with a recipe that is gone; {hint}")
+    config = config | dict(optimizer="muon") if is_plain else config
+    return state | dict(config=config, model_config=model)
 
 
 def open_state(path: Path) -> dict:

@@ -95,7 +95,7 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> nn.Embedding:
         """
         Change the vocabulary size. New tokens start as the mean of all others, whatever
-        mean_resizing is. Raises ValueError if the bigram embedding fixes the size.
+        mean_resizing is.
         """
         wte = self.model.transformer.wte
         head = self.model.lm_head
@@ -105,11 +105,7 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
             new_V += -new_V % pad_to_multiple_of
         if new_V == V:
             return wte
-        # Unless pairs are hashed, model_fast.py computes a pair's row from the vocabulary size.
-        if min(new_V, len(wte.weight)) ** 2 <= self.model.config.bigram_rows:
-            raise ValueError("resize_token_embeddings: each pair of tokens has its bigram row")
-        tables = [table.weight for table in (wte, *self.model.transformer.value_tables)]
-        for p in (*tables, *head.parameters()):  # the head may have a bias
+        for p in (wte.weight, *head.parameters()):  # the head may have a bias
             known = p[: min(V, new_V)]  # leaves out the padding
             new = known.mean(dim=0, keepdim=True).expand(new_V - len(known), *known.shape[1:])
             p.data = torch.cat((known, new))

@@ -65,9 +65,6 @@ ROWS = {
     ),
     "4070-fast": Row("4070", "fast124m_4070", whole=True),
     "4070-fast-no-bias": Row("4070", "fast124m_4070", "--bias=False"),
-    "4070-fast-tables": Row(
-        "4070", "fast124m_4070", "--value_tables=3 --bigram_rows=131072 --batch_size=8"
-    ),
     "4070-fast-deterministic": Row("4070", "fast124m_4070", "--deterministic=True"),
     "4070-fast-eager": Row("4070", "fast124m_4070", EAGER),
     "4070-fast-eager-recompute": Row("4070", "fast124m_4070", f"{EAGER} --recompute=True"),
