@@ -59,8 +59,7 @@ TINY_RUN = dict(
     dtype="float32",
     compile=False,
 )
-FAST = dict(model="fast", optimizer="muon", tie_weights=False)
-FAST_WITH_TABLES = FAST | dict(value_tables=1, bigram_rows=100, learning_rate=0.025)
+FAST = dict(model="fast", optimizer="muon", learning_rate=0.025, bias=True, tie_weights=False)
 
 
 class Result(NamedTuple):

@@ -30,11 +30,9 @@ from training.compiled import (
 SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {
     "gpt2": GPTConfig(**SIZES),
-    "fast": FastConfig(**SIZES, bias=True, gains=True, value_tables=1, bigram_rows=2048),
+    "fast": FastConfig(**SIZES, bias=True),
     "gpt2 in chunks": GPTConfig(**SIZES, loss_chunk=64),
-    "fast in chunks": FastConfig(
-        **SIZES, bias=True, gains=True, value_tables=1, bigram_rows=2048, loss_chunk=64
-    ),
+    "fast in chunks": FastConfig(**SIZES, bias=True, loss_chunk=64),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 BATCH = 4
@@ -128,18 +126,6 @@ def cast(function):
     return lambda x, *rest, **more: function(x.bfloat16().type_as(x), *rest, **more)
 
 
-def transposed_gate(call):
-    """Read the gates' weights by columns, although they are stored by rows."""
-
-    def compiled(*batch):
-        gpt = call.__self__
-        gates = {n: p for n, p in gpt.named_parameters() if "value_gate" in n}
-        turned = {n: p.flatten().view(p.size(1), p.size(0)).mT for n, p in gates.items()}
-        return torch.func.functional_call(Uncompiled(gpt), turned, batch)
-
-    return compiled
-
-
 # name: (what the model must have, the wrong compiler)
 FAULTS = {
     "a loss 1% off": ("gpt2 fast", of_loss(lambda loss: loss + 0.01 * loss.detach())),
@@ -148,15 +134,11 @@ FAULTS = {
     "gradients 5% off": ("gpt2 fast", gradients_times(0.95)),
     "an embedding without gradient": ("gpt2 fast", without_gradient("transformer.wte.weight")),
     "positions without gradient": ("gpt2", without_gradient("transformer.wpe.weight")),
-    "a table without gradient": ("fast", without_gradient("transformer.value_tables.0.weight")),
-    "bigrams without gradient": ("fast", without_gradient("transformer.bigrams.weight")),
     "a bias without gradient": ("gpt2", without_gradient("transformer.h.1.mlp.c_fc.bias")),
     "a gain without gradient": ("fast", without_gradient("transformer.h.1.ln_2.weight")),
     "a head's bias without gradient": ("fast", without_gradient("lm_head.bias")),
     "a wrong mask in gpt2": ("gpt2", patched("model.attend", looking_ahead(gpt_attend))),
     "a wrong mask in fast": ("fast", patched("model_fast.attend", looking_ahead(fast_attend))),
-    "a dropped key offset": ("fast", patched("model_fast.offset_keys", lambda k: k)),
-    "a transposed gate": ("fast", transposed_gate),
     "a wrong scale in gpt2": ("gpt2", patched("model.attend", scaled(gpt_attend))),
     "a wrong scale in fast": ("fast", patched("model_fast.attend", scaled(fast_attend))),
     "a mixed-up sequence in gpt2": ("gpt2", patched("model.attend", mixing_rows(gpt_attend))),

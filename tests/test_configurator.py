@@ -383,6 +383,13 @@ def test_a_bad_config_file_gives_one_line_that_names_the_file(text, tmp_path):
     assert "\n" not in line and line.startswith(path)
 
 
+def test_a_config_file_of_version_0_2_gives_one_line_with_all_words_to_change(tmp_path):
+    text = 'model = "fast"\nvalue_tables = 0\nbigram_rows = 0\noptimizer = "plain_muon"'
+    (line,) = problems_of(write(tmp_path, text))
+    for words in ("delete value_tables", "delete bigram_rows", 'optimizer = "muon"'):
+        assert words in line
+
+
 def test_a_config_file_runs_as_main_and_may_define_classes(tmp_path):
     """Run the file with __name__ == '__main__', as nanoGPT does."""
     text = "class Size:\n    n = 3\nif __name__ == '__main__':\n    n_layer = Size.n"

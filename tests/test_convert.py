@@ -50,7 +50,7 @@ def random_fast(**changes) -> FastGPT:
     Return a fast model whose parameters are all far from their initial values, so that each
     matters.
     """
-    config = dict(SIZES, vocab_size=128, block_size=256, value_tables=1, bigram_rows=100)
+    config = dict(SIZES, vocab_size=128, block_size=256)
     torch.manual_seed(0)
     model = FastGPT(FastConfig(**config | changes)).eval()
     for parameter in model.parameters():
@@ -143,8 +143,7 @@ def test_exports_a_model_whose_blocks_share_their_weights(model, tmp_path):
     """Write a copy for each block, because safetensors stores no tensor under two names."""
     state = torch.load(save(model(), tmp_path / "x.pt"), weights_only=True)
     for name in list(state["model"]):
-        if "value_gate" not in name:
-            state["model"][name] = state["model"][name.replace(".h.1.", ".h.0.")]
+        state["model"][name] = state["model"][name.replace(".h.1.", ".h.0.")]
     torch.save(state, tmp_path / "shared.pt")
     convert("ckpt-to-hf", tmp_path / "shared.pt", tmp_path / "hf")
     if model is random_gpt:
@@ -413,7 +412,7 @@ def fast_export(tmp_path_factory):
     Return a fast model, its export opened as by a user who has only the folder, and the folder.
     """
     tmp = tmp_path_factory.mktemp("fast")
-    model = random_fast(bias=True, gains=True, bigram_rows=20_000)  # a row for each pair of ids
+    model = random_fast(bias=True)
     path = save(model, tmp / "x.pt", 100, "unknown")  # 28 padded rows
     convert("ckpt-to-hf", path, tmp / "hf")
     with transformers_cache(tmp) as patch:
@@ -519,7 +518,7 @@ def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
     Give new tokens the mean head row, leave the old logits alone, and save and load the larger
     model.
     """
-    model = random_fast(bias=True, gains=True)  # its pairs are hashed
+    model = random_fast(bias=True)
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 100, "unknown"), tmp_path / "hf")
     with transformers_cache(tmp_path), torch.no_grad():
         exported = open_export(tmp_path / "hf")
@@ -539,13 +538,6 @@ def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
         assert torch.equal(open_export(tmp_path / "more")(IDS).logits, longer)
         exported.resize_token_embeddings(99, pad_to_multiple_of=4)
         assert torch.equal(exported(IDS).logits, expected)
-
-
-def test_no_token_can_be_added_if_each_token_pair_has_a_bigram_row(fast_export):
-    """Refuse to resize the vocabulary, because its size determines the row of each pair."""
-    _, exported, _ = fast_export
-    with pytest.raises(ValueError, match="bigram"):
-        exported.resize_token_embeddings(130)
 
 
 @pytest.mark.slow

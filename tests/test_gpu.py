@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_here
-from program import FAST_WITH_TABLES, ROOT, checkpoint, records, same
+from program import FAST, ROOT, checkpoint, records, same
 from training_setup import TrainingSetup
 
 import train
@@ -33,11 +33,10 @@ gpu = pytest.mark.gpu
 GPT2 = [f"{ROOT}/config/gpt124m_4070.py"]
 NIGHT = [f"{ROOT}/config/fast124m_4070.py"]
 TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16"]
-FAST = FAST_WITH_TABLES | dict(warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
-TABLES = ["--value_tables=1", "--bigram_rows=64"]
+FAST_RUN = FAST | dict(warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
 MODELS = [
     pytest.param("cpu", 2, 128, [*GPT2, *TINY], id="cpu-gpt2", marks=pytest.mark.slow),
-    pytest.param("cpu", 2, 128, [*NIGHT, *TINY, *TABLES], id="cpu-fast", marks=pytest.mark.slow),
+    pytest.param("cpu", 2, 128, [*NIGHT, *TINY], id="cpu-fast", marks=pytest.mark.slow),
     pytest.param("cuda", 8, 50257, GPT2, id="cuda-gpt2", marks=gpu),
     pytest.param("cuda", 8, 50257, NIGHT, id="cuda-fast", marks=gpu),
 ]
@@ -174,7 +173,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
 @gpu
 @pytest.mark.parametrize(
     "changes",
-    [dict(recompute=True), dict(compile=True), dict(dtype="float32"), FAST],
+    [dict(recompute=True), dict(compile=True), dict(dtype="float32"), FAST_RUN],
     ids=["bf16 recomputed", "compiled", "fp32", "fast"],
 )
 def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, dataset, tmp_path):
@@ -199,7 +198,7 @@ def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, dataset, tmp
         dict(loss_chunk="16"),
         dict(recompute=True),
         dict(compile=True),
-        FAST,
+        FAST_RUN,
     ],
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
@@ -231,7 +230,9 @@ def test_an_iteration_never_waits_for_the_device(changes, dataset, tmp_path):
 
 
 @gpu
-@pytest.mark.parametrize("recipe", [{}, FAST | dict(learning_rate=0.01)], ids=["classic", "fast"])
+@pytest.mark.parametrize(
+    "recipe", [{}, FAST_RUN | dict(learning_rate=0.01)], ids=["classic", "fast"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype_follows_the_same_losses(dtype, recipe, dataset, tmp_path):
     """

@@ -88,20 +88,18 @@ def test_peak_memory_is_zero_if_the_system_does_not_report_it(monkeypatch):
 # 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
 # attention
 LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
-GATES = 6 * 6 * 12 * 6  # six of 12 x 6 weights; the tables are looked up
 COUNTS = {
     # nanoGPT's number, 854.8 MFLOP a token, is 6 N + 12 L H Q T with the norms' weights in N
     ("gpt124m_4070", "--tie_weights=True"): 12 * (LAYER + ATTENTION) + HEAD,
     # a look-up table costs no FLOPs
     ("gpt124m_4070", "--tie_weights=False"): 12 * (LAYER + ATTENTION) + HEAD,
     ("fast124m_4070", "--seed=1"): 12 * (LAYER + ATTENTION) + HEAD,
-    ("fast124m_4070", "--value_tables=3"): 12 * (LAYER + ATTENTION) + HEAD + GATES,
 }
 
 
 @pytest.mark.parametrize("config, flag", COUNTS)
 def test_counts_the_flops_of_both_124m_models(config, flag):
-    """Count the PaLM paper's 6 N + 12 L H Q T FLOPs per token, and none for lookup tables."""
+    """Count the PaLM paper's 6 N + 12 L H Q T FLOPs per token, and none for embeddings."""
     c = load_config([f"{ROOT}/config/{config}.py", flag])
     assert count_flops(model_config(c, 50257, flash=True, compiled=True)) == COUNTS[config, flag]
 
@@ -113,11 +111,9 @@ def test_counts_the_flops_of_both_124m_models(config, flag):
 )
 def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
     """Ignore plain attention, recomputed activations, a chunked loss, dropout and biases."""
-    tables = dict(value_tables=1, bigram_rows=10**7) if kind is FastConfig else {}
     sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=40, vocab_size=100)
-    config = kind(**dict(bias=False, tie_weights=False) | sizes | tables | changes)
-    gates = 2 * 12 * 3 if kind is FastConfig else 0
-    n = 100 * 96 + 2 * 12 * 96**2 + gates
+    config = kind(**dict(bias=False, tie_weights=False) | sizes | changes)
+    n = 100 * 96 + 2 * 12 * 96**2
     assert count_flops(config) == 6 * n + 12 * 2 * 96 * 40
 
 

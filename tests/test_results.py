@@ -179,7 +179,7 @@ def test_a_fast_config_has_all_settings_of_the_public_runs(path):
     """Keep these runs comparable: compare.py does not compare runs with other settings."""
     band = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
     config = load_config([str(path)])
-    assert band.config["optimizer"] == "plain_muon"
+    assert band.config["optimizer"] == "muon"
     assert {key: getattr(config, key) for key in band.config} == band.config
 
 

@@ -139,24 +139,25 @@ def read(path: Path, resumes: bool = True) -> dict:
 
 def from_0_2(state: dict, path: Path, resumes: bool) -> dict:
     """
-    Translate a checkpoint of version 0.2. The fast recipe of today was its plain_muon with
-    bias=True. It had a second one, with lookup tables, another attention scale and NorMuon; raises
-    UserError for a model of that one and, if a run `resumes`, for an optimizer.
+    Translate a checkpoint of version 0.2, whose plain_muon with bias=True is today's fast recipe.
+    Raises UserError for its other fast models, which had lookup tables or another attention scale,
+    and if a run `resumes`, also for its other optimizers.
     """
-    config, model = state["config"], {**state["model_config"]}
-    is_fast = model["model"] == "fast"
-    has_tables = any([model.pop("value_tables", 0), model.pop("bigram_rows", 0)])
-    has_gains = model.pop("gains", False)
-    is_gone = is_fast and (has_tables or not has_gains or not model["bias"])
-    is_plain = config["optimizer"] == "plain_muon"
-    if resumes:  # with GPT-2, plain_muon had weight decay on vectors
-        states = state["optimizer"]["state"].values()
-        is_gone |= any("mean_squares" in moments for moments in states) or is_plain > is_fast
+    config, model = state["config"], dict(state["model_config"])
+    is_fast, is_plain = model["model"] == "fast", config["optimizer"] == "plain_muon"
+    has_tables = any([model.pop(name, 0) for name in ("value_tables", "bigram_rows")])
+    has_gains = model.pop("gains", False) and model["bias"]
+    is_gone = is_fast and (has_tables or not has_gains)
+    if resumes:
+        is_normuon = any("mean_squares" in s for s in state["optimizer"]["state"].values())
+        # plain_muon with GPT-2 applied weight decay to vectors
+        is_gone = is_gone or is_normuon or (is_plain and not is_fast)
     if is_gone:
         hint = "finish it with commit 877e89a (git checkout 877e89a)"
         raise UserError(f"{path}: trained by version 0.2.0 with a recipe that is gone; {hint}")
-    config = config | dict(optimizer="muon") if is_plain else config
-    return state | dict(config=config, model_config=model)
+    return state | dict(
+        config=config | dict(optimizer="muon") if is_plain else config, model_config=model
+    )
 
 
 def open_state(path: Path) -> dict:

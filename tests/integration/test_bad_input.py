@@ -79,9 +79,7 @@ COMMAND_LINE = [
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter 100 64 128"),
     ("train.py tiny.py --tokens_per_iter=1", "tokens_per_iter 1 64"),
     ("train.py tiny.py --head_lr=0.1", "head_lr optimizer=muon"),
-    ("train.py tiny.py --bigram_rows=100", "bigram_rows model=fast"),
     ("train.py tiny.py --model=fast --tie_weights=True", "tie_weights"),
-    ("train.py tiny.py --model=fast --value_tables=2", "value_tables"),
     ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
     ("train.py tiny.py --tokenizer=byte", "tokenizer stream"),
     ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layr", "--batch_size"),
@@ -180,7 +178,7 @@ FOLDERS = [
 # the keys that weights keep for life, each set to something else
 ARCHITECTURE = [
     *("model=fast", "n_layer=3", "n_head=4", "n_embd=64", "bias=True", "tie_weights=False"),
-    *("value_tables=1", "bigram_rows=99", "block_size=32"),
+    "block_size=32",
 ]
 # and those that a run keeps
 OF_A_RUN = [*ARCHITECTURE, "block_size=8", "pad_vocab_multiple=1", "optimizer=muon", "seed=2"]

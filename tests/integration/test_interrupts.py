@@ -17,6 +17,7 @@ from documents import documents, write_jsonl
 from fault_injection import watched
 from program import (
     EVAL,
+    FAST,
     TINY_RUN,
     InProcessRun,
     assert_same_run,
@@ -65,14 +66,7 @@ def tiny(tmp_path_factory) -> dict:
 KINDS = {
     "AdamW with dropout": dict(dropout=0.2),
     "float16 with its scale": dict(dropout=0.2, dtype="float16"),
-    "fast with Muon": dict(
-        model="fast",
-        optimizer="muon",
-        learning_rate=0.02,
-        value_tables=1,
-        bigram_rows=64,
-        dropout=0.2,
-    ),
+    "fast with Muon": FAST | dict(dropout=0.2),
     "bfloat16, recomputed, untied, wsd": dict(
         dropout=0.2,
         dtype="bfloat16",

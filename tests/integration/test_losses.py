@@ -20,6 +20,7 @@ import torch
 from cases import slow_but
 from program import (
     EVAL,
+    FAST,
     STEP,
     TINY_RUN,
     InProcessRun,
@@ -544,12 +545,10 @@ def gradient_of_nan(backward_pass: int):
         yield
 
 
-MUON = dict(model="fast", optimizer="muon", tie_weights=False, value_tables=1, bigram_rows=64)
-PLAIN = MUON | dict(optimizer="plain_muon", bias=True)
-OPTIMIZERS = {"": dict(), "half": dict(dtype="float16"), "muon": MUON, "plain_muon": PLAIN}
+OPTIMIZERS = {"": dict(), "half": dict(dtype="float16"), "muon": FAST}
 
 
-@pytest.mark.parametrize("kind", slow_but({}, MUON, of=OPTIMIZERS.values()), ids=OPTIMIZERS)
+@pytest.mark.parametrize("kind", slow_but({}, FAST, of=OPTIMIZERS.values()), ids=OPTIMIZERS)
 def test_an_update_with_a_gradient_of_nan_is_skipped_with_a_warning(kind, tokens, tmp_path):
     config = BASE | kind | dict(checkpoint_interval=1, eval_interval=100, max_iters=8)
     with gradient_of_nan(backward_pass=5 * 3 + 2):  # a micro-batch of iteration 5

@@ -194,7 +194,7 @@ def test_the_notebook_trains_a_new_model_if_a_text_of_the_same_name_changed(
     fresh_folder, monkeypatch
 ):
     """Also change the encoding of the text, and set it in TEXT_FLAGS."""
-    monkeypatch.setenv("BOOK_FLAGS", f"{TINY} --value_tables=1")
+    monkeypatch.setenv("BOOK_FLAGS", TINY)
     cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"))
     install, _, own = cells
     write_book(fresh_folder / "book.txt")
@@ -220,7 +220,7 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     parquet = write_parquet(fresh_folder / "fineweb.parquet", documents(300))
     write_book(fresh_folder / "book.txt")
     flags = dict(
-        BOOK_FLAGS=f"{TINY} --value_tables=1",
+        BOOK_FLAGS=TINY,
         DATA_FLAGS=f"--source={parquet} --tokens=4000 --val_tokens=600 --workers=1",
         TRAIN_FLAGS=f"{TINY} --tokens_per_iter=256",
     )

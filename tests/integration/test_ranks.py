@@ -28,7 +28,7 @@ from cases import slow_but
 from documents import documents, write_jsonl, write_parquet
 from fault_injection import watched
 from program import (
-    FAST_WITH_TABLES,
+    FAST,
     ROOT,
     TINY_RUN,
     assert_same_run,
@@ -127,12 +127,8 @@ STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 CHANGES = {
     # of the 15 windows of an evaluation, one by one, the second rank has none in the last batch
     "fast recipe, 2 ranks and then 1": (
-        FAST_WITH_TABLES | dict(batch_size=1, eval_tokens=15 * 16),
+        FAST | dict(batch_size=1, eval_tokens=15 * 16),
         (2, 1),
-    ),
-    "plain Muon, 1 rank and then 2": (
-        FAST_WITH_TABLES | dict(optimizer="plain_muon", bias=True),
-        (1, 2),
     ),
     "stream, 1 rank and then 2": (STREAM, (1, 2)),
     "4 ranks and then 2": (dict(), (4, 2)),

@@ -9,7 +9,7 @@ import torch
 from cases import slow_but
 from char_dataset import LETTERS, SHORT_RUN, T, sample, write_parrot
 from program import (
-    FAST_WITH_TABLES,
+    FAST,
     checkpoint,
     run,
     train,
@@ -21,7 +21,7 @@ from model_fast import build_model, config_from_dict
 @pytest.fixture(scope="module")
 def fast(letters, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("runs") / "fast"
-    train(**SHORT_RUN | FAST_WITH_TABLES, dataset=letters, out_dir=out_dir)
+    train(**SHORT_RUN | FAST, dataset=letters, out_dir=out_dir)
     return out_dir
 
 

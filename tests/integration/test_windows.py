@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import TINY
 from program import (
-    FAST_WITH_TABLES,
+    FAST,
     ROOT,
     assert_same_run,
     checkpoint,
@@ -241,11 +241,7 @@ def test_the_fast_recipe_streams_and_resumes_on_windows(started, tmp_path):
     """Let a second process prepare the text and replace the manifest that the run reads."""
     row = json.dumps(dict(text="A text with more than one line.\n" * 20))
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 40)
-    keys = (
-        TINY
-        | FAST_WITH_TABLES
-        | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
-    )
+    keys = TINY | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
     for more in ({}, dict(init_from="resume", max_iters=12)):
         result = finish(started(RUN, *flags(**keys | more)))
         assert result.code == 0, result.err
