@@ -178,7 +178,8 @@ class FastGPT(nn.Module):
         Initialise the token embedding to N(0, 1), which suits the norm after it, and matrices that
         read the residual stream to N(0, 0.33 / fan_in). Matrices that write to it and the head
         start at zero, so that every block begins as the identity and the first loss is ln V (as in
-        muP, arXiv:2203.03466; record of 2024-10-14). The second argument of N is the variance.
+        muP, arXiv:2203.03466; records of 2024-10-14 and 2024-11-03). The second argument of N is
+        the variance.
         """
         for name, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
