@@ -153,9 +153,9 @@ MEMORY = {
         ),
     ),
     "Muon": (
-        # one momentum of 12 * 12 * 768^2 weights, and a number for each index of their longer sides
+        # one momentum of 12 * 12 * 768^2 weights
         ("--optimizer=muon",),
-        dict(optimizer=8 * N - 4 * 84_934_656 + 4 * 12 * (4 * 768 + 2 * 3072)),
+        dict(optimizer=8 * N - 4 * 84_934_656),
     ),
     "recompute keeps the stream at each block's entry, and one block's copies": (
         ("--recompute=True",),

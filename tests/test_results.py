@@ -101,16 +101,6 @@ def ranges():
             percent += [100 * f(row["share"] for row in rows) for f in (min, max)]
             sizes = sorted({row["matrices"] / 1e6 for row in rows})
         yield "docs/fast_recipe.md", [*dict.fromkeys((sizes[0], sizes[-1])), *percent]
-        if "transfer_again" in studies:
-            yield "docs/fast_recipe.md", stored()
-
-
-def stored() -> list[float]:
-    """Return the lowest and highest ratio of the fast recipe's parameters to the GPT-2 recipe's."""
-    runs = result("transfer")["runs"]
-    sizes = {(run["name"], run["matrices"]): run["parameters"] for run in runs}
-    times = [n / sizes["classic", of] for (name, of), n in sizes.items() if name == "fast"]
-    return [min(times), max(times)]
 
 
 def h100_figures():
