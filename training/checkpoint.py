@@ -155,9 +155,9 @@ def from_0_2(state: dict, path: Path, resumes: bool) -> dict:
     if is_gone:
         hint = "finish it with commit 877e89a (git checkout 877e89a)"
         raise UserError(f"{path}: trained by version 0.2.0 with a recipe that is gone; {hint}")
-    return state | dict(
-        config=config | dict(optimizer="muon") if is_plain else config, model_config=model
-    )
+    if is_plain:
+        config = config | dict(optimizer="muon")
+    return state | dict(config=config, model_config=model)
 
 
 def open_state(path: Path) -> dict:
