@@ -30,9 +30,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common.console import Parser, count, parse_count, run_main, say, warn
+from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, Shuffled, choose_held_out, list_groups
 from data.shards import read_manifest
-from data.sources import FIELD, FIRST_ROWS, ROW_FILES, Place, Source, hub_files, local_files
+from data.sources import FIELD, FIRST_ROWS, Place, Source
 from data.stream import Allowance
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of

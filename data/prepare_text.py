@@ -29,8 +29,10 @@ if __name__ == "__main__":
 
 from common.console import Parser, UserError, command_line, parse_count, run_main
 from common.files import replacing
+from data.decode import FALLBACK
+from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.shards import PREPARED_ON_DEMAND
-from data.sources import FALLBACK, FIELD, ROW_FILES, TEXT_FILES, Place, Row, Source, local_files
+from data.sources import FIELD, Place, Row, Source
 from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
 from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
 

@@ -1,0 +1,259 @@
+"""List the files to read, in order, and read the lines of jsonl."""
+
+import glob
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from common.console import UserError, command_line, raise_if_any, warn
+from common.files import is_lfs_pointer, refuse_lfs_pointer
+from data.decode import first_line
+
+TEXT_FILES = (".txt", ".md", ".py")
+# Table formats whose files also hold deleted rows: the library that reads each format, and the log
+# that says which rows are valid
+TABLE_LOGS = dict(deltalake="_delta_log", hudi=".hoodie", pyiceberg="metadata/*.metadata.json")
+UNPACK = dict.fromkeys((".tar", ".tgz"), "tar xf") | {".zip": "unzip", ".zst": "unzstd"}
+UNPACK |= {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+# Words in file and folder names that say which split a file belongs to, as on the hub
+SPLITS = re.compile(
+    r"(?:^|[-._/0-9])(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?=[-._/0-9]|$)"
+)
+JSON_FILES = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in ("", ".gz", ".zst"))
+ROW_FILES = (".parquet", *JSON_FILES)
+
+
+def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
+    """
+    List the files of paths, folders and patterns in the order given. A file reachable under several
+    names is listed once. Raises UserError with what is wrong with each name.
+    """
+    files: dict[tuple, str] = {}
+    problems = []
+    for name in names:
+        try:
+            for file in files_of(name, endings):
+                files.setdefault(file_id(str(file)), str(file))
+        except UserError as error:
+            problems.append(str(error))
+    raise_if_any(problems)
+    return list(files.values())
+
+
+def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
+    """
+    List the files of one path, folder or pattern, sorted by name. Warns about what it holds
+    besides: files with other endings, hidden ones, and the test and validation files beside
+    training files. Raises UserError if there is nothing to read, and for dead links, git-lfs
+    pointers and tables with a log.
+    """
+    paths = [name] if os.path.lexists(name) else glob.glob(name, recursive=True)
+    # the file or folder that the user spelled out
+    root = Path(name if paths == [name] else os.path.dirname(re.split(r"[*?\[]", name)[0]))
+    found = sorted({f for path in map(Path, paths) for f in files_in(path)}, key=str)
+    hidden = [f for f in found if is_hidden(f, root)]
+    shown = [f for f in found if not is_hidden(f, root)]
+    # A dead link stands for missing text if it has a text file's name or may be a folder.
+    wanted = (*endings, Path(name).name.lower())
+    dead = [f for f in shown if f.is_symlink() and not f.exists()]
+    if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
+        link = f"{dead[0]}: a link to {os.readlink(dead[0])}, which is not there"
+        raise UserError(f"{link} (one of {len(dead):,}); get that file, or delete the link")
+    readable = [f for f in shown if is_read(f, endings)]
+    tests = test_files(readable, root)
+    if not readable:
+        convert = how_to_convert(sorted({*shown} - test_files(shown, root)))
+        raise UserError(f"{name}: {convert}; can read {', '.join(endings)}")
+    files = [f for f in readable if f not in tests]
+    for file in files:
+        refuse_lfs_pointer(file)
+    refuse_tables([f for f in files if is_parquet(str(f))])
+    if others := sorted({*shown} - {*readable}):
+        kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
+        what = f"{len(others):,} files of other types ({kinds}), such as {others[0]}"
+        warn(f"skipping {what}; to include them, save them as text")
+    if hidden:
+        warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
+    if tests:
+        held = f"{len(tests):,} test or validation files are left out, such as {min(tests)}"
+        warn(f"{held}; to read them too, give their names")
+    return files
+
+
+def is_hidden(file: Path, root: Path) -> bool:
+    """
+    Return True if a name below `root` begins with a dot or, for a file of rows, with `_`. Spark,
+    Hive and pyarrow skip such names too: they hold rows of killed jobs, or the table's log.
+    """
+    marks = (".", "_") if file.name.lower().endswith(ROW_FILES) else "."
+    return any(part.startswith(marks) for part in file.relative_to(root).parts)
+
+
+def test_files(files: list[Path], root: Path) -> set[Path]:
+    """
+    Return the files named test or validation, if others are named train. A .txt counts only beside
+    a training text whose name begins alike, because an article may be about driving tests.
+    """
+    named = {}
+    for file in files:
+        name = file.relative_to(root).as_posix().lower()
+        if (words := [*SPLITS.finditer(name)]) and not name.endswith((".md", ".py")):
+            begins = name[: words[-1].start(1)] if name.endswith(".txt") else ""
+            named[file] = begins, words[-1][1]
+    trained = {begins for begins, split in named.values() if split == "train"}
+    return {f for f, (begins, split) in named.items() if split != "train" and begins in trained}
+
+
+def refuse_tables(files: list[Path]) -> None:
+    """Raise UserError if parquet files belong to a table whose log says which rows are deleted."""
+    paths = {path for file in files for path in (file.absolute(), file.resolve())}
+    for folder in {folder for path in paths for folder in path.parents}:
+        for library, log in TABLE_LOGS.items():
+            if glob.glob(os.path.join(glob.escape(str(folder)), log)):
+                held = f"{folder}: a table with a log ({log}), whose files also hold dead rows"
+                raise UserError(f"{held}; read it with {library} and write new parquet files first")
+
+
+def files_in(path: Path) -> Iterator[Path]:
+    """
+    Yield the file, or all files in a folder and its subfolders, following links. Of a folder whose
+    name begins with a dot, yields only its name. Raises OSError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    if not path.is_dir():
+        yield path
+        return
+    entered = set()  # a link may lead back to a folder above it
+    for folder, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+        if file_id(folder) in entered:
+            folders.clear()
+            continue
+        entered.add(file_id(folder))
+        yield from (Path(folder, name) for name in files)
+        yield from (Path(folder, name) for name in folders if name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def file_id(name: str) -> tuple:
+    """Return an id that is the same for every name of a file or folder."""
+    stat = os.stat(name)
+    return stat.st_dev, stat.st_ino or os.path.realpath(name)  # st_ino is 0 on some network disks
+
+
+def is_read(file: Path, endings: tuple[str, ...]) -> bool:
+    """
+    Return True if a file is one to read. A .json file is read if its first two lines are objects,
+    as in jsonl, or its only line if its name is of a numbered part; most other .json files hold one
+    object or one list.
+    """
+    name = file.name.lower()
+    if not (name.endswith(endings) and file.is_file()):
+        return False
+    if not name.endswith(".json") or is_lfs_pointer(file):
+        return True
+    try:
+        first = [parse_line(line) for _, line in islice(read_lines(str(file)), 2)]
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile):
+        return False
+    is_part = re.match(r"part-|\d+\.", name)
+    return bool(len(first) == 2 or is_part) and all(isinstance(row, dict) for row in first)
+
+
+def how_to_convert(others: list[Path]) -> str:
+    """Say how to convert `others`, none of which this program can read."""
+    if not others:
+        return "no such file, or no files there but names that begin with a dot or _"
+    # In a folder that save_to_disk made, only the .arrow files can be converted.
+    first = next((file for file in others if file.suffix == ".arrow"), others[0])
+    kind = first.suffix.lower()
+    if not first.is_file():
+        return "not a file"
+    if kind in UNPACK:
+        return f"packed; type {command_line(*UNPACK[kind].split(), first)}"
+    if kind not in (".arrow", ".csv", ".json"):
+        named = command_line("mv", first, f"{first}.txt")
+        return f"save it as text first or, if it is plain text, type {named}"
+    same = [file for file in others if file.suffix == first.suffix]
+    files = str(first if len(same) == 1 else first.with_name(f"*{first.suffix}"))
+    load = f"load_dataset({kind[1:]!r}, data_files={files!r}, split='train')"
+    out = first.with_suffix(".parquet")
+    choose = ""
+    if first.with_name("state.json").exists():  # by save_to_disk; map() adds cache-*.arrow files
+        folder = first.parent
+        if splits := {file.parent.name for file in same} - {folder.name}:
+            choose = f"for SPLIT take {folder.name} or {' or '.join(sorted(splits))}; "
+            folder = folder.with_name("SPLIT")
+            out = folder.with_name("SPLIT.parquet")
+        load = f"load_from_disk({str(folder)!r})"
+    command = f"from datasets import *; {load}.to_parquet({str(out)!r})"
+    return f'{choose}convert it to parquet: python -c "{command}"'
+
+
+def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
+    """
+    Return the URLs of a hub dataset's training files, in the dataset's order, and their revision:
+    the one given, or else the newest. Raises UserError.
+    """
+    try:
+        import datasets
+        from huggingface_hub import HfApi
+
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are still raised
+        revision = revision or HfApi().dataset_info(dataset).sha
+        builder = datasets.load_dataset_builder(dataset, name, revision=revision)
+        files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
+    except Exception as error:  # offline, gated, misspelt
+        raise UserError(f"{dataset}: {first_line(error)}; or give local files") from None
+    if not files or not all(file.endswith(ROW_FILES) for file in files):
+        raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
+    return files, revision
+
+
+def is_parquet(name: str) -> bool:
+    return name.lower().endswith(".parquet")
+
+
+def parse_line(line: bytes) -> Any:
+    """Parse a line of jsonl. Files from Windows, also where joined, begin with byte-order marks."""
+    return json.loads(line.decode().lstrip("\ufeff").strip())
+
+
+def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
+    """
+    Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Unpacks
+    gzip and zstd by a file's first bytes, because downloads may unpack it and keep its name.
+    """
+    import fsspec
+
+    with fsspec.open(name) as file:
+        # Without this buffer, every line of a file on the hub would copy megabytes.
+        lines: Any = io.BufferedReader(file, 2**20)
+        magic = lines.peek(4)[:4]
+        if magic.startswith(b"\x1f\x8b"):
+            lines = io.BufferedReader(gzip.GzipFile(fileobj=lines), 2**20)
+        elif magic == b"\x28\xb5\x2f\xfd" or magic[1:] == b"\x2a\x4d\x18":
+            import pyarrow
+
+            # fsspec's own zstd reader ends a truncated file without an error.
+            packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(lines, "r"), "zstd")
+            lines = io.BufferedReader(packed, 2**20)
+        try:
+            for number, line in enumerate(islice(lines, first, None), first + 1):
+                if not line.isspace():
+                    yield number, line
+        except OSError as error:
+            if "too much memory" not in str(error):
+                raise
+            smaller = "pack it anew: unzstd --long=31 -c FILE | zstd > NEW"
+            raise UserError(f"{name}: has a zstd window above 128 MB; {smaller}") from None
