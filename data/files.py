@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from common.console import UserError, command_line, raise_if_any, warn
+from common.console import UserError, raise_if_any, warn
 from common.files import is_lfs_pointer, refuse_lfs_pointer
 from data.decode import first_line
 
@@ -20,8 +20,6 @@ TEXT_FILES = (".txt", ".md", ".py")
 # Table formats whose files also hold deleted rows: the library that reads each format, and the log
 # that says which rows are valid
 TABLE_LOGS = dict(deltalake="_delta_log", hudi=".hoodie", pyiceberg="metadata/*.metadata.json")
-UNPACK = dict.fromkeys((".tar", ".tgz"), "tar xf") | {".zip": "unzip", ".zst": "unzstd"}
-UNPACK |= {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
 # Words in file and folder names that say which split a file belongs to, as on the hub
 SPLITS = re.compile(
     r"(?:^|[-._/0-9])(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?=[-._/0-9]|$)"
@@ -64,13 +62,16 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     wanted = (*endings, Path(name).name.lower())
     dead = [f for f in shown if f.is_symlink() and not f.exists()]
     if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
-        link = f"{dead[0]}: a link to {os.readlink(dead[0])}, which is not there"
+        link = f"{dead[0]}: links to {os.readlink(dead[0])}, which does not exist"
         raise UserError(f"{link} (one of {len(dead):,}); get that file, or delete the link")
     readable = [f for f in shown if is_read(f, endings)]
     tests = test_files(readable, root)
     if not readable:
-        convert = how_to_convert(sorted({*shown} - test_files(shown, root)))
-        raise UserError(f"{name}: {convert}; can read {', '.join(endings)}")
+        problem = f"{name}: no such file, or only names that begin with a dot or _"
+        if shown:
+            problem = f"{shown[0]}: cannot be read as text or rows"
+        kinds = f"{', '.join(endings)} (.json with an object on each line)"
+        raise UserError(f"{problem}; give {kinds}")
     files = [f for f in readable if f not in tests]
     for file in files:
         refuse_lfs_pointer(file)
@@ -167,36 +168,6 @@ def is_read(file: Path, endings: tuple[str, ...]) -> bool:
         return False
     is_part = re.match(r"part-|\d+\.", name)
     return bool(len(first) == 2 or is_part) and all(isinstance(row, dict) for row in first)
-
-
-def how_to_convert(others: list[Path]) -> str:
-    """Say how to convert `others`, none of which this program can read."""
-    if not others:
-        return "no such file, or no files there but names that begin with a dot or _"
-    # In a folder that save_to_disk made, only the .arrow files can be converted.
-    first = next((file for file in others if file.suffix == ".arrow"), others[0])
-    kind = first.suffix.lower()
-    if not first.is_file():
-        return "not a file"
-    if kind in UNPACK:
-        return f"packed; type {command_line(*UNPACK[kind].split(), first)}"
-    if kind not in (".arrow", ".csv", ".json"):
-        named = command_line("mv", first, f"{first}.txt")
-        return f"save it as text first or, if it is plain text, type {named}"
-    same = [file for file in others if file.suffix == first.suffix]
-    files = str(first if len(same) == 1 else first.with_name(f"*{first.suffix}"))
-    load = f"load_dataset({kind[1:]!r}, data_files={files!r}, split='train')"
-    out = first.with_suffix(".parquet")
-    choose = ""
-    if first.with_name("state.json").exists():  # by save_to_disk; map() adds cache-*.arrow files
-        folder = first.parent
-        if splits := {file.parent.name for file in same} - {folder.name}:
-            choose = f"for SPLIT take {folder.name} or {' or '.join(sorted(splits))}; "
-            folder = folder.with_name("SPLIT")
-            out = folder.with_name("SPLIT.parquet")
-        load = f"load_from_disk({str(folder)!r})"
-    command = f"from datasets import *; {load}.to_parquet({str(out)!r})"
-    return f'{choose}convert it to parquet: python -c "{command}"'
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:

@@ -289,10 +289,9 @@ PREPARATION = [
     ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt no such"),
     ("data/prepare_text.py book.docx --out=out", "book.docx text"),
     ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt", "book.docx"),
-    ("data/prepare_text.py table.csv --out=out", "table.csv load_dataset('csv' table.parquet"),
-    ("data/prepare_text.py array.json --out=out", "array.json load_dataset('json' to_parquet"),
-    ("data/prepare_text.py saved --out=out", "saved load_from_disk('saved') to_parquet"),
-    ("data/prepare_text.py cached --out=out", "cached load_dataset('arrow' to_parquet"),
+    ("data/prepare_text.py table.csv --out=out", "table.csv .parquet"),
+    ("data/prepare_text.py array.json --out=out", "array.json .jsonl"),
+    ("data/prepare_text.py saved --out=out", "saved/data-00000-of-00001.arrow .parquet"),
     ("data/prepare_text.py book.txt binary.txt --out=out", "binary.txt --encoding"),
     ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "latin1.txt line 3 utf9"),
     ("data/prepare_text.py short.txt --out=out", "short.txt 129 more text 2,600"),
@@ -437,8 +436,6 @@ def write_texts() -> None:
     Path("saved").mkdir()
     Path("saved/data-00000-of-00001.arrow").write_text("as save_to_disk names it")
     Path("saved/state.json").write_text("{}")
-    Path("cached").mkdir()
-    Path("cached/text-train.arrow").write_text("as load_dataset names it")
     Path("garbage.parquet").write_bytes(bytes(range(200)))
     Path("good.jsonl").write_text('{"text": "It was a dark night."}\n' * 300)
     Path("lists.jsonl").write_text('{"text": ["It", "was"], "n": 1}\n' * 300)
