@@ -9,7 +9,6 @@ decodes their bytes.
 
 import contextlib
 import io
-import json
 import re
 import time
 import zlib
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from common.console import UserError, say, warn
-from common.files import UTF16_MARKS
 from data.decode import decode, first_line, is_damaged, is_text, stated_encoding, unicode_of
 from data.files import TEXT_FILES, is_parquet, parse_line, read_lines
 
@@ -224,8 +222,10 @@ class Source:
             try:
                 text = parse_line(line).get(self.field)
             except (ValueError, AttributeError, RecursionError) as error:
-                problem = f"{name}: line {number:,} is not a JSON object ({first_line(error)})"
-                raise UserError(f"{problem}; {how_to_mend(line, error)}") from None
+                problem = f"is not a JSON object ({first_line(error)})"
+                if line.lstrip().startswith(b"["):
+                    problem = "holds an array, not an object"
+                raise UserError(f"{name}: line {number:,} {problem}") from None
             yield Place(place.file, 0, number), as_document(text, self.keeps_blank)
 
 
@@ -274,25 +274,6 @@ def read_footer(name: str) -> bytes:
     with open_ranges(name) as file:
         pyarrow.parquet.read_metadata(file).write_metadata_file(packed)
     return zlib.compress(packed.getvalue(), 1)
-
-
-def how_to_mend(line: bytes, error: Exception) -> str:
-    """Say how to repair a file with this line; suggest a command only if no row would be lost."""
-    if isinstance(error, UnicodeDecodeError):
-        encoding = "UTF-16" if line.startswith(UTF16_MARKS) else "ENCODING"
-        return f"convert the file to UTF-8: iconv -f {encoding} -t utf-8 FILE > NEW"
-    text = line.decode(errors="replace").lstrip("\ufeff").strip()
-    rest = text[error.pos :] if isinstance(error, json.JSONDecodeError) else text  # not parsed
-    if rest == ",":
-        return "it ends in a comma; remove such commas: sed 's/,[[:space:]]*$//' FILE > NEW"
-    if rest.startswith("\ufeff"):
-        return "files were joined there: sed 's/\\xef\\xbb\\xbf/\\n/g' FILE > NEW"
-    spans_lines = line.endswith(b"\n") and not rest and text.endswith(("{", "[", ","))
-    if spans_lines or text.startswith("[") or (text.startswith("{") and rest.startswith("{")):
-        return "write one object per line: jq -c 'arrays[], objects' FILE > NEW"
-    if not line.endswith(b"\n"):
-        return "this is the last line, so the file may be cut off: get it again"
-    return "fix that line"
 
 
 def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:

@@ -7,9 +7,7 @@ import codecs
 import gzip
 import json
 import os
-import re
 import shutil
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -451,11 +449,12 @@ def test_json_files_with_an_object_on_each_of_several_lines_are_read_and_others_
 BROKEN = {
     "cut": (b'{"text": "cut', "Unterminated"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "Extra data"),
-    "a list": (b'[{"text": "a"}]', "jq -c"),
+    "an array": (b'[{"text": "a"}]', "holds an array, not an object"),
+    "an array's first line": (b"[", "holds an array, not an object"),
     "a string": (b'"text"', "not a JSON object"),
     "too deep": (b'{"a":' * 100_000, "recursion"),
-    "Latin-1": ('{"text": "café"}'.encode("latin-1"), "iconv"),
-    "UTF-16": ('{"text": "words"}'.encode("utf-16"), "iconv -f UTF-16 -t utf-8"),
+    "Latin-1": ('{"text": "café"}'.encode("latin-1"), "'utf-8' codec"),
+    "UTF-16": ('{"text": "words"}'.encode("utf-16"), "'utf-8' codec"),
 }
 
 
@@ -468,48 +467,8 @@ def test_a_broken_line_is_refused_with_its_line_number(prepare, line, said):
     source = "--source=a.jsonl" if prepare is prepare_rows else "a.jsonl"
     result = prepare(source)
     assert result.code == 2 and result.err.count("\n") == 1
-    assert result.err.startswith("error: a.jsonl: line 102 is not a JSON object (")
+    assert result.err.startswith("error: a.jsonl: line 102 ")
     assert said in result.err and not Path("out").exists()
-
-
-# The first line that is broken, and the command that mends it, which a shell can run
-MENDED = {
-    "pretty-printed": (lambda rows: "\n".join(json.dumps(row, indent=2) for row in rows), 1),
-    "a list": (json.dumps, 1),
-    "a pretty-printed list": (lambda rows: json.dumps(rows, indent=2), 1),
-    "a list of lines": (lambda rows: "[" + ",\n".join(map(json.dumps, rows)) + "]", 1),
-    "commas": (lambda rows: ",\n".join(map(json.dumps, rows)), 1),
-    "commas, Windows": (lambda rows: ", \r\n".join(map(json.dumps, rows)), 1),
-    "an old Mac's": (lambda rows: "\r".join(map(json.dumps, rows)), 1),
-    "joined files": (lambda rows: "\ufeff".join(map(json.dumps, rows)), 1),
-    "one line": (lambda rows: "".join(map(json.dumps, rows)), 1),
-    "spaces": (lambda rows: " ".join(map(json.dumps, rows)), 1),
-    "a comma later": (lambda rows: "{}\n\n" + ",\n".join(map(json.dumps, rows)), 3),
-}
-
-
-@pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
-@pytest.mark.parametrize("form, line", MENDED.values(), ids=MENDED)
-def test_the_command_suggested_for_almost_jsonl_keeps_every_row(form, line):
-    Path("FILE").write_text(form([dict(id=n, text=text) for n, text in enumerate(FILLING)]) + "\n")
-    shutil.copy("FILE", "a.jsonl")
-    result = prepare_rows("--source=a.jsonl")
-    assert result.code == 2 and result.err.count("\n") == 1
-    assert f"a.jsonl: line {line} is not a JSON object" in result.err
-    mend = re.search(r"(?:jq -|sed '|tr ').* NEW", result.err)[0]
-    subprocess.run(mend, shell=True, check=True)
-    Path("NEW").rename("new.jsonl")
-    assert rows_of("new.jsonl") == FILLING
-
-
-def test_no_command_is_suggested_for_a_line_that_none_can_repair():
-    lines = [json.dumps(dict(text=text)) for text in FILLING]
-    Path("a.jsonl").write_text("\n".join([*lines, '{"text": "a" "b"}', *lines]) + "\n")
-    result = prepare_rows("--source=a.jsonl")
-    assert "line 61" in result.err and "NEW" not in result.err
-    Path("a.jsonl").write_text("\n".join(lines)[:-20])
-    result = prepare_rows("--source=a.jsonl")
-    assert "line 60" in result.err and "cut" in result.err and "NEW" not in result.err
 
 
 def test_the_text_field_flag_reads_the_text_from_another_field():
