@@ -90,14 +90,10 @@ class Source:
         without = sum(not is_text(text) for text in first)
         if 2 * without <= len(first):
             return
-        if is_parquet(name):
-            fields = column_types(self.footer(name).schema.to_arrow_schema())
-        else:
-            fields = jsonl_fields(name, self.field)
         rows = f"{without:,} of the first {len(first):,} rows"
         held = f"{rows} hold no text in the field {self.field} that can be read"
         hint = "give --text_field=NAME or, of parquet, --encoding=NAME"
-        raise UserError(f"{name}: {held}; {list_fields(fields)}; {hint}")
+        raise UserError(f"{name}: {held}; {hint}")
 
     def row_groups(self) -> list[int]:
         """Count the row groups of each file, reading only the footers of parquet files."""
@@ -170,9 +166,10 @@ class Source:
         with open_ranges(name) as file:
             # With pre_buffer, pyarrow would keep every downloaded byte until the file is closed.
             parquet = pyarrow.parquet.ParquetFile(file, metadata=footer, pre_buffer=False)
-            fields = column_types(parquet.schema_arrow)
-            if not TEXT_COLUMN.match(fields.get(self.field, "")):
-                problem = f"{name}: no text in the field {self.field}; {list_fields(fields)}"
+            columns = parquet.schema_arrow
+            kind = str(columns.field(self.field).type) if self.field in columns.names else "absent"
+            if not TEXT_COLUMN.match(kind):
+                problem = f"{name}: no text in the field {self.field} ({kind})"
                 raise UserError(f"{problem}; give --text_field=NAME")
             last = place.group if one_group else footer.num_row_groups - 1
             for n in range(place.group, last + 1):
@@ -301,23 +298,3 @@ def as_document(text: object, keeps_blank: bool = False) -> str | None:
     if not isinstance(text, str):
         return None
     return text if keeps_blank or (text and not text.isspace()) else None
-
-
-# -----------------------------------------------------------------------------
-# What messages say
-
-
-def column_types(schema) -> dict[str, str]:
-    return {column.name: str(column.type) for column in schema}
-
-
-def jsonl_fields(name: str, field: str) -> dict[str, str]:
-    """Return the fields and types of the first row without text."""
-    rows = (parse_line(line) for _, line in read_lines(name))
-    row = next(row for row in rows if not is_text(as_document(row.get(field))))
-    return {key: type(value).__name__ for key, value in row.items()}
-
-
-def list_fields(fields: dict[str, str]) -> str:
-    listed = ", ".join(f"{name} ({kind})" for name, kind in fields.items())
-    return f"fields: {listed[:200]}"

@@ -121,7 +121,7 @@ DATA = [
     ),
     (
         "train.py tiny.py --stream=True --tokenizer=byte --dataset=posts.jsonl",
-        "posts.jsonl text body",
+        "posts.jsonl text --text_field",
     ),
     # as many tokens as the run reads, within what FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
@@ -296,8 +296,8 @@ PREPARATION = [
     ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "latin1.txt line 3 utf9"),
     ("data/prepare_text.py short.txt --out=out", "short.txt 129 more text 2,600"),
     ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl"),
-    ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text body --text_field"),
-    ("data/prepare_text.py lists.jsonl --out=out", "lists.jsonl text (list) --text_field"),
+    ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text --text_field"),
+    ("data/prepare_text.py lists.jsonl --out=out", "lists.jsonl text --text_field"),
     ("data/prepare_text.py broken.jsonl --out=out", "broken.jsonl line 2"),
     ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
     ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "--val_fraction"),
@@ -316,7 +316,7 @@ PREPARATION = [
     ("data/prepare_fineweb.py --workers=0 --out=out", "--workers 0"),
     (f"{ROWS}=nowhere", "nowhere no such"),
     (f"{ROWS}=book.txt", "book.txt .parquet"),
-    (f"{ROWS}=posts.jsonl", "posts.jsonl text body --text_field"),
+    (f"{ROWS}=posts.jsonl", "posts.jsonl text --text_field"),
     (f"{ROWS}=empty.jsonl", "empty.jsonl 0 more text"),
     (f"{ROWS}=broken.jsonl", "broken.jsonl line 2"),
     (f"{ROWS}=lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
