@@ -219,12 +219,6 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
             # fsspec's own zstd reader ends a truncated file without an error.
             packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(lines, "r"), "zstd")
             lines = io.BufferedReader(packed, 2**20)
-        try:
-            for number, line in enumerate(islice(lines, first, None), first + 1):
-                if not line.isspace():
-                    yield number, line
-        except OSError as error:
-            if "too much memory" not in str(error):
-                raise
-            smaller = "pack it anew: unzstd --long=31 -c FILE | zstd > NEW"
-            raise UserError(f"{name}: has a zstd window above 128 MB; {smaller}") from None
+        for number, line in enumerate(islice(lines, first, None), first + 1):
+            if not line.isspace():
+                yield number, line

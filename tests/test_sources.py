@@ -648,14 +648,14 @@ def test_compression_is_recognized_by_content_instead_of_the_files_name(pack, na
 ROW_LINES = [json.dumps(dict(text=text)).encode() for text in FILLING]
 
 
-def test_a_zst_file_with_a_large_window_is_refused_with_a_command_that_repacks_it():
+def test_a_zst_file_with_a_large_window_is_refused_by_name():
     """Refuse files such as Reddit's dumps, which zstd itself reads only with --long=31."""
     zstandard = pytest.importorskip("zstandard")
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     packed = packer.compress(b"\n".join(ROW_LINES)) + packer.flush()
     Path("a.jsonl.zst").write_bytes(packed)
-    assert_refused("zstd window above 128 MB", "unzstd --long=31", prepare_text("a.jsonl.zst"))
+    assert_refused("a.jsonl.zst: ", "too much memory", prepare_text("a.jsonl.zst"))
 
 
 def test_a_zst_file_with_several_frames_is_read_to_its_end():
