@@ -207,7 +207,8 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """
     import fsspec
 
-    with fsspec.open(name) as file:
+    # fsspec would take a :: in a local name for a chain of file systems.
+    with fsspec.open(name) if "://" in name else open(name, "rb") as file:
         # Without this buffer, every line of a file on the hub would copy megabytes.
         lines: Any = io.BufferedReader(file, 2**20)
         magic = lines.peek(4)[:4]

@@ -255,6 +255,8 @@ def open_ranges(name: str):
     """Open a file so that only the requested byte ranges are downloaded, without read-ahead."""
     import fsspec
 
+    if "://" not in name:
+        return open(name, "rb")
     system, path = fsspec.url_to_fs(name)
     return system.open(path, cache_type="none")
 

@@ -137,7 +137,8 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     if kind != "bpe":
         if name in ("gpt2", "byte"):
             return Tokenizer(dict(kind=name))
-        tokenizer = Tokenizer(read_bpe(Path(name)), name)
+        # Shells do not expand the ~ in --tokenizer=~/x.
+        tokenizer = Tokenizer(read_bpe(Path(name).expanduser()), name)
         check_lossless(tokenizer, name)
         return tokenizer
     if not (size.isdecimal() and BYTE_VOCAB < int(size) <= MOST_IDS):

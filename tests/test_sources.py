@@ -276,11 +276,24 @@ def test_text_about_git_lfs_is_read_as_text():
     assert prepare_text("a.txt").code == 0
 
 
-def test_expands_a_tilde_in_the_out_flag_to_the_home_folder(work, monkeypatch):
+def test_a_tilde_in_source_tokenizer_or_out_is_the_home_folder(work, monkeypatch):
     monkeypatch.setenv("HOME", str(work))
-    Path("a.txt").write_text("a line\n" * 600)
-    assert run("data/prepare_text.py", "a.txt", "--out=~/mine").code == 0
-    assert Path("mine/manifest.json").exists()
+    write_parquet(Path("a.parquet"), FILLING * 9)
+    assert run("data/prepare_text.py", "a.parquet", "--out=~/b", "--tokenizer=bpe:300").code == 0
+    flags = ["--source=~/a.parquet", "--tokenizer=~/b/tokenizer.json", "--out=~/mine"]
+    result = run("data/prepare_fineweb.py", *flags, "--val_tokens=99")
+    assert result.code == 0, result.err
+    assert manifest_of(Path("mine"))["vocab"] == 300
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz"])
+def test_a_file_whose_name_holds_two_colons_is_read(ending):
+    if ending == "parquet":
+        write_parquet(Path("a.parquet"), FILLING)
+    else:
+        write_lines(f"a.{ending}", ROW_LINES)
+    Path(f"a.{ending}").rename(f"a::b.{ending}")
+    assert rows_of(f"a::b.{ending}") == FILLING
 
 
 # -----------------------------------------------------------------------------
