@@ -17,9 +17,8 @@ from common.files import is_lfs_pointer, refuse_lfs_pointer
 from data.decode import first_line
 
 TEXT_FILES = (".txt", ".md", ".py")
-# Table formats whose files also hold deleted rows: the library that reads each format, and the log
-# that says which rows are valid
-TABLE_LOGS = dict(deltalake="_delta_log", hudi=".hoodie", pyiceberg="metadata/*.metadata.json")
+# Logs of Delta Lake, Hudi and Iceberg tables, which say which rows of the parquet files are deleted
+TABLE_LOGS = ("_delta_log", ".hoodie", "metadata/*.metadata.json")
 # Words in file and folder names that say which split a file belongs to, as on the hub
 SPLITS = re.compile(
     r"(?:^|[-._/0-9])(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?=[-._/0-9]|$)"
@@ -116,10 +115,10 @@ def refuse_tables(files: list[Path]) -> None:
     """Raise UserError if parquet files belong to a table whose log says which rows are deleted."""
     paths = {path for file in files for path in (file.absolute(), file.resolve())}
     for folder in {folder for path in paths for folder in path.parents}:
-        for library, log in TABLE_LOGS.items():
+        for log in TABLE_LOGS:
             if glob.glob(os.path.join(glob.escape(str(folder)), log)):
-                held = f"{folder}: a table with a log ({log}), whose files also hold dead rows"
-                raise UserError(f"{held}; read it with {library} and write new parquet files first")
+                held = f"{folder}: a table with a log ({log}), whose files also hold deleted rows"
+                raise UserError(f"{held}; write the others to new parquet files first")
 
 
 def files_in(path: Path) -> Iterator[Path]:

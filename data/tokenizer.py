@@ -40,9 +40,8 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 PROBE = (
     "It's  12 Caf\u00e9s , don't .\n\t\u6f22\u5b57 \U0001f642 <|endoftext|> e\u0301 \ufb01 \u2581 "
 )
-FIRST_BYTES = [*range(0x80, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000)]
-FIRST_BYTES += range(0x10000, 0x110000, 0x30000)
-PROBE += "x" * 300 + "".join(map(chr, [*range(0xC0), *FIRST_BYTES]))
+PROBE += "x" * 300 + "".join(map(chr, [*range(0x801), *range(0x1000, 0x10000, 0x1000)]))
+PROBE += "".join(map(chr, range(0x10000, 0x110000, 0x30000)))
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 # The time to train a BPE grows with the square of a word's length, as of DNA in one line.
