@@ -26,6 +26,7 @@ from data.decode import decode, first_line, is_damaged, is_text, stated_encoding
 from data.files import TEXT_FILES, is_parquet, parse_line, read_lines
 
 FIELD = "text"
+MISSING = object()  # the value of a field that a row does not have, unlike null
 FIRST_ROWS = 1000  # rows of a file to read before deciding that --text_field is wrong
 BATCH_ROWS = 64  # parquet rows to decode at once; few, because each may be a book
 # parquet column types that can hold text
@@ -50,7 +51,7 @@ class Place(NamedTuple):
 
 
 Group = tuple[int, int]  # file number and row group number
-Row = tuple[Place, str | None]  # the place after a row, and its text if it is a document
+Row = tuple[Place, str | None]  # the place after a row, and its text, "" if it is blank
 
 
 @dataclass
@@ -86,9 +87,10 @@ class Source:
         yield from rows
 
     def check_field(self, name: str, first: list[str | None]) -> None:
-        """Raise UserError if most of the first rows of a file hold no text that can be read."""
-        without = sum(not is_text(text) for text in first)
-        if 2 * without <= len(first):
+        """Raise UserError if most of a file's first rows, without blank ones, hold no text."""
+        readable = [is_text(text) for text in first if text != ""]
+        without = readable.count(False)
+        if 2 * without <= len(readable):
             return
         rows = f"{without:,} of the first {len(first):,} rows"
         held = f"{rows} hold no text in the field {self.field} that can be read"
@@ -190,20 +192,20 @@ class Source:
                 text = None if content is None else self.decode_row(name, content)
                 yield as_document(text, self.keeps_blank)
 
-    def decode_row(self, name: str, content: bytes) -> str | None:
+    def decode_row(self, name: str, content: bytes) -> str | bytes:
         """
         Decode a parquet row as a text file, with one warning per file for each kind of trouble.
-        Returns None if it is not text, and keeps the rest of damaged UTF-8.
+        Returns the bytes if they are not text, and keeps the rest of damaged UTF-8.
         """
         if not self.encoding:
             with contextlib.suppress(UnicodeError):
                 return content.decode()
-        text: str | None
+        text: str | bytes
         try:
             text, trouble = decode(content, self.encoding)
             kind = "guessed"
         except UserError as error:
-            text, kind = None, "left out"
+            text, kind = content, "left out"
             trouble = f"{error}; leaving out rows like this one; or give another --encoding"
             if is_damaged(content):
                 text = content.decode(unicode_of(content), errors="replace")
@@ -217,7 +219,7 @@ class Source:
         """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
         for number, line in read_lines(name, place.row):
             try:
-                text = parse_line(line).get(self.field)
+                text = parse_line(line).get(self.field, MISSING)
             except (ValueError, AttributeError, RecursionError) as error:
                 problem = f"is not a JSON object ({first_line(error)})"
                 if line.lstrip().startswith(b"["):
@@ -297,6 +299,9 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
 
 
 def as_document(text: object, keeps_blank: bool = False) -> str | None:
+    """Return a row's text, "" if the row is blank or null, or None if it holds no text."""
+    if text is None:
+        return None if keeps_blank else ""
     if not isinstance(text, str):
         return None
-    return text if keeps_blank or (text and not text.isspace()) else None
+    return text if keeps_blank or not text.isspace() else ""

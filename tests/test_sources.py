@@ -613,6 +613,28 @@ def test_rows_without_text_are_counted_but_a_file_without_any_text_is_refused():
     assert result.code == 2 and "rows hold no text" in result.err and not Path("3").exists()
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
+def test_blank_rows_are_left_out_however_many_and_wherever_they_are(prepare, ending):
+    """Mix null, empty and white-space rows with a fifth of text, after 1,100 blank ones."""
+    blank = [None, "", " \n", "\t"]
+    rows = blank * 275 + [row for text in FILLING for row in (*blank, text)]
+    if ending == "jsonl":
+        Path("a.jsonl").write_text("".join(json.dumps(dict(text=row)) + "\n" for row in rows))
+    else:
+        write_parquet(Path("a.parquet"), rows)
+    result = prepare(f"--source=a.{ending}" if prepare is prepare_rows else f"a.{ending}")
+    assert result.code == 0, result.err
+    assert "1,340 of 1,400 rows hold no text" in result.err
+    check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), FILLING)
+
+
+def test_blank_rows_do_not_hide_that_the_others_hold_no_text():
+    rows = [dict(text=None)] * 60 + [dict(body="words")] * 30 + [dict(text="words")] * 20
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_refused("30 of the first 110 rows hold no text", "--text_field", prepare_text("a.jsonl"))
+
+
 @pytest.mark.parametrize("ending, said", [("gz", "EOFError"), ("zst", "Truncated")])
 @pytest.mark.parametrize("cut", ["a line", "between lines", "the second part", "the last byte"])
 def test_reports_a_truncated_gz_or_zst_file_in_one_line(ending, said, cut):
