@@ -66,43 +66,27 @@ REWRITE = (
     "torch.save(dict(model=s['model'], model_args=s.get('model_args') or vars(s['config'])), "
     "'NEW.pt')\""
 )
-# Files that are mistaken for checkpoints: their first bytes, and what to say about them
-BEGINNINGS = {
-    b"PK": "cut short or damaged, or a zip archive of another kind",
-    b"\x80": "a pickle, as torch.save wrote before 1.6; if you trust it:" + COMMAND + REWRITE,
-    b"GGUF": "a GGUF file; give the Hugging Face folder that it was made from",
-    (20240326).to_bytes(4, "little"): (
-        "weights of llm.c; its dev/eval/export_hf.py makes a Hugging Face folder of them"
-    ),
-    (20240520).to_bytes(4, "little"): "a shard of tokens, not weights",
-    b"\x1f\x8b": "compressed by gzip; unpack it",
-    b"<": "a web page, not weights; download it again",
-}
-
-
-def what_is(path: Path) -> str:
-    """Say what a file is that does not load, by its first bytes, and what to do with it."""
-    try:
-        refuse_lfs_pointer(path)
-        with open(path, "rb") as file:
-            begins = file.read(16)
-    except OSError as error:  # a failing disk, a dead link or a folder
-        return f"cannot be read ({error.strerror})"
-    for beginning, what in BEGINNINGS.items():
-        if begins.startswith(beginning):
-            return what
-    if begins[8:9] == b"{":  # after the length of the JSON
-        return "safetensors weights; give their folder, or if they are cut short, get them again"
-    return f"damaged, or of another program; it begins with {begins!r}" if begins else "empty"
+# Files that do not load: where they hold which bytes, and what to say about them
+MARKS = (
+    (0, b"PK", "cut short or damaged, or a zip archive of another kind"),
+    (0, (20240520).to_bytes(4, "little"), "a shard of tokens, not weights"),
+    (8, b"{", "safetensors weights; give their folder"),  # after the length of the JSON
+)
 
 
 def damage(path: Path) -> str:
     """Read the whole file, and return why it cannot be loaded, or ""."""
     try:
-        with zipfile.ZipFile(path) as file:
-            record = file.testzip()
+        with open(path, "rb") as file:
+            begins = file.read(16)
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip()
+    except OSError as error:  # a failing disk, a dead link or a folder
+        return f"cannot be read ({error.strerror})"
     except Exception:  # a damaged file can raise anything
-        return what_is(path)
+        refuse_lfs_pointer(path)
+        unknown = f"not a checkpoint; it begins with {begins!r}"
+        return next((what for at, mark, what in MARKS if begins[at:].startswith(mark)), unknown)
     if record:
         return f"is damaged: its record {record} has the wrong checksum"
     try:
