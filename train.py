@@ -111,8 +111,8 @@ def newest_checkpoint(c: Config) -> Path | None:
     out_dir = Path(c.out_dir)
     path = checkpoint.find_newest(out_dir, c.keep_checkpoints, peak_end(c))
     if path is None and c.init_from == "resume":
-        hint = weights_hint(out_dir) or "--init_from=auto starts a new run there"
-        raise UserError(f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+        problem = f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume"
+        raise UserError(f"{problem}; --init_from=auto starts a new run there")
     return path
 
 
@@ -125,22 +125,12 @@ def initial_weights(c: Config) -> dict | None:
     out_dir = Path(c.out_dir)
     others = sorted(out_dir.glob("*.pt"))
     if others and (from_scratch or not c.eval_only):
-        has_run = checkpoint.list_checkpoints(out_dir)
-        way = "--init_from=auto resumes it" if has_run else weights_hint(out_dir)
-        raise UserError(
-            f"out_dir: {others[-1]} is of an earlier run; {way}; for a new run, another --out_dir"
-        )
+        way = "--init_from=auto resumes it, " if checkpoint.list_checkpoints(out_dir) else ""
+        hint = f"{way}another --out_dir starts a new run"
+        raise UserError(f"out_dir: {others[-1]} is of an earlier run; {hint}")
     if from_scratch:
         return None
     return load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
-
-
-def weights_hint(out_dir: Path) -> str:
-    """Return a hint for a folder that has only weights (best.pt, nanoGPT's ckpt.pt), else ""."""
-    weights = sorted(out_dir.glob("*.pt"))
-    if not weights:
-        return ""
-    return f"--init_from={weights[0]} with another --out_dir starts from its weights"
 
 
 def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:

@@ -143,12 +143,12 @@ FOLDERS = [
     ("train.py tiny.py --init_from=resume --out_dir=run/best.pt", "best.pt no checkpoint"),
     ("train.py tiny.py --init_from=resume --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
-    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --init_from --out_dir"),
+    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --out_dir"),
     # as a browser names a second copy
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run 1 checkpoints"),
-    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --init_from"),
-    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --init_from"),
+    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "nanogpt_run no checkpoint"),
+    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --out_dir"),
     (
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
         "dataset run",
