@@ -451,8 +451,8 @@ def set_mfu(run: Run, gpu: str) -> None:
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
 
 
-def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
-    """Collect warnings: which figures are not comparable, and which runs miss the target loss."""
+def collect_warnings(runs: list[Run]) -> list[str]:
+    """Collect warnings about figures that are not comparable."""
     warnings = [warning for run in runs for warning in run.warnings]
     if reason := why_losses_do_not_compare(runs):
         bits = why_bits_do_not_compare(runs)
@@ -464,24 +464,7 @@ def collect_warnings(runs: list[Run], target: float | None) -> list[str]:
             "so a difference of 0.03 means nothing; if you have nanoGPT's ckpt.pt, evaluate it "
             "here (docs/from_nanogpt.md)"
         )
-    if target is not None:
-        reasons = [why_not_reached(run, target) for run in runs]
-        warnings += [reason for reason in reasons if reason]
     return warnings
-
-
-def why_not_reached(run: Run, target: float) -> str:
-    """Return why the tokens and time to this val loss are unknown, "" if they are known."""
-    iters, losses = learning_curve(run, "iter")
-    if not len(losses):
-        return f"{run.name}: no evaluation after iteration 0, so it has no val loss to compare"
-    lowest = losses.min()
-    if lowest > target:
-        return f"{run.name}: val loss {target:.4f} was not reached; the lowest is {lowest:.4f}"
-    if reach(iters, losses, target) is None:
-        first = f"val loss {target:.4f} was passed before the first evaluation"
-        return f"{run.name}: {first}, at iteration {iters[0]:.0f}; choose a lower --loss"
-    return ""
 
 
 def find_paths(given: list[Path]) -> list[Path]:
@@ -494,7 +477,7 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
     """Print the table and the warnings. Returns the dict that --json writes."""
     names = [run.name for run in runs]
     rows = [*setting_rows(runs), *speed_rows(runs), *pause_rows(runs), *loss_rows(runs, target)]
-    warnings = collect_warnings(runs, target)
+    warnings = collect_warnings(runs)
     print_table(rows, names)
     for warning in warnings:
         warn(warning)
