@@ -47,9 +47,9 @@ from training import hardware
 from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.hardware import count_flops
-from training.log import LARGE_CORPUS, MANY_EPOCHS
 from training.pretrained import read_sizes
 
+LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant to be repeated
 # The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
 # in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
 # MFUs of 124M models. A laptop GPU's peak is stated at its highest boost clock; its lowest boost

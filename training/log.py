@@ -31,7 +31,6 @@ from training.hardware import MEASURED, Hardware, count_flops, old_driver
 from training.ranks import Ranks
 
 PROJECT = Path(__file__).resolve().parent.parent
-LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant to be repeated
 FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 WIDTH = 100  # columns at which the settings line is wrapped
@@ -193,7 +192,6 @@ class Log:
         say(batch_line(c))
         if self.has_files:
             say(f"run: {self.length()}, in {c.out_dir}")
-            self.warn_of_epochs()
             self.warn_of_warmup()
             self.warn_of_space(optimizer)
         if self.world_size > 1:
@@ -240,15 +238,6 @@ class Log:
         """Return the total tokens at the end of a run with max_iters."""
         iterations = self.config.max_iters - self.first_iter
         return self.first_tokens + self.config.iter_tokens * iterations
-
-    def warn_of_epochs(self) -> None:
-        """Warn if the run repeats a large dataset more than twice."""
-        c, corpus = self.config, self.train_tokens
-        if c.by_clock or not corpus or corpus < LARGE_CORPUS:
-            return
-        if (epochs := self.tokens_at_end() / corpus) > MANY_EPOCHS:
-            hint = f"prepare more tokens, or give --max_iters={2 * corpus // c.iter_tokens}"
-            warn(f"{epochs:.1f} epochs of the {count(corpus)} tokens in {c.dataset}; {hint}")
 
     def warn_of_warmup(self) -> None:
         """Warn if the learning rate never reaches its peak, or never decays."""

@@ -1,4 +1,4 @@
-"""Check what a run warns of, such as many epochs and slow settings, and --eval_only on a run."""
+"""Check what plan and a run warn of, and --eval_only on a run."""
 
 from pathlib import Path
 
@@ -22,28 +22,6 @@ TINY = dict(
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [150])
-
-
-def make_large(folder: Path) -> Path:
-    """Make a folder of 101M zero tokens, a sparse file in nanoGPT's format."""
-    folder.mkdir()
-    for name, size in (("train.bin", 202_000_000), ("val.bin", 2000)):
-        with open(folder / name, "wb") as file:
-            file.truncate(size)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "epochs, warned", [pytest.param(1.9, False, marks=pytest.mark.slow), (2.1, True)]
-)
-def test_warns_of_more_than_two_epochs_of_a_large_dataset(epochs, warned, tmp_path):
-    data = make_large(tmp_path / "large")
-    # eval_tokens and max_minutes end it at once; a minute has 60,000 milliseconds
-    iterations = int(epochs * 101e6 / (12 * 16 * 40))
-    keys = TINY | dict(dataset=data, out_dir=tmp_path / "run", block_size=16, max_minutes=1e-6)
-    result = run("train.py", *flags(**keys | dict(max_iters=iterations)))
-    assert result.code == 0, result.err
-    assert ("2.1 epochs" in result.err) == warned
 
 
 @pytest.mark.parametrize("tokens, warned", [("6B", False), ("2B", True)])
