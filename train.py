@@ -193,13 +193,12 @@ def is_done(c: Config, resumed: dict) -> bool:
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
-def say_done(c: Config, resumed: dict, data: Dataset, world_size: int) -> None:
+def say_done(c: Config, resumed: dict) -> None:
     it = resumed["progress"]["iter_num"]
     key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
     done = f"all {it:,} iterations are done"
     say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, another --out_dir")
-    longer = replace(c, max_iters=2 * it)
-    say_extension(longer, peak_end(config_before(resumed)), resumed, data, world_size)
+    say_extension(c, peak_end(config_before(resumed)), resumed)
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -349,7 +348,7 @@ def peak_end(c: Config) -> int:
     return int(wsd_decay_start(c, c.lr_decay_iters or c.max_iters, c.warmup_iters))
 
 
-def warn_of_higher_rate(c, clock: Clock, resumed: dict, data: Dataset, world_size: int) -> None:
+def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
     """Warn if a resume raises the learning rate, for example by extending a decayed run."""
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
@@ -362,7 +361,7 @@ def warn_of_higher_rate(c, clock: Clock, resumed: dict, data: Dataset, world_siz
         why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
         if c.max_iters > before.max_iters:
-            say_extension(c, peak_end(before), resumed, data, world_size)
+            say_extension(c, peak_end(before), resumed)
 
 
 # -----------------------------------------------------------------------------
@@ -668,7 +667,7 @@ def main(
     hw.find_peak_flops(saved_peak_flops)
     data = open_data(c, resumed, weights, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
-        say_done(c, resumed, data, ranks.world_size)
+        say_done(c, resumed)
         return 0
     compiles = c.compile and hw.can_compile and not c.eval_only
 
@@ -708,7 +707,7 @@ def main(
     # Print the command, the device, the model, the data, the length of the run, and warnings
     log.begin(compiles, resumed, weights, optimizer)
     if resumed and not c.eval_only:
-        ranks.on_main(warn_of_higher_rate, c, clock, resumed, data, ranks.world_size)
+        ranks.on_main(warn_of_higher_rate, c, clock, resumed)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, weights  # frees the loaded checkpoint

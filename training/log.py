@@ -558,32 +558,11 @@ def launch_command(world_size: int, **changes) -> str:
     return f"{script} {command_line(*kept, *(f'--{k}={v}' for k, v in changes.items()))}"
 
 
-def say_extension(c: Config, peak_end: int, resumed: dict, data: Dataset, world_size: int) -> None:
-    """
-    Print how to extend a run to c.max_iters from its newest checkpoint up to `peak_end`, as if it
-    had been planned that long. Prints nothing if there is none, or if the run is not past it.
-    """
-    it, start = resumed["progress"]["iter_num"], newest_until(Path(c.out_dir), peak_end)
-    if not (c.keeps_peak and start and iteration(start) < it):
-        return
-    begin = iteration(start)
-    seconds = sum(resumed["ledger"][name] for name in ("steps", "evaluation", "checkpoints"))
-    again = f"{begin:,} to {it:,} are trained again ({duration(seconds * (it - begin) / it)})"
-    folder = f"{Path(c.out_dir)}_{c.max_iters}"
-    copy = "copy" if sys.platform == "win32" else "cp"
-    changes = dict(out_dir=folder, init_from="resume", max_iters=c.max_iters)
-    if c.lr_decay_iters:
-        changes["lr_decay_iters"] = c.max_iters
-    say(
-        f"to end like a run planned for {c.max_iters:,} iterations, resume a copy from before the "
-        f"decay; iterations {again}:",
-        f"    {command_line('mkdir', folder)}",
-        f"    {command_line(copy, start, folder)}",
-        f"    {command_line(copy, start.with_name('metrics.jsonl'), folder)}",
-        f"    {launch_command(world_size, **changes)}",
-    )
-    if not data.stream and (last := len(data.train) // c.iter_tokens) < c.max_iters:
-        say(f"the prepared tokens last for {last:,} iterations; then the run reads them again")
+def say_extension(c: Config, peak_end: int, resumed: dict) -> None:
+    """Name the checkpoint up to `peak_end` from which a longer run begins, if there is one."""
+    start = newest_until(Path(c.out_dir), peak_end)
+    if c.keeps_peak and start and iteration(start) < resumed["progress"]["iter_num"]:
+        say(f"for a longer run, resume a copy of {start}: see docs/hours.md#one-more-night")
 
 
 def tokenizer_name(spec: dict) -> str:

@@ -4,10 +4,9 @@ copy ends with the same bits as a run planned for that length from the start.
 """
 
 import json
-import shlex
+import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -82,19 +81,18 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def commands(out: str) -> list[str]:
-    """Return the printed lines that are meant to be copied."""
-    return [line.strip() for line in out.splitlines() if line.startswith("    ")]
+def named(out: str) -> list[str]:
+    """Return the checkpoints that a run says a longer one begins from."""
+    return re.findall(r"resume a copy of (.*\.pt): see docs/hours.md#one-more-night", out)
 
 
-def copy_as_printed(out: str) -> list[str]:
-    """Run the printed commands except the last one, which trains. Return train.py's arguments."""
-    *copying, training = commands(out)
-    for command in copying:
-        subprocess.run(command, shell=True, check=True)
-    launcher, arguments = training.split("train.py ", 1)
-    assert launcher in ("python ", "torchrun ... ")
-    return shlex.split(arguments)
+def copy_for_longer(out: str, folder: Path) -> dict:
+    """Copy the checkpoint that was named and its metrics.jsonl, as docs/hours.md shows."""
+    (start,) = map(Path, named(out))
+    folder.mkdir()
+    for path in (start, start.with_name("metrics.jsonl")):
+        shutil.copy(path, folder)
+    return dict(out_dir=folder, init_from="resume", max_iters=24)
 
 
 @pytest.mark.parametrize("keep", slow_but(2, of=[1, 2]))
@@ -121,15 +119,15 @@ def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens,
 def test_a_run_with_another_schedule_or_hours_keeps_only_its_newest_checkpoint(
     changes, tokens, tmp_path
 ):
-    """Print no commands for extending the run, either."""
+    """Name no checkpoint for a longer run, either."""
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=1) | changes
     train(**keys)
     assert checkpoints(tmp_path / "run") == [12]
     result = train(**keys)
-    assert "iterations are done" in result.out and not commands(result.out)
+    assert "iterations are done" in result.out and not named(result.out)
 
 
-def test_a_run_extended_with_the_printed_commands_equals_one_planned_for_that_length(
+def test_a_run_extended_from_the_named_checkpoint_equals_one_planned_for_that_length(
     planned, tokens, tmp_path
 ):
     """
@@ -138,7 +136,8 @@ def test_a_run_extended_with_the_printed_commands_equals_one_planned_for_that_le
     """
     ranks, longer = planned
     out_dir = tmp_path / "a run"
-    arguments = flags(**NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=1))
+    keys = NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=1)
+    arguments = flags(**keys)
     if ranks == 1:
         killed = with_faults(tmp_path, ("update", 6, "SIGKILL"))
         launch(1, *arguments, script=killed, code=-signal.SIGKILL)
@@ -147,9 +146,8 @@ def test_a_run_extended_with_the_printed_commands_equals_one_planned_for_that_le
 
     asked = launch(ranks, *arguments)
     assert files(out_dir) == before
-    assert "iterations 6 to 12 are trained again" in asked.out
-    assert "the prepared tokens last for 9 iterations" in asked.out
-    arguments = copy_as_printed(asked.out)
+    assert named(asked.out) == [f"{out_dir}/ckpt-00000006.pt"]
+    arguments = flags(**keys | copy_for_longer(asked.out, tmp_path / "a run_24"))
     if ranks == 1:
         killed = with_faults(tmp_path, ("update", 9, "SIGKILL"))
         launch(1, *arguments, script=killed, code=-signal.SIGKILL)
@@ -160,15 +158,15 @@ def test_a_run_extended_with_the_printed_commands_equals_one_planned_for_that_le
     assert files(out_dir) == before  # the finished run stays
 
 
-def test_a_resume_that_raises_the_learning_rate_prints_the_commands_that_extend_a_run(
+def test_a_resume_that_raises_the_learning_rate_names_the_checkpoint_for_a_longer_run(
     tokens, tmp_path
 ):
     keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run")
     train(**keys)
-    asked = commands(train(**keys).out)
+    asked = named(train(**keys).out)
     raised = train(**keys | dict(max_iters=24))
     assert "raises it from 0.00e+00 to 1.00e-02" in raised.err
-    assert commands(raised.out)[:4] == asked
+    assert named(raised.out) == asked == [f"{tmp_path}/run/ckpt-00000006.pt"]
 
 
 def test_an_unfinished_run_can_be_decayed_in_a_copy_and_then_continued(planned, tokens, tmp_path):
@@ -203,7 +201,7 @@ def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_dec
     assert trainer.launch(**keys).code == 0
     assert checkpoints(disk / "run") == [4, 12]
     asked = launch(1, *flags(**keys))
-    launch(1, *copy_as_printed(asked.out))
+    launch(1, *flags(**keys | copy_for_longer(asked.out, disk / "run_24")))
     assert_same_run(tmp_path / "planned", disk / "run_24", 24)
 
 

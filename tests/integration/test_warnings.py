@@ -1,9 +1,9 @@
-"""Check what plan and a run warn of, and --eval_only on a run."""
+"""Check that a run warns of float16 on a CPU, and --eval_only on a run."""
 
 from pathlib import Path
 
 import pytest
-from program import column, flags, run, train, write_tokens
+from program import column, train, write_tokens
 
 TINY = dict(
     n_layer=1,
@@ -22,15 +22,6 @@ TINY = dict(
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [150])
-
-
-@pytest.mark.parametrize("tokens, warned", [("6B", False), ("2B", True)])
-def test_plan_warns_of_more_than_two_epochs_of_a_large_dataset(tokens, warned):
-    """Plan a run of 10B tokens."""
-    flags = ("config/gpt124m_4070.py", "--gpu=4070", f"--dataset_tokens={tokens}")
-    result = run("bench.py", "plan", *flags)
-    assert result.code == 0, result.err
-    assert ("5.0 epochs" in result.err) == warned
 
 
 def test_eval_only_prints_the_runs_last_val_loss_and_adds_no_file(tokens, tmp_path):
