@@ -24,7 +24,7 @@ Examples:
     python bench.py plan config/fast124m_4070.py --gpu=4070 --hours=8
 """
 
-import common.threads  # before torch  # noqa: F401  isort: skip
+import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import pickle
 import re

@@ -18,7 +18,6 @@ evaluations exceeds a fifth of the progress so far, and before the first evaluat
 0, where the loss falls steeply.
 """
 
-import common  # before torch  # noqa: F401  isort: skip
 import json
 import math
 from collections.abc import Callable

@@ -8,7 +8,7 @@ with AutoModelForCausalLM and AutoTokenizer. Nothing needs converting in the oth
 train.py or sample.py --init_from=PATH. Code in the input files is never executed.
 """
 
-import common  # must precede torch  # noqa: F401  isort: skip
+import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import re
 from pathlib import Path

@@ -15,7 +15,7 @@ ignored. All samples of a prompt are one batch: the first is printed as it grows
 A sample ends at an end-of-text token.
 """
 
-import common.threads  # before torch  # noqa: F401  isort: skip
+import common.environment  # before torch  # noqa: F401  isort: skip
 import contextlib
 import sys
 from collections.abc import Iterator

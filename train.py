@@ -27,7 +27,7 @@ if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch counts towards the run's time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit quietly on Ctrl-C during imports
 
-import common.threads  # before torch  # noqa: F401  isort: skip
+import common.environment  # before torch  # noqa: F401  isort: skip
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel

@@ -29,6 +29,7 @@ if __name__ == "__main__":
     # shadow a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, count, parse_count, run_main, say, warn
 from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, Shuffled, choose_held_out, list_groups

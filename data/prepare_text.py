@@ -27,6 +27,7 @@ if __name__ == "__main__":
     # shadow a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, UserError, command_line, parse_count, run_main
 from common.files import replacing
 from data.decode import FALLBACK

@@ -186,8 +186,6 @@ def bpe_of_merges(folder: Path):
 
 def load_bpe(content: str, path: str | Path):
     """Return the library's tokenizer, its number of ids, and end-of-text's id. Raises UserError."""
-    # writer.py already uses threads. If the library did too, it would warn at every fork.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers  # lazily, as tiktoken above
 

@@ -7,8 +7,8 @@ sets none.
 
 CONFIG stands for config files and --key=value flags, as for train.py. Every side runs train.py in a
 new process, with the same weights, batches, dtype, compile setting and optimizer; nanoGPT's sides
-use nanoGPT's model.py. The threads of all sides wait alike, as common/threads.py decides. Speeds
-are compared as in bench.py: on a CPU by CPU time.
+use nanoGPT's model.py. The threads of all sides wait alike, as common/environment.py decides.
+Speeds are compared as in bench.py: on a CPU by CPU time.
 """
 
 import json

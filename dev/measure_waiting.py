@@ -8,7 +8,7 @@ the quickstart and a small GPT-2, which takes about half an hour:
 
     python dev/measure_waiting.py OUT.json
 
-Settings are variables, or "default" for what common/threads.py chooses:
+Settings are variables, or "default" for what common/environment.py chooses:
 
     python dev/measure_waiting.py OUT.json --run=config/quickstart.py --loops 0 1 \\
         --settings default "GOMP_SPINCOUNT=5000 OMP_NUM_THREADS=2"

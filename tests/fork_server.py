@@ -203,6 +203,7 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
+    sys.modules.pop("common.environment", None)  # which sets variables as it is imported
     os.chdir(cwd)
     sys.stdout, sys.stderr = console(1, "strict"), console(2, "backslashreplace")
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr

@@ -4,6 +4,7 @@ logs. Other machines are imitated by patching torch and the standard library.
 """
 
 import contextlib
+import importlib.metadata
 import itertools
 import os
 import platform
@@ -18,8 +19,8 @@ import torch
 from cases import slow_but
 from program import ROOT, TINY_RUN, column, finish, flags, run, start, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.torch_version import TorchVersion
 
+from common import environment
 from common.console import UserError
 from configurator import Config, load_config, resolve
 from model import GPTConfig
@@ -793,14 +794,14 @@ ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 @pytest.fixture
 def fresh_linux(monkeypatch):
     """Imitate a Linux whose user has set none of the allocator's variables."""
-    monkeypatch.setattr(os, "environ", {"HOME": "/home/user"})
+    monkeypatch.setattr(os, "environ", {"HOME": "/home/user", "OMP_NUM_THREADS": "1"})
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
 
 
-def set_environment() -> dict:
-    """Run hardware.py as on its first import, and return its globals."""
-    return runpy.run_path(hardware.__file__)
+def set_environment() -> None:
+    """Set the variables as environment.py does on its first import."""
+    runpy.run_path(environment.__file__)
 
 
 def test_turns_expandable_segments_on_if_the_user_set_nothing(fresh_linux):
@@ -833,7 +834,7 @@ def test_turns_off_a_compiler_optimization_that_loses_gradients(
     Set TORCHINDUCTOR_MIX_ORDER_REDUCTION to 0 for torch 2.10 to 2.14, unless the user has set it.
     2.15.0 is the first release in whose source pytorch #193061 is fixed.
     """
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     set_environment()
     assert os.environ.get(SWITCH) == switch
     os.environ[SWITCH] = "1"
@@ -850,14 +851,19 @@ def test_torchs_compiler_obeys_the_switch_that_train_sets():
     assert finish(switched).out == f"{torch.__version__ >= '2.15'}\n"
 
 
-@pytest.mark.parametrize("home", ["home", "my home", "o'brien", "none"])
-def test_caches_compiled_code_in_the_home_folder_if_it_is_usable(home, fresh_linux, tmp_path):
+@pytest.mark.parametrize("home", ["home", "my home", "o'brien", "none", "noexec"])
+def test_caches_compiled_code_in_the_home_folder_if_it_is_usable(
+    home, fresh_linux, tmp_path, monkeypatch
+):
     """
-    Leave the cache's place to torch if the home folder is missing, as in some containers, or has a
-    space or quote in its path, which torch's compiler cannot use.
+    Leave the cache's place to torch if the home folder is missing, as in some containers, has a
+    space or quote in its path, which torch's compiler cannot use, or is mounted with noexec.
     """
-    for name in ("home", "my home", "o'brien"):
+    for name in ("home", "my home", "o'brien", "noexec"):
         (tmp_path / name).mkdir()
+    mount = SimpleNamespace(f_flag=8 if home == "noexec" else 0)
+    monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
+    monkeypatch.setattr(os, "statvfs", lambda path: mount, raising=False)
     os.environ["HOME"] = os.environ["USERPROFILE"] = str(tmp_path / home)
     set_environment()
     expected = f"{tmp_path}/home/.cache/torchinductor" if home == "home" else None
@@ -894,7 +900,7 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(
     seen = card(is_integrated=is_integrated)
     monkeypatch.setattr(sys, "platform", platform_name)
     monkeypatch.setattr(platform, "release", lambda: release)
-    names = set_environment()
+    names = runpy.run_path(hardware.__file__)
     monkeypatch.setattr(Path, "read_text", lambda path: "MemAvailable:    7000000 kB\n")
     names["limit_memory"](torch.device("cuda", 0))
     assert seen == pytest.approx(limits)

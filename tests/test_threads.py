@@ -28,18 +28,21 @@ TINY = dict(
     dtype="float32",
     compile=False,
 )
-# Imports common.threads where `running` threads run and the machine has `cpus`, 2 to a core if SMT.
+# Imports common.environment where `running` threads run and the machine has `cpus`, 2 to a core if
+# SMT.
 DECIDE = """
 import os, pathlib, sys
 running, cpus, per_core = map(int, sys.argv[1:])
-def read_text(path, read=pathlib.Path.read_text):
+def read_text(path, *arguments, read=pathlib.Path.read_text, **options):
     if str(path) == "/proc/loadavg":
         return f"9.00 9.00 9.00 {running}/400 77\\n"
+    if path.name != "siblings":
+        return read(path, *arguments, **options)
     return str(int(path.parts[-3].removeprefix("cpu")) // per_core)
 pathlib.Path.read_text = read_text
 pathlib.Path.glob = lambda path, _: [path / f"cpu{n}/topology/siblings" for n in range(cpus)]
 os.cpu_count = lambda: cpus
-import common.threads
+import common.environment
 print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
 """
 SPINS, PASSIVE = "None 10000", "passive None"
@@ -101,7 +104,7 @@ def test_idle_threads_sleep_while_endless_loops_use_every_processor():
     """Check only the busy case. No test can rely on an idle machine."""
     endless = [sys.executable, "-c", "while True: pass"]
     loops = [subprocess.Popen(endless) for _ in range(os.cpu_count() or 1)]
-    code = "import common.threads, os; print(os.environ['OMP_WAIT_POLICY'])"
+    code = "import common.environment, os; print(os.environ['OMP_WAIT_POLICY'])"
     kept = environment(OMP_NUM_THREADS="2")
     try:
         said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=kept, text=True)

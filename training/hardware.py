@@ -52,25 +52,6 @@ LEAST_DRIVER = {12: "525 or newer", 13: "580 or newer"}
 MEASURED = "measured"  # peak_source if the peak was measured instead of looked up
 MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
-# Defaults that torch reads when it first compiles or allocates. The user's own values win.
-home = os.path.expanduser("~")
-# A container may give its user no home; torch's compiler cannot use a path with a space or quote.
-if os.access(home, os.W_OK) and not re.search(r"[\s'\"]", home):
-    # torch's default is in /tmp, which is emptied at reboot
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{home}/.cache/torchinductor")
-if sys.platform == "win32":
-    os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")  # paths: 260 characters at most
-    # otherwise Intel's runtime, part of some numpy builds, kills the process on Ctrl-C
-    os.environ.setdefault("FOR_DISABLE_CONSOLE_CTRL_HANDLER", "1")
-# In torch 2.10 to 2.14, compiled code may lose norm gradients on a GPU (pytorch #193061)
-if "2.10" <= torch.__version__ < "2.15":
-    os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
-# Expandable segments reduce fragmentation, so larger batches fit. They stay off under WSL, where
-# NVIDIA's driver may crash on them (pytorch #192330), and if the variable's old name is set.
-if sys.platform == "linux" and not WINDOWS_DRIVER:
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
 
 @dataclass
 class Hardware:

@@ -165,7 +165,7 @@ class Log:
         memory = hw.memory_gib()
         parts = [name, f"{memory:.1f}GiB"] if memory else [name]
         if hw.device.type == "cpu" and os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            parts.append("threads wait passively")  # common/threads.py set it, or the user
+            parts.append("threads wait passively")  # environment.py set it, or the user
         is_auto = is_new and "dtype" not in c.set_keys
         parts.append(f"auto -> {hw.dtype_name}" if is_auto else hw.dtype_name)
         parts += [] if compiles else ["not compiled"]
