@@ -1,6 +1,6 @@
 # The recipe of config/fast124m_4070.py at 40M parameters in matmuls, on an RTX 4070 (12 GB). Nobody
 # has measured it at this size.
-# Estimated, not measured (docs/status.md): 3.1 hours (3.0 to 3.1) for 1.70B tokens, by
+# Estimated, not measured (docs/status.md): 3.7 hours (3.0 to 4.1) for 1.70B tokens, by
 # python bench.py plan config/fast40m_4070.py --gpu=4070
 out_dir = "out/fast40m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
@@ -33,7 +33,7 @@ min_lr = 0.0
 
 eval_interval = 250
 eval_tokens = 10485760
-checkpoint_interval = 125  # every 7 minutes: the most that a crash can cost
+checkpoint_interval = 125  # every 8 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -77,6 +77,11 @@ USABLE_MEMORY = 0.9
 MOST_FLOPS_ON_A_CPU = 1e12
 # relative, because nanoGPT's log prints the parameters in millions with two decimals
 SAME_PARAMETERS = 1e-3
+# A model narrower than the published ones reaches a lower MFU: the likely one times
+# (n_embd / 768) ** 0.25, the lowest times (n_embd / 768) ** 0.4. Public pairs of runs have 0.84 and
+# 0.76 for half the width (docs/plan.md).
+PUBLISHED_WIDTH = 768
+LIKELY_LOSS, LARGEST_LOSS = 0.25, 0.4
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +182,8 @@ def one_pace(source: str, seconds: float) -> Pace:
 def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     """
     Return the pace at the median of the GPU's published MFUs, or of those assumed for its kind; its
-    range is theirs. Raises UserError if the GPU's peak or the model's FLOPs are unknown.
+    range is theirs, and both are lower for a narrow model. Raises UserError if the GPU's peak or
+    the model's FLOPs are unknown.
     """
     hint = "give --iter_seconds=S or --from_run=RUN"
     flops = count_flops(model)
@@ -197,7 +203,12 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
         kind = next(word for word in ASSUMED_MFU if word in card.name)
         low, likely, high = mfus = ASSUMED_MFU[kind]
         source = f"assumed: {likely:.0%} ({low:.0%} to {high:.0%}) of its peak; none is published"
-    return Pace(source, at_peak / median(mfus), at_peak / max(mfus), at_peak / min(mfus))
+    width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
+    likely, lowest = width**LIKELY_LOSS * median(mfus), width**LARGEST_LOSS * min(mfus)
+    if width < 1:
+        part = width**LIKELY_LOSS
+        source += f"; {part:.0%} of that at n_embd {model.n_embd}, as in public runs (docs/plan.md)"
+    return Pace(source, at_peak / likely, at_peak / max(mfus), at_peak / lowest)
 
 
 def pace_of_run(config: Config, model: GPTConfig, run: Run, options: Namespace, card: Card) -> Pace:
