@@ -127,10 +127,42 @@ def h100_figures():
     yield page, [x * 10 ** -math.floor(math.log10(x)) for x in differences]
 
 
+def h200_figures():
+    """
+    Yield (page, figures) for the two ladders, rung by rung and in all, and for the fast recipe's
+    speed and short run on an H200.
+    """
+    index, page = "results/README.md", "docs/ladder.md"
+    ours, notes = result("h200/ladder")["rows"], result("rows")["notes_ladder"]["rows"]
+    before = [ours[0], *ours], [notes[0], *notes]
+    for row, note, row_above, note_above in zip(ours, notes, *before, strict=False):
+        rate, noted = row["tokens_per_sec"], note["tokens_per_sec"]
+        gain, noted_gain = rate / row_above["tokens_per_sec"], noted / note_above["tokens_per_sec"]
+        first = row is ours[0]
+        yield page, [rate, *([] if first else [gain]), row["mem_gib"], noted, note["batch_size"]]
+        yield page, [noted, note["batch_size"], *([] if first else [noted_gain])]
+        assert first or row["gain"] == pytest.approx(gain)
+    total = ours[-1]["tokens_per_sec"] / ours[0]["tokens_per_sec"]
+    best = max(note["tokens_per_sec"] for note in notes)
+    yield page, [ours[0]["tokens_per_sec"], ours[-1]["tokens_per_sec"], total]
+    yield page, [notes[0]["tokens_per_sec"], best, best / notes[0]["tokens_per_sec"]]
+    gains = [ours[i]["gain"] for i in (1, 3, 4, 5, 6)]
+    yield index, [total, ours[0]["tokens_per_sec"], ours[-1]["tokens_per_sec"], *gains]
+    fast, text = result("h200/fast"), result("h200/text")["runs"]
+    rates = [round(rate, -2) for rate in (fast["tokens_per_sec"], *fast["tokens_per_sec_range"])]
+    hours = 3250 * fast["tokens_per_iter"] / fast["tokens_per_sec"] / 3600
+    yield index, [*rates, 100 * fast["mfu"], fast["mem_gib"], hours]
+    yield "README.md", [hours, 14.6]
+    yield "docs/fast_recipe.md", [162.4, 14.6, 1.6, hours]
+    losses = [[found["val_loss"] for found in run["evaluations"]] for run in text.values()]
+    yield index, [losses[0][0], losses[0][-1]]
+    yield index, [max(abs(a - b) for a, b in zip(*losses, strict=True))]
+
+
 MEASURED = [*peer_figures(), *study_figures(), *ranges(), *h100_figures()]
 
 
-@pytest.mark.parametrize("page, values", MEASURED)
+@pytest.mark.parametrize("page, values", [*MEASURED, *h200_figures()])
 def test_a_page_shows_the_measured_figures_of_the_results_files(page, values):
     assert shows(page, values)
 
@@ -223,7 +255,7 @@ def cells_of(row: str) -> list[str]:
 def planned_cells():
     """
     Yield (page, config and flags, column, cell) for each cell that plan computes, in the table rows
-    that name a config.
+    that name a config. A cell that says so has a measured figure instead.
     """
     for page in GUIDES:
         for table in re.findall(r"(?:^\|.*\n)+", read(page), re.MULTILINE):
@@ -234,7 +266,7 @@ def planned_cells():
                 words = (named[1], f"--gpu={named[2]}", *named[3].split())
                 for title, cell in zip(cells_of(head), cells_of(row), strict=True):
                     for column in COLUMNS:
-                        if column in title and numbers(cell):
+                        if column in title and numbers(cell) and "measured" not in cell:
                             yield page_name(page), words, column, cell
 
 
