@@ -25,21 +25,25 @@ Examples:
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
+import itertools
 import json
+import math
 import pickle
 import re
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from common.child import keep_awake, start_child
 from common.console import (
@@ -83,6 +87,8 @@ MOST_SECONDS = 60.0  # after this long, uncounted lines included, one counted li
 # At most this many micro-batches per log line, because the run waits for the device at each line. A
 # line covers at least one iteration.
 MICRO_BATCHES_PER_LINE = 10
+# Without --trials, a sweep or a ladder begins no round that would probably end after this long.
+ROUNDS_SECONDS = 600.0
 RANDOM_TOKENS = 2**22
 # the start record's values that a measurement keeps
 OF_THE_MACHINE = ("device", "device_type", "dtype", "peak_tflops", "peak_source", "torch")
@@ -296,42 +302,74 @@ def gib(number: float | None) -> str:
 # Several configurations in turn
 
 Row = tuple[str, Config]  # name, configuration
+# the rows so far, each with the results of measure(): none if it ran out of memory
+Measured = list[tuple[Row, list[dict]]]
 
 
-def measure_in_turn(rows: list[Row], options: Namespace) -> list[list[dict]]:
+def measure_in_turn(
+    rows: list[Row], options: Namespace, tabulate: Callable[[Measured], dict]
+) -> dict:
     """
-    Measure all rows in turn, --trials times over, so that a machine that is busy or throttled for a
-    while slows down all rows alike. Returns the results of measure() for each row; an empty list
-    for a row that runs out of memory.
+    Measure all rows in turn, so that a machine that is busy or throttled for a while slows down all
+    rows alike. There are --trials rounds, or as many as fit into ten minutes, but at least one.
+
+    Returns what `tabulate` returns. It prints the table, also after Ctrl-C, SIGTERM or an error.
     """
-    found: list[list[dict]] = [[] for _ in rows]
-    too_large: set[int] = set()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    rounds = "as many rounds as fit into ten minutes"
+    if options.trials:
+        rounds = f"--trials={options.trials}"
+    say(f"{len(rows)} rows, {rounds}; Ctrl-C ends with the table of the rows so far")
+    found: dict[str, list[dict]] = {}
+    measured: Measured = []
     # By dtype and tf32. A peak is measured once and reused, so that the rows' MFUs are comparable.
     peaks: dict[tuple[str, bool], float] = {}
-    turns = [(i, *row) for _ in range(options.trials) for i, row in enumerate(rows)]
-    progress = tqdm(turns, disable=None)
-    for i, name, config in progress:
-        progress.set_description(name)
-        if i in too_large:
-            continue
-        kind = (config.dtype, config.tf32)
-        config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
-        try:
-            found[i].append(measure(config, options.seconds))
-            peaks[kind] = found[i][-1]["machine"]["peak_tflops"]
-            figure = f"{found[i][-1]['step_ms']:,.1f} ms"
-        except OutOfMemory:
-            found[i] = []
-            too_large.add(i)
-            figure = "out of memory"
-        progress.clear()
-        say(f"{name}: {figure}")
-        if options.json:  # keep partial results in case bench.py is killed
-            measured = [row_of(row, runs) for row, runs in zip(rows, found, strict=True) if runs]
-            write_json(options, dict(rows=measured))
-    if not any(found):
+    began = time.monotonic()
+    try:
+        for done in itertools.count():
+            left = ""
+            if done:
+                seconds = time.monotonic() - began
+                last, seconds_left = expect_end(done, len(rows), seconds, options.trials)
+                if done == last or (done >= len(rows) and not any(found.values())):
+                    break
+                minutes = math.ceil(seconds_left / 60)
+                left = f", about {minutes} minute{'s' if minutes > 1 else ''} left"
+            number, i = divmod(done, len(rows))
+            name, config = rows[i]
+            if found.get(name) == []:  # out of memory in an earlier round
+                continue
+            say(f"round {number + 1}, row {i + 1} of {len(rows)}{left}: {name}")
+            kind = (config.dtype, config.tf32)
+            config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
+            try:
+                r = measure(config, options.seconds)
+                found.setdefault(name, []).append(r)
+                peaks[kind] = r["machine"]["peak_tflops"]
+                say(f"{name}: {r['step_ms']:,.1f} ms")
+            except OutOfMemory:
+                found[name] = []
+                say(f"{name}: out of memory")
+            measured = [(row, found[row[0]]) for row in rows if row[0] in found]
+            if options.json:  # keep partial results in case bench.py is killed
+                fitting = [row_of(row, runs) for row, runs in measured if runs]
+                write_json(options, dict(rows=fitting))
+    finally:
+        result = tabulate(measured) if any(runs for _, runs in measured) else {}
+    if not result:
         raise OutOfMemory(hardware.out_of_memory_line(rows[0][1]))
-    return found
+    return result
+
+
+def expect_end(done: int, rows: int, seconds: float, trials: int | None) -> tuple[int, float]:
+    """
+    Return after how many measurements the last round will end, and how many seconds that will take,
+    if the next ones take as long as the `done` ones did, `seconds` in all.
+    """
+    per_round = seconds / done * rows
+    rounds = trials or int(ROUNDS_SECONDS / per_round)
+    rounds = max(rounds, math.ceil(done / rows))  # a round that has begun is measured to its end
+    return rounds * rows, rounds * per_round - seconds
 
 
 def mfu_text(r: dict) -> str:
@@ -357,7 +395,8 @@ def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
     Return the median speedup over `base`, and the [lowest, highest] ratio of any turn to any turn
     of `base`. If only noise differs, the range of three turns still excludes 1 one time in ten.
     """
-    ratios = [pace(ours) / pace(theirs) for ours, theirs in zip(runs, base, strict=True)]
+    # strict=False, because Ctrl-C may come between the last turns of the two
+    ratios = [pace(ours) / pace(theirs) for ours, theirs in zip(runs, base, strict=False)]
     of_any = [pace(ours) / pace(theirs) for ours in runs for theirs in base]
     return statistics.median(ratios), [min(of_any), max(of_any)]
 
@@ -391,7 +430,10 @@ def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]
         table.append([row["name"], batch, *speed, *cells, *load])
     say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
     say(*table_lines(table))
-    line = f"median iterations of train.py over {len(last['paces'])} rounds"
+    rounds = len(last["paces"])
+    line = "one round of train.py's median iterations, which shows no spread"
+    if rounds > 1:
+        line = f"median iterations of train.py over {rounds} rounds"
     if is_cpu:
         line += "; speedups compare CPU time, because other programs change the wall-clock time"
     say(line)
@@ -416,24 +458,32 @@ def sweep(config: Config, options: Namespace) -> dict:
     rows: list[Row] = [
         (f"micro-batch {size}", replace(config, **batch_keys(config, size))) for size in sizes
     ]
-    found = measure_in_turn(rows, options)
-    best = max(filter(None, found), key=lambda runs: statistics.median(map(pace, runs)))
-    table = [row_of(row, runs) for row, runs in zip(rows, found, strict=True)]
-    more = [times(*compare(runs, best)) if runs else [] for runs in found]
-    show(f"sweep of {config.model}", table, ["of the fastest", "range"], more)
-    fastest = table[found.index(best)]
-    say(f"the fastest: --batch_size={fastest['batch_size']}")
+    result = measure_in_turn(rows, options, partial(tabulate_sweep, config))
     if options.write:
-        write_config(Path(options.write), config, fastest, table)
-    return dict(rows=table, fastest=fastest["batch_size"])
+        write_config(Path(options.write), config, result)
+    return result
+
+
+def tabulate_sweep(config: Config, measured: Measured) -> dict:
+    _, best = max(
+        (pair for pair in measured if pair[1]),
+        key=lambda pair: statistics.median(map(pace, pair[1])),
+    )
+    table = [row_of(row, runs) for row, runs in measured]
+    more = [times(*compare(runs, best)) if runs else [] for _, runs in measured]
+    show(f"sweep of {config.model}", table, ["of the fastest", "range"], more)
+    fastest = table[[runs for _, runs in measured].index(best)]["batch_size"]
+    say(f"the fastest: --batch_size={fastest}")
+    return dict(rows=table, fastest=fastest)
 
 
 # Written even if they have their default values, because other keys change these defaults
 ALWAYS_WRITTEN = ("dataset", "batch_size", "learning_rate", "min_lr")
 
 
-def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) -> None:
+def write_config(path: Path, config: Config, swept: dict) -> None:
     """Write the configuration with the fastest micro-batch as a config file for train.py."""
+    (fastest,) = [row for row in swept["rows"] if row["batch_size"] == swept["fastest"]]
     # give it a new out_dir, because the measured config's own may already hold a run
     values = config_values(config) | dict(out_dir=f"out/{path.stem}")
     values |= batch_keys(config, fastest["batch_size"])
@@ -445,7 +495,7 @@ def write_config(path: Path, config: Config, fastest: dict, rows: list[dict]) ->
         f"# The fastest micro-batch, measured on {machine['date']} with",
         f"# {machine_text(machine)}:",
     ]
-    for row in rows:
+    for row in swept["rows"]:
         speed = "out of memory"
         if row["tokens_per_sec"]:
             speed = f"{pace(row):,.0f} tokens/s, {gib(row['mem_gib'])}"
@@ -480,12 +530,14 @@ def ladder(config: Config, options: Namespace) -> dict:
     Measure a table in which each row adds one optimisation to the row above. `gain` is the speedup
     over the row above, `total_gain` over the first row. Returns what --json writes.
     """
-    rows = ladder_rows(config)
-    found = measure_in_turn(rows, options)
+    return measure_in_turn(ladder_rows(config), options, partial(tabulate_ladder, config))
+
+
+def tabulate_ladder(config: Config, measured: Measured) -> dict:
     table: list[dict] = []
     more: list[list[str]] = []
     before: list[list[dict]] = []  # rows so far that fit into memory
-    for row, runs in zip(rows, found, strict=True):
+    for row, runs in measured:
         figures = row_of(row, runs)
         if runs:
             before.append(runs)
@@ -560,7 +612,8 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if mode in ("sweep", "ladder"):
-        add("--trials", type=parse_count, default=3, help="rounds over all rows (default: 3)")
+        help_text = "rounds over all rows (default: as many as fit into ten minutes)"
+        add("--trials", type=parse_count, help=help_text)
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
     if mode == "":

@@ -7,14 +7,19 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 
 import fork_server
 import pytest
 from program import FAST, ROOT, column, flags, records, run, start, wait_for_line, write_tokens
+
+from bench import measure_in_turn
+from configurator import Config
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
@@ -194,25 +199,54 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
         assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
 
 
-def test_ctrl_c_keeps_the_rows_that_are_already_measured(children, monkeypatch):
-    """
-    Print and write each row at once, so that Ctrl-C in the third measurement leaves the first two.
-    """
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_ladder_prints_and_writes_the_rows_that_are_already_measured(
+    number, children, monkeypatch
+):
+    """Stop in the third measurement, and exit with 128 plus the signal's number."""
     popen = subprocess.Popen
 
-    def interrupt(*arguments, **options):
+    def stop(*arguments, **options):
         if len(children) == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return popen(*arguments, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", interrupt)
+    monkeypatch.setattr(subprocess, "Popen", stop)
     keys = TINY | dict(dtype="bfloat16")
     result = run("bench.py", "ladder", *flags(**keys), "--seconds=0", "--json=new/result.json")
-    assert result.code == 130 and len(children) == 2
+    assert result.code == 128 + number and len(children) == 2
     rows = json.loads(Path("new/result.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["float32", "mixed precision"]
     for row in rows:
-        assert f"{row['name']}: {row['step_ms']:,.1f} ms" in result.out
+        line = rf"^{row['name']} .* {row['step_ms']:,.1f} ms .*GiB"
+        assert re.search(line, result.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "row_seconds, trials, rounds, minutes",
+    [
+        (40, None, 2, 8),  # a round takes 280 s, two take 560, of which row 3 begins after 80
+        (100, None, 1, 9),  # 700 s
+        (40, 3, 3, 13),  # 840 s
+    ],
+)
+def test_rounds_go_on_for_ten_minutes_and_each_row_tells_how_long_is_left(
+    row_seconds, trials, rounds, minutes, monkeypatch, capsys
+):
+    """Measure seven rows on a fake clock; without --trials at least once, but not for longer."""
+    now = [0.0]
+
+    def measure(config, seconds) -> dict:
+        now[0] += row_seconds
+        return dict(step_ms=1.0, machine=dict(peak_tflops=1.0))
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bench.measure", measure)
+    rows = [(f"row {i}", Config()) for i in range(7)]
+    options = Namespace(trials=trials, seconds=0, json=None)
+    found = measure_in_turn(rows, options, lambda measured: dict(runs=[r for _, r in measured]))
+    assert [len(runs) for runs in found["runs"]] == [rounds] * 7
+    assert f"row 3 of 7, about {minutes} minutes left" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------
