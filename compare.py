@@ -511,18 +511,20 @@ def main(argv: list[str]) -> None:
     if both := [path for path in base if path in paths]:
         raise UserError(f"against: {both[0]} is on both sides")
     runs = open_runs([*paths, *base], args.gpu)
+    groups = [[run] for run in runs]  # each is drawn in a colour of its own
     if args.against:
-        table = compare_seeds(runs[: len(paths)], runs[len(paths) :])
+        groups = [runs[: len(paths)], runs[len(paths) :]]
+        table = compare_seeds(*groups)
     else:
         table = compare_runs(runs, args.loss)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if args.png:
-        save_picture(runs, args.png)
+        save_picture(groups, args.png)
     elif len(runs) == 1 and paths[0].is_dir():
         try:
-            save_picture(runs, paths[0] / "loss.png")
+            save_picture(groups, paths[0] / "loss.png")
         except UserError as error:  # without matplotlib the table is still worth printing
             warn(str(error))
 

@@ -1,11 +1,12 @@
 """
-Draw runs: losses and speed over tokens, and val loss over time or beside a band.
+Draw runs: losses, speed and learning rate over tokens, and val loss over time or beside a band.
 
 A run starts `python -m reports.picture OUT_DIR` to draw its own picture.
 """
 
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from common.child import end_with_parent
 from common.console import UserError, count
 from common.files import replacing
+from reports import seeds
 from reports.runs import Run, has_band, learning_curve, read_run
 
 PICTURE_POINTS = 600  # at most this many points per line, so that a long run stays readable
@@ -21,10 +23,10 @@ COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = "os^Dv*XP"
 
 
-def save_picture(runs: list[Run], path: Path) -> None:
+def save_picture(groups: list[list[Run]], path: Path) -> None:
     """
-    Write a PNG of one or several runs. Raises UserError without matplotlib, and OSError; an old
-    file then stays as it was.
+    Write a PNG of one or several groups of runs: the seeds of one setting, or a single run. Raises
+    UserError without matplotlib, and OSError; an old file then stays as it was.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot, which may look for a display
@@ -33,30 +35,34 @@ def save_picture(runs: list[Run], path: Path) -> None:
 
     figure = Figure(figsize=(12, 7), facecolor="white", layout="constrained")
     with replacing(path) as file:
-        draw(figure, runs)
+        draw(figure, groups)
         figure.savefig(file, format="png", dpi=110)
 
 
-def draw(figure, runs: list[Run]) -> None:
+def draw(figure, groups: list[list[Run]]) -> None:
     """
-    Draw losses and tok/s over tokens, and val loss over time. Each run has a colour and a marker;
-    its train loss is a pale line, its val loss a line with markers. If a published run has a band,
-    which is too narrow to see among the losses, draw the differences from its mean instead of the
-    time.
+    Draw losses, tok/s and learning rate over tokens, and val loss over time. Each group has a
+    colour and a marker. If a published run has a band, which is too narrow to see among the losses,
+    draw the differences from its mean instead of the time.
     """
-    places = [["losses", "right"], ["speed", "speed"]]
+    runs = [run for group in groups for run in group]
+    has_rates = any(np.isfinite(run.step["lr"]).any() for run in runs)
+    places = [["losses", "right"], ["speed", "rate" if has_rates else "speed"]]
     panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5))
     band = next(filter(has_band, runs), None)
     longest = max(run.hours or 0 for run in runs)
     time_unit, units_per_hour = ("hours", 1) if longest >= 1 else ("minutes", 60)
     settled = []  # losses after the first 2%; the fall from ln V would flatten the rest of the plot
-    for i, run in enumerate(runs):
-        line = dict(color=COLORS[i % len(COLORS)])
-        marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4)
+    for i, run in ((i, run) for i, group in enumerate(groups) for run in group):
+        line = dict(color=COLORS[i % len(COLORS)], linewidth=1)
+        marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.5)
+        # give each group one entry in the legend
+        label = heading(groups[i]) if run is groups[i][0] else None
         tokens, losses = thin_out(run.step["tokens"], run.step["loss"])
         at, vals = learning_curve(run, "tokens")
-        panels["losses"].plot(tokens, losses, linewidth=1, alpha=0.6, **line)
-        panels["losses"].plot(at, vals, label=heading(run), **marked)
+        panels["losses"].plot(tokens, losses, alpha=0.25, **line)
+        panels["losses"].plot(tokens, smooth(losses), alpha=0.8, **line)
+        panels["losses"].plot(at, vals, label=label, **marked)
         if band:
             mean_at, means = learning_curve(band, "tokens")
             both, ours, theirs = np.intersect1d(at, mean_at, return_indices=True)
@@ -66,25 +72,31 @@ def draw(figure, runs: list[Run]) -> None:
         else:
             hours, timed = learning_curve(run, "hours")
             panels["right"].plot(hours * units_per_hour, timed, **marked)
-        speeds = thin_out(run.step["tokens"], run.step["tokens_per_sec"])
-        panels["speed"].plot(*speeds, linewidth=1, **line)
+        panels["speed"].plot(*thin_out(run.step["tokens"], run.step["tokens_per_sec"]), **line)
+        if has_rates:
+            panels["rate"].plot(*thin_out(run.step["tokens"], run.step["lr"]), **line)
         for x, y in ((tokens, losses), (at, vals)):
             settled.append(y[x >= 0.02 * np.max(x, initial=0)])
     finish(panels["losses"], "tokens", "loss, nats per token")
     if len(shown := np.concatenate(settled)):
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
+    how = "markers: val loss; lines: train loss, smoothed; pale: train loss as logged"
+    panels["losses"].set_title(how, fontsize=9, loc="left")
     if band:
         finish(panels["right"], "tokens", "val loss minus the band's mean")
     else:
         finish(panels["right"], time_unit, "val loss, nats per token")
+    if has_rates:
+        finish(panels["rate"], "tokens", "learning rate")
     finish(panels["speed"], "tokens", "tokens per second")
     # start the axis at 0, so that differences in speed look as large as they are
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
     panels["speed"].yaxis.set_major_formatter(count4)
     # put the legend below the panels, where it covers nothing
-    figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(runs) < 4 else 2)
-    how = "val loss: lines with markers; train loss: pale lines"
-    figure.suptitle(how, fontsize=10, x=0.01, ha="left")
+    figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(groups) < 4 else 2)
+    names = textwrap.shorten(", ".join(map(seeds.name_of, groups)), 100, placeholder=" ...")
+    last_launch = max(run.start.get("time") or "" for run in runs)  # "" for others' logs
+    figure.suptitle(f"{names}, {last_launch[:10]}".rstrip(", "))
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -97,6 +109,16 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     starts = range(0, known.sum(), size)
     x, y = (np.array([v[i : i + size].mean() for i in starts]) for v in (x[known], y[known]))
     return x, y
+
+
+def smooth(losses: np.ndarray) -> np.ndarray:
+    """
+    Average each loss with its neighbours, up to a twentieth of the run on either side. Near the
+    start, where losses fall fast, fewer are averaged.
+    """
+    most = len(losses) // 20 + 1
+    reach = [min(i // 4, most) for i in range(len(losses))]
+    return np.array([losses[i - n : i + n + 1].mean() for i, n in enumerate(reach)])
 
 
 def finish(axes, x_label: str, y_label: str) -> None:
@@ -115,9 +137,12 @@ def millions(parameters: float) -> str:
     return f"{parameters / 1e6:.2f}M"
 
 
-def heading(run: Run) -> str:
-    """Return a run's name, size and number of iterations for the legend."""
-    parts = [run.name]
+def heading(group: list[Run]) -> str:
+    """Return a group's name, number of seeds, size and number of iterations for the legend."""
+    run = group[0]
+    parts = [seeds.name_of(group)]
+    if len(group) > 1:
+        parts.append(f"{len(group)} seeds")
     if parameters := run.start.get("parameters"):
         parts.append(f"{millions(parameters)} parameters")
     if run.iterations is not None:
@@ -135,4 +160,4 @@ if __name__ == "__main__":  # started by a run, which must not lose CPU time to 
     if hasattr(os, "nice"):  # missing on Windows
         os.nice(10)
     out_dir = Path(sys.argv[1])
-    save_picture([read_run(out_dir / "metrics.jsonl")], out_dir / "loss.png")
+    save_picture([[read_run(out_dir / "metrics.jsonl")]], out_dir / "loss.png")

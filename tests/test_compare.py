@@ -78,7 +78,8 @@ def write_run(
             hours += step_ms / 3.6e6
             tokens = dict(tokens=it * size, tokens_after=(it + 1) * size)
             speed = dict(step_ms=step_ms, tokens_per_sec=size / step_ms * 1000, mfu=0.5)
-            lines.append(dict(kind="step", iter=it, loss=4, hours=hours) | tokens | speed)
+            step = dict(kind="step", iter=it, loss=4 + (-1) ** it, lr=0.1, hours=hours)
+            lines.append(step | tokens | speed)
     end = dict(kind="end", reason="max_iters", iters=last, tokens=last * size, hours=hours)
     return write_records(folder, *lines, end)
 
@@ -939,7 +940,7 @@ def test_draws_the_band_and_the_difference_from_its_mean(band, tmp_path):
     fill = mock.patch.object(Axes, "fill_between", autospec=True, side_effect=Axes.fill_between)
     with fill as filled:
         lines = drawn(a, band, f"--png={tmp_path / 'both.png'}")
-    at, difference = lines[2]
+    at, difference = lines[3]
     assert [*at] == [10_000, 20_000] and [*difference] == pytest.approx([0.05, -0.1])
     _, at, low, high = filled.call_args.args
     assert [*at] == [10_000, 20_000, 30_000]
@@ -951,35 +952,65 @@ def test_draws_the_band_and_the_difference_from_its_mean(band, tmp_path):
 # The picture
 
 
-def drawn(*arguments) -> list[tuple]:
-    """Return (x, y) of each line that compare.py draws."""
+def drawn(*arguments, colors=None) -> list[tuple]:
+    """Return (x, y) of each line that compare.py draws, and append its colour to `colors`."""
     from matplotlib.axes import Axes
 
     with mock.patch.object(Axes, "plot", autospec=True, side_effect=Axes.plot) as plot:
         assert run("compare.py", *arguments).code == 0
+    if colors is not None:
+        colors += [call.kwargs["color"] for call in plot.call_args_list]
     return [call.args[1:3] for call in plot.call_args_list]
 
 
-def test_draws_losses_over_tokens_and_time_and_the_speed(tmp_path):
+def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_path):
     """
-    Draw four lines for each run: train and val loss over tokens, val loss over minutes, and speed.
+    Draw six lines for each run: train loss, its mean and val loss over tokens, val loss over
+    minutes, speed, and learning rate.
     """
     a = write_run(tmp_path / "a", {0: 8.0, 5: 4.0, 10: 3.0})
     b = write_run(tmp_path / "b", {0: 8.0, 5: 3.0, 20: 2.0}, step_ms=200)
     lines = drawn(a, b, f"--png={tmp_path / 'ab.png'}")
-    assert len(lines) == 2 * 4
-    _, val, over_time, speed = lines[:4]
+    assert len(lines) == 2 * 6
+    _, _, val, over_time, speed, rate = lines[:6]
     assert [*val[0]] == [5000, 10_000]
     assert [*val[1]] == [*over_time[1]] == [4.0, 3.0]
     # 5 iterations of 0.1 s and 2 evaluations; then 5 more, a checkpoint and an evaluation
     assert [*over_time[0]] == pytest.approx([4.5 / 60, 8 / 60])  # minutes
     assert [*speed[1]] == [10_000] * 10
+    assert [*rate[1]] == [0.1] * 10
+
+
+def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tmp_path):
+    """
+    Average 40 losses, 5, 3, 5, 3, ..., with up to three on either side: none for the first four,
+    one for the next four, all three from the thirteenth.
+    """
+    raw, mean, *_ = drawn(write_run(tmp_path / "a", {0: 8.0, 40: 4.0}))
+    assert [*raw[1]] == [5, 3] * 20
+    assert [*mean[0]] == [*raw[0]]
+    assert [*mean[1][:6]] == pytest.approx([5, 3, 5, 3, 11 / 3, 13 / 3])
+    # of seven losses, three are 5; or of the last four, two
+    assert mean[1][12] == pytest.approx((4 * 3 + 3 * 5) / 7)
+    assert mean[1][39] == pytest.approx(4)
+
+
+def test_draws_the_seeds_of_one_side_in_one_colour(tmp_path):
+    """Draw two seeds of a change and two of its base in two colours, not four."""
+    names, losses = ("a1", "a2", "b1", "b2"), {0: 8.0, 5: 4.0}
+    a, b, c, d = (write_run(tmp_path / name, losses, seed=int(name[1])) for name in names)
+    colors: list = []
+    drawn(a, b, "--against", c, d, f"--png={tmp_path / 'ab.png'}", colors=colors)
+    change, base = set(colors[:12]), set(colors[12:])
+    assert len(colors) == 4 * 6
+    assert len(change) == len(base) == 1
+    assert change != base
 
 
 def test_draws_means_of_many_steps_but_every_evaluation(tmp_path):
     """Reduce 6500 train losses to at most 600 points, and draw each of the 1300 evaluations."""
     a = write_run(tmp_path / "a", {it: 3.0 for it in range(0, 6501, 5)})
-    train_loss, val_loss, *_ = drawn(a)
+    train_loss, _, val_loss, *_ = drawn(a)
     assert 300 < len(train_loss[0]) <= 600
     assert len(val_loss[0]) == 6500 / 5
 
