@@ -338,7 +338,7 @@ def judge_by_band(run: Run, band: Run) -> str:
             off = f"{max(low - loss, loss - high):.4f} outside {name} ({low:.4f} to {high:.4f})"
             found = f"{run.name}: val loss {loss:.4f} at iteration {it:,.0f} is {off}"
             return f"{found}; see docs/first_hour.md"
-    many = f"{len(its)} evaluations that both have, the last at iteration {its[-1]:,.0f}"
+    many = f"{len(its)} iterations at which both were evaluated, the last being {its[-1]:,.0f}"
     return f"{run.name}: inside {name} at all {many}"
 
 

@@ -356,7 +356,8 @@ def state_of(device: torch.device) -> str:
     if not found:
         return ""
     clock, most, heat, limit, usual = found
-    return f" at {clock:.0f} of {most:.0f} MHz, {heat:.0f} C, {limit:.0f} of {usual:.0f} W allowed"
+    power = f"with the power limit at {limit:.0f} W (default {usual:.0f} W)"
+    return f", running at {clock:.0f} of {most:.0f} MHz and {heat:.0f} C, {power}"
 
 
 def smi(device: torch.device, *fields: str) -> list[float]:

@@ -862,8 +862,8 @@ def band(tmp_path) -> Path:
 @pytest.mark.parametrize(
     "losses, said",
     [
-        ({10: 4.10, 20: 3.46, 30: 3.0}, "inside the band of ten at all 3 evaluations"),
-        ({10: 3.9, 20: 3.5}, "inside the band of ten at all 2 evaluations"),  # still training
+        ({10: 4.10, 20: 3.46, 30: 3.0}, "inside the band of ten at all 3 iterations"),
+        ({10: 3.9, 20: 3.5}, "inside the band of ten at all 2 iterations"),  # still training
         ({10: 4.25, 20: 9.0}, "val loss 4.2500 at iteration 10 is 0.1500 outside the band of ten"),
         ({10: 4.0, 15: 9.0, 20: 3.41}, "val loss 3.4100 at iteration 20 is 0.0400 outside"),
         ({10: 4.0, 20: math.nan}, "val loss nan at iteration 20 is nan outside"),
