@@ -12,12 +12,11 @@ from collections import Counter
 from os.path import commonprefix
 from statistics import mean, variance
 
+import numpy as np
+
 from common.console import raise_if_any
 from reports.runs import Run, percentile
 
-# Student's t for 95% with 1 to 10 degrees of freedom. With more, t falls to 1.96; using the last
-# value overstates the noise a little.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 STEADY = 1.1  # on an idle machine, the seeds' speeds differ by less than this factor
 
 
@@ -33,8 +32,17 @@ def difference(change: list[float], base: list[float]) -> tuple[float, float]:
     if a + b == 0:
         return found, 0.0
     freedom = (a + b) ** 2 / (a**2 / (len(change) - 1) + b**2 / (len(base) - 1))
-    t = T_95[min(math.floor(freedom + 1e-9), len(T_95)) - 1]
-    return found, t * math.sqrt(a + b)
+    return found, student_t(freedom) * math.sqrt(a + b)
+
+
+def student_t(freedom: float) -> float:
+    """
+    Return Student's t for 95%. `freedom` need not be a whole number. Substituting t = sqrt(freedom)
+    * tan(x) turns the density into cos(x)^(freedom - 1), and 95% of the area lies below the result.
+    """
+    x, step = np.linspace(0, math.pi / 2, 10_000, endpoint=False, retstep=True)
+    area = np.cumsum(np.cos(x + step / 2) ** (freedom - 1))  # from 0 to x + step
+    return math.sqrt(freedom) * math.tan(np.interp(0.95 * area[-1], area, x + step))
 
 
 def verdict(found: float, noise: float) -> str:

@@ -7,10 +7,12 @@ import json
 import math
 import re
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from unittest import mock
 
+import mpmath
 import numpy as np
 import pytest
 from program import TINY_RUN, InProcessRun, Result, column, records, run, train, write_tokens
@@ -530,13 +532,23 @@ def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, tm
     assert table["change"] == {f"idea-{n + 1}": pytest.approx(first + 0.1 * n) for n in range(3)}
 
 
-def test_noise_of_unequal_spreads_uses_welchs_degrees_of_freedom():
-    """
-    Compute 2.04 degrees of freedom for variances of 1 and 0.01 with three seeds each, and use
-    Student's t for 2, which is 4.303.
-    """
-    _, noise = seeds.difference([1.0, 2.0, 3.0], [2.0, 2.1, 2.2])
-    assert noise == pytest.approx(4.303 * math.sqrt(1.01 / 3), rel=2e-3)
+@pytest.mark.parametrize(
+    "change, base, verdict",
+    [
+        ([1.685, 1.714], [1.834, 1.855], "better"),  # 1.82 degrees of freedom; 1 would be too few
+        ([1.0, 2.0, 3.0], [2.0, 2.1, 2.2], "inconclusive"),  # 2.04
+        ([2.0, 2.1] * 20, [2.01, 2.12] * 20, "inconclusive"),  # 77.3
+    ],
+)
+def test_the_noise_is_a_95_percent_interval_at_welchs_degrees_of_freedom(change, base, verdict):
+    """Check with mpmath's incomplete beta function that 5% of Student's t lies beyond the noise."""
+    found, noise = seeds.difference(change, base)
+    a, b = (statistics.variance(side) / len(side) for side in (change, base))
+    freedom = (a + b) ** 2 / (a**2 / (len(change) - 1) + b**2 / (len(base) - 1))
+    t_squared = noise**2 / (a + b)
+    beyond = mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t_squared), regularized=True)
+    assert float(beyond) == pytest.approx(0.05, rel=1e-4)
+    assert seeds.verdict(found, noise) == verdict
 
 
 @pytest.mark.parametrize(
@@ -547,7 +559,7 @@ def test_calls_fewer_than_6_percent_of_useless_changes_better_or_worse(count):
     Draw losses at random. Never call an improvement of ten standard deviations worse, and with
     three or more seeds call it better in more than 95% of the draws.
     """
-    draws = np.random.RandomState(0).normal(3, 0.02, (4000, 2, count))
+    draws = np.random.RandomState(0).normal(3, 0.02, (2000, 2, count))
     told = [seeds.verdict(*seeds.difference(a.tolist(), b.tolist())) for a, b in draws]
     wrong = sum(verdict != "inconclusive" for verdict in told)
     assert wrong < 0.06 * len(told)
