@@ -8,6 +8,7 @@ A shard's file name says which split it belongs to: see split_of.
 """
 
 import bisect
+import filecmp
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from common.console import (
     did_you_mean,
     raise_if_any,
     say,
+    warn,
 )
 from common.files import read_json, refuse_lfs_pointer, replacing
 from configurator import Config
@@ -37,6 +39,8 @@ from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, rea
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
+NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
 # The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
 # or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
@@ -68,17 +72,25 @@ def open_shard(path: Path) -> Shard:
     """Read a shard's header and check it against the file size. Raises UserError."""
     size = path.stat().st_size
     refuse_lfs_pointer(path)
+    with open(path, "rb") as file:
+        begins = file.read(12)
+    if not begins:
+        raise UserError(f"{path}: is empty; {get_again(path)}")
+    if begins[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
+        raise UserError(f"{path}: is a web page, not a shard; {get_again(path)}")
     if path.suffix == ".npy":
         return open_npy(path, size)
-    with open(path, "rb") as file:
-        header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
-    magic, version, tokens = header.tolist()
+    magic, version, tokens = np.frombuffer(begins.ljust(12, b"\0"), dtype="<i4").tolist()
     header_bytes = 4 * HEADER_INTS
+    is_wide = tokens and size == header_bytes + 4 * tokens
+    if magic == LLAMA_MAGIC or (magic == SHARD_MAGIC and is_wide):
+        raise UserError(f"{path}: holds 32-bit tokens; get tokens of 16 bits, such as GPT-2's")
     if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's have no header
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        begins = f"begins with {magic}, {version}, but a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
-        raise UserError(f"{path}: {begins}; prepare it again")
+        found = f"begins with {magic}, {version}, but a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
+        hint = "only train.bin and val.bin may lack this header; move the file away, or"
+        raise UserError(f"{path}: {found}; {hint} {get_again(path)}")
     return checked_shard(path, header_bytes, tokens, size)
 
 
@@ -100,11 +112,15 @@ def open_npy(path: Path, size: int) -> Shard:
 def checked_shard(path: Path, header_bytes: int, tokens: int, size: int) -> Shard:
     expected = header_bytes + 2 * tokens
     if size != expected:
-        hint = f"delete {path.parent} and prepare it again"
-        raise UserError(
-            f"{path}: has {size:,} bytes, but {tokens:,} tokens take {expected:,}; {hint}"
-        )
+        problem = f"{path}: has {size:,} bytes, but {tokens:,} tokens take {expected:,}"
+        raise UserError(f"{problem}; {get_again(path)}")
     return Shard(path, header_bytes, tokens)
+
+
+def get_again(path: Path) -> str:
+    """Return the hint for a bad shard. A dataset of our own must be prepared as a whole."""
+    is_ours = (path.parent / "manifest.json").exists()
+    return f"delete {path.parent} and prepare it again" if is_ours else "get it again"
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
@@ -235,11 +251,48 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
         raise UserError(f"{folder}: unfinished; run its preparation again, with the same command")
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
-            files = f"{split}_000001.bin or NAME_{split}_000001.npy"
-            raise UserError(f"{folder}: holds no tokens for {split} ({files}); prepare it again")
+            files = (
+                f"{split}.bin or a shard such as fineweb_{split}_00000{int(split == 'train')}.bin"
+            )
+            raise UserError(f"{folder}: holds no tokens for {split}; get or prepare {files}")
+        if not data.manifest:
+            check_series(held.shards)
     data.fingerprint = check_and_fingerprint(data, data.train, data.val)
     data.val_fingerprint = check_and_fingerprint(data, data.val)
     return data
+
+
+def check_series(shards: list[Shard]) -> None:
+    """
+    Check that none of a split's shards is missing, there twice, or unfinished. Raises UserError. A
+    file is read to its end only if both of its ends are equal to another's.
+    """
+    numbers: dict[tuple[str, str], set[int]] = {}
+    ends: dict[tuple[bytes, bytes], Path] = {}
+    for shard in shards:
+        if found := NUMBERED.fullmatch(shard.path.name):
+            numbers.setdefault((found[1], found[3]), set()).add(int(found[2]))
+        with open(shard.path, "rb") as file:
+            begin = file.read(2048)
+            file.seek(max(0, shard.path.stat().st_size - 2048))
+            end = file.read()
+        twin = ends.setdefault((begin, end), shard.path)
+        if twin != shard.path and filecmp.cmp(twin, shard.path, shallow=False):
+            raise UserError(
+                f"{shard.path}: holds the same tokens as {twin.name}; delete one of them"
+            )
+        # nanoGPT's files have no header; in one of characters, a long run of one may be right
+        if shard.header_bytes and shard.tokens >= 1024 and end == end[:2] * 1024:
+            found = f"the last 1,024 tokens are all {int.from_bytes(end[:2], 'little')}"
+            hint = f"as in an unfinished download; {get_again(shard.path)}"
+            raise UserError(f"{shard.path}: {found}, {hint}")
+    for (before, after), there in numbers.items():
+        missing = sorted({*range(min(there), max(there))} - there)
+        if missing:
+            names = [f"{before}{number:06}{after}" for number in missing]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            folder = shards[0].path.parent
+            raise UserError(f"{folder}: {shown} missing in the middle of the series; get it too")
 
 
 def missing_dataset_message(name: str, tokens: int) -> str:
@@ -396,4 +449,8 @@ def check_dataset(config: Config) -> list[str]:
         if len(held) <= config.block_size:
             short = f"the {split} split of {data.source} has only {len(held):,} tokens"
             problems.append(f"block_size: {short}; --block_size={max(len(held) - 1, 1)}")
+        names = [shard.path.name for shard in held.shards]
+        others = [name for name in names if not NUMBERED.fullmatch(name)]
+        if not data.manifest and others and others != names:
+            warn(f"{data.source}: also reads {', '.join(others)}, beside the numbered shards")
     return problems

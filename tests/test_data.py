@@ -36,7 +36,7 @@ from program import (
 from common.console import RunError, UserError
 from configurator import Config
 from data.loader import ShuffledWindows, eval_batches, to_batch
-from data.shards import ShardTokens, open_dataset, open_shard
+from data.shards import ShardTokens, check_dataset, open_dataset, open_shard
 
 TINY = TINY_RUN | dict(
     n_layer=1,
@@ -282,10 +282,16 @@ BAD_FILES = {
     "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "11 tokens take"),
     "count too small": ("train_1.bin", shard(range(10), 20240520, 1, 9), "9 tokens take"),
     "header cut short": ("train_1.bin", shard(range(10))[:500], "10 tokens take"),
-    "empty shard": ("train_1.bin", b"", "begins with 0, 0"),
+    "empty shard": ("train_1.bin", b"", "empty; get it again"),
+    "web page": ("train_1.bin", b"<!DOCTYPE html>" * 200, "web page, not a shard; get it again"),
+    "cut download": ("train_1.bin", shard(range(40))[:-2], "40 tokens take 1,104; get it again"),
+    "32-bit tokens": ("train_1.bin", shard([0] * 80, 20240520, 1, 40), "32-bit"),
+    "llm.c's tokens of Llama 3": ("train_1.bin", shard([0] * 80, 20240801, 7, 40), "32-bit"),
+    "raw file of another name": ("train_old.bin", RAW, "only train.bin and val.bin"),
+    "end not downloaded": ("train_1.bin", shard([*range(500), *[0] * 1500]), "get it again"),
     "no tokens at all": ("train_1.bin", shard([]), "no tokens"),
-    "empty raw file": ("train.bin", b"", "no tokens"),
-    "odd bytes": ("train.bin", b"abc", "prepare it again"),
+    "empty raw file": ("train.bin", b"", "empty"),
+    "odd bytes": ("train.bin", b"abc", "3 bytes"),
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "int32"),
     "int64 tokens": ("train.bin", np.arange(40, dtype="<i8").tobytes(), "int64"),
     "uint32 with ids above 65,535": (
@@ -331,6 +337,58 @@ def test_a_bad_data_file_gives_one_line_that_says_what_is_wrong(problem, tmp_pat
         open_dataset(str(tmp_path))
     (line,) = error.value.problems
     assert word in line and "\n" not in line
+
+
+def fineweb(*numbers: int) -> dict[str, bytes]:
+    """Return training shards of different tokens with these numbers, and one for validation."""
+    train = {f"fineweb_train_{n:06}.bin": shard(np.arange(n, n + 3000)) for n in numbers}
+    return train | {"fineweb_val_000000.bin": shard(range(3000))}
+
+
+@pytest.mark.parametrize("numbers", [range(20), range(1, 20), range(1, 11), [7]])
+def test_reads_the_first_shards_of_a_download(numbers, tmp_path):
+    """Begin at 0 or 1, and end anywhere."""
+    write_files(tmp_path, fineweb(*numbers))
+    assert len(open_dataset(str(tmp_path)).train) == 3000 * len(numbers)
+
+
+GAP = ["_train_000003.bin", "_train_000004.bin", "_train_000005.bin and 1 more"]
+
+
+@pytest.mark.parametrize(
+    "files, words",
+    [
+        (fineweb(1, 2, 7, 8), GAP),
+        (fineweb(1, 2) | {"fineweb_train_000002 (1).bin": shard(range(2, 3002))}, ["2.bin", "(1)"]),
+        (fineweb(1, 2) | {"fineweb_train_000003.bin": shard(range(2, 3002))}, ["2.bin", "3.bin"]),
+        ({"edu_train_000001.npy": npy(range(40))}, ["tokens for val", "fineweb_val_000000.bin"]),
+        ({"val.bin": RAW}, ["tokens for train", "train.bin", "fineweb_train_000001.bin"]),
+    ],
+)
+def test_a_missing_or_repeated_shard_is_one_line_that_names_it(files, words, tmp_path):
+    """Refuse an incomplete download, and a browser's second copy."""
+    write_files(tmp_path, files)
+    with pytest.raises(UserError) as error:
+        open_dataset(str(tmp_path))
+    (line,) = error.value.problems
+    assert all(word in line for word in words)
+
+
+def test_two_shards_that_differ_only_in_the_middle_are_both_read(tmp_path):
+    write_files(
+        tmp_path,
+        fineweb(1) | {"fineweb_train_000002.bin": shard([*range(1, 1500), 7, *range(1501, 3001)])},
+    )
+    assert len(open_dataset(str(tmp_path)).train) == 6000
+
+
+def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, capsys):
+    """Warn once, without refusing them: nanoGPT's files in llm.c's folder."""
+    del (files := fineweb(1, 2))["fineweb_val_000000.bin"]
+    write_files(tmp_path, files | {"train.bin": RAW, "val.bin": RAW})
+    assert check_dataset(Config(dataset=str(tmp_path), block_size=8)) == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "train.bin" in line and "000001" not in line
 
 
 def test_reads_the_tokens_of_npy_shards(tmp_path):
