@@ -61,6 +61,8 @@ ARCHITECTURE = (
 # is a flag, unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys have the
 # values of the command, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
+# Keys of a config file that loaded weights overrule, so that a GPU's config can start from GPT-2
+YIELDING = ("bias", "pad_vocab_multiple")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
@@ -140,6 +142,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     anything is written.
     """
     problems: list[str] = []
+    asked = c
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
@@ -160,6 +163,17 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))
+    yielded = [n for n in YIELDING if n in c.set_keys and getattr(c, n) != getattr(asked, n)]
+    if yielded:
+        kept = ", ".join(f"{name}={getattr(c, name)}" for name in yielded)
+        line = f"weights: they keep {kept}, whatever the config file says"
+        if not resumed:
+            if "pad_vocab_multiple" in yielded:
+                line += f"; {weights['model_config']['vocab_size']:,} rows cost some speed"
+            if "learning_rate" not in c.typed and not c.eval_only:
+                line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
+                line += "so add --learning_rate=3e-5 --min_lr=3e-6"
+        say(line)
     return c
 
 
@@ -168,14 +182,15 @@ def keep_values(
 ) -> tuple[Config, list[str]]:
     """
     Return the configuration with the saved values of these keys, and a problem for each key that a
-    file or flag sets to something else. A key missing from the saved values gets its default.
+    file or flag sets to something else; of YIELDING, only a flag. A key missing from the saved
+    values gets its default.
     """
     values = {name: saved.get(name, FIELDS[name].default) for name in names}
     problems = [
         f"{name}: {source} has {value!r}, you asked for {getattr(c, name)!r}. "
         f"Drop {'--' if name in c.typed else ''}{name}, or give another {other}"
         for name, value in values.items()
-        if name in c.set_keys and getattr(c, name) != value
+        if name in (c.typed if name in YIELDING else c.set_keys) and getattr(c, name) != value
     ]
     return replace(c, **values), problems
 

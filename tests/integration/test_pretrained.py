@@ -139,6 +139,29 @@ def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
     assert len(state["transformer.wte.weight"]) == len(LETTERS)  # new rows would be noise
 
 
+def test_a_files_bias_and_padding_yield_to_loaded_weights_at_every_launch(tmp_path, monkeypatch):
+    """Say so in one line. Sizes in a file, and a flag, are still errors."""
+    monkeypatch.chdir(tmp_path)
+    data = write_letters(Path("letters"))
+    ckpt = write_nanogpts_checkpoint(Path("nanoGPT/ckpt.pt"))
+    Path("gpu.py").write_text(f"{NANOGPTS_CONFIG}bias = True\npad_vocab_multiple = 128\n")
+    where = ("gpu.py", f"--dataset={data}", "--out_dir=more")
+    result = run("train.py", *where, f"--init_from={ckpt}", "--max_iters=4")
+    assert result.code == 0, result.err
+    (line,) = [line for line in result.out.splitlines() if "pad_vocab_multiple=1" in line]
+    assert line.startswith("weights: ") and "bias=False" in line and "--learning_rate=3e-5" in line
+    for more in ([], ["--max_iters=8"]):  # the second resumes from a checkpoint of the first
+        result = run("train.py", *where, "--init_from=auto", "--max_iters=6", *more)
+        assert result.code == 0, result.err
+        assert "bias=False" in result.out and "--learning_rate" not in result.out
+    assert column(Path("more"), "start", "config")[-1]["bias"] is False
+    for wrong in (["--bias=True"], ["--pad_vocab_multiple=64"], ["sizes.py"]):
+        Path("sizes.py").write_text("n_embd = 64")
+        for start in (["--init_from=auto"], [f"--init_from={ckpt}", "--out_dir=other"]):
+            result = run("train.py", *where, *wrong, *start)
+            assert result.code == 2 and result.err.count("you asked for") == 1, result.err
+
+
 def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
