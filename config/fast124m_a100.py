@@ -3,8 +3,7 @@
 # H100s (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two.
 # Estimated, not measured (docs/status.md): 2.1 hours (1.8 to 2.4) for 1.70B tokens, by
 # python bench.py plan config/fast124m_a100.py --gpu=a100
-# docs/fast_recipe.md has the command that downloads the ten runs' tokens. To make them yourself:
-# python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=2B
+# docs/fast_recipe.md has the command that downloads the ten runs' tokens; train.py prints it too.
 out_dir = "out/fast124m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
 init_from = "auto"  # the same command starts the run and resumes it

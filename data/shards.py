@@ -46,6 +46,11 @@ CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset 
 # or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
+# Downloads 19 training shards of 100M tokens of FineWeb, and its validation shard
+DOWNLOAD = (
+    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_0000[01]*" '
+    "--local-dir="
+)
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 
 # -----------------------------------------------------------------------------
@@ -308,13 +313,17 @@ def missing_dataset_message(name: str, tokens: int) -> str:
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
         return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
-    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or make it with"
+    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or get it with"
     return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
 
 
 def preparation(name: str, tokens: int) -> str:
-    """Return the command that makes a missing dataset, for the end of a message."""
-    records = "--dataset=fineweb --order=records " if name == "fineweb_records" else ""
+    """Return the command that gets or makes a missing dataset, for the end of a message."""
+    records = ""
+    if name == "fineweb_records":
+        if tokens <= HOURS_TOKENS:
+            return COMMAND + DOWNLOAD + command_line(dataset_folder(name).as_posix())
+        records = "--dataset=fineweb --order=records "
     fineweb = f"prepare_fineweb.py {records}--tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     out = f"--out={dataset_folder(name)}"

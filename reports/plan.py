@@ -642,7 +642,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
         make = preparation(config.dataset, math.ceil(tokens / unit) * unit)
-        print_err(f"note: no dataset yet, so epochs are unknown; prepare it with{make}")
+        print_err(f"note: no dataset yet, so epochs are unknown; get it with{make}")
     return p
 
 

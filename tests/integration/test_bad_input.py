@@ -100,6 +100,10 @@ COMMAND_LINE = [
     ("configurator.py tiny.py --n_head=3", "n_head 3"),
 ]
 
+DOWNLOAD = (
+    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_0000[01]*" '
+    "--local-dir="
+)
 DATA = [
     ("train.py tiny.py --dataset=nowhere", "dataset nowhere prepare_text.py"),
     (f"train.py tiny.py --dataset={'a' * 300}", "File name too long"),
@@ -125,8 +129,14 @@ DATA = [
     ),
     # as many tokens as the run reads, within what FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
-    ("train.py config/fast124m_4070.py --device=cpu", "--order=records --tokens=1.7B"),
-    ("train.py config/fast124m_4070.py --device=cpu --hours=8", "--order=records --tokens=2B"),
+    (
+        "train.py config/gpt124m_4070.py --device=cpu --until=07:00",
+        "prepare_fineweb.py --tokens=2B",
+    ),
+    # README's download, while it has enough tokens
+    ("train.py config/fast124m_4070.py --device=cpu", f"{DOWNLOAD}data/fineweb_records"),
+    ("train.py config/fast124m_4070.py --device=cpu --hours=8", f"{DOWNLOAD}data/fineweb_records"),
+    ("train.py config/fast124m_4070.py --device=cpu --max_iters=6500", "--order=records --tokens="),
     ("train.py tiny.py --block_size=512", "block_size val 250"),
     ("train.py tiny.py --dataset=short_val", "block_size val 10"),
 ]
