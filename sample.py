@@ -49,7 +49,7 @@ class SampleConfig:
 
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
-    start: str = "\n"  # the prompt, or FILE:name; may contain <|endoftext|>
+    start: str = "\n"  # the prompt, FILE:name, or - for stdin; may contain <|endoftext|>
     num_samples: int = 10  # samples per prompt; 1 for a typed prompt
     max_new_tokens: int = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
@@ -66,7 +66,12 @@ class SampleConfig:
 
 
 def read_prompt(start: str) -> str:
-    """Return the prompt: `start` itself, or the text of the file in FILE:name. Raises OSError."""
+    """
+    Return the prompt: `start` itself, the text of the file in FILE:name, or with "-" what standard
+    input holds. Raises OSError.
+    """
+    if start == "-":
+        return sys.stdin.buffer.read().decode(errors="replace").replace("\r\n", "\n")
     if not start.startswith("FILE:"):
         return start
     return read_text(Path(start.removeprefix("FILE:")).expanduser())

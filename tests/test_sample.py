@@ -3,6 +3,7 @@ Compare generate() with transformers, and run sample.py on the texts, prompts an
 people have. integration/test_samples.py samples whole runs.
 """
 
+import io
 import shutil
 import signal
 from collections.abc import Callable
@@ -245,6 +246,12 @@ def test_a_prompt_file_saved_on_windows_is_read(encoding, made, tmp_path):
     # an older encoding cannot be told from damage
     expected = "na\N{REPLACEMENT CHARACTER}ve\n" if encoding == "cp1252" else "naïve\n"
     assert result.code == 0 and result.out.startswith(expected)
+
+
+def test_a_minus_reads_the_prompt_from_standard_input(made, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("naïve\n-".encode())))
+    result = run("sample.py", f"--out_dir={made}", "--start=-", *SHORT)
+    assert result.code == 0 and result.out.startswith("naïve\n-")
 
 
 @pytest.mark.parametrize(
