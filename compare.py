@@ -38,6 +38,7 @@ from training.gpus import resolve_gpu, row_peak
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005
+RANDOM_NOISE = 0.03  # losses on nanoGPT's random batches differ this much by chance
 BITS_NOISE = 0.002  # LOSS_NOISE in bits per byte, at GPT-2's 4.5 bytes per token
 # Figures that differ by at most this fraction count as equal. The tokens and time to a loss get a
 # wider margin, because interpolating between distant evaluations is off by a few percent.
@@ -192,9 +193,10 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     """
     problem = why_losses_do_not_compare(runs)
     lower, less = (NO_VERDICT, NO_VERDICT) if problem else ("lower", "less")
+    noise = RANDOM_NOISE if any(map(evaluates_random_tokens, runs)) else LOSS_NOISE
 
     def loss_row(label: str, key: str, values: list) -> Row:
-        return Row(label, key, values, decimals, lower, LOSS_NOISE)
+        return Row(label, key, values, decimals, lower, noise)
 
     lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
     rows = [loss_row("best val loss", "best_val_loss", lowest)]
@@ -406,7 +408,7 @@ def why_bits_do_not_compare(runs: list[Run]) -> str:
     """Return why the bits per byte of these runs are not comparable, "" if they are."""
     same = same_of_start(runs, "val_text_sha256")
     if same is None:
-        return "unknown validation text; prepare the data again and train on it"
+        return "unknown validation text"
     if not same:
         return "different validation texts"
     # With different tokenizers, the first N tokens of the split cover different parts of the text.
@@ -460,8 +462,8 @@ def collect_warnings(runs: list[Run]) -> list[str]:
     elif any(map(evaluates_random_tokens, runs)) and len(runs) > 1:
         warnings.append(
             "nanoGPT evaluates on random batches, and published runs on other validation tokens, "
-            "so a difference of 0.03 means nothing; if you have nanoGPT's ckpt.pt, evaluate it "
-            "here (docs/from_nanogpt.md)"
+            f"so losses within {RANDOM_NOISE} count as equal; if you have nanoGPT's "
+            "ckpt.pt, evaluate it here (docs/from_nanogpt.md)"
         )
     return warnings
 

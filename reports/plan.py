@@ -493,7 +493,7 @@ def plan_lines(p: dict) -> list[str]:
     if p["epochs"]:
         epochs = f"{p['epochs']:.2f} of {count(p['dataset_tokens'])} tokens"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"
-    mfu = percent(p["mfu"])
+    mfu = percent(p["mfu"]) + (", impossible on this GPU" if (p["mfu"] or 0) > 1 else "")
     iteration, eval_time, checkpoint_time = map(
         seconds_text, (p["iter_seconds"], p["eval_seconds"], p["checkpoint_seconds"])
     )

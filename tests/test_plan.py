@@ -483,6 +483,15 @@ def test_the_time_of_a_tiny_model_is_not_shown_as_zero():
     assert len(times) >= 3 and all(float(seconds) > 0 for seconds in times)
 
 
+@pytest.mark.parametrize("seconds, is_impossible", [(2.5, True), (3.9, False)])
+def test_an_iteration_time_that_needs_more_than_the_peak_is_called_impossible(
+    seconds, is_impossible
+):
+    """Plan 524,288 tokens of 300 MFLOP on 58.3 TFLOP/s, which take 2.7 s at the peak."""
+    plan = ("plan", "config/gpt40m_4070.py", "--gpu=4070", f"--iter_seconds={seconds}")
+    assert ("impossible" in run("bench.py", *plan).out) == is_impossible
+
+
 def test_several_iteration_times_are_planned_in_one_table():
     """
     Plan a 40M model at 2.5, 3, 3.5 and 4 seconds per iteration, and compare the hours with those
