@@ -38,18 +38,20 @@ PREPARATIONS = ["data.prepare_text", "data.prepare_fineweb"]  # nobody imports t
 OPTIONAL = {"tiktoken", "datasets", "tokenizers", "matplotlib", "wandb", "tensorboard"}
 
 
-def project_code() -> dict[str, ast.Module]:
+def project_code(root: Path = ROOT) -> dict[str, ast.Module]:
     """
-    Parse tracked files and new ones that git does not ignore, except in tests/, dev/ and config/.
+    Parse tracked files and new ones that git does not ignore, except in tests/, dev/, config/ and
+    virtual environments.
     """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    command += [f"--exclude={path.parent.name}/" for path in root.glob("*/pyvenv.cfg")]
     try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs git and a checkout", allow_module_level=True)
-    names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    names = [name for name in listed.stdout.splitlines() if (root / name).exists()]
     code = [name for name in names if not name.startswith(("tests/", "dev/", "config/"))]
-    return {name: ast.parse((ROOT / name).read_text("utf-8")) for name in code}
+    return {name: ast.parse((root / name).read_text("utf-8")) for name in code}
 
 
 CODE = project_code()
@@ -145,10 +147,12 @@ ELSEWHERE |= {"x.py", "X.py", "nightshift_X.py", "CONFIG.py", "SCRIPT.py"}
 
 
 def project_files(folder: Path = ROOT) -> Iterator[Path]:
-    """Yield the project's files, without datasets, runs' outputs and hidden folders."""
+    """Yield the project's files, without datasets, runs' outputs, environments, hidden folders."""
     for path in folder.iterdir():
         if path.is_file():
             yield path
+        elif (path / "pyvenv.cfg").exists():
+            continue
         # each folder in data/ is a dataset
         elif folder != ROOT / "data" and not path.name.startswith((".", "out", "__pycache__")):
             yield from project_files(path)
@@ -176,3 +180,12 @@ def test_comments_and_docstrings_name_only_files_that_exist():
         if not (ROOT / name).exists() and not (file.parent / name).exists()
     ]
     assert missing == []
+
+
+def test_a_virtual_environment_in_the_clone_is_skipped_whatever_its_name(tmp_path):
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "env").mkdir()
+    for name in ("env/pyvenv.cfg", "env/theirs.py", "ours.py"):
+        (tmp_path / name).write_text("")
+    assert [*project_code(tmp_path)] == ["ours.py"]
+    assert "theirs.py" not in [path.name for path in project_files(tmp_path)]

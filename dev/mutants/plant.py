@@ -29,8 +29,9 @@ NOT_SEEN = {0: "NOT SEEN"} | dict.fromkeys(range(2, 6), "NO TEST RUN")  # pytest
 
 
 def copy_program(folder: Path) -> None:
-    """Copy program, tests and pages, without what git ignores."""
+    """Copy program, tests and pages, without what git ignores and without virtual environments."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command += [f"--exclude={path.parent.name}/" for path in ROOT.glob("*/pyvenv.cfg")]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in listed.rstrip("\0").split("\0"):
         if (ROOT / name).is_file():  # git also lists one that was deleted
