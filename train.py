@@ -165,14 +165,13 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         c = replace(c, dtype=str(dtype).removeprefix("torch."))
     yielded = [n for n in YIELDING if n in c.set_keys and getattr(c, n) != getattr(asked, n)]
     if yielded:
-        kept = ", ".join(f"{name}={getattr(c, name)}" for name in yielded)
-        line = f"weights: they keep {kept}, whatever the config file says"
-        if not resumed:
-            if "pad_vocab_multiple" in yielded:
-                line += f"; {weights['model_config']['vocab_size']:,} rows cost some speed"
-            if "learning_rate" not in c.typed and not c.eval_only:
-                line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
-                line += "so add --learning_rate=3e-5 --min_lr=3e-6"
+        line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"
+        line += ", whatever the config file says"
+        if not resumed and "pad_vocab_multiple" in yielded:
+            line += f"; {weights['model_config']['vocab_size']:,} rows cost some speed"
+        if not resumed and "learning_rate" not in c.typed:
+            line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
+            line += "so add --learning_rate=3e-5 --min_lr=3e-6"
         say(line)
     return c
 

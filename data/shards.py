@@ -288,9 +288,9 @@ def check_series(shards: list[Shard]) -> None:
             )
         # nanoGPT's files have no header; in one of characters, a long run of one may be right
         if shard.header_bytes and shard.tokens >= 1024 and end == end[:2] * 1024:
-            found = f"the last 1,024 tokens are all {int.from_bytes(end[:2], 'little')}"
+            problem = f"the last 1,024 tokens are all {int.from_bytes(end[:2], 'little')}"
             hint = f"as in an unfinished download; {get_again(shard.path)}"
-            raise UserError(f"{shard.path}: {found}, {hint}")
+            raise UserError(f"{shard.path}: {problem}, {hint}")
     for (before, after), there in numbers.items():
         missing = sorted({*range(min(there), max(there))} - there)
         if missing:
