@@ -297,7 +297,7 @@ def check_series(shards: list[Shard]) -> None:
             names = [f"{before}{number:06}{after}" for number in missing]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             folder = shards[0].path.parent
-            raise UserError(f"{folder}: {shown} missing in the middle of the series; get it too")
+            raise UserError(f"{folder}: shards are missing in the middle; get {shown}")
 
 
 def missing_dataset_message(name: str, tokens: int) -> str:
