@@ -42,7 +42,7 @@ from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware
-from training.clock import Clock, Position
+from training.clock import Clock, Position, check_deadline
 from training.compiled import compile_and_check
 from training.hardware import Hardware
 from training.log import Log, say_extension
@@ -149,6 +149,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         kept = [name for name in ("dataset", "tokenizer") if name not in c.set_keys]
         kept += ["dtype"] if c.dtype == "auto" else []  # keep the dtype that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
+        if not (c.eval_only or is_done(c, resumed)):
+            problems += check_deadline(c, resumed["clock"])
     elif weights:
         saved = weights["model_config"]
         names = ARCHITECTURE
@@ -390,7 +392,8 @@ def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
         return "max_iters"
     if now.time_is_up:  # of all launches together; the final evaluation and save still fit
         return "until" if c.until else "hours"
-    if c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save comes on top
+    # after at least one iteration, or a slow start would leave none; the final save comes on top
+    if c.max_minutes and now.launch_minutes >= c.max_minutes and now.has_trained:
         return "max_minutes"
     return None
 

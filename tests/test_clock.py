@@ -114,6 +114,7 @@ def test_a_run_makes_one_update_even_if_the_start_up_took_all_its_time(monkeypat
     assert (first.share, first.time_is_up, first.launch_minutes) == (1, False, 3700 / 60)
     clock.advance(first.share)
     assert clock.position(1).time_is_up
+    assert not first.has_trained and clock.position(1).has_trained
 
 
 def test_reading_the_clock_does_not_change_it(monkeypatch):
@@ -147,7 +148,10 @@ def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeyp
     clock.restart_save_timer()
     monkeypatch.setattr(time, "perf_counter", lambda: 75.0)
     assert clock.position(0) == Position(
-        launch_minutes=1.25, seconds_since_save=3, share=clock.position(0).share
+        launch_minutes=1.25,
+        seconds_since_save=3,
+        share=clock.position(0).share,
+        has_trained=False,
     )
 
 
@@ -188,6 +192,10 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     assert later.training_hours() == pytest.approx(37 / 3600)
     other = clock_at(7, Config(until="13:00"), monkeypatch, resumed)
     assert other.left() == 2 * 3600
+    # a machine that has no battery for its clock thinks that it is 2001
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    assert clock_at(0, c, monkeypatch, resumed).state_dict() == clock.state_dict()
+    monkeypatch.setattr(time, "time", lambda: now)
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
     assert later.since_launch() == 17 and later.position(5).launch_minutes == 17 / 60
     assert later.lap("compile") == 17
@@ -233,9 +241,11 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     assert waits == [30.0, 130.0, 138.0]
 
 
-def test_prints_clock_times_to_the_minute_with_a_date_unless_today(monkeypatch):
+def test_prints_clock_times_to_the_minute_with_the_zone_and_a_date_unless_today(monkeypatch):
     """Print 12:01 for 31 seconds after noon, and add the date to noon tomorrow."""
     noon = datetime.now().replace(hour=12, minute=0, second=0, microsecond=0)
+    zone = noon.astimezone().tzname()
     monkeypatch.setattr(time, "time", noon.timestamp)
-    assert [clock_time(s) for s in (-500, 0, 29, 31, 3600)] == 3 * ["12:00"] + ["12:01", "13:00"]
-    assert clock_time(24 * 3600) == f"{noon + timedelta(days=1):12:00 on %Y-%m-%d}"
+    found = [clock_time(s) for s in (-500, 0, 29, 31, 3600)]
+    assert found == [f"{at} {zone}" for at in 3 * ["12:00"] + ["12:01", "13:00"]]
+    assert clock_time(24 * 3600) == f"12:00 {zone} on {noon + timedelta(days=1):%Y-%m-%d}"

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from common.console import duration
 from configurator import Config
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
+LATE = 3600.0  # seconds after its deadline from which a run is not resumed
 RESERVE = 0.01  # share of the time to reserve for an evaluation or save not yet timed
 
 
@@ -29,6 +31,7 @@ class Position:
     share: float = 0.0  # how much of the schedule is done: 0 at the first update, 1 at the last
     time_is_up: bool = False
     has_spare_time: bool = True  # for another evaluation or save besides the final ones
+    has_trained: bool = True  # whether this launch has made an iteration
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Clock:
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if resumed:
             self.seconds |= resumed["ledger"]
+        self.first_iter = 0  # of this launch
         self.lapped_at = began  # every second before this moment is in the ledger
         self.save_timer_began = began
         # The rest is for runs with hours or until
@@ -71,7 +75,7 @@ class Clock:
         if c.until:
             self.deadline = next_time(c.until, since=time.time() - self.since_launch())
             if saved.get("until") == c.until:  # if past, no time is left
-                self.deadline = min(self.deadline, saved["deadline"])
+                self.deadline = saved["deadline"]
         # the share at which the last update was made; position().share is that of now
         self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
         # expected seconds of the next iteration, evaluation and save
@@ -121,8 +125,9 @@ class Clock:
         """
         launch_minutes = self.since_launch() / 60
         since_save = time.perf_counter() - self.save_timer_began
+        has_trained = it > self.first_iter
         if not self.c.by_clock:
-            return Position(launch_minutes, since_save)
+            return Position(launch_minutes, since_save, has_trained=has_trained)
         used, left = self.used(), self.left()
         reserve = RESERVE * (used + left)
         closing = sum(self.estimates.get(name, reserve) for name in ("evaluation", "checkpoints"))
@@ -135,7 +140,7 @@ class Clock:
         time_is_up = self.updated_share >= 1 and room < 0
         # twice: the final evaluation and save must still fit afterwards
         has_spare_time = left > 2 * (closing + iteration)
-        return Position(launch_minutes, since_save, share, time_is_up, has_spare_time)
+        return Position(launch_minutes, since_save, share, time_is_up, has_spare_time, has_trained)
 
     # -------------------------------------------------------------------------
     # Changes
@@ -151,6 +156,7 @@ class Clock:
 
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
+        self.first_iter = progress.iter_num
         self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0)
         if self.setup_seconds is None:
             self.setup_seconds = self.used()
@@ -190,10 +196,22 @@ class Clock:
 
 
 def clock_time(seconds: float) -> str:
-    """Return the time of day `seconds` from now, as in 07:00, with the date if not today."""
+    """Return the time of day `seconds` from now, as in 07:00 UTC, with the date if not today."""
     today = datetime.now().date()
     end = datetime.fromtimestamp(time.time() + max(0.0, seconds) + 30)  # rounded to a minute
-    return f"{end:%H:%M}" if end.date() == today else f"{end:%H:%M on %Y-%m-%d}"
+    date = "" if end.date() == today else f" on {end:%Y-%m-%d}"
+    return f"{end:%H:%M} {end.astimezone():%Z}{date}"
+
+
+def check_deadline(c: Config, saved: dict) -> list[str]:
+    """Return a problem if the deadline in `saved`, a checkpoint's clock, passed an hour ago."""
+    if not c.until or saved.get("until") != c.until:
+        return []
+    late = time.time() - saved["deadline"]
+    hour, minute = map(int, c.until.split(":"))
+    other = f"{hour:02}:{minute + 1:02}" if minute < 59 else f"{hour:02}:58"
+    problem = f"until: the run's end at {c.until} passed {duration(late)} ago"
+    return [] if late < LATE else [f"{problem}; to train on until the next one, --until={other}"]
 
 
 def next_time(clock_time: str, since: float) -> float:

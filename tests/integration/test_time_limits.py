@@ -374,6 +374,29 @@ def test_a_resume_after_the_until_time_ends_at_once_instead_of_running_until_tom
     assert column(tmp_path, "eval", "iter")[-1] == 31
 
 
+def test_a_resume_an_hour_after_the_until_time_ends_with_a_flag_that_trains_until_tomorrow(
+    trainer, tiny, tmp_path
+):
+    trainer.at["iteration", 30] = sigterm
+    trainer.launch(**tiny, until="23:15")
+    trainer.now = SECONDS + 3599.0
+    assert trainer.launch(**tiny, until="23:15", init_from="auto", eval_only=True).code == 0
+    log = (tmp_path / "metrics.jsonl").read_bytes()
+    trainer.now = SECONDS + 3600.0
+    result = trainer.launch(**tiny, until="23:15", init_from="auto")
+    assert (result.code, trainer.count["iteration"]) == (2, 30)
+    assert "23:15" in result.err and result.err.endswith("--until=23:16\n")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == log
+    again = trainer.launch(**tiny, until="23:16", init_from="auto", max_iters=40)
+    assert again.code == 0 and len(rates(tmp_path)) == 40
+
+
+def test_each_launch_makes_an_iteration_even_if_its_start_took_max_minutes(tiny, tmp_path):
+    for launch in (1, 2):
+        assert run("train.py", *flags(**tiny, max_minutes=1e-6, init_from="auto")).code == 0
+        assert len(rates(tmp_path)) == launch
+
+
 def test_until_with_the_present_minute_means_tomorrow(trainer, tiny, tmp_path):
     """Type the time half a minute after it has passed."""
     trainer.EVENING += 30
