@@ -149,6 +149,10 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         kept = [name for name in ("dataset", "tokenizer") if name not in c.set_keys]
         kept += ["dtype"] if c.dtype == "auto" else []  # keep the dtype that the run started with
         c = replace(c, **{name: resumed["config"][name] for name in kept})
+        before = config_before(resumed)
+        if not c.eval_tokens and c.eval_iters == before.eval_iters:
+            # another batch_size would evaluate on other tokens, and forget the best loss
+            c = replace(c, eval_tokens=before.eval_size)
         if not (c.eval_only or is_done(c, resumed)):
             problems += check_deadline(c, resumed["clock"])
     elif weights:
@@ -637,6 +641,15 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     return progress
 
 
+def keep_best(c: Config, resumed: dict) -> None:
+    """Keep best.pt under another name if its loss is not comparable with those of this launch."""
+    best = Path(c.out_dir, "best.pt")
+    kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
+    if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():
+        checkpoint.link(best, kept)
+        say(f"resume: {best} is kept as {kept.name}; later losses are of other validation tokens")
+
+
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     """Restore the optimizer's state. The hyperparameters come from the configuration."""
     ours, theirs = optimizer.state_dict()["param_groups"], saved["param_groups"]
@@ -725,6 +738,7 @@ def main(
     log.begin(compiles, resumed, weights, optimizer)
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed)
+        ranks.on_main(keep_best, c, resumed)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, weights  # frees the loaded checkpoint

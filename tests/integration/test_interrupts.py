@@ -275,7 +275,7 @@ def test_after_kill_9_and_a_resume_the_log_holds_each_record_once(tiny, unbroken
 
 
 # a rate far too high, with which a run gets worse
-WORSE = dict(learning_rate=3.0, min_lr=3.0, max_iters=24, init_from="resume")
+WORSE = dict(learning_rate=0.3, min_lr=0.3, max_iters=24, init_from="resume")
 BETTER = dict(learning_rate=1e-2, min_lr=1e-2, max_iters=24, init_from="resume")
 
 
@@ -304,15 +304,31 @@ OTHERS = {
 
 @pytest.mark.parametrize("key", slow_but("eval_tokens", of=OTHERS))
 def test_best_pt_starts_anew_if_a_resume_evaluates_on_other_tokens(key, tiny, tmp_path):
-    """Ignore the earlier losses, which are not comparable."""
+    """Ignore the earlier losses, which are not comparable, and keep the best weights so far."""
     before, after = OTHERS[key]
     train(**tiny | before, out_dir=tmp_path)
     train(**tiny | after | WORSE, out_dir=tmp_path)
     losses = losses_of(tmp_path)
     # or the best would be a new one anyway
-    assert min(losses, key=losses.get) <= 12
+    number = min(losses, key=losses.get)
+    assert number <= 12
+    (kept,) = tmp_path.glob("best-*.pt")
+    assert kept.name == f"best-{number:08}.pt"
+    assert same(torch.load(kept), checkpoint(tmp_path, number))
     later = {number: losses[number] for number in (16, 20, 24)}
     assert best(tmp_path)["progress"]["iter_num"] == min(later, key=later.get)
+
+
+def test_best_pt_survives_resumes_with_another_batch_size(tiny, tmp_path):
+    """Evaluate on as many tokens as before, although eval_iters counts micro-batches."""
+    keys = tiny | dict(eval_tokens=0, eval_iters=5, out_dir=tmp_path)
+    train(**keys)
+    for max_iters in (16, 24):
+        train(**keys | WORSE | dict(batch_size=2, max_iters=max_iters))
+    losses = losses_of(tmp_path)
+    number = min(losses, key=losses.get)
+    assert best(tmp_path)["progress"]["iter_num"] == number <= 12
+    assert not [*tmp_path.glob("best-*.pt")]
 
 
 def flip(content: bytearray) -> None:
