@@ -70,6 +70,8 @@ SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end the run, seen at log lines; float16 may need 16 at first
+FEW_SKIPS = 3  # skips in a row that forbid a save; float16 makes one or two now and then
+MAX_LOSS = 100.0  # val loss in nats that forbids a save; a uniform guess among 65,536 ids has 11
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in why_stop(), is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
@@ -577,13 +579,20 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 # Saving and resuming
 
 
-def check_finite(model, it: int, c: Config, ranks: Ranks) -> None:
-    """End the run if a weight is not finite, before a save could replace a good checkpoint."""
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            problem = f"iter {it}: {name} is not finite, so the weights are not saved"
-            hint = checkpoint.resume_hint(c.out_dir)
-            ranks.fail(f"{problem}; use a lower learning_rate; {hint}")
+def check_alive(model, progress: Progress, skips: int, c: Config, ranks: Ranks) -> None:
+    """
+    End the run if it has diverged, before a save could replace a good checkpoint. `skips` is how
+    many updates in a row were skipped last; float16 may begin with many, which do no harm.
+    """
+    it = progress.iter_num
+    signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
+    if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
+        signs.append(f"the val loss is {progress.val_loss:.4g}")
+    if FEW_SKIPS <= skips < it:
+        signs.append(f"the last {skips} updates were skipped")
+    if signs:
+        problem = f"iter {it}: {signs[0]}, so the weights are not saved"
+        ranks.fail(f"{problem}; use a lower learning_rate; {checkpoint.resume_hint(c.out_dir)}")
 
 
 def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
@@ -801,7 +810,7 @@ def main(
         # save once in a while, and at the end. If the disk is full, train on and try again
         if save_due(c, now, progress, saved, stop):
             clock.lap("steps")
-            check_finite(eval_model, it, c, ranks)
+            check_alive(eval_model, progress, int(skips_in_a_row), c, ranks)
             to_save = progress
             if is_best(progress):  # the checkpoint becomes best.pt too; until then, it is not best
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
@@ -858,6 +867,7 @@ def main(
                 hint = "try a lower learning_rate or dtype=float32"
                 if hw.device.type == "cuda":
                     hint += f"; on an H100 or B200 also {hardware.NO_CUDNN_ATTENTION}"
+                hint += f"; {checkpoint.resume_hint(c.out_dir)}"
                 ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
     batches.close()
