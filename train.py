@@ -25,7 +25,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch counts towards the run's time
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit quietly on Ctrl-C during imports
+    from common.console import end_on_signals
+
+    end_on_signals()  # until the loop answers them; Ctrl-C during imports prints no traceback
 
 import common.environment  # before torch  # noqa: F401  isort: skip
 import torch

@@ -246,6 +246,22 @@ def run_main(
     end_process(code)
 
 
+def end_on_signals() -> None:
+    """
+    Let a signal end this process at once and quietly, until the training loop answers it. Process 1
+    of a container needs handlers for that. A signal that was ignored at the start stays ignored,
+    such as Ctrl-C after `&` in a script.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGHUP") if os.getpid() == 1 else ("SIGINT",):
+        number = getattr(signal, name)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, exit_now if os.getpid() == 1 else signal.SIG_DFL)
+
+
+def exit_now(number: int, frame) -> NoReturn:
+    os._exit(128 + number)
+
+
 def remember_signals() -> Callable[[], None]:
     """Return a function that restores the current signal handlers and a notebook's wakeup fd."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}

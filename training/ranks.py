@@ -262,8 +262,8 @@ class StopSignals:
             number = getattr(signal, name, None)
             if not number:  # Windows lacks some of them
                 continue
-            # a closing terminal sends SIGHUP; under nohup it is ignored and must stay so
-            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
+            # nohup ignores SIGHUP, and `&` in a script SIGINT; both must stay so
+            if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
         threading.Thread(target=self.answer, args=(reader,), daemon=True).start()
 

@@ -5,11 +5,15 @@ uninterrupted one, and the interrupted run's exit code and folder tell what happ
 
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from cases import slow_but
@@ -18,6 +22,7 @@ from fault_injection import watched
 from program import (
     EVAL,
     FAST,
+    ROOT,
     TINY_RUN,
     InProcessRun,
     assert_same_run,
@@ -32,6 +37,7 @@ from program import (
     same,
     sigterm,
     start,
+    started,
     train,
     wait_for_line,
     write_tokens,
@@ -503,12 +509,38 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
 
 
 @needs_signals
-def test_a_run_under_nohup_ignores_the_sighup_of_a_closing_terminal(tiny, tmp_path):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, tmp_path):
+    """Ignore SIGHUP under nohup, and Ctrl-C meant for another program after `&` in a script."""
+    number = getattr(signal, name)
+    signal.signal(number, signal.SIG_IGN)
     trainer = InProcessRun()
-    trainer.at["iteration", 3] = lambda: signal.raise_signal(signal.SIGHUP)
+    trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
     assert trainer.launch(**tiny, out_dir=tmp_path).code == 0
     assert checkpoints(tmp_path)[-1] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs Linux's namespaces")
+def test_a_signal_ends_the_first_process_of_a_container_before_the_loop():
+    """Send it during the imports, to a process that the system would not end without a handler."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-X", "importtime"]
+    outer = subprocess.Popen(
+        [*command, "train.py", "config/quickstart.py"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started.append(outer)
+    for line in outer.stderr:
+        if "torch" in line:
+            break
+    else:
+        pytest.skip("needs to be root")
+    (process,) = psutil.Process(outer.pid).children()
+    process.terminate()
+    assert finish(outer, timeout=60).code == 143
 
 
 @needs_signals
