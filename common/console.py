@@ -6,11 +6,14 @@ import argparse
 import builtins
 import contextlib
 import difflib
+import functools
 import io
 import os
 import re
+import select
 import shlex
 import signal
+import stat
 import sys
 import traceback
 from collections.abc import Callable
@@ -56,13 +59,48 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
     # A signal handler that prints while a line is being printed raises RuntimeError. Drop its line.
     with contextlib.suppress(RuntimeError):
         try:
-            print(text, file=getattr(sys, console), flush=True)
+            write(getattr(sys, console), text)
         except OSError:
             setattr(sys, console, open(os.devnull, "w"))
     if transcript:
         with contextlib.suppress(OSError, RuntimeError):  # OSError: a full disk
             transcript.write(text + "\n")
             transcript.flush()
+
+
+PATIENCE = 1.0  # seconds to wait for a console that takes no more lines, until it takes some again
+stuck: set[int] = set()  # descriptors of such consoles: a frozen ssh, Ctrl-S, a full pipe
+
+
+def write(console: TextIO, text: str) -> None:
+    """
+    Print to a console. While there is a transcript, leave out what the console does not take,
+    because a program that waits for it would stand still. Raises OSError.
+    """
+    if not transcript or not (mine := opened_anew(console)):
+        print(text, file=console, flush=True)
+        return
+    left = f"{text}\n".encode(console.encoding, "backslashreplace")
+    with contextlib.suppress(BlockingIOError):
+        while left and select.select([], [mine], [], 0 if mine in stuck else PATIENCE)[1]:
+            left = left[os.write(mine, left) :]
+            stuck.discard(mine)
+    if left:
+        stuck.add(mine)
+
+
+@functools.cache
+def opened_anew(console: TextIO) -> int | None:
+    """
+    Open a console's pipe or terminal a second time, such that writing to it never blocks. Its own
+    descriptor must stay as it is, because other programs may share it. Returns None for a file, a
+    notebook and a socket, and on other systems than Linux.
+    """
+    with contextlib.suppress(OSError):
+        file = console.fileno() if isinstance(console, io.TextIOWrapper) else -1
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return None
 
 
 def command_line(*arguments) -> str:

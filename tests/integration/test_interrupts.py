@@ -633,6 +633,32 @@ def test_a_run_saves_and_ends_if_its_terminal_is_closed(tiny, tmp_path):
     assert checkpoints(tmp_path) == [end["iters"]]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
+@pytest.mark.parametrize("console", ["pipe", "terminal"])
+def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(console, tiny, tmp_path):
+    """Write all lines to log.txt, long after the pipe or the terminal is full."""
+    terminal, its_end = os.openpty()
+    on_terminal = f"""
+        for output in (1, 2):
+            os.dup2(os.open({os.ttyname(its_end)!r}, os.O_RDWR | os.O_NOCTTY), output)
+    """
+    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
+    script = watched(before=on_terminal if console == "terminal" else "")
+    process = start(*script, *flags(**keys))
+    deadline = time.monotonic() + 60
+    log = tmp_path / "log.txt"
+    while not log.exists() or log.stat().st_size < 100_000:  # a pipe holds 65,536 bytes
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    (end,) = records(tmp_path, "end")
+    lines = [line for line in log.read_text().splitlines() if line.startswith("iter ")]
+    assert len(lines) == end["iters"] == checkpoints(tmp_path)[-1]
+    os.close(its_end)
+    os.close(terminal)
+
+
 @needs_signals
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback():
     process = start("-X", "importtime", "train.py", "config/quickstart.py")
