@@ -8,6 +8,7 @@ With a single process nothing is sent, and the same calls return the process's o
 """
 
 import faulthandler
+import hashlib
 import os
 import signal
 import socket
@@ -52,9 +53,10 @@ class Ranks:
         if self.rank >= self.world_size:
             given = f"RANK={self.rank} in the environment, but WORLD_SIZE={self.world_size}"
             raise UserError(f"{given}; unset both, or start with torchrun")
+        self.is_main = self.rank == 0  # the process that decides, logs and saves
         if self.world_size > 1:
             self.join()
-        self.is_main = self.rank == 0  # the process that decides, logs and saves
+            self.check_same("program", program(), "give all machines the same code and torch")
 
     def join(self) -> None:
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -190,6 +192,15 @@ class Ranks:
             changed = self.gather(file.stat().st_mtime_ns if file.exists() else None)
             time.sleep(0.1)
         self.check_same(f"{file} was changed at", changed[self.rank], hint)
+
+
+def program() -> str:
+    """Return torch's version, and a hash of the program's files that are loaded."""
+    root = Path(__file__).resolve().parent.parent
+    files = {Path(getattr(m, "__file__", None) or "") for m in [*sys.modules.values()]}
+    ours = {f.relative_to(root).as_posix(): f for f in files if f.is_relative_to(root)}
+    code = [(n, ours[n].read_bytes()) for n in sorted(ours) if "site-packages" not in n]
+    return f"torch {torch.__version__}, code {hashlib.sha256(repr(code).encode()).hexdigest()[:8]}"
 
 
 def arrange_buckets(ddp_model: DistributedDataParallel) -> None:

@@ -214,6 +214,12 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, alone, tmp_path):
 
 # a second rank on a machine of its own, where other folders are
 APART = "os.chdir(RANK)"
+# stands for an edited model.py
+OTHER_CODE = """
+import common.files, model
+if RANK == "1":
+    model.__file__ = common.files.__file__
+"""
 NO_GPU = "torch.cuda.is_available = lambda: False"
 # what each rank does first, its keys, and the words of the one error line
 BAD_STARTS = {
@@ -223,6 +229,8 @@ BAD_STARTS = {
         "gradient_accumulation_steps 3 2",
     ),
     "GPUs where there are none": (NO_GPU, dict(device="cuda"), "device cuda"),
+    "another torch": ("if RANK == '1': torch.__version__ = '2.0'", dict(), "program 2.0 torch"),
+    "other code": (OTHER_CODE, dict(), "program code"),
     "other data": (APART, dict(dataset="data"), "dataset rank"),
     "no shared out_dir": (APART, dict(out_dir="new"), "shared --out_dir"),
     "no shared out_dir to resume from": (
@@ -256,6 +264,7 @@ def world(tokens, tmp_path_factory) -> Path:
     "row",
     slow_but(
         "an accumulation that cannot be shared",
+        "other code",
         "other data",
         "no shared out_dir to resume from",
         "a file in the place of out_dir",
