@@ -734,7 +734,7 @@ def main(
     # Files, clock, log and batches. From here on out_dir belongs to this run
     saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints, peak_end(c))
     if not c.eval_only:
-        # Lock out_dir, and delete temporary files. In a new run, rename the log of an earlier one.
+        # Lock out_dir, open its logs, delete temporary files. In a new run, rename an earlier log.
         # On a resume, drop the log records that the run will write again, rename damaged
         # checkpoints that are newer than `resumed`, and link best.pt if a kill prevented that
         ranks.on_main(saver.open, resumed)
@@ -744,7 +744,7 @@ def main(
     # measurement while the machine was busy has led to an mfu of 171%
     hw.find_peak_flops(saved_peak_flops)
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
-    ranks.on_main(log.open, is_new)  # log.txt and the tracker
+    ranks.on_main(log.open, is_new)  # the tracker
     # Print the command, the device, the model, the data, the length of the run, and warnings
     log.begin(compiles, resumed, weights, optimizer)
     if resumed and not c.eval_only:

@@ -22,7 +22,7 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
-from common.console import COMMAND, RunError, UserError, dead_link, warn
+from common.console import COMMAND, RunError, UserError, dead_link, keep_transcript, warn
 from common.files import (
     fsync_folder,
     lack_of_space,
@@ -247,18 +247,45 @@ class Saver:
         self.lock: BinaryIO | None = None
         self.metrics: BinaryIO | None = None
         self.unwritten = b""  # records that did not fit on the disk
+        self.newest: Path | None = None  # what this run saved last
         self.has_saved = False  # whether this launch has saved a checkpoint
 
     def open(self, resumed: dict | None) -> None:
         """
-        Lock out_dir and open metrics.jsonl. On a resume, removes the records that the run will
-        write again, so that none appears twice. Raises UserError and OSError.
+        Lock out_dir and open the logs. On a resume, removes the records that the run will write
+        again, so that none appears twice. Raises UserError and OSError.
         """
         self.lock = claim_folder(self.out_dir, resumed["progress"] if resumed else None)
-        path = self.out_dir / "metrics.jsonl"
         if resumed:
+            path = self.out_dir / "metrics.jsonl"
+            self.newest = checkpoint_path(self.out_dir, resumed["progress"]["iter_num"])
             drop_records(path, resumed["progress"])
-        self.metrics = open(path, "ab", buffering=0)
+        self.open_logs()
+
+    def open_logs(self) -> None:
+        """Open metrics.jsonl and log.txt, which gets a copy of each line on the console."""
+        self.metrics = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
+        path = self.out_dir / "log.txt"
+        keep_transcript(open(path, "a", encoding="utf-8", errors="replace"))
+
+    def hold_folder(self) -> None:
+        """
+        Claim out_dir again, with its logs, if it was renamed or deleted since this run locked it.
+        Raises RunError if another run is writing to it now, or has left its checkpoints there.
+        """
+        held = self.out_dir / "lock"
+        assert self.lock
+        # Compare without opening the file: closing it would drop the lock
+        if held.exists() and os.path.samestat(held.stat(), os.fstat(self.lock.fileno())):
+            return
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(held, "ab")
+        there = list_checkpoints(self.out_dir)
+        if not try_lock(lock) or (there and self.newest not in there):
+            raise RunError(f"out_dir: another run has taken {self.out_dir}, so this one ends")
+        self.open_logs()
+        self.lock = lock
+        warn(f"{self.out_dir} or its lock was renamed or deleted; creating it again")
 
     def save(self, state: dict) -> str:
         """
@@ -268,10 +295,9 @@ class Saver:
         The first checkpoint of a launch is read back; raises RunError if the file is damaged.
         """
         it = state["progress"]["iter_num"]
-        if not self.out_dir.exists():
-            warn(f"iter {it}: {self.out_dir} was deleted, with the log in it; creating it again")
         path = checkpoint_path(self.out_dir, it)
         try:
+            self.hold_folder()
             self.prune(max(1, self.keep - 1))
             save(state, path)
             if not self.has_saved and (problem := damage(path)):
@@ -287,6 +313,7 @@ class Saver:
                 hint = f"give another --out_dir, or raise ulimit -f; {resume_hint(self.out_dir)}"
                 raise RunError(f"{problem}; {limit}; {hint}") from None
             return problem
+        self.newest = path
         self.has_saved = True
         return ""
 

@@ -88,14 +88,9 @@ class Log:
         self.picture_failed = False
 
     def open(self, is_new: bool) -> None:
-        """
-        Open log.txt and start the tracker. Raises OSError, and UserError if the tracker of a new
-        run does not start.
-        """
+        """Start the tracker. Raises UserError if the tracker of a new run does not start."""
         if not self.has_files:
             return
-        path = Path(self.config.out_dir, "log.txt")
-        keep_transcript(open(path, "a", encoding="utf-8", errors="replace"))
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
         self.tracker = Tracker(self.config, purge_from, is_new)
