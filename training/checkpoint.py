@@ -157,14 +157,18 @@ def checkpoint_path(out_dir: str | Path, iter_num: int) -> Path:
 
 
 def iteration(path: Path) -> int:
-    """Return the iteration in a checkpoint's name, such as 500 for ckpt-00000500.pt, or else -1."""
-    number = path.stem.removeprefix("ckpt-")
-    return int(number) if number.isdecimal() else -1
+    """Return the iteration in a checkpoint's name, such as 500 for ckpt-00000500.pt."""
+    return int(path.stem.removeprefix("ckpt-"))
 
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
-    """Return the paths of all checkpoints (ckpt-*.pt), oldest first."""
-    return sorted((p for p in out_dir.glob("ckpt-*.pt") if iteration(p) >= 0), key=iteration)
+    """
+    Return the paths of all checkpoints (ckpt-*.pt), oldest first. Raises OSError for a folder that
+    may not be listed, in which glob() would find nothing.
+    """
+    names = os.listdir(out_dir) if out_dir.is_dir() else []
+    paths = [out_dir / name for name in names if re.fullmatch(r"ckpt-\d+\.pt", name)]
+    return sorted(paths, key=iteration)
 
 
 def newest_until(out_dir: Path, until: int) -> Path | None:
@@ -177,7 +181,8 @@ def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
     """
     Return the newest valid checkpoint, or None if out_dir has no checkpoints. Warns about each
     damaged checkpoint. If all are damaged, or all after the one that Saver.prune() keeps only for
-    `peak_end`, raises UserError, so that a run never silently goes back that far.
+    `peak_end`, raises UserError, so that a run never silently goes back that far. Also raises
+    UserError for a checkpoint whose name gives another iteration than its content.
     """
     if gone := dead_link(out_dir):
         raise UserError(f"{out_dir}: {gone}")
@@ -187,9 +192,17 @@ def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
         if path == spared and path not in paths[-keep:]:
             hint = f"to train again from {path.name}, move them to another folder"
             raise UserError(f"{out_dir}: all checkpoints since the decay began are damaged; {hint}")
-        if not (problem := damage(path)):
-            return path
-        warn(f"{path}: {problem}; trying the one before")
+        problem = damage(path)
+        if not os.path.lexists(path):  # the run that saves here has deleted it
+            return find_newest(out_dir, keep, peak_end)
+        if problem:
+            warn(f"{path}: {problem}; trying the one before")
+            continue
+        it = read(path).get("progress", {}).get("iter_num", iteration(path))
+        if it != iteration(path):
+            name = checkpoint_path(out_dir, it).name
+            raise UserError(f"{path}: holds iteration {it:,}, so name it {name}, or move it away")
+        return path
     if paths:
         problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
@@ -207,11 +220,16 @@ def resume_hint(out_dir: str | Path) -> str:
     return f"--init_from=resume continues from {paths[-1]}"
 
 
-def set_aside(path: Path) -> None:
-    """Rename a file, if it exists, to the first free name among NAME.1, NAME.2, ..."""
+def set_aside(path: Path) -> str:
+    """
+    Rename a file, if it exists, to the first free name among NAME.1, NAME.2, ... Returns that name.
+    """
+    if not path.exists():
+        return ""
     names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
-    if path.exists():
-        patiently(path.rename, next(name for name in names if not name.exists()))
+    name = next(name for name in names if not name.exists())
+    patiently(path.rename, name)
+    return name.name
 
 
 def link(path: Path, name: Path) -> None:
@@ -249,6 +267,7 @@ class Saver:
         self.unwritten = b""  # records that did not fit on the disk
         self.newest: Path | None = None  # what this run saved last
         self.has_saved = False  # whether this launch has saved a checkpoint
+        self.unlinked: Path | None = None  # the best checkpoint, until it is best.pt too
 
     def open(self, resumed: dict | None) -> None:
         """
@@ -304,8 +323,6 @@ class Saver:
                 hint = "this disk does not return what was written to it"
                 raise RunError(f"{path}: {problem}; {hint}")
             self.prune(self.keep)
-            if state["progress"]["best_iter"] == it:
-                link(path, path.with_name("best.pt"))
         except OSError as error:
             problem = f"checkpoint {it} is not saved: {error.strerror or error}"
             if error.errno == errno.EFBIG:  # waiting for room would not help
@@ -315,14 +332,30 @@ class Saver:
             return problem
         self.newest = path
         self.has_saved = True
+        if state["progress"]["best_iter"] == it:
+            self.unlinked = path
+        self.link_best()
         return ""
 
+    def link_best(self) -> None:
+        """Link best.pt to the best checkpoint. If that fails, the next save tries again."""
+        try:
+            if self.unlinked:
+                link(self.unlinked, self.out_dir / "best.pt")
+            self.unlinked = None
+        except OSError as error:
+            hint = f"{self.unlinked} is kept, and the next save tries again"
+            warn(f"best.pt: {error.strerror or error}; {hint}")
+
     def prune(self, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep`, and the newest one up to `peak_end`."""
-        spared = newest_until(self.out_dir, self.peak_end)
+        """
+        Delete all checkpoints but the newest `keep`, the newest one up to `peak_end`, and the best
+        one if best.pt could not be linked to it.
+        """
+        spared = (newest_until(self.out_dir, self.peak_end), self.unlinked)
         for path in list_checkpoints(self.out_dir)[:-keep]:
             try:
-                if path != spared:
+                if path not in spared:
                     patiently(path.unlink, True)  # True: missing_ok
             except PermissionError as error:  # on Windows, while open elsewhere
                 warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
@@ -375,12 +408,15 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     # leftover temporary files could take the room that the next checkpoint needs
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     if progress is None:
-        for name in ("metrics.jsonl", "log.txt", "loss.png"):
-            set_aside(out_dir / name)  # left by a run that never saved, or put there by the user
+        # left by a run that never saved, or put there by the user
+        kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
+        if any(kept):
+            logs = ", ".join(filter(None, kept))
+            warn(f"{out_dir}: no checkpoint of an earlier run, so this one begins at 0; see {logs}")
         return lock
-    path = checkpoint_path(out_dir, it)
+    path = checkpoint_path(out_dir, progress["best_iter"])
     best = path.with_name("best.pt")
-    if progress["best_iter"] == it:
+    if path.exists():
         # the run may have been killed after writing this checkpoint and before linking best.pt
         if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
             link(path, best)

@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import stat
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -61,6 +62,7 @@ TINY = TINY_RUN | dict(
     warmup_iters=6,
 )
 FALLING = dict(learning_rate=0.01, warmup_iters=2)  # then the newest is the best
+REAL_LINK = os.link
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
@@ -683,6 +685,99 @@ def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(token
     assert (codes, result.code) == ([0], 2)
     assert len(lines(result.err, "error:")) == 1
     assert column(tmp_path / "run", "start", "config")[0]["seed"] == 5
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_with_a_line_and_keeps_its_log(
+    tokens, tmp_path
+):
+    first = start_tiny(tokens, tmp_path / "run", **FOREVER)
+    wait_for_line(first, "iter 3:")
+    first.kill()
+    finish(first)
+    log = (tmp_path / "run" / "log.txt").read_bytes()
+    result = train_tiny(tokens, tmp_path / "run", init_from="auto")
+    (line,) = lines(result.err, "warning:")
+    assert "begins at 0" in line and "log.txt.1" in line
+    assert (tmp_path / "run" / "log.txt.1").read_bytes() == log
+    assert column(tmp_path / "run", "step", "iter") == [*range(8)]
+
+
+def test_a_run_is_refused_in_a_folder_that_may_be_written_but_not_listed(
+    straight, tokens, tmp_path
+):
+    """Do not take it for an empty folder, in which a new run would replace the checkpoints."""
+    out_dir = tmp_path / "run"
+    shutil.copytree(straight, out_dir)
+    before = contents(out_dir)
+
+    def denied(path="."):
+        if Path(path) == out_dir:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listdir(path), scandir(path)
+
+    listdir, scandir = os.listdir, os.scandir
+    for init_from in ("auto", "scratch", "resume"):
+        with (
+            mock.patch("os.listdir", lambda path: denied(path)[0]),
+            mock.patch("os.scandir", lambda path: denied(path)[1]),
+        ):
+            result = run_tiny(tokens, out_dir, init_from=init_from)
+        assert (result.code, len(lines(result.err, "error:"))) == (2, 1)
+        assert str(out_dir) in result.err
+    assert contents(out_dir) == before
+
+
+def test_a_best_pt_that_cannot_be_linked_fails_no_save_and_is_linked_later(tokens, tmp_path):
+    """Keep the checkpoint with the lowest loss, iteration 4, until best.pt holds it."""
+    refusal = OSError(errno.EIO, "Input/output error")
+    trainer, kept = no_wait(), []
+    with mock.patch("os.link", side_effect=refusal) as link:
+        with mock.patch("shutil.copyfileobj", side_effect=refusal):
+
+            def mend():
+                kept.extend(checkpoints(tmp_path))
+                link.side_effect = REAL_LINK
+
+            trainer.at["update", 9] = mend
+            result = train_tiny(tokens, tmp_path, trainer, eval_interval=2, max_iters=10)
+    assert column(tmp_path, "checkpoint", "iter") == [2, 4, 6, 8, 10]
+    assert kept == [4, 6, 8]
+    assert checkpoints(tmp_path) == [4, 8, 10]
+    assert lines(result.err, "warning: best.pt: ")
+    assert best_iter(tmp_path) == best_logged(tmp_path) == 4
+
+
+def test_a_checkpoint_named_after_another_iteration_is_refused_with_its_right_name(
+    straight, tokens, tmp_path
+):
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "ckpt-00000008.pt").rename(tmp_path / "run" / "ckpt-00000012.pt")
+    result = run_tiny(tokens, tmp_path / "run", init_from="auto")
+    assert result.code == 2
+    (error,) = lines(result.err, "error:")
+    assert "ckpt-00000012.pt: holds iteration 8" in error and "ckpt-00000008.pt" in error
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_a_checkpoint_that_a_saving_run_deletes_is_not_missed(script, straight, tokens, tmp_path):
+    """Delete the newest one, and save a newer one, as another process reads the folder."""
+    out_dir = tmp_path / "run"
+    shutil.copytree(straight, out_dir)
+    (out_dir / "ckpt-00000004.pt").rename(tmp_path / "ckpt-00000004.pt")
+    (out_dir / "best.pt").unlink()
+    testzip = zipfile.ZipFile.testzip
+
+    def save_another(file):
+        if (out_dir / "ckpt-00000008.pt").exists():
+            (out_dir / "ckpt-00000008.pt").unlink()
+            shutil.copy(tmp_path / "ckpt-00000004.pt", out_dir)
+        return testzip(file)
+
+    keys = TINY | dict(dataset=tokens, eval_only=True) if script == "train.py" else {}
+    with mock.patch("zipfile.ZipFile.testzip", save_another):
+        result = run(script, *flags(**keys, out_dir=out_dir))
+    assert "ckpt-00000004.pt" in result.out + result.err
+    assert result.code == 0 or "tokenizer" in result.err
 
 
 def test_a_log_emptied_during_a_run_continues_from_its_beginning(tokens, tmp_path):
