@@ -74,8 +74,10 @@ class Clock:
         self.deadline: float | None = None
         if c.until:
             self.deadline = next_time(c.until, since=time.time() - self.since_launch())
-            if saved.get("until") == c.until:  # if past, no time is left
-                self.deadline = saved["deadline"]
+        self.deadline_to_save = self.deadline  # a launch with a wrong clock does not change it
+        if c.until and saved.get("until") == c.until:
+            self.deadline_to_save = saved["deadline"]
+            self.deadline = min(self.deadline, saved["deadline"])  # if past, no time is left
         # the share at which the last update was made; position().share is that of now
         self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
         # expected seconds of the next iteration, evaluation and save
@@ -87,7 +89,7 @@ class Clock:
             share=self.updated_share,
             setup_seconds=self.setup_seconds,
             until=self.c.until,
-            deadline=self.deadline,
+            deadline=self.deadline_to_save,
             estimates=self.estimates,
         )
 
