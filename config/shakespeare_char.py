@@ -9,6 +9,7 @@ model = "fast"
 n_layer = 3
 n_head = 4
 n_embd = 128
+bias = True
 pad_vocab_multiple = 1
 block_size = 128  # characters; 256 with a smaller batch_size ended at a higher loss
 batch_size = 12

@@ -27,14 +27,6 @@ PEERS = [  # files of one row of results/README.md; a set-up may have been measu
 ]
 # the same of nanoGPT as shipped and with our malloc setting, in one run
 BOTH = ["compare_124m", "compare_124m_compiled"]
-STUDIES = ["transfer", "transfer_again", "transfer_sources"]
-GROUPS = [  # recipes without a group of components, and with it
-    ("no_tables", "fast"),
-    ("no_values", "fast"),
-    ("no_pairs", "fast"),
-    ("muon", "no_tables"),
-]
-STUDY = "results/recipe_study.md"
 
 
 def peer_figures():
@@ -64,43 +56,6 @@ def peer_figures():
         same.append(sides[1][0])
     for page in ("docs/from_nanogpt.md",):
         yield page, [min(shipped), max(shipped), min(same), max(same)]
-
-
-def shares(of: str, by: str, study: str = "transfer") -> dict[tuple[str, str], dict]:
-    """
-    Map (size, length), as in ("4.72M", "4"), to the study's row about the share of `of`'s tokens
-    that `by` needs for the same loss.
-    """
-    rows = [row for row in result(study)["shares"] if (row["of"], row["by"]) == (of, by)]
-    return {(f"{row['matrices'] / 1e6:.2f}M", f"{row['length']:g}"): row for row in rows}
-
-
-def study_figures():
-    """
-    Yield (page, figures) for the share of GPT-2's tokens that the fast recipe needs, with and
-    without lookup tables, and for the share that a recipe needs once it has a group of components.
-    """
-    for study in STUDIES:
-        both = [shares("classic", by, study) for by in ("fast", "no_tables")]
-        for key, row in (both[0] | both[1]).items():
-            percent = [100 * found[key]["share"] for found in both if key in found]
-            tokens = row["matrices"] * row["length"] / 1e6
-            yield STUDY, [tokens, row["loss"], *percent]
-    for recipes in GROUPS:
-        found = shares(*recipes)
-        percent = [100 * found[key]["share"] for key in sorted(found) if key[1] in "12"]
-        yield STUDY, percent
-
-
-def ranges():
-    """Yield (page, figures) with the ranges of study_figures(), for docs/fast_recipe.md."""
-    for studies in (("transfer", "transfer_again"), ("transfer_sources",)):
-        percent, sizes = [], []
-        for by in ("no_tables", "fast"):
-            rows = [row for study in studies for row in shares("classic", by, study).values()]
-            percent += [100 * f(row["share"] for row in rows) for f in (min, max)]
-            sizes = sorted({row["matrices"] / 1e6 for row in rows})
-        yield "docs/fast_recipe.md", [*dict.fromkeys((sizes[0], sizes[-1])), *percent]
 
 
 def h100_figures():
@@ -159,10 +114,10 @@ def h200_figures():
     yield index, [max(abs(a - b) for a, b in zip(*losses, strict=True))]
 
 
-MEASURED = [*peer_figures(), *study_figures(), *ranges(), *h100_figures()]
+MEASURED = [*peer_figures(), *h100_figures(), *h200_figures()]
 
 
-@pytest.mark.parametrize("page, values", [*MEASURED, *h200_figures()])
+@pytest.mark.parametrize("page, values", MEASURED)
 def test_a_page_shows_the_measured_figures_of_the_results_files(page, values):
     assert shows(page, values)
 
