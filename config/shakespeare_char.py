@@ -11,14 +11,14 @@ n_head = 4
 n_embd = 128
 bias = True
 pad_vocab_multiple = 1
-block_size = 128  # characters; 256 with a smaller batch_size ended at a higher loss
+block_size = 128  # characters
 batch_size = 12
 gradient_accumulation_steps = 1
 
 optimizer = "muon"  # learning rates as in config/fast124m_4070.py, except head_lr
 learning_rate = 0.025
 muon_momentum = 0.9
-head_lr = 0.002  # 0.001 and 0.004 ended at a higher loss, and so did dropout, with 1.5 epochs
+head_lr = 0.002
 weight_decay = 0.001
 beta1 = 0.8
 beta2 = 0.95
