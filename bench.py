@@ -516,6 +516,7 @@ def write_config(path: Path, config: Config, swept: dict) -> None:
 # the first row of the ladder: everything off
 LOWEST = dict(
     dtype="float32",
+    fp16_accumulation=False,
     tf32=False,
     compile=False,
     flash=False,
@@ -561,7 +562,7 @@ def ladder_rows(config: Config) -> list[Row]:
     steps: list[tuple[str, dict]] = [
         ("float32", LOWEST),
         ("TF32", dict(tf32=True)),
-        ("mixed precision", dict(dtype=amp)),
+        ("mixed precision", dict(dtype=amp, fp16_accumulation=config.fp16_accumulation)),
         ("compile", dict(compile=True, loss_chunk=config.loss_chunk)),
         ("flash attention", dict(flash=True)),
         ("padded vocabulary", dict(pad_vocab_multiple=128)),

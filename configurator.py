@@ -112,6 +112,7 @@ class Config:
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: str = "auto"  # dtype of the matmuls; auto: the fastest here
+    fp16_accumulation: bool = False  # with dtype=float16: add in float16 too (experiment, GeForce)
     compile: bool = True  # use torch.compile
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
@@ -194,6 +195,7 @@ ONLY_WITH = dict(
     head_lr=("optimizer", "muon"),
     muon_momentum=("optimizer", "muon"),
     decay_fraction=("lr_schedule", "wsd"),
+    fp16_accumulation=("dtype", "float16"),
 )
 # What other trainers call these keys, for suggestions
 OTHER_NAMES = dict(

@@ -22,7 +22,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import GPT, GPTConfig, KVCache, attend, cap_logits, mean_loss, product_dtype
+from model import (
+    GPT,
+    GPTConfig,
+    KVCache,
+    attend,
+    cap_logits,
+    head_context,
+    mean_loss,
+    product_dtype,
+)
 
 # tokens per radian of the slowest rotating pair, where RoFormer has 10,000 (record of 2024-12-17)
 ROTARY_BASE = 1024
@@ -204,7 +213,8 @@ class FastGPT(nn.Module):
         if targets is None:
             return self.logits(x)
         head = self.lm_head
-        return mean_loss(x, head.weight, targets, self.config.loss_chunk, LOGIT_CAP, head.bias)
+        with head_context(x, self.config):
+            return mean_loss(x, head.weight, targets, self.config.loss_chunk, LOGIT_CAP, head.bias)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """

@@ -151,7 +151,10 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
         kept = [name for name in ("dataset", "tokenizer") if name not in c.set_keys]
-        kept += ["dtype"] if c.dtype == "auto" else []  # keep the dtype that the run started with
+        # Keep the dtype that the run started with, unless it was float16 for the sake of
+        # fp16_accumulation, which this command does not ask for.
+        if c.dtype == "auto" and not resumed["config"].get("fp16_accumulation"):
+            kept.append("dtype")
         c = replace(c, **{name: resumed["config"][name] for name in kept})
         before = config_before(resumed)
         if not c.eval_tokens and c.eval_iters == before.eval_iters:

@@ -49,11 +49,12 @@ print(torch.cuda.get_device_name() if torch.cuda.is_available() else found)
 SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.max"
 BESIDE = "index,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used,utilization.gpu"
 BESIDE_SECONDS = 5  # between two lines of nvidia-smi
-EXACT = "bit_equal or never_waits"
+EXACT = "bit_equal or never_waits or adds_in_float16"
 # Tests that compile GPT-124M take as long as all other tests together, so they are a separate row.
 REAL_SHAPES = "compiled_bfloat16 or data_parallel"
 TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=6", "--n_head=2"]
 TINY += ["--n_embd=32", "--block_size=16", "--batch_size=1"]
+FLOAT16 = ["--dtype=float16", "--fp16_accumulation=True"]
 LOG_LINES = 200  # how many of a row's last lines to keep
 
 
@@ -98,16 +99,13 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "step": (240, bench(*classic, trace)),
         "step_twice_the_batch": (240, bench(*classic, f"--batch_size={twice}")),
         "fast_step": (300, bench(*fast, trace)),
+        "fp16_accumulation": (300, bench(*fast, *FLOAT16, trace)),
         "train": (240, [*train, "--max_iters=40"]),
         "resume": (180, [*train, "--max_iters=50"]),
         "exact": (300, [*pytest, EXACT]),
         # the rows below do not fit into ten minutes
         "real_shapes": (420, [*pytest, REAL_SHAPES]),
         "gpu_tests": (420, [*pytest, f"not ({EXACT} or {REAL_SHAPES})"]),
-        "half_accumulators": (
-            300,
-            bench(*classic, "--trials=1", script="dev/half_accumulators.py"),
-        ),
         "compiled_sweep": (600, bench("sweep", *classic, "--trials=2")),
         "plan": (120, bench("plan", *classic)),
         "sweep": (300, bench("sweep", *classic, "--compile=False", "--trials=1")),
@@ -121,7 +119,9 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         size = [] if options.dry_run else real
         found["modded"] = (600, [PYTHON, f"{compare_modded}", f"{options.modded.resolve()}", *size])
     if not Path(fast[0]).exists():
-        del found["fast_step"]
+        del found["fast_step"], found["fp16_accumulation"]
+    elif "GeForce" not in device:  # no other GPU gains
+        del found["fp16_accumulation"]
     return found
 
 
@@ -132,7 +132,6 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
     if command[1:] and command[1] in (
         f"{ROOT / 'bench.py'}",
         f"{ROOT / 'dev/compare_nanogpt.py'}",
-        f"{ROOT / 'dev/half_accumulators.py'}",
     ):
         command = [*command, f"--json={figures}"]
     with watched_gpu(work / f"{name}.smi") as beside:

@@ -56,6 +56,7 @@ LARGEST_ERRORS = {
     "TF32": (2e-3, 0.01),  # keeps as many bits as float16
     "float16": (2e-3, 0.01),
     "bfloat16": (5e-3, 0.04),
+    "float16 accumulation": (5e-3, 0.04),  # the head's matmuls run in bfloat16
 }
 
 # A GPU that reaches less than this fraction of the data sheet's peak or bandwidth is slow. Healthy
@@ -118,20 +119,23 @@ class Exact:
 
 @dataclass
 class Way:
-    """Describes one way to train on the device: its dtype, and whether TF32 is on."""
+    """Describes one way to train on the device: its dtype, and which options are on."""
 
     hw: Hardware
     tf32: bool
+    fp16_accumulation: bool = False
 
     @property
     def name(self) -> str:
+        if self.fp16_accumulation:
+            return "float16 accumulation"
         return "TF32" if self.tf32 and self.hw.dtype == torch.float32 else self.hw.dtype_name
 
 
 def ways_to_train(config: Config, hw: Hardware) -> list[Way]:
     # float32 without TF32 rounds so little that any fault shows
     plain = Way(replace(hw, dtype=torch.float32), tf32=False)
-    asked = Way(hw, config.tf32 and hw.device.type == "cuda")
+    asked = Way(hw, config.tf32 and hw.device.type == "cuda", config.fp16_accumulation)
     return [plain, asked] if asked != plain else [plain]
 
 
@@ -184,6 +188,7 @@ def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
     sizes = SIZES_ON_A_CPU if hw.device.type == "cpu" else SIZES
     keys = dict(device=str(hw.device), dtype=hw.dtype_name, flash=config.flash, warmup_iters=0)
     keys |= dict(dataset="random", gradient_accumulation_steps=1)
+    keys |= dict(fp16_accumulation=config.fp16_accumulation)
     keys |= sizes | RECIPES[recipe] | dict(n_head=sizes["n_embd"] // HEAD_SIZES[recipe])
     return load_config([f"--{name}={value}" for name, value in keys.items()])
 

@@ -244,7 +244,7 @@ def test_refuses_a_key_that_the_chosen_model_optimizer_or_schedule_does_not_read
     choice, *readers = ONLY_WITH[name]
     other = next(other for other in CHOICES[choice] if other not in readers)
     default = FIELDS[name].default
-    value = 0.5 if FIELDS[name].type is float else 2
+    value = {float: 0.5, bool: True}.get(FIELDS[name].type, 2)
     for reader in readers:
         assert load_config([f"--{choice}={reader}", f"--{name}={value}"])
     assert load_config([f"--{choice}={other}", f"--{name}={default}"])

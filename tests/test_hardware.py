@@ -308,6 +308,40 @@ def test_picks_a_gpus_fastest_dtype_and_finds_its_peak(
     assert (found.dtype, found.peak_tflops) == (dtype, peak)
 
 
+NARROW = dict(dtype="float16", fp16_accumulation=True)
+
+
+@pytest.mark.parametrize(
+    "name, sm_count, peak",
+    [("NVIDIA GeForce RTX 4070", 46, 116.6), ("NVIDIA A100-SXM4-40GB", 108, 312)],
+)
+def test_float16_accumulators_double_the_peak_of_a_geforce(name, sm_count, peak, card):
+    """Take the peak of the data sheet, and the usual one for the next run."""
+    card(name, sm_count, (8, 9))
+    assert hardware.check_device(Config(**NARROW)) == []
+    assert hardware.set_up(Config(**NARROW)).peak_tflops == pytest.approx(peak)
+    usual = hardware.set_up(Config(dtype="float16")).peak_tflops
+    assert usual == pytest.approx(peak / 2 if "GeForce" in name else peak)
+
+
+@pytest.mark.parametrize("name", ["cpu", "mps", "Tesla T4", "GeForce RTX 2080 Ti", "Radeon"])
+def test_refuses_float16_accumulators_without_a_bfloat16_gpu_of_nvidia(name, card, monkeypatch):
+    """
+    Name the GPUs that work and the flag to type. torch has no such option for other makers' GPUs.
+    """
+    if name == "mps":
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    elif name == "Radeon":
+        card(name, capability=(9, 4))
+        monkeypatch.setattr(torch.version, "hip", "7.1")
+    elif name != "cpu":
+        card(name, capability=(7, 5))
+    device = name if name in ("cpu", "mps") else "auto"
+    (problem,) = hardware.check_device(Config(device=device, **NARROW))
+    assert problem.startswith("fp16_accumulation:") and "RTX 30" in problem
+    assert problem.endswith("; --fp16_accumulation=False")
+
+
 def test_refuses_bfloat16_on_a_gpu_that_only_emulates_it(card):
     card("Tesla T4", 40, (7, 5))
     (problem,) = hardware.check_device(Config(dtype="bfloat16"))

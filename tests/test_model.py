@@ -494,7 +494,7 @@ def test_logits_with_kv_caches_equal_those_without(model, field):
             torch.testing.assert_close(logits, expected[:, start:end], atol=1e-4, rtol=1e-4)
 
 
-OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True)
+OTHERWISE = dict(dropout=0.5, flash=False, loss_chunk=7, recompute=True, fp16_accumulation=True)
 
 
 def test_every_config_field_is_tested_with_another_value():

@@ -172,6 +172,8 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         typical = statistics.median(rounding)
         # With float32, matmuls may run in TF32, which has as many bits as float16.
         dtype = torch.float16 if hw.dtype == torch.float32 else hw.dtype
+        if model.config.fp16_accumulation:
+            dtype = torch.bfloat16  # the head's
         if not typical <= MOST_ROUNDING * torch.finfo(dtype).eps:
             off = f"half of the gradients are off by {typical:.2g} of their norm or more"
             raise WrongKernels(f"wrong kernels in {hw.dtype_name}: uncompiled too, {off}")

@@ -176,6 +176,11 @@ def check_device(config: Config) -> list[str]:
         return ["dtype: this GPU only emulates bfloat16, many times slower; --dtype=float16"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
+    # torch has this option for NVIDIA's GPUs only, and the model's head needs bfloat16
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    if config.fp16_accumulation and (not is_nvidia or emulates_bfloat16(device)):
+        needs = "needs an NVIDIA GPU, RTX 30 series or newer"
+        return [f"fp16_accumulation: {needs}; --fp16_accumulation=False"]
     return []
 
 
@@ -282,6 +287,10 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None
+        if hw.peak_tflops and config.fp16_accumulation and "GeForce" in hw.name:
+            hw.peak_tflops *= (
+                2  # NVIDIA halves the rate of float32 accumulators on these cards only
+            )
         hw.peak_source = "gpus.csv" if hw.peak_tflops else None
     if config.peak_tflops:
         hw.peak_tflops = config.peak_tflops
@@ -293,6 +302,8 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
     # use the tensor cores.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    # cuBLAS reads this option at each matmul, in compiled code too.
+    torch.backends.cuda.matmul.allow_fp16_accumulation = config.fp16_accumulation
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this
         # Without this variable, torch.compile times matmuls to decide whether to pad them, and the

@@ -1,0 +1,191 @@
+"""
+Check fp16_accumulation on a CPU, where accumulators.py adds as the tensor cores of a GeForce do:
+which matmuls add in float16, how far gradients are off, and when torch's switch is set. Which GPUs
+take the key is in test_hardware.py.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accumulators import (
+    MICRO_BATCHES,
+    MODELS,
+    WIDTHS,
+    Float16Accumulators,
+    gradient_errors,
+    multiply,
+    weight_gradient_errors,
+)
+from helpers import run_here, write_dataset
+from program import FAST, column
+
+from configurator import load_config
+from model_fast import build_model, config_from_dict
+from reports import check
+from training import compiled, hardware
+from training.compiled import WrongKernels, compare_with_eager
+from training.hardware import Hardware
+
+KEYS = dict(dtype="float16", fp16_accumulation=True)
+SMALL = dict(n_layer=1, n_head=2, n_embd=128, vocab_size=512)
+HW = Hardware(torch.device("cpu"), torch.float16, "", None, None)
+SWITCH = torch.backends.cuda.matmul
+
+
+@pytest.fixture(autouse=True)
+def restored_switch():
+    """Switch float16 accumulators off again, because torch has one switch for the process."""
+    yield
+    SWITCH.allow_fp16_accumulation = False
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Return a dataset, for runs that may use the key on this CPU."""
+    monkeypatch.setattr(hardware, "check_device", lambda config: [])
+    return write_dataset(tmp_path / "data", [4000])
+
+
+def test_float16_accumulators_lose_small_products():
+    """Add 1024 times 1/256 to 2048: 2052 in float32, but 2048 if each sum is rounded to float16."""
+    a = torch.full((1, 16 + 1024), 1 / 256, dtype=torch.float16)
+    a[0, :16] = 0
+    a[0, 0] = 2048
+    b = torch.ones(16 + 1024, 1, dtype=torch.float16)
+    assert (a.float() @ b.float()).item() == 2052
+    assert multiply(a, b).item() == 2048
+    with Float16Accumulators():
+        assert (a @ b).item() == 2048
+        assert (a[:, 16:].bfloat16() @ b[16:].bfloat16()).item() == 4
+
+
+@pytest.mark.parametrize("chunk", [0, 32], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("model", MODELS)
+def test_all_matmuls_but_the_heads_add_in_float16(model, chunk):
+    """
+    Count three for each of a block's four weights: forward, and the gradients of input and weight.
+    """
+    sizes = SMALL | dict(model=model, loss_chunk=chunk)
+    way = dict(key=(torch.float16, True), without=(torch.float16, False))
+    found = gradient_errors(sizes, 128, way)
+    (*_, counted), (*_, without) = found["key"], found["without"]
+    heads = 3 * (128 // chunk if chunk else 1)
+    assert (counted.float16, counted.bfloat16) == (12, heads)
+    assert (without.float16, without.bfloat16) == (12 + heads, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_at_real_width_are_closer_to_float32_than_those_of_bfloat16(model):
+    """
+    Be off by less, in the median and at most, with GPT-2's width and vocabulary; by more at most if
+    the head adds in float16 too.
+    """
+    found = gradient_errors(WIDTHS | MODELS[model] | dict(n_layer=1), 256)
+    bfloat16, key, head_too = found.values()
+    assert key[0] < bfloat16[0] / 1.5 and key[1] < bfloat16[1] < 0.04
+    assert head_too[1] > 2 * key[1]
+
+
+def test_a_weight_gradient_over_a_micro_batch_is_off_by_less_than_one_percent():
+    """
+    Sum over the tokens of each GeForce config. With the most, this is worse than bfloat16's 0.3%.
+    """
+    found = [weight_gradient_errors(tokens) for tokens in MICRO_BATCHES]
+    assert all(off["bfloat16"] < 0.004 and off["fp16_accumulation"] < 0.01 for off in found)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_check_of_compiled_code_allows_what_the_head_rounds(model, monkeypatch):
+    """Pass float16 accumulators, and still find attention that is scaled by 0.7."""
+    config = config_from_dict(SMALL | dict(model=model, bias=True, fp16_accumulation=True))
+    gpt = build_model(replace(config, block_size=64))
+    with Float16Accumulators():
+        compare_with_eager(gpt, 2, 512, HW)
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def wrong(q, k, v, scale, **keys):
+            return attend(q, k, v, scale=scale * (0.7 if q.dtype == torch.float16 else 1), **keys)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+        with pytest.raises(WrongKernels):
+            compare_with_eager(gpt, 2, 512, HW)
+
+
+@pytest.mark.parametrize("recipe", check.RECIPES)
+def test_bench_check_trains_with_float16_accumulators(recipe):
+    """Train three iterations, Muon's matmuls included, within bfloat16's limits."""
+    config = load_config([f"--{name}={value}" for name, value in KEYS.items()])
+    _, way = check.ways_to_train(config, HW)
+    c = check.config_of(recipe, config, HW)
+    gpt = check.model_off_zero(c, HW)
+    exact = check.train_exactly(c, gpt)
+    with Float16Accumulators() as counted:
+        row = check.train_here(c, way, gpt, exact)
+    assert counted.float16 and counted.bfloat16
+    assert not check.what_is_wrong(row, way)
+    assert check.LARGEST_ERRORS[way.name] == check.LARGEST_ERRORS["bfloat16"]
+
+
+def test_the_switch_is_on_when_compiled_code_is_checked_and_off_in_the_next_run(
+    data, tmp_path, monkeypatch
+):
+    """Read torch's switch where a run checks its compiled code."""
+    seen = []
+
+    def look(*_):
+        seen.append(SWITCH.allow_fp16_accumulation)
+        return ""
+
+    monkeypatch.setattr(compiled, "try_compiling", look)
+    run_here(data, tmp_path / "narrow", **KEYS, max_iters=1, compile=True)
+    run_here(data, tmp_path / "wide", dtype="float16", max_iters=1, compile=True)
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
+def test_a_run_trains_resumes_and_leaves_float16_without_the_two_flags(recipe, data, tmp_path):
+    """
+    Follow float32's losses within 0.02, resume bit for bit, and then continue in the dtype that
+    this machine trains in by default.
+    """
+    keys = recipe | dict(compile=False, lr_decay_iters=8, init_from="auto", dtype="auto")
+    run_here(data, tmp_path / "wide", **keys | dict(dtype="float32"))
+    with Float16Accumulators() as counted:
+        run_here(data, tmp_path / "whole", **keys | KEYS)
+        run_here(data, tmp_path / "resumed", **keys | KEYS, max_iters=4)
+        run_here(data, tmp_path / "resumed", **keys | KEYS)
+    assert counted.float16 and counted.bfloat16
+    whole, resumed = (column(tmp_path / name, "step", "loss") for name in ("whole", "resumed"))
+    assert resumed == whole and len(whole) == 8
+    assert whole == pytest.approx(column(tmp_path / "wide", "step", "loss"), abs=0.02)
+    run_here(data, tmp_path / "resumed", **keys, max_iters=9)
+    default = str(hardware.best_dtype(torch.device("cpu"))).removeprefix("torch.")
+    assert column(tmp_path / "resumed", "start", "dtype") == ["float16", "float16", default]
+
+
+@pytest.mark.gpu
+def test_gpu_adds_in_float16_where_the_key_asks_for_it():
+    """
+    Add 4032 times 1/256 to 2048 in mm, addmm with a bias, linear, bmm and baddbmm: about 2064 with
+    float32 accumulators, and 2048 if each sum is rounded to float16.
+    """
+    n = 4096  # large enough for tensor cores
+    a = torch.full((n, n), 1 / 256, dtype=torch.float16, device="cuda")
+    a[:, :64] = 0
+    a[:, 0] = 2048
+    b = torch.ones(n, n, dtype=torch.float16, device="cuda")
+    bias = torch.zeros(n, dtype=torch.float16, device="cuda")
+    exact = 2048 + (n - 64) / 256
+    for key in (True, False):
+        hardware.set_up(load_config(["--dtype=float16", f"--fp16_accumulation={key}"]))
+        for found in (
+            a @ b,
+            torch.addmm(bias, a, b),
+            torch.nn.functional.linear(a, b, bias),
+            torch.bmm(a[None], b[None])[0],
+            torch.baddbmm(torch.zeros_like(a)[None], a[None], b[None])[0],
+        ):
+            # a kernel may sum parts of a row apart, and so lose less than all
+            assert (found[0, 0].item() < exact - 2) == key
