@@ -20,7 +20,8 @@ from accumulators import (
 from helpers import run_here, write_dataset
 from program import FAST, column
 
-from configurator import load_config
+from bench import ladder_rows
+from configurator import Config, load_config
 from model_fast import build_model, config_from_dict
 from reports import check
 from training import compiled, hardware
@@ -142,6 +143,13 @@ def test_the_switch_is_on_when_compiled_code_is_checked_and_off_in_the_next_run(
     run_here(data, tmp_path / "narrow", **KEYS, max_iters=1, compile=True)
     run_here(data, tmp_path / "wide", dtype="float16", max_iters=1, compile=True)
     assert seen == [True, False]
+
+
+def test_the_ladder_switches_them_on_with_float16():
+    """Leave the key out of the rows in float32, which train.py would refuse."""
+    rows = ladder_rows(Config(**KEYS))
+    assert all(c.fp16_accumulation == (c.dtype == "float16") for _, c in rows)
+    assert {c.dtype for _, c in rows} == {"float32", "float16"}
 
 
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
