@@ -288,9 +288,7 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None
         if hw.peak_tflops and config.fp16_accumulation and "GeForce" in hw.name:
-            hw.peak_tflops *= (
-                2  # NVIDIA halves the rate of float32 accumulators on these cards only
-            )
+            hw.peak_tflops *= 2  # on other cards, float32 accumulators are as fast
         hw.peak_source = "gpus.csv" if hw.peak_tflops else None
     if config.peak_tflops:
         hw.peak_tflops = config.peak_tflops
