@@ -2,8 +2,8 @@
 Multiply float16 matrices on a CPU as a GeForce's tensor cores do with float16 accumulators.
 
 A tensor core adds 16 products at a time to a running sum, which it rounds to float16. With float32
-accumulators, only the result is rounded. As a program, this prints how far the gradients of both
-124M models are off, as JSON:
+accumulators, only the result is rounded. As a program, this prints how far gradients are off in
+both models, with the width and vocabulary of 124M parameters, as JSON:
 
     python tests/accumulators.py
 """
@@ -118,9 +118,9 @@ def weight_gradient_errors(tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    table: dict = dict(command="python tests/accumulators.py", layers=12, tokens=512)
+    table: dict = dict(command="python tests/accumulators.py", layers=4, tokens=128)
     for name, model in MODELS.items():
-        found = gradient_errors(WIDTHS | model | dict(n_layer=12), table["tokens"])
+        found = gradient_errors(WIDTHS | model | dict(n_layer=table["layers"]), table["tokens"])
         table[name] = {way: dict(median=m, largest=most) for way, (m, most, _) in found.items()}
     table["weight_gradient"] = {tokens: weight_gradient_errors(tokens) for tokens in MICRO_BATCHES}
     print(json.dumps(table, indent=1))
