@@ -104,7 +104,7 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes] = {}
     newest = REVISION
     troubles: dict[int, str | int] = {}  # by the number of the request for a range: what happens
-    ranges = sent = 0  # such requests, and bytes that they were answered with
+    ranges = 0  # the number of such requests
     allowed: dict[str, int] = {}  # of some files: how often they are sent before it refuses
 
     def log_message(self, *_):
@@ -160,7 +160,6 @@ class Hub(BaseHTTPRequestHandler):
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
             part = content[first : last + 1]
             where = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
-            Hub.sent += len(part)
             if trouble == "break":
                 self.send_response(206)
                 self.send_header("Content-Length", str(len(part)))
@@ -175,7 +174,7 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def serve_hub(source: Path) -> Iterator[str]:
     """Serve the files of a folder as the dataset org/name, and yield the hub's address."""
-    Hub.ranges = Hub.sent = 0
+    Hub.ranges = 0
     Hub.files = {"README.md": CARD.encode()}
     for path in source.iterdir():
         Hub.files[f"small/{path.name}"] = path.read_bytes()

@@ -372,7 +372,6 @@ def test_check_compares_evaluation_losses_if_there_is_dropout():
             compare_with_eager(wrong, BATCH, 500, hardware_in("float32"))
 
 
-# More shapes: dev/measure_check.py
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gpt2", "fast in chunks"])
