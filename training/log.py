@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-import textwrap
 import tomllib
 from collections.abc import Iterator
 from datetime import datetime
@@ -33,7 +32,6 @@ from training.ranks import Ranks
 PROJECT = Path(__file__).resolve().parent.parent
 FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
-WIDTH = 100  # columns at which the settings line is wrapped
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
 LEDGER_NAMES = {  # friendlier names for the clock's categories
     "start-up": "startup",
@@ -101,35 +99,9 @@ class Log:
     def begin(self, compiles: bool, resumed: dict | None, weights: dict | None, optimizer) -> None:
         """Print the opening lines of the run."""
         self.say_start(resumed, weights)
-        self.say_settings()
-        self.say_device(compiles, self.model.config.flash, is_new=not resumed)
-        self.say_model(optimizer)
-
-    def say_settings(self) -> None:
-        """
-        Print the command, and the keys that differ from their defaults. Values from a config file
-        are left out; flags, and values derived from other keys or the checkpoint, are shown.
-        """
-        c = self.config
         say(f"command: {launch_command(self.world_size)}")
-        shown = [
-            f"--{name}={value}"
-            for name, value in config_values(c).items()
-            if value not in (FIELDS[name].default, UNREACHED)
-            and (name in c.typed or name not in c.set_keys)
-            # the device line shows dtype, and tie_weights follows from the model
-            and (name in c.typed or name not in ("dtype", "tie_weights"))
-        ]
-        if shown:
-            # break only at spaces, so that flags can be copied from the log
-            wrapped = textwrap.wrap(
-                "settings: " + command_line(*shown),
-                WIDTH,
-                subsequent_indent="  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            say(*wrapped)
+        self.say_device(compiles, is_new=not resumed)
+        self.say_model(optimizer)
 
     def say_start(self, resumed: dict | None, weights: dict | None) -> None:
         """Print where the run starts and, on a resume, which keys differ from the checkpoint's."""
@@ -149,10 +121,10 @@ class Log:
             if value != before and is_news and UNREACHED not in (value, before):
                 say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
 
-    def say_device(self, compiles: bool, flash: bool, is_new: bool) -> None:
+    def say_device(self, compiles: bool, is_new: bool) -> None:
         """
-        Print the versions and the device. `compiles` and `flash` say whether this machine uses
-        torch.compile and fused attention, which the keys of those names only request.
+        Print the versions and the device. `compiles` says whether this machine uses torch.compile,
+        which the key of that name only requests.
         """
         c, hw = self.config, self.hw
         say(f"start: {date()}, nightshift {version()}, torch {torch.__version__}")
@@ -160,11 +132,11 @@ class Log:
         memory = hw.memory_gib()
         parts = [name, f"{memory:.1f}GiB"] if memory else [name]
         if hw.device.type == "cpu" and os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            parts.append("threads wait passively")  # environment.py set it, or the user
+            # environment.py set it, or the user
+            parts.append("idle threads sleep (better on busy cores)")
         is_auto = is_new and "dtype" not in c.set_keys
         parts.append(f"auto -> {hw.dtype_name}" if is_auto else hw.dtype_name)
         parts += [] if compiles else ["not compiled"]
-        parts += ["flash off"] if c.flash and not flash else []
         measured = hw.peak_source == MEASURED
         how = "measured with a matmul" if measured else f"dense ({hw.peak_source})"
         say(f"device: {', '.join(parts)}; peak {hw.peak_tflops:.3g} TFLOP/s, {how}")

@@ -51,8 +51,6 @@ def test_the_quickstart_works_in_a_fresh_copy_without_a_network(tmp_path):
     shorter += ("--eval_tokens=4096",)
     fresh = dict(cwd=home, cold=True, PYTHONPATH=str(tmp_path / "site"))
     out = end(start("train.py", "config/quickstart.py", *shorter, **fresh))
-    settings = out.partition("\nsettings: ")[2].partition("\n")[0]
-    assert set(settings.split()) == set(shorter)  # nothing that nobody typed
     assert "sample 30:" in out
     losses = column(run_folder, "eval", "val_loss")
     assert losses[0] == pytest.approx(math.log(256), abs=1e-4)  # docs/training.md
