@@ -707,8 +707,7 @@ def main(
     # Device and data
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank)
-    saved_peak_flops = resumed["peak"] if resumed else None
-    hw.find_peak_flops(saved_peak_flops)
+    hw.find_peak_flops(resumed["peak"] if resumed else None)
     data = open_data(c, resumed, weights, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         say_done(c, resumed)
@@ -743,9 +742,6 @@ def main(
         ranks.on_main(saver.open, resumed)
         ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
     clock = Clock(began, hw.synchronize, c, resumed)
-    # If no data sheet gives the peak, measure it again and keep the better result. A single
-    # measurement while the machine was busy has led to an mfu of 171%
-    hw.find_peak_flops(saved_peak_flops)
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
     ranks.on_main(log.open, is_new)  # the tracker
     # Print the command, the device, the model, the data, the length of the run, and warnings

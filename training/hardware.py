@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import process_time
 from timeit import default_timer
 
 import numpy as np
@@ -71,10 +72,9 @@ class Hardware:
     def find_peak_flops(self, saved: dict | None) -> None:
         """
         Measure the peak with a matmul in `dtype` if no data sheet gives one. A resumed run takes
-        the `saved` peak from its checkpoint, so that the whole run uses one peak. Repeated calls
-        keep the best measurement, because other programs can slow some of them down.
+        the `saved` peak from its checkpoint, so that the whole run uses one peak.
         """
-        if self.peak_source not in (None, MEASURED):
+        if self.peak_source:
             return
         if saved and (saved["device"], saved["dtype"]) == (self.name, self.dtype_name):
             self.peak_tflops = saved["tflops"]
@@ -82,8 +82,7 @@ class Hardware:
             dtype = self.dtype
             if self.device.type == "cpu" and dtype == torch.float16:
                 dtype = torch.float32  # torch.mm in float16 is slower than autocast's layers
-            now = measure_matmul(self.device, dtype, self.synchronize)
-            self.peak_tflops = max(now, self.peak_tflops or 0.0)
+            self.peak_tflops = measure_matmul(self.device, dtype, self.synchronize)
         self.peak_source = MEASURED
 
     def peak_to_save(self) -> dict | None:
@@ -361,7 +360,15 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callab
     Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow
     until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device. They
     hold random numbers, because ones need less power, so a GPU that lacks power would look fast.
+    On Linux, a CPU is timed by the CPU time that this process uses, because other programs make
+    the wall-clock time several times as long. Windows counts CPU time too coarsely, and on macOS
+    torch's number of threads is not that of the matmul.
     """
+    counts_cpu_time = device.type == "cpu" and sys.platform == "linux"
+
+    def now() -> float:
+        return process_time() / torch.get_num_threads() if counts_cpu_time else default_timer()
+
     generator = torch.Generator(device).manual_seed(0)  # leaves the run's random numbers alone
     size = 512
     while True:
@@ -370,10 +377,10 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callab
         # the first call also loads the kernel; in float16 a CPU may be a hundred times slower
         while len(seconds) < 5 and sum(seconds) < 0.1:
             synchronize()
-            began = default_timer()
+            began = now()
             torch.mm(a, a)
             synchronize()
-            seconds.append(default_timer() - began)
+            seconds.append(now() - began)
         best = min(seconds)
         if best >= MATMUL_SECONDS or size == MOST_MATMUL_SIZE:
             return 2 * size**3 / best / 1e12
