@@ -76,7 +76,7 @@ from reports import plan
 from reports.bench_child import CPU_SECONDS, PROFILE_HEADING
 from reports.check import check
 from reports.runs import Run, percentile, read_run
-from training import hardware
+from training import hardware, preflight
 
 CHILD = Path(__file__).with_name("reports") / "bench_child.py"
 POLL_SECONDS = 0.2  # how often to read the log
@@ -648,7 +648,7 @@ def main(argv: list[str]) -> int:
     config = load_config(keys, other_flags=vars(options))
     options.command = command_line("python", "bench.py", *argv)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
-        raise_if_any(hardware.check_device(config))
+        raise_if_any(preflight.check_device(config))
     if getattr(options, "write", None) and Path(options.write).exists():
         raise UserError(f"write: {options.write} exists; remove it or choose another name")
     for name in ("json", "write", "profile"):  # files to write

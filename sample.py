@@ -31,7 +31,7 @@ from configurator import Config, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, generate_tokens
 from model_fast import FastGPT, build_model, config_from_dict
-from training import hardware
+from training import hardware, preflight
 from training.pretrained import load_weights, read_weights
 
 RULER = "---------------"
@@ -145,7 +145,7 @@ def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[T
 
 def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
-    raise_if_any(hardware.check_device(Config(device=c.device, dtype=c.dtype)))
+    raise_if_any(preflight.check_device(Config(device=c.device, dtype=c.dtype)))
     is_typed = "start" not in c.set_keys and sys.stdin.isatty() and sys.stdout.isatty()
     num_samples = 1 if is_typed and "num_samples" not in c.set_keys else c.num_samples
     prompts = ask_prompts() if is_typed else [read_prompt(c.start)]

@@ -43,7 +43,7 @@ from data.stream import open_stream
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
-from training import checkpoint, hardware
+from training import checkpoint, hardware, preflight, random_states
 from training.clock import Clock, Position, check_deadline
 from training.compiled import compile_and_check
 from training.hardware import Hardware
@@ -169,10 +169,10 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             saved = saved | dict(pad_vocab_multiple=1)
             names = (*names, "pad_vocab_multiple")
         c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
-    problems += hardware.check_device(c)
+    problems += preflight.check_device(c)
     problems += [] if c.stream else check_dataset(c)
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
-    raise_if_any(problems + impossible + hardware.no_gpu_problem(c))
+    raise_if_any(problems + impossible + preflight.no_gpu_problem(c))
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))
@@ -606,7 +606,7 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
-        rng=ranks.gather(hardware.get_rng_state(hw.device)),  # one entry per rank
+        rng=ranks.gather(random_states.get_rng_state(hw.device)),  # one entry per rank
         progress=asdict(progress),
         ledger=dict(clock.seconds),
         clock=clock.state_dict(),
@@ -645,7 +645,7 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     if scaler.is_enabled() and resumed["scaler"]:
         scaler.load_state_dict(resumed["scaler"])
     if rank < len(resumed["rng"]):
-        hardware.set_rng_state(resumed["rng"][rank], hw.device)
+        random_states.set_rng_state(resumed["rng"][rank], hw.device)
     progress = Progress(**resumed["progress"])
     before = config_before(resumed)
     if before.eval_size != c.eval_size:
@@ -715,10 +715,10 @@ def main(
     compiles = c.compile and hw.can_compile and not c.eval_only
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks
-    hardware.set_seed(c.seed)
+    random_states.set_seed(c.seed)
     gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights)
     model = build_model(gpt_config).to(hw.device)
-    hardware.set_seed(c.seed + ranks.rank)
+    random_states.set_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)

@@ -24,7 +24,7 @@ from configurator import Config, load_config
 from data.loader import Batch, to_batch
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
-from training import hardware
+from training import hardware, preflight, random_states, speed
 from training.compiled import (
     LOSS_SCALE,
     WrongKernels,
@@ -198,7 +198,7 @@ def model_off_zero(c: Config, hw: Hardware) -> torch.nn.Module:
     Build the model on the CPU, with random numbers in matrices that start as zeros. A weight whose
     output passes through a zero matrix would have no gradient to compare.
     """
-    hardware.set_seed(SEED)
+    random_states.set_seed(SEED)
     model = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=False))
     for p in model.parameters():
         if p.dim() == 2 and not p.any():
@@ -305,7 +305,7 @@ def what_slows(config: Config, hw: Hardware) -> list[str]:
     """Return reasons for slow training that can be found without measuring."""
     reasons = []
     if hw.device.type == "cpu" and config.device == "auto":
-        reasons.append(f"torch sees no GPU; {hardware.cuda_hint()}")
+        reasons.append(f"torch sees no GPU; {preflight.cuda_hint()}")
     if not config.compile:
         reasons.append("compile is off")
     elif not hw.can_compile:
@@ -326,7 +326,7 @@ def check_speed(hw: Hardware) -> list[str]:
     began = time.perf_counter()
     rates: list[float] = []
     while not rates or time.perf_counter() - began < MATMUL_SECONDS:
-        rates.append(hardware.measure_matmul(hw.device, hw.dtype, hw.synchronize))
+        rates.append(speed.measure_matmul(hw.device, hw.dtype, hw.synchronize))
     say(f"  matmul: {rates[-1]:.3g} of {peak:g} TFLOP/s ({hw.peak_source})")
     slow = []
     if rates[-1] < LEAST_SHARE * peak:

@@ -43,11 +43,11 @@ from reports.memory import (
 )
 from reports.runs import Run, open_run, percentile
 from train import ARCHITECTURE, SAVE_EVERY, model_config
-from training import hardware
+from training import hardware, preflight
 from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.hardware import count_flops
 from training.pretrained import read_sizes
+from training.speed import count_flops
 
 LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant to be repeated
 # The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
@@ -156,7 +156,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
 
 
 def card_here(config: Config) -> Card:
-    raise_if_any(hardware.check_device(config))
+    raise_if_any(preflight.check_device(config))
     hw = hardware.set_up(config)
     return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib())
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from configurator import Config, load_config
 from reports import check
-from training import compiled, hardware
+from training import compiled, preflight, speed
 from training.compiled import WrongKernels, compile_model
 from training.gpus import find_row
 from training.hardware import Hardware
@@ -220,7 +220,7 @@ def test_check_calls_a_machine_slow_if_torch_sees_no_gpu(traced, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     verdict = f"{SLOWLY}torch sees no GPU; this torch has no CUDA; install one that has"
     result = run("bench.py", "check")
-    assert result.out.endswith(f"\n{verdict}\n    {hardware.CUDA_BUILD}\n")
+    assert result.out.endswith(f"\n{verdict}\n    {preflight.CUDA_BUILD}\n")
 
 
 def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
@@ -228,15 +228,15 @@ def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
     Accept 450 but not 200 of the 504 GB/s, and 45 but not 20 of the 58.3 TFLOP/s, that an RTX
     4070's data sheet promises.
     """
-    monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 45.0)
+    monkeypatch.setattr(speed, "measure_matmul", lambda *_: 45.0)
     monkeypatch.setattr(check, "MATMUL_SECONDS", 0.0)
     name = "NVIDIA GeForce RTX 4070"
     row = find_row(name, 46)
     hw = Hardware(torch.device("cuda"), torch.bfloat16, name, 58.3, "gpus.csv", row)
-    for speed, reasons in ((450, []), (200, ["its memory reaches 200 of 504 GB/s"])):
-        monkeypatch.setattr(check, "measure_copy", lambda hw, speed=speed: speed)
+    for gb_per_second, reasons in ((450, []), (200, ["its memory reaches 200 of 504 GB/s"])):
+        monkeypatch.setattr(check, "measure_copy", lambda hw, rate=gb_per_second: rate)
         assert check.check_speed(hw) == reasons
-    monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 20.0)
+    monkeypatch.setattr(speed, "measure_matmul", lambda *_: 20.0)
     monkeypatch.setattr(check, "state_of", lambda device: " at 88 C")
     slow = ["a matmul reaches 20 of 58.3 TFLOP/s at 88 C", "its memory reaches 200 of 504 GB/s"]
     assert check.check_speed(hw) == slow

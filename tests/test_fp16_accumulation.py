@@ -25,7 +25,7 @@ from common.console import UserError
 from configurator import Config, load_config
 from model_fast import build_model, config_from_dict
 from reports import check
-from training import compiled, hardware
+from training import compiled, hardware, preflight
 from training.compiled import WrongKernels, compare_with_eager
 from training.hardware import Hardware
 
@@ -45,7 +45,7 @@ def restored_switch():
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     """Return a dataset, for runs that may use the key on this CPU."""
-    monkeypatch.setattr(hardware, "check_device", lambda config: [])
+    monkeypatch.setattr(preflight, "check_device", lambda config: [])
     return write_dataset(tmp_path / "data", [4000])
 
 

@@ -26,9 +26,10 @@ from configurator import Config, load_config, resolve
 from model import GPTConfig
 from model_fast import FastConfig
 from train import model_config
-from training import hardware
+from training import hardware, preflight, random_states, speed
 from training.gpus import find_row, read_gpu_table, row_peak
-from training.hardware import Hardware, count_flops
+from training.hardware import Hardware
+from training.speed import count_flops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -130,9 +131,9 @@ def test_saves_and_restores_a_gpus_random_state(monkeypatch):
     here = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: here[0].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: here.append(state))
-    states = hardware.get_rng_state(torch.device("cuda"))
+    states = random_states.get_rng_state(torch.device("cuda"))
     here[0] = torch.zeros(3, dtype=torch.uint8)
-    hardware.set_rng_state(states, torch.device("cuda"))
+    random_states.set_rng_state(states, torch.device("cuda"))
     assert here[-1].tolist() == [1, 2, 3]
 
 
@@ -300,7 +301,7 @@ def test_picks_a_gpus_fastest_dtype_and_finds_its_peak(
     """
     card(name, sm_count, capability)
     config = Config(device="cuda", **keys)
-    assert hardware.check_device(config) == []
+    assert preflight.check_device(config) == []
     found = hardware.set_up(config)
     assert (found.dtype, found.peak_tflops) == (dtype, peak)
 
@@ -315,7 +316,7 @@ NARROW = dict(dtype="float16", fp16_accumulation=True)
 def test_float16_accumulators_double_the_peak_of_a_geforce(name, sm_count, peak, card):
     """Take the peak of the data sheet, and the usual one for the next run."""
     card(name, sm_count, (8, 9))
-    assert hardware.check_device(Config(**NARROW)) == []
+    assert preflight.check_device(Config(**NARROW)) == []
     assert hardware.set_up(Config(**NARROW)).peak_tflops == pytest.approx(peak)
     usual = hardware.set_up(Config(dtype="float16")).peak_tflops
     assert usual == pytest.approx(peak / 2 if "GeForce" in name else peak)
@@ -334,14 +335,14 @@ def test_refuses_float16_accumulators_without_a_bfloat16_gpu_of_nvidia(name, car
     elif name != "cpu":
         card(name, capability=(7, 5))
     device = name if name in ("cpu", "mps") else "auto"
-    (problem,) = hardware.check_device(Config(device=device, **NARROW))
+    (problem,) = preflight.check_device(Config(device=device, **NARROW))
     assert problem.startswith("fp16_accumulation:") and "RTX 30" in problem
     assert problem.endswith("; --fp16_accumulation=False")
 
 
 def test_refuses_bfloat16_on_a_gpu_that_only_emulates_it(card):
     card("Tesla T4", 40, (7, 5))
-    (problem,) = hardware.check_device(Config(dtype="bfloat16"))
+    (problem,) = preflight.check_device(Config(dtype="bfloat16"))
     assert "emulates bfloat16" in problem and "--dtype=float16" in problem
 
 
@@ -392,7 +393,7 @@ def test_measures_the_peak_on_random_numbers_without_changing_the_random_state(m
     multiply = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(a) or multiply(a, b))
     state = torch.get_rng_state()
-    assert hardware.measure_matmul(torch.device("cpu"), FP32, lambda: None) > 0
+    assert speed.measure_matmul(torch.device("cpu"), FP32, lambda: None) > 0
     assert torch.equal(torch.get_rng_state(), state)
     assert seen[0].std().item() == pytest.approx(1, abs=0.02)  # 512 x 512 normal numbers
 
@@ -417,10 +418,10 @@ def test_measures_the_peak_by_the_fastest_matmul_of_a_size_that_takes_long_enoug
     step = 1 / 64 if system == "win32" else 1e-9
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(hardware, "process_time", lambda: 3 * now // step * step)
-    monkeypatch.setattr(hardware, "default_timer", lambda: busy * now)
-    monkeypatch.setattr(hardware, "MATMUL_SECONDS", 2 * 1024**3 / 4.1e12)
-    measured = hardware.measure_matmul(torch.device("cpu"), FP32, lambda: None)
+    monkeypatch.setattr(speed, "process_time", lambda: 3 * now // step * step)
+    monkeypatch.setattr(speed, "default_timer", lambda: busy * now)
+    monkeypatch.setattr(speed, "MATMUL_SECONDS", 2 * 1024**3 / 4.1e12)
+    measured = speed.measure_matmul(torch.device("cpu"), FP32, lambda: None)
     assert measured == pytest.approx(4, 1e-4) and sorted({*sizes}) == [512, 1024]
 
 
@@ -442,7 +443,7 @@ def test_refuses_a_gpu_that_torch_has_no_code_for(capability, arches, runs, card
     """Name the GPU and the architectures that this torch was built for."""
     card("a card", capability=capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: arches.split())
-    problems = hardware.check_device(Config())
+    problems = preflight.check_device(Config())
     assert len(problems) == (not runs)
     assert all("a card" in problem and arches in problem for problem in problems)
 
@@ -583,10 +584,10 @@ def test_tells_a_missing_driver_from_a_torch_without_cuda(platform, build, hint,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(sys, "platform", platform)
-    (problem,) = hardware.check_device(Config(device="cuda"))
+    (problem,) = preflight.check_device(Config(device="cuda"))
     assert hint in problem
     if hint == CUDA_BUILD:  # alone on the last line, so that it can be copied
-        assert problem.splitlines()[-1].strip() == hardware.CUDA_BUILD
+        assert problem.splitlines()[-1].strip() == preflight.CUDA_BUILD
 
 
 @pytest.fixture
@@ -633,7 +634,7 @@ def test_says_what_to_do_about_a_driver_that_is_too_old(version, words, driver):
     driver.
     """
     driver(version)
-    (problem,) = hardware.check_device(Config(device="cuda"))
+    (problem,) = preflight.check_device(Config(device="cuda"))
     assert words in problem
 
 
@@ -967,7 +968,7 @@ def test_a_freed_tensors_memory_stays_with_the_process():
     code = """
 import re, torch
 from configurator import Config
-from training import hardware
+from training import hardware, preflight, random_states, speed
 def resident():
     status = open("/proc/self/status").read()
     return int(re.search(r"VmRSS:\\s+(\\d+)", status)[1]) / 1024

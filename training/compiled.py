@@ -20,13 +20,8 @@ from common.console import RunError, UserError
 from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
-from training.hardware import (
-    Hardware,
-    get_rng_state,
-    is_out_of_memory,
-    set_rng_state,
-    set_seed,
-)
+from training.hardware import Hardware, is_out_of_memory
+from training.random_states import get_rng_state, set_rng_state, set_seed
 from training.ranks import Ranks
 
 # A compiled gradient's error may be this many times eager code's, because the two round at

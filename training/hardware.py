@@ -1,43 +1,34 @@
 """
-Handles everything about the machine: device, dtype, peak speed, memory, random states and MFU.
+Choose and set up the device, and tell its dtype, memory and MFU.
 
 MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
-the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv.
+the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and speed.py
+counts FLOPs.
 """
 
 import contextlib
 import ctypes
-import functools
-import math
 import os
 import platform
-import random
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import process_time
-from timeit import default_timer
 
-import numpy as np
 import torch
 
-from common.console import COMMAND, UserError, warn
-from configurator import Config, divisors, launched
+from common.console import UserError, warn
+from configurator import Config, divisors
 from model import GPTConfig
-from model_fast import build_model
 from training.gpus import GIB, find_row, row_peak
+from training.speed import measure_matmul
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.
 WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lower()
-CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-# `+cu130` makes pip replace a CPU build of the same version too
-CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 # On an H100 or B200 torch prefers cuDNN's attention, for which wrong values and NaN have been
 # reported (pytorch #193893, #196678). The second variable disables the compiler's cache, whose code
 # would still call cuDNN, because the first variable is not part of the cache key.
@@ -46,12 +37,7 @@ SHARED_MEMORY = 0.9  # the share of the free system memory that an integrated GP
 # How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
 # Windows' and MPS's
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
-
-# The NVIDIA driver that each CUDA version needs (docs.nvidia.com/deploy/cuda-compatibility)
-LEAST_DRIVER = {12: "525 or newer", 13: "580 or newer"}
-
 MEASURED = "measured"  # peak_source if the peak was measured instead of looked up
-MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 
 @dataclass
@@ -150,94 +136,6 @@ class Hardware:
 
 # -----------------------------------------------------------------------------
 # Choosing and setting up
-
-
-def check_device(config: Config) -> list[str]:
-    """Return what is wrong with the device and dtype on this machine, one line per problem."""
-    wanted = config.device
-    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
-        return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
-    kind, _, number = wanted.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
-        return [f"device: {wanted}, but {seen} (--device=cpu trains without); {cuda_hint()}"]
-    here = launched("LOCAL_WORLD_SIZE", 1)
-    gpus = torch.cuda.device_count()
-    if kind != "cpu" and gpus and here > gpus:
-        return [f"nproc_per_node: {gpus} GPUs here are too few for {here} processes; start {gpus}"]
-    device = choose_device(config, local_rank=0)
-    if device.type == "cuda" and not has_kernels(device):
-        name = torch.cuda.get_device_name(device)
-        code = f"torch {torch.__version__} has code for {' '.join(torch.cuda.get_arch_list())} only"
-        build = "an old GPU needs a build of torch for CUDA 12.6, a new one a newer torch"
-        return [f"device: a {name} cannot run this torch: {code}; {build}"]
-    if config.dtype == "bfloat16" and emulates_bfloat16(device):
-        return ["dtype: this GPU only emulates bfloat16, many times slower; --dtype=float16"]
-    if kind == "mps" and not torch.backends.mps.is_available():
-        return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
-    # torch has this option for NVIDIA's GPUs only, and the model's head needs bfloat16
-    is_nvidia = device.type == "cuda" and not torch.version.hip
-    if config.fp16_accumulation and (not is_nvidia or emulates_bfloat16(device)):
-        needs = "needs an NVIDIA GPU, RTX 30 series or newer"
-        return [f"fp16_accumulation: {needs}; --fp16_accumulation=False"]
-    return []
-
-
-def has_kernels(device: torch.device) -> bool:
-    """
-    Return whether this build of torch runs on the GPU. If not, the first kernel raises "no kernel
-    image". Binary code (sm_86) runs on GPUs with the same major version and at least its minor
-    version; PTX (compute_90) runs on every later GPU. Architectures with a letter (sm_90a) are
-    ignored, because builds that have them include the plain one too. Returns True if torch lists no
-    such architectures, as for AMD GPUs.
-    """
-    card = torch.cuda.get_device_capability(device)
-    arches = re.findall(r"\b(sm|compute)_(\d+)(\d)\b", " ".join(torch.cuda.get_arch_list()))
-    for kind, major, minor in arches:
-        code = (int(major), int(minor))
-        if code <= card and (kind == "compute" or code[0] == card[0]):
-            return True
-    return not arches
-
-
-def no_gpu_problem(config: Config) -> list[str]:
-    """Return a problem if a run for a GPU would train on the CPU because torch sees no GPU."""
-    is_for_gpu = config.device == "auto" and config.iter_tokens > CPU_TOKENS
-    if not is_for_gpu or config.eval_only or choose_device(config, local_rank=0).type != "cpu":
-        return []
-    tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
-    anyway = "--device=cpu trains anyway"
-    return [f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}"]
-
-
-def cuda_hint() -> str:
-    """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
-    if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
-        return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
-    return old_driver() or "check the driver with nvidia-smi"
-
-
-def old_driver() -> str:
-    """Suggest a fix if NVIDIA's driver is too old for this torch to see the GPU, else return ""."""
-    if not torch.version.cuda:
-        return ""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:  # no NVIDIA driver installed
-        return ""
-    version = ctypes.c_int()  # the CUDA version: 12080 means 12.8
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    found = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    needed = int(torch.version.cuda.partition(".")[0])
-    if version.value == 0 or version.value // 1000 >= needed:  # 0: a stub without a driver
-        return ""
-    least = LEAST_DRIVER.get(needed, "the newest")
-    problem = f"the NVIDIA driver here is for CUDA {found}, this torch for CUDA {needed}"
-    line = f"{problem}; update the driver to {least}"
-    if version.value >= 12000:  # in a rented container the user cannot update the driver
-        release = torch.__version__.partition("+")[0]
-        line += f", or install torch {release} for CUDA 12 (listed at download.pytorch.org/whl)"
-    return line
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
@@ -353,111 +251,6 @@ def keep_freed_memory() -> None:
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
-    """
-    Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow
-    until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device. They
-    hold random numbers, because ones need less power, so a GPU that lacks power would look fast.
-    On Linux, a CPU is timed by the CPU time that this process uses, because other programs make
-    the wall-clock time several times as long. Windows counts CPU time too coarsely, and on macOS
-    torch's number of threads is not that of the matmul.
-    """
-    counts_cpu_time = device.type == "cpu" and sys.platform == "linux"
-
-    def now() -> float:
-        return process_time() / torch.get_num_threads() if counts_cpu_time else default_timer()
-
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random numbers alone
-    size = 512
-    while True:
-        a = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
-        seconds: list[float] = []
-        # the first call also loads the kernel; in float16 a CPU may be a hundred times slower
-        while len(seconds) < 5 and sum(seconds) < 0.1:
-            synchronize()
-            began = now()
-            torch.mm(a, a)
-            synchronize()
-            seconds.append(now() - began)
-        best = min(seconds)
-        if best >= MATMUL_SECONDS or size == MOST_MATMUL_SIZE:
-            return 2 * size**3 / best / 1e12
-        size *= 2
-
-
-# -----------------------------------------------------------------------------
-# Random states
-
-
-def set_seed(seed: int) -> None:
-    """Seed torch, Python and numpy, so that code you add may use any of them."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy takes 32-bit seeds only
-
-
-def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """
-    Return the random states of torch (used for dropout), Python and numpy (for code that you add)
-    without waiting for the device.
-    """
-    # Python and numpy draw normals in pairs and keep the second one. inf encodes Python's None.
-    _, numbers, half = random.getstate()
-    python = [*numbers, math.inf if half is None else half]
-    _, keys, *rest = np.random.get_state()
-    states = {
-        "cpu": torch.get_rng_state(),
-        "python": torch.tensor(python, dtype=torch.float64),
-        "numpy": torch.tensor([*keys, *rest], dtype=torch.float64),
-    }
-    if device.type != "cpu":
-        states[device.type] = getattr(torch, device.type).get_rng_state()
-    return states
-
-
-def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    *numbers, half = states["python"].tolist()
-    random.setstate((3, tuple(map(int, numbers)), None if half == math.inf else half))
-    *keys, at, has_half, half = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, "u4"), int(at), int(has_half), half))
-    if device.type != "cpu" and device.type in states:
-        getattr(torch, device.type).set_rng_state(states[device.type])
-
-
-# -----------------------------------------------------------------------------
-# Counting
-
-
-@functools.cache
-def count_flops(config: GPTConfig) -> float | None:
-    """
-    Return the training FLOPs per token, or None if the model does not run on fake tensors. This is
-    three times the forward FLOPs, because a backward pass takes twice as many as a forward pass
-    (PaLM paper, appendix B). torch counts all matmuls, and attention as if it had no mask. For
-    GPT-2 the result is the paper's 6 N + 12 L H Q T without the norms.
-    """
-    # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    cpu = torch.device("cpu")
-    random_states = get_rng_state(cpu)  # building the model draws random numbers
-    try:
-        # fake tensors need no memory; torch cannot count FLOPs of the CPU's fused attention
-        with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            model = build_model(config)
-            idx = torch.zeros(1, config.block_size, dtype=torch.long)
-            with FlopCounterMode(display=False) as counter:
-                model(idx, idx)
-    except Exception:  # a modified model can raise anything
-        return None
-    finally:
-        set_rng_state(random_states, cpu)
-    return 3 * counter.get_total_flops() / config.block_size
 
 
 # -----------------------------------------------------------------------------

@@ -26,8 +26,10 @@ from configurator import FIELDS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import checkpoint_path, iteration, newest_until
 from training.clock import Clock, Speed, clock_time
-from training.hardware import MEASURED, Hardware, count_flops, old_driver
+from training.hardware import MEASURED, Hardware
+from training.preflight import old_driver
 from training.ranks import Ranks
+from training.speed import count_flops
 
 PROJECT = Path(__file__).resolve().parent.parent
 FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late

@@ -164,8 +164,8 @@ FAULTS = [
         "only the random state of rank 0 is saved",
         "train.py",
         "state_to_save",
-        "ranks.gather(hardware.get_rng_state(hw.device))",
-        "[hardware.get_rng_state(hw.device)]",
+        "ranks.gather(random_states.get_rng_state(hw.device))",
+        "[random_states.get_rng_state(hw.device)]",
         "integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit",
     ),
     Fault(
@@ -218,7 +218,7 @@ FAULTS = [
     ),
     Fault(
         "counting FLOPs changes the random state",
-        "training/hardware.py",
+        "training/speed.py",
         "count_flops",
         "set_rng_state(random_states, cpu)",
         "torch.manual_seed(0)",

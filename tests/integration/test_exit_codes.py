@@ -81,7 +81,7 @@ ASKED = {
     ),
     ("dtype", "bfloat16"): (
         ExitStack(),
-        mock.patch("training.hardware.emulates_bfloat16", lambda device: True),
+        mock.patch("training.preflight.emulates_bfloat16", lambda device: True),
         ("dtype", "float16"),
         2,
     ),

@@ -1,0 +1,107 @@
+"""
+Check before a run whether it can train on this machine, and suggest a fix if it cannot.
+"""
+
+import ctypes
+import re
+import sys
+
+import torch
+
+from common.console import COMMAND
+from configurator import Config, launched
+from training.hardware import choose_device, emulates_bfloat16
+
+CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
+# `+cu130` makes pip replace a CPU build of the same version too
+CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
+# The NVIDIA driver that each CUDA version needs (docs.nvidia.com/deploy/cuda-compatibility)
+LEAST_DRIVER = {12: "525 or newer", 13: "580 or newer"}
+
+
+def check_device(config: Config) -> list[str]:
+    """Return what is wrong with the device and dtype on this machine, one line per problem."""
+    wanted = config.device
+    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
+        return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
+    kind, _, number = wanted.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
+        return [f"device: {wanted}, but {seen} (--device=cpu trains without); {cuda_hint()}"]
+    here = launched("LOCAL_WORLD_SIZE", 1)
+    gpus = torch.cuda.device_count()
+    if kind != "cpu" and gpus and here > gpus:
+        return [f"nproc_per_node: {gpus} GPUs here are too few for {here} processes; start {gpus}"]
+    device = choose_device(config, local_rank=0)
+    if device.type == "cuda" and not has_kernels(device):
+        name = torch.cuda.get_device_name(device)
+        code = f"torch {torch.__version__} has code for {' '.join(torch.cuda.get_arch_list())} only"
+        build = "an old GPU needs a build of torch for CUDA 12.6, a new one a newer torch"
+        return [f"device: a {name} cannot run this torch: {code}; {build}"]
+    if config.dtype == "bfloat16" and emulates_bfloat16(device):
+        return ["dtype: this GPU only emulates bfloat16, many times slower; --dtype=float16"]
+    if kind == "mps" and not torch.backends.mps.is_available():
+        return ["device: mps asked for, but torch finds no Metal here; --device=cpu"]
+    # torch has this option for NVIDIA's GPUs only, and the model's head needs bfloat16
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    if config.fp16_accumulation and (not is_nvidia or emulates_bfloat16(device)):
+        needs = "needs an NVIDIA GPU, RTX 30 series or newer"
+        return [f"fp16_accumulation: {needs}; --fp16_accumulation=False"]
+    return []
+
+
+def has_kernels(device: torch.device) -> bool:
+    """
+    Return whether this build of torch runs on the GPU. If not, the first kernel raises "no kernel
+    image". Binary code (sm_86) runs on GPUs with the same major version and at least its minor
+    version; PTX (compute_90) runs on every later GPU. Architectures with a letter (sm_90a) are
+    ignored, because builds that have them include the plain one too. Returns True if torch lists no
+    such architectures, as for AMD GPUs.
+    """
+    card = torch.cuda.get_device_capability(device)
+    arches = re.findall(r"\b(sm|compute)_(\d+)(\d)\b", " ".join(torch.cuda.get_arch_list()))
+    for kind, major, minor in arches:
+        code = (int(major), int(minor))
+        if code <= card and (kind == "compute" or code[0] == card[0]):
+            return True
+    return not arches
+
+
+def no_gpu_problem(config: Config) -> list[str]:
+    """Return a problem if a run for a GPU would train on the CPU because torch sees no GPU."""
+    is_for_gpu = config.device == "auto" and config.iter_tokens > CPU_TOKENS
+    if not is_for_gpu or config.eval_only or choose_device(config, local_rank=0).type != "cpu":
+        return []
+    tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
+    anyway = "--device=cpu trains anyway"
+    return [f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}"]
+
+
+def cuda_hint() -> str:
+    """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
+    if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
+        return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
+    return old_driver() or "check the driver with nvidia-smi"
+
+
+def old_driver() -> str:
+    """Suggest a fix if NVIDIA's driver is too old for this torch to see the GPU, else return ""."""
+    if not torch.version.cuda:
+        return ""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:  # no NVIDIA driver installed
+        return ""
+    version = ctypes.c_int()  # the CUDA version: 12080 means 12.8
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    found = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    needed = int(torch.version.cuda.partition(".")[0])
+    if version.value == 0 or version.value // 1000 >= needed:  # 0: a stub without a driver
+        return ""
+    least = LEAST_DRIVER.get(needed, "the newest")
+    problem = f"the NVIDIA driver here is for CUDA {found}, this torch for CUDA {needed}"
+    line = f"{problem}; update the driver to {least}"
+    if version.value >= 12000:  # in a rented container the user cannot update the driver
+        release = torch.__version__.partition("+")[0]
+        line += f", or install torch {release} for CUDA 12 (listed at download.pytorch.org/whl)"
+    return line

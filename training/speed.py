@@ -1,0 +1,79 @@
+"""
+Count a model's FLOPs and measure how fast a device multiplies matrices. Peaks from data sheets are
+in gpus.py.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from time import process_time
+from timeit import default_timer
+
+import torch
+
+from model import GPTConfig
+from model_fast import build_model
+from training.random_states import get_rng_state, set_rng_state
+
+MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
+
+
+@functools.cache
+def count_flops(config: GPTConfig) -> float | None:
+    """
+    Return the training FLOPs per token, or None if the model does not run on fake tensors. This is
+    three times the forward FLOPs, because a backward pass takes twice as many as a forward pass
+    (PaLM paper, appendix B). torch counts all matmuls, and attention as if it had no mask. For
+    GPT-2 the result is the paper's 6 N + 12 L H Q T without the norms.
+    """
+    # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cpu = torch.device("cpu")
+    random_states = get_rng_state(cpu)  # building the model draws random numbers
+    try:
+        # fake tensors need no memory; torch cannot count FLOPs of the CPU's fused attention
+        with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            model = build_model(config)
+            idx = torch.zeros(1, config.block_size, dtype=torch.long)
+            with FlopCounterMode(display=False) as counter:
+                model(idx, idx)
+    except Exception:  # a modified model can raise anything
+        return None
+    finally:
+        set_rng_state(random_states, cpu)
+    return 3 * counter.get_total_flops() / config.block_size
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
+    """
+    Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow
+    until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device. They
+    hold random numbers, because ones need less power, so a GPU that lacks power would look fast.
+    On Linux, a CPU is timed by the CPU time that this process uses, because other programs make
+    the wall-clock time several times as long. Windows counts CPU time too coarsely, and on macOS
+    torch's number of threads is not that of the matmul.
+    """
+    counts_cpu_time = device.type == "cpu" and sys.platform == "linux"
+
+    def now() -> float:
+        return process_time() / torch.get_num_threads() if counts_cpu_time else default_timer()
+
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random numbers alone
+    size = 512
+    while True:
+        a = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
+        seconds: list[float] = []
+        # the first call also loads the kernel; in float16 a CPU may be a hundred times slower
+        while len(seconds) < 5 and sum(seconds) < 0.1:
+            synchronize()
+            began = now()
+            torch.mm(a, a)
+            synchronize()
+            seconds.append(now() - began)
+        best = min(seconds)
+        if best >= MATMUL_SECONDS or size == MOST_MATMUL_SIZE:
+            return 2 * size**3 / best / 1e12
+        size *= 2
