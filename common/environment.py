@@ -61,7 +61,7 @@ def cache_folder() -> str | None:
     home = os.path.expanduser("~")
     if not os.access(home, os.W_OK) or re.search(r"[\s'\"]", home):
         return None
-    if hasattr(os, "ST_NOEXEC") and os.statvfs(home).f_flag & os.ST_NOEXEC:  # not on Windows
+    if sys.platform == "linux" and os.statvfs(home).f_flag & os.ST_NOEXEC:
         return None
     return f"{home}/.cache/torchinductor"
 
