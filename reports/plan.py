@@ -380,7 +380,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     """
     Compute all figures of a run. hours and kwh count iterations only; hours_total, kwh_total, cost,
     rent and ends include evaluations and checkpoints. Several GPUs share the work evenly and then
-    average their gradients. watts is the power of one GPU, without the rest of the machine.
+    average their gradients.
     """
     n = options.gpus
     params = count_parameters(model)
@@ -388,39 +388,22 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     checkpoint_gb = checkpoint_bytes(config, model) / 1e9
     exchange = exchange_seconds(card, n, params, options)
 
-    given_hours = hours_by_clock(config)
+    hours = hours_by_clock(config)
     runs = []
     for one_gpu in (pace.likely, pace.fastest, pace.slowest):
         seconds = one_gpu / n + exchange
-        c = config
-        if given_hours:
-            c = fit_into_hours(config, given_hours, seconds, checkpoint_gb)
+        c = fit_into_hours(config, hours, seconds, checkpoint_gb) if hours else config
         runs.append(time_run(c, seconds, checkpoint_gb))
     times, fastest, slowest = runs
     hours_total = times["hours_total"]
     ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
-
     tokens, rate = times["total_tokens"], times["tokens_per_sec"]
-
-    recomputing = replace(model, recompute=True)
-    one, one_recomputed = (
-        memory_needed(config, m, card.dtype, batch_size=1) for m in (model, recomputing)
-    )
-    parts = memory_bytes(config, model, card.dtype, config.batch_size)
-    vram = sum(parts.values()) / GIB
-    usable = USABLE_MEMORY * card.memory_gib if card.memory_gib else None
-    fitting = None
-    if usable:
-        sequences = config.iter_sequences // n
-        fitting = fitting_batch(config, model, card.dtype, sequences, usable * GIB)
 
     # With a stream or without a dataset, assume shards with as many tokens as the run can read.
     disk_tokens = options.dataset_tokens or min(fastest["total_tokens"], MOST_TOKENS)
     shards_gb = 2 * disk_tokens / 1e9
     kept = config.checkpoint_files
 
-    kilowatts = n * options.watts / 1000 if options.watts else None
-    kwh_total = kilowatts and kilowatts * hours_total
     return dict(
         gpu=card.name,
         gpus=n,
@@ -447,27 +430,14 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         ends=f"{ends:%Y-%m-%d %H:%M}",
         max_minutes=config.max_minutes,
         launches=math.ceil(60 * hours_total / (config.max_minutes or math.inf)) or 1,
-        vram_gib=vram,
-        vram_parts_gib={part: size / GIB for part, size in parts.items()},
-        usable_gib=usable,
-        fits=vram <= usable if usable else None,
-        batch_size_that_fits=fitting,
-        recompute_saves=one_recomputed < one,
+        **memory_figures(config, model, card, n),
         checkpoint_gb=checkpoint_gb,
         checkpoints_kept=kept,
         disk_tokens=disk_tokens,
         shards_gb=shards_gb,
         disk_gb=shards_gb + kept * checkpoint_gb,
-        watts=options.watts,
-        kwh=kilowatts and kilowatts * times["hours"],
-        kwh_total=kwh_total,
-        cost=kwh_total and options.price_kwh and kwh_total * options.price_kwh,
-        rent=options.price_hour and n * options.price_hour * hours_total,
+        **price_figures(options, times["hours"], hours_total),
     )
-
-
-# -----------------------------------------------------------------------------
-# Printing the plan
 
 
 def hours_text(hours: float) -> str:
@@ -537,6 +507,33 @@ def link_lines(p: dict) -> list[str]:
     ]
 
 
+# -----------------------------------------------------------------------------
+# Memory and price
+
+
+def memory_figures(config: Config, model: GPTConfig, card: Card, n: int) -> dict:
+    """Estimate the memory of each of n GPUs, and which micro-batch fits."""
+    parts = memory_bytes(config, model, card.dtype, config.batch_size)
+    vram = sum(parts.values()) / GIB
+    usable = fitting = None
+    if card.memory_gib:
+        usable = USABLE_MEMORY * card.memory_gib
+        sequences = config.iter_sequences // n
+        fitting = fitting_batch(config, model, card.dtype, sequences, usable * GIB)
+    one, one_recomputed = (
+        memory_needed(config, m, card.dtype, batch_size=1)
+        for m in (model, replace(model, recompute=True))
+    )
+    return dict(
+        vram_gib=vram,
+        vram_parts_gib={part: size / GIB for part, size in parts.items()},
+        usable_gib=usable,
+        fits=vram <= usable if usable else None,
+        batch_size_that_fits=fitting,
+        recompute_saves=one_recomputed < one,
+    )
+
+
 def memory_lines(p: dict) -> list[str]:
     lines = [f"memory   {p['vram_gib']:.1f} GiB for batch_size {p['batch_size']}, estimated"]
     lines += [f"           {part:<13} {size:5.2f}" for part, size in p["vram_parts_gib"].items()]
@@ -552,6 +549,22 @@ def memory_lines(p: dict) -> list[str]:
     return lines
 
 
+def price_figures(options: Namespace, hours: float, hours_total: float) -> dict:
+    """
+    Return the energy, what it costs, and the rent of all GPUs. watts is the power of one GPU,
+    without the rest of the machine.
+    """
+    kilowatts = options.gpus * options.watts / 1000 if options.watts else None
+    kwh_total = kilowatts and kilowatts * hours_total
+    return dict(
+        watts=options.watts,
+        kwh=kilowatts and kilowatts * hours,
+        kwh_total=kwh_total,
+        cost=kwh_total and options.price_kwh and kwh_total * options.price_kwh,
+        rent=options.price_hour and options.gpus * options.price_hour * hours_total,
+    )
+
+
 def price_lines(p: dict) -> list[str]:
     lines = ["energy   n/a without --watts=W, the power of one GPU"]
     if p["watts"]:
@@ -561,6 +574,10 @@ def price_lines(p: dict) -> list[str]:
         gpu_hours = p["hours_total"] * p["gpus"]
         lines.append(f"rent     {p['rent']:.2f} for {gpu_hours:.1f} GPU hours")
     return lines
+
+
+# -----------------------------------------------------------------------------
+# Tables of several plans
 
 
 def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
