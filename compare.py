@@ -56,11 +56,11 @@ tenths = "{:,.1f}".format
 decimals = "{:.4f}".format
 
 
-def hours_text(hours: float) -> str:
-    return seconds_text(3600 * hours)
+def hours_as_time(hours: float) -> str:
+    return time_text(3600 * hours)
 
 
-def seconds_text(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """Format seconds as in 3h12m; below 10 s with two digits, so that 0.4 s is not shown as 0s."""
     return duration(seconds) if seconds >= 10 or not seconds else f"{seconds:.2g}s"
 
@@ -68,7 +68,7 @@ def seconds_text(seconds: float) -> str:
 PLACES: dict[str, Callable[[float], str]] = dict(
     iter=lambda at: f"at iteration {at:,.0f}",
     tokens=lambda at: f"at {at:,.0f} tokens",
-    hours=lambda at: f"after {hours_text(at)}",
+    hours=lambda at: f"after {hours_as_time(at)}",
 )
 
 
@@ -146,7 +146,7 @@ def speed_rows(runs: list[Run]) -> list[Row]:
         Row("iterations", "iterations", [run.iterations for run in runs], whole, "more"),
         Row("tokens", "tokens", [run.tokens for run in runs], count4, "more"),
         Row("tokens per iteration", "tokens_per_iter", tokens_per_iter, whole, "differs"),
-        Row("time", "hours", [run.hours for run in runs], hours_text, "longer"),
+        Row("time", "hours", [run.hours for run in runs], hours_as_time, "longer"),
         Row("tok/s", "tokens_per_sec", tokens_per_sec, whole, "faster"),
         Row("MFU", "mfu", mfu, percent, "higher"),
         # no verdict, because iterations and micro-batches may differ in tokens; tok/s has one
@@ -173,7 +173,7 @@ def pause_rows(runs: list[Run]) -> list[Row]:
     return [
         Row("evaluations", "evaluations", evaluations, whole),
         Row("checkpoints", "checkpoints", checkpoints, whole),
-        Row("time of both", "pause_seconds", seconds, seconds_text),
+        Row("time of both", "pause_seconds", seconds, time_text),
     ]
 
 
@@ -208,7 +208,7 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
         if target is None:
             target = max([loss for loss in lowest if loss is not None], default=None)
     if target is not None:
-        for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_text)):
+        for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_as_time)):
             values = [reach(*learning_curve(run, axis), target) for run in runs]
             label = f"{what} to val loss {target:.4f}"
             rows.append(Row(label, f"{axis}_to_loss", values, form, less, SAME_TO_LOSS))

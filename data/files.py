@@ -64,7 +64,7 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
         link = f"{dead[0]}: links to {os.readlink(dead[0])}, which does not exist"
         raise UserError(f"{link} (one of {len(dead):,}); get that file, or delete the link")
     readable = [f for f in shown if is_read(f, endings)]
-    tests = test_files(readable, root)
+    tests = evaluation_files(readable, root)
     if not readable:
         problem = f"{name}: no such file, or only names that begin with a dot or _"
         if shown:
@@ -96,7 +96,7 @@ def is_hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(marks) for part in file.relative_to(root).parts)
 
 
-def test_files(files: list[Path], root: Path) -> set[Path]:
+def evaluation_files(files: list[Path], root: Path) -> set[Path]:
     """
     Return the files named test or validation, if others are named train. A .txt counts only beside
     a training text whose name begins alike, because an article may be about driving tests.

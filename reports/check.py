@@ -62,7 +62,7 @@ LARGEST_ERRORS = {
 # A GPU that reaches less than this fraction of the data sheet's peak or bandwidth is slow. Healthy
 # GPUs reach 60% to 95% in published figures, and a hot T4 reaches 65%.
 LEAST_SHARE = 0.5
-MATMUL_SECONDS = 2.0  # long enough for a GPU that lacks cooling or power to lower its clock
+HEATING_SECONDS = 2.0  # long enough for a GPU that lacks cooling or power to lower its clock
 COPIED_BYTES = 2**28
 MOST_LOAD = 20  # the percentage of a GPU's time that other programs may take
 
@@ -325,7 +325,7 @@ def check_speed(hw: Hardware) -> list[str]:
         return []
     began = time.perf_counter()
     rates: list[float] = []
-    while not rates or time.perf_counter() - began < MATMUL_SECONDS:
+    while not rates or time.perf_counter() - began < HEATING_SECONDS:
         rates.append(speed.measure_matmul(hw.device, hw.dtype, hw.synchronize))
     say(f"  matmul: {rates[-1]:.3g} of {peak:g} TFLOP/s ({hw.peak_source})")
     slow = []

@@ -229,7 +229,7 @@ def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
     4070's data sheet promises.
     """
     monkeypatch.setattr(speed, "measure_matmul", lambda *_: 45.0)
-    monkeypatch.setattr(check, "MATMUL_SECONDS", 0.0)
+    monkeypatch.setattr(check, "HEATING_SECONDS", 0.0)
     name = "NVIDIA GeForce RTX 4070"
     row = find_row(name, 46)
     hw = Hardware(torch.device("cuda"), torch.bfloat16, name, 58.3, "gpus.csv", row)
