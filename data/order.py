@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import ClassVar
 
 from tqdm import tqdm
 
@@ -40,19 +41,42 @@ MOST_HELD_OUT = 1 / 20
 
 
 @dataclass
+class InFileOrder:
+    """Yield the documents of a source as they come. writer.py holds out the first of them."""
+
+    source: Source
+    val_tokens: int  # for writer.py to hold out
+    settings: ClassVar[dict] = {}  # of this order, for the manifest
+
+    def documents(self, begin: Place) -> Iterator[Document]:
+        """Yield the documents, starting at a place. Raises UserError as Source.rows() does."""
+        return itertools.starmap(Document, self.source.rows(begin))
+
+    def training_begin(self) -> Place:
+        return Place()
+
+
+@dataclass
 class Shuffled:
     """Yield the documents of a source: first those held out for validation, then the others."""
 
     source: Source
-    groups: list[Group]  # every row group of the source
+    counts: list[int]  # row groups in each file
     held_out: dict  # what choose_held_out() returned
     seed: int
+    val_tokens: ClassVar[int] = 0  # for writer.py to hold out
 
     def __post_init__(self) -> None:
+        groups = list_groups(self.counts)
         held = {tuple(group) for group in self.held_out.get("groups", ())}
-        self.validation = [group for group in self.groups if group in held]
-        self.training = [group for group in self.groups if group not in held]
+        self.validation = [group for group in groups if group in held]
+        self.training = [group for group in groups if group not in held]
         random.Random(self.seed).shuffle(self.training)
+
+    @property
+    def settings(self) -> dict:
+        """Return the settings of this order for the manifest."""
+        return dict(seed=self.seed, row_groups=self.counts, held_out=self.held_out)
 
     def documents(self, begin: Place) -> Iterator[Document]:
         """Yield the documents, starting at a place. Raises UserError as Source.rows() does."""
@@ -160,13 +184,14 @@ def list_groups(counts: list[int]) -> list[Group]:
     return [(file, group) for file, count in enumerate(counts) for group in range(count)]
 
 
-def choose_held_out(source: Source, groups: list[Group], tokens: int, token_bytes: int) -> dict:
+def choose_held_out(source: Source, counts: list[int], tokens: int, token_bytes: int) -> dict:
     """
     Choose what to hold out for validation: evenly spaced row groups or, where row groups are too
     few, too small or too large, the documents whose places have the lowest hashes. `tokens` is the
     number of validation tokens, `token_bytes` an assumed number of text bytes per token. Returns
     what the manifest stores as `held_out`.
     """
+    groups = list_groups(counts)
     wanted = tokens * token_bytes
     number = max(LEAST_GROUPS, math.ceil(tokens / GROUP_TOKENS))
     share = math.ceil(wanted / number)

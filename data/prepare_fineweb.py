@@ -16,8 +16,7 @@ of disk.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from itertools import islice, starmap
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,12 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, count, parse_count, run_main, say, warn
 from data.files import ROW_FILES, hub_files, local_files
-from data.order import ORDERS, Shuffled, choose_held_out, list_groups
+from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
 from data.sources import FIELD, FIRST_ROWS, Place, Source
 from data.stream import Allowance
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
-from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
+from data.writer import Plan, made_from, prepare, say_what_it_holds, tokens_of
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
@@ -126,40 +125,31 @@ def main(argv: list[str]) -> None:
     settings: dict[str, Any] = dict(revision=revision)
     settings |= dict(text_field=arguments.text_field, encoding=arguments.encoding)
     settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)
-    documents: Callable[[Place], Iterator[Document]]
-    documents = lambda place: starmap(Document, source.rows(place))  # noqa: E731
-    begin = Place()
-    # With --order=prefix, training a tokenizer skips the validation text, about 6 bytes per token.
-    skipped = 6 * val_tokens
+    reading: InFileOrder | Shuffled = InFileOrder(source, val_tokens)
     if order == "shuffled":
         # Reuse what the manifest recorded, except for local files, which may have changed since.
-        counts = started.get("row_groups", []) if revision else []
+        counts = started.get("row_groups") if revision else None
         counts = counts or source.row_groups()
-        groups = list_groups(counts)
-        noted = [started.get(key) for key in ("row_groups", "val_tokens")]
-        if noted == [counts, val_tokens]:
+        if [started.get(key) for key in ("row_groups", "val_tokens")] == [counts, val_tokens]:
             held_out = started["held_out"]
         else:
             per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
-            held_out = choose_held_out(source, groups, val_tokens, per_token)
-        shuffled = Shuffled(source, groups, held_out, arguments.seed)
-        settings |= dict(seed=arguments.seed, row_groups=counts, held_out=held_out)
-        documents = shuffled.documents
-        begin = shuffled.training_begin()
-        skipped = 0
+            held_out = choose_held_out(source, counts, val_tokens, per_token)
+        reading = Shuffled(source, counts, held_out, arguments.seed)
     if not tokenizer:
-        texts = (text for _, text, _ in documents(begin))
-        tokenizer = train_bpe(arguments.tokenizer, texts, skip=skipped)
+        texts = (text for _, text, _ in reading.documents(reading.training_begin()))
+        # in file order, skip the validation text, about 6 bytes per token
+        tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * reading.val_tokens)
     hint = "give more text, or --val_tokens={twentieth}"
     if is_records:  # validation is a whole shard
         hint = "give more text, or --shard_tokens={twentieth}"
     plan = Plan(
         folder=out,
-        made_from=made_from(out, title, files, tokenizer, **settings),
-        documents=documents,
+        made_from=made_from(out, title, files, tokenizer, **settings, **reading.settings),
+        documents=reading.documents,
         tokenizer=tokenizer,
         expected_tokens=arguments.tokens + val_tokens,
-        val_tokens=0 if order == "shuffled" else val_tokens,  # Shuffled holds its own out
+        val_tokens=reading.val_tokens,
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
         cuts_documents=is_records,
