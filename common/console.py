@@ -203,14 +203,6 @@ def raise_if_any(problems: list[str]) -> None:
         raise UserError(*dict.fromkeys(problems))
 
 
-def dead_link(path: Path) -> str:
-    """Say so if a path leads through a link to a place that is not there, else return ""."""
-    for part in (path, *path.parents):
-        if os.path.islink(part) and not os.path.exists(part):
-            return f"{part} is a link to {os.readlink(part)}, which is not there; mount its disk?"
-    return ""
-
-
 class Parser(argparse.ArgumentParser):
     """
     An argparse parser whose errors are UserErrors, whose --help shows a flag's kind, as in --tokens
@@ -272,8 +264,7 @@ def run_main(
     except OSError as error:
         # missing permission, a name that is too long, a full disk, ...
         where = f"{error.filename}: " if error.filename else ""
-        gone = dead_link(Path(error.filename)) if isinstance(error.filename, str) else ""
-        print_err(f"error: {where}{gone or error.strerror or error}")
+        print_err(f"error: {where}{error.strerror or error}")
         code = 2 if error.filename else 1
     except Exception as error:
         line = explain(error, sys.argv[1:])

@@ -27,7 +27,6 @@ from common.console import (
     UserError,
     command_line,
     count,
-    dead_link,
     did_you_mean,
     raise_if_any,
     say,
@@ -304,8 +303,6 @@ def missing_dataset_message(name: str, tokens: int) -> str:
     """Return the error message for a dataset whose folder does not exist."""
     folder = dataset_folder(name)
     problem = f"dataset: there is no folder {folder}"
-    if gone := dead_link(folder):
-        return f"dataset: {gone}"
     if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
         problem += f" in {Path.cwd()}; cd to where it is"
     if name == "openwebtext":  # the default, so most likely nobody asked for it

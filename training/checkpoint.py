@@ -22,7 +22,7 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
-from common.console import COMMAND, RunError, UserError, dead_link, keep_transcript, warn
+from common.console import COMMAND, RunError, UserError, keep_transcript, warn
 from common.files import (
     fsync_folder,
     lack_of_space,
@@ -184,8 +184,6 @@ def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
     `peak_end`, raises UserError, so that a run never silently goes back that far. Also raises
     UserError for a checkpoint whose name gives another iteration than its content.
     """
-    if gone := dead_link(out_dir):
-        raise UserError(f"{out_dir}: {gone}")
     paths = list_checkpoints(out_dir)
     spared = newest_until(out_dir, peak_end)
     for path in reversed(paths):

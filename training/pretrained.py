@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from common.console import UserError, dead_link, did_you_mean
+from common.console import UserError, did_you_mean
 from common.files import read_json, refuse_lfs_pointer
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, fit_tokenizer, read_bpe, read_meta
@@ -107,7 +107,6 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     if (path / "ckpt.pt").is_file():
         return path / "ckpt.pt"
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
-    what = dead_link(path) or what
     if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
         what += f", but in {', '.join(runs)}"
     hint = "give a checkpoint, a run's folder, a Hugging Face folder or gpt2"

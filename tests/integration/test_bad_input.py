@@ -251,11 +251,12 @@ TOOLS = [
     ("sample.py --init_from=lfs/bin", "lfs/bin/model.safetensors git-lfs git lfs pull"),
     ("sample.py --out_dir=lfs/run2", "lfs/run2/best.pt git-lfs pointer git lfs pull"),
     ("train.py tiny.py --dataset=lfs/chars2", "lfs/chars2/meta.pkl git-lfs git lfs pull"),
-    ("sample.py --init_from=gone", "gone link /nowhere/runs not there"),
-    ("train.py tiny.py --out_dir=gone", "gone link /nowhere/runs not there"),
-    ("train.py tiny.py --out_dir=gone/x", "gone link /nowhere/runs not there"),
-    ("train.py tiny.py --init_from=resume --out_dir=gone/x", "gone link /nowhere/runs not there"),
-    ("train.py tiny.py --dataset=./gone", "gone link /nowhere/runs not there"),
+    ("sample.py --init_from=gone", "gone no such"),
+    ("train.py tiny.py --out_dir=gone", "gone exists"),
+    ("train.py tiny.py --out_dir=gone/x", "gone exists"),
+    ("train.py tiny.py --init_from=auto --out_dir=gone/x", "gone exists"),
+    ("train.py tiny.py --init_from=resume --out_dir=gone/x", "gone/x no checkpoint"),
+    ("train.py tiny.py --dataset=./gone", "dataset gone"),
     ("train.py tiny.py --local-rank=0", "--local-rank torchrun"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
@@ -404,7 +405,7 @@ def write_runs() -> None:
     shutil.copy("evil.pt", "evil_run/ckpt-00000002.pt")
     Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)
     torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
-    Path("gone").symlink_to("/nowhere/runs")
+    Path("gone").symlink_to("/nowhere/runs")  # on a disk that is not mounted
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:7\nsize 548105171\n"
     for name in ("hf/config.json", "bin/model.safetensors", "run2/best.pt", "chars2/meta.pkl"):
         Path("lfs", name).parent.mkdir(parents=True)
