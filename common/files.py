@@ -114,20 +114,6 @@ def try_lock(file: BinaryIO) -> bool:
     return True
 
 
-def is_lfs_pointer(path: Path) -> bool:
-    """Return True if a file is a placeholder that `git lfs pull` replaces with a large file."""
-    with open(path, "rb") as file:
-        return file.read(1024).startswith(b"version https://git-lfs") and not file.read(1)
-
-
-def refuse_lfs_pointer(path: Path) -> None:
-    """Raise UserError if a file is a git-lfs pointer, and OSError if it cannot be read."""
-    if is_lfs_pointer(path):
-        raise UserError(
-            f"{path}: a git-lfs pointer, not the file itself; type git lfs pull in its folder"
-        )
-
-
 def read_text(path: Path, errors: str = "replace") -> str:
     """
     Read a text file written by a person: UTF-16 if it begins with that byte-order mark, as files
@@ -142,7 +128,6 @@ def read_text(path: Path, errors: str = "replace") -> str:
 def read_json(path: Path, hint: str) -> dict:
     """Read a JSON object from a file. Raises UserError, with `hint` at the end."""
     try:
-        refuse_lfs_pointer(path)
         return dict(json.loads(patiently(path.read_text, "utf-8")))
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or f"not readable as JSON ({error})"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from common.console import UserError, raise_if_any, warn
-from common.files import is_lfs_pointer, refuse_lfs_pointer
 from data.decode import first_line
 
 TEXT_FILES = (".txt", ".md", ".py")
@@ -111,6 +110,16 @@ def evaluation_files(files: list[Path], root: Path) -> set[Path]:
     return {f for f, (begins, split) in named.items() if split != "train" and begins in trained}
 
 
+def refuse_lfs_pointer(path: Path) -> None:
+    """
+    Raise UserError for a placeholder that `git lfs pull` replaces: it would be read as text or
+    tokens.
+    """
+    with open(path, "rb") as file:
+        if file.read(1024).startswith(b"version https://git-lfs") and not file.read(1):
+            raise UserError(f"{path}: a git-lfs pointer; type git lfs pull in its folder")
+
+
 def refuse_tables(files: list[Path]) -> None:
     """Raise UserError if parquet files belong to a table whose log says which rows are deleted."""
     paths = {path for file in files for path in (file.absolute(), file.resolve())}
@@ -159,7 +168,7 @@ def is_read(file: Path, endings: tuple[str, ...]) -> bool:
     name = file.name.lower()
     if not (name.endswith(endings) and file.is_file()):
         return False
-    if not name.endswith(".json") or is_lfs_pointer(file):
+    if not name.endswith(".json"):
         return True
     try:
         first = [parse_line(line) for _, line in islice(read_lines(str(file)), 2)]

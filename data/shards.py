@@ -32,8 +32,9 @@ from common.console import (
     say,
     warn,
 )
-from common.files import read_json, refuse_lfs_pointer, replacing
+from common.files import read_json, replacing
 from configurator import Config
+from data.files import refuse_lfs_pointer
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros

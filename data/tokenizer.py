@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.console import UserError, say
-from common.files import read_json, refuse_lfs_pointer
+from common.files import read_json
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
 # SHA-256 of GPT-2's vocabulary: see identity()
@@ -157,7 +157,6 @@ def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
         if (path / "vocab.json").exists() and not (path / "tokenizer.json").exists():
             return dict(kind="bpe", json=bpe_of_merges(path).to_str())
         file = path / "tokenizer.json" if path.is_dir() else path
-        refuse_lfs_pointer(file)
         return dict(kind="bpe", json=file.read_bytes().decode(errors="replace"))
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; {hint}") from None
@@ -172,7 +171,6 @@ def bpe_of_merges(folder: Path):
 
     vocab, merges, added = (folder / f for f in ("vocab.json", "merges.txt", "added_tokens.json"))
     ids = read_json(vocab, "get it again")
-    refuse_lfs_pointer(merges)
     try:
         bpe = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
     except Exception as error:  # the library raises nothing more specific
@@ -353,7 +351,6 @@ def read_meta(path: Path) -> tuple[int, dict]:
         def find_class(self, module, name):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
-    refuse_lfs_pointer(path)
     try:
         with open(path, "rb") as file:
             meta = PlainUnpickler(file).load()

@@ -28,7 +28,6 @@ from common.files import (
     lack_of_space,
     patiently,
     read_record,
-    refuse_lfs_pointer,
     remove_temporaries,
     replacing,
     try_lock,
@@ -84,7 +83,6 @@ def damage(path: Path) -> str:
     except OSError as error:  # a failing disk, a dead link or a folder
         return f"cannot be read ({error.strerror})"
     except Exception:  # a damaged file can raise anything
-        refuse_lfs_pointer(path)
         unknown = f"not a checkpoint; it begins with {begins!r}"
         return next((what for at, mark, what in MARKS if begins[at:].startswith(mark)), unknown)
     if record:

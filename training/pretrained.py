@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.console import UserError, did_you_mean
-from common.files import read_json, refuse_lfs_pointer
+from common.files import read_json
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, fit_tokenizer, read_bpe, read_meta
 from model import GPTConfig
@@ -225,7 +225,6 @@ def read_hf(folder: Path) -> dict:
             f"from_pretrained({str(folder)!r}).save_pretrained('NEW', max_shard_size='50GB')"
         )
     file = folder / "model.safetensors"
-    refuse_lfs_pointer(file)
     try:
         tensors = load_file(file)
     except SafetensorError as error:
