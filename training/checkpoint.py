@@ -22,7 +22,7 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
-from common.console import COMMAND, RunError, UserError, keep_transcript, warn
+from common.console import RunError, UserError, keep_transcript, warn
 from common.files import (
     fsync_folder,
     lack_of_space,
@@ -59,12 +59,6 @@ def size_of(state: dict) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-# A command that saves only the weights and model_args of a checkpoint like nanoGPT's
-REWRITE = (
-    "python -c \"import torch; s = torch.load('OLD.pt', 'cpu', weights_only=False); "
-    "torch.save(dict(model=s['model'], model_args=s.get('model_args') or vars(s['config'])), "
-    "'NEW.pt')\""
-)
 # Files that do not load: where they hold which bytes, and what to say about them
 MARKS = (
     (0, b"PK", "cut short or damaged, or a zip archive of another kind"),
@@ -91,8 +85,7 @@ def damage(path: Path) -> str:
         open_state(path)
     except Exception as error:  # written by another program, or contains code
         if code := re.search(r"GLOBAL (\S+)", str(error)):
-            problem = f"contains {code[1]}, and loading that could run code"
-            return f"{problem}; if you trust it:{COMMAND}{REWRITE}"
+            return f"contains {code[1]}, and loading that could run code"
         return f"not a checkpoint of tensors and plain values ({type(error).__name__})"
     return ""
 

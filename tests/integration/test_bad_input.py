@@ -173,7 +173,7 @@ FOLDERS = [
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "bad_sha"),
     ("train.py tiny.py --init_from=nowhere.pt", "nowhere.pt no such"),
     ("train.py tiny.py --init_from=scrath", "scrath scratch"),
-    ("train.py tiny.py --init_from=evil.pt", "evil.pt contains getattr trust"),
+    ("train.py tiny.py --init_from=evil.pt", "evil.pt contains getattr run code"),
     ("train.py tiny.py --init_from=unknown.pt", "unknown.pt nanoGPT"),
     ("train.py tiny.py --init_from=cut.pt", "cut.pt damaged"),
     ("train.py tiny.py --init_from=flipped.pt", "flipped.pt damaged"),
