@@ -214,21 +214,13 @@ def read_hf(folder: Path) -> dict:
     Read a Hugging Face GPT-2 from config.json and model.safetensors. Raises UserError if a file is
     missing or model.py cannot compute the model.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     hf = read_json(folder / "config.json", hint="get it again")
     config = read_hf_config(hf, folder)
     if not (folder / "model.safetensors").is_file():  # weights in pytorch_model.bin or in parts
-        raise UserError(
-            f"{folder}: no model.safetensors; make one with transformers: GPT2LMHeadModel."
-            f"from_pretrained({str(folder)!r}).save_pretrained('NEW', max_shard_size='50GB')"
-        )
-    file = folder / "model.safetensors"
-    try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise UserError(f"{file}: damaged ({error}); get it again") from None
+        raise UserError(f"{folder}: no model.safetensors, the only file that weights are read from")
+    tensors = load_file(folder / "model.safetensors")
     weights = {}
     for name, tensor in tensors.items():
         name = plain_name(name).removeprefix("transformer.")
@@ -277,11 +269,8 @@ def read_checkpoint(path: Path) -> dict:
     if "model_config" in state:
         return state
     if "model_args" not in state:
-        raise UserError(
-            f"{path}: not a checkpoint of this program or of nanoGPT, because it has no model_args "
-            f"(but {', '.join(map(str, [*state][:3]))}); save a dict with model, the state dict "
-            "under nanoGPT's names, and model_args, the dict of GPTConfig's values"
-        )
+        held = ", ".join(map(str, [*state][:3]))
+        raise UserError(f"{path}: no checkpoint of nanoGPT; it has no model_args, but {held}")
     config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():

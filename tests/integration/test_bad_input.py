@@ -248,7 +248,7 @@ TOOLS = [
     ("compare.py old.log --gpu=3080", "gpu 3080 10GB 12GB"),
     ("compare.py old.log --gpu=2070", "gpu 2070 bfloat16 certain"),
     ("sample.py --init_from=lfs/hf", "lfs/hf/config.json JSON"),
-    ("sample.py --init_from=lfs/bin", "lfs/bin/model.safetensors damaged"),
+    ("sample.py --init_from=lfs/bin", "lfs/bin not a model Safetensor"),
     ("sample.py --out_dir=lfs/run2", "lfs/run2/best.pt not a checkpoint"),
     ("train.py tiny.py --dataset=lfs/chars2", "lfs/chars2/meta.pkl"),
     ("sample.py --init_from=gone", "gone no such"),
@@ -276,8 +276,8 @@ TOOLS = [
     ("sample.py --init_from=unscaled", "scale_attn_weights False"),
     ("sample.py --init_from=by_layer", "scale_attn_by_inverse_layer_idx True"),
     ("sample.py --init_from=torn_config", "torn_config JSON"),
-    ("sample.py --init_from=old_format", "model.safetensors save_pretrained max_shard_size"),
-    ("sample.py --init_from=cut_weights", "cut_weights/model.safetensors damaged"),
+    ("sample.py --init_from=old_format", "old_format model.safetensors"),
+    ("sample.py --init_from=cut_weights", "cut_weights not a model Safetensor"),
 ]
 
 # what another launcher may leave in the environment
