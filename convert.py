@@ -306,10 +306,6 @@ def write_gpt2_tokenizer(folder: Path) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    if argv[:1] in (["hf-to-ckpt"], ["nanogpt-to-ckpt"]):  # modes of version 0.2
-        there = argv[1] if len(argv) > 1 else "PATH"
-        hint = f"train.py and sample.py read the weights as they are, with --init_from={there}"
-        raise UserError(f"{argv[0]}: no longer needed; {hint}")
     parser = Parser(description=__doc__)
     parser.add_argument("mode", choices=("ckpt-to-hf",))
     parser.add_argument("source", help="a checkpoint, a run's out_dir, or nanoGPT's ckpt.pt")

@@ -264,8 +264,7 @@ TOOLS = [
     ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
     ("convert.py ckpt-to-hf unknown.pt out", "unknown.pt nanoGPT"),
     ("convert.py ckpt-to-hf evil.pt out", "evil.pt"),
-    ("convert.py hf-to-ckpt nowhere out.pt", "hf-to-ckpt no longer --init_from=nowhere"),
-    ("convert.py nanogpt-to-ckpt ckpt.pt", "nanogpt-to-ckpt --init_from=ckpt.pt"),
+    ("convert.py hf-to-ckpt hf out.pt", "hf-to-ckpt ckpt-to-hf"),  # a mode of version 0.2
     ("convert.py ckpt-to-hf flipped.pt out", "flipped.pt damaged"),
     ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight finite"),
     ("convert.py ckpt-to-hf empty out", "empty no checkpoint"),
