@@ -138,15 +138,9 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
     difference = (exported(idx).logits - logits).abs().max()
     if difference <= TOLERANCE * logits.abs().max():
         return
-    if isinstance(model, FastGPT):
-        raise UserError(
-            f"logits differ by {difference:.2g}: training/modeling_fast.py calls only hidden() and "
-            "logits() of model_fast.py; make it compute what your forward() adds"
-        )
-    raise UserError(
-        f"logits differ by {difference:.2g}: this model is no longer GPT-2, so transformers cannot "
-        "compute it; share the checkpoint and model.py instead (docs/sampling.md)"
-    )
+    code = "training/modeling_fast.py" if isinstance(model, FastGPT) else "transformers' GPT-2"
+    problem = f"logits differ by {difference:.2g}: {code} does not compute this model"
+    raise UserError(f"{problem}; share the checkpoint and its model file instead")
 
 
 def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:

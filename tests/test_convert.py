@@ -331,9 +331,9 @@ def forward(self, idx, targets=None):
 FastGPT.forward = forward
 """
 CHANGES = {  # -> file, code, words of the error
-    "the exact GELU": ("model.py", EXACT_GELU, "differ model.py GPT-2"),
-    "a window of 15 in a context of 16": ("model.py", WINDOW, "differ model.py GPT-2"),
-    "something else after an end-of-text": ("model.py", AFTER_THE_END, "differ model.py GPT-2"),
+    "the exact GELU": ("model.py", EXACT_GELU, "differ transformers GPT-2"),
+    "a window of 15 in a context of 16": ("model.py", WINDOW, "differ transformers GPT-2"),
+    "something else after an end-of-text": ("model.py", AFTER_THE_END, "differ transformers GPT-2"),
     "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature GPT-2"),
     "a fast model that does more in forward": (
         "model_fast.py",
