@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import ClassVar, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 # -----------------------------------------------------------------------------
 # Lines
@@ -204,23 +204,13 @@ def raise_if_any(problems: list[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """
-    An argparse parser whose errors are UserErrors, whose --help shows a flag's kind, as in --tokens
-    N, and which accepts no abbreviated flags.
-    """
-
-    METAVARS: ClassVar = {int: "N", parse_count: "N", float: "X", Path: "PATH"}
+    """An argparse parser whose errors are UserErrors, and which accepts no abbreviated flags."""
 
     def __init__(self, **kwargs):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
         # Shells do not expand the ~ in --out=~/x.
         self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
-
-    def add_argument(self, *names, **options):
-        if metavar := self.METAVARS.get(options.get("type")):
-            options.setdefault("metavar", metavar)
-        return super().add_argument(*names, **options)
 
     def error(self, message: str):
         raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name
