@@ -27,14 +27,12 @@ def decode(content: bytes, given: str | None) -> tuple[str, str]:
     `given` encoding or FALLBACK. Returns the text, and how it was guessed, "" for Unicode. Raises
     UserError if it is not text.
     """
-    unicode, other = unicode_of(content), given or FALLBACK
-    text, problem = try_decode(content, unicode)
+    other = given or FALLBACK
+    text, problem = try_decode(content, unicode_of(content))
     if not problem:
         return text, ""
-    if not text and is_damaged(content):
-        drop = f"iconv -c -f {unicode} -t utf-8 FILE > NEW"
-        raise UserError(f"{problem}; to drop the broken bytes: {drop}")
-    if text and not given:  # FALLBACK, too, would read the control characters
+    # FALLBACK, too, would read the control characters, and broken bytes as letters
+    if (text and not given) or (not text and is_damaged(content)):
         raise UserError(problem)
     text, worse = try_decode(content, other)
     if worse:
@@ -53,9 +51,7 @@ def try_decode(content: bytes, encoding: str) -> tuple[str, str]:
     except UnicodeError as error:
         at = getattr(error, "start", 0)  # some multi-byte codecs do not say where
         line = 1 + content[:at].count(b"\n")
-        problem = f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
-        joined = encoding == "utf-8" and content[at : at + 2] in UTF16_MARKS
-        return "", problem + (", where a UTF-16 file was appended" if joined else "")
+        return "", f"line {line:,} is not {encoding}: {content[at : at + 8]!r}"
     controls = too_many_controls(text)
     return text, f"{controls:,} NULs and control characters in {encoding}" if controls else ""
 

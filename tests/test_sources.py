@@ -385,7 +385,7 @@ UNREADABLE = {
     "half a letter": (JAPANESE.encode("utf-16") + b"a", "line 41 is not utf-16"),
     "UTF-16 without a mark": ("a line\n".encode("utf-16-le") * 99, "NULs"),
     "encoded twice": (GERMAN.encode("cp1252").decode("latin1").encode(), "control characters"),
-    "UTF-16 appended": (GERMAN.encode() + GERMAN.encode("utf-16"), "a UTF-16 file was appended"),
+    "UTF-16 appended": (GERMAN.encode() + GERMAN.encode("utf-16"), "line 31 is not utf-8"),
     "an image": (bytes(range(256)) * 99, "a.txt"),
 }
 
