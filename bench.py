@@ -493,14 +493,9 @@ def write_config(path: Path, config: Config, swept: dict) -> None:
     machine = fastest["machine"]
     lines = [
         f"# The fastest micro-batch, measured on {machine['date']} with",
-        f"# {machine_text(machine)}:",
+        f"# {machine_text(machine)}: {pace(fastest):,.0f} tokens/s, {gib(fastest['mem_gib'])}.",
+        "# All other keys except out_dir are those of the measured configuration.",
     ]
-    for row in swept["rows"]:
-        speed = "out of memory"
-        if row["tokens_per_sec"]:
-            speed = f"{pace(row):,.0f} tokens/s, {gib(row['mem_gib'])}"
-        lines.append(f"#   batch_size {row['batch_size']}: {speed}")
-    lines.append("# All other keys except out_dir are those of the measured configuration.")
     for name, value in values.items():
         is_default = value in (FIELDS[name].default, UNREACHED)
         if name in ALWAYS_WRITTEN or name in config.set_keys or not is_default:
