@@ -210,12 +210,6 @@ OTHER_NAMES = dict(
 )
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
-METAVARS: dict[Any, str] = {
-    bool: "True|False",
-    int: "N",
-    float: "X",
-    str: "TEXT",
-}
 HELP_COLUMN = 44  # column at which --help explains a flag
 KIND_NAMES = {
     bool: "true or false",
@@ -599,7 +593,8 @@ def print_help(keys: type = Config) -> None:
     for heading, meanings in describe_keys(keys).items():
         print(f"\n{heading}:" if heading else "")
         for name, (default, meaning) in meanings.items():
-            values = "PATH" if name in PATHS else METAVARS[known[name].type]
+            kind: Any = known[name].type
+            values = "path" if name in PATHS else kind.__name__
             flag = f"  --{name}={'|'.join(CHOICES[name]) if name in CHOICES else values}"
             text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"
             text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
