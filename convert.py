@@ -19,7 +19,7 @@ from safetensors.torch import save as to_safetensors
 
 from common.console import COMMAND, Parser, UserError, run_main, say
 from common.files import replacing
-from data.tokenizer import GPT2_VOCAB, Tokenizer, bpe_of_merges
+from data.tokenizer import GPT2_VOCAB, Tokenizer
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from training.pretrained import GPT2_SETTINGS, TRANSPOSED, load_weights, read_weights
@@ -279,6 +279,7 @@ def write_gpt2_tokenizer(folder: Path) -> bool:
     False if OpenAI's files are out of reach.
     """
     from tiktoken.load import read_file_cached
+    from tokenizers import ByteLevelBPETokenizer
 
     try:
         vocab = read_file_cached(GPT2_FILES + "encoder.json")
@@ -287,7 +288,9 @@ def write_gpt2_tokenizer(folder: Path) -> bool:
         return False
     (folder / "vocab.json").write_bytes(vocab)
     (folder / "merges.txt").write_bytes(merges)
-    bpe_of_merges(folder).save(str(folder / "tokenizer.json"))
+    bpe = ByteLevelBPETokenizer.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    bpe.add_special_tokens(["<|endoftext|>"])
+    bpe.save(str(folder / "tokenizer.json"))
     return True
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from common.console import UserError, say
-from common.files import read_json
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
 # SHA-256 of GPT-2's vocabulary: see identity()
@@ -154,32 +153,10 @@ def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
     with `hint` at the end.
     """
     try:
-        if (path / "vocab.json").exists() and not (path / "tokenizer.json").exists():
-            return dict(kind="bpe", json=bpe_of_merges(path).to_str())
         file = path / "tokenizer.json" if path.is_dir() else path
         return dict(kind="bpe", json=file.read_bytes().decode(errors="replace"))
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; {hint}") from None
-
-
-def bpe_of_merges(folder: Path):
-    """
-    Build the library's tokenizer from vocab.json and merges.txt, as GPT-2 has them, with the tokens
-    in added_tokens.json, if there are any. Raises UserError and OSError.
-    """
-    import tokenizers  # lazily, as tiktoken above
-
-    vocab, merges, added = (folder / f for f in ("vocab.json", "merges.txt", "added_tokens.json"))
-    ids = read_json(vocab, "get it again")
-    try:
-        bpe = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
-    except Exception as error:  # the library raises nothing more specific
-        problem = f"the tokenizers library cannot read its files ({error})"
-        raise UserError(f"{folder}: {problem}") from None
-    bpe.add_special_tokens([name for name in ENDS if name in ids])
-    more = read_json(added, "get it again") if added.exists() else {}
-    bpe.add_special_tokens(sorted(more, key=more.__getitem__))
-    return bpe
 
 
 def load_bpe(content: str, path: str | Path):

@@ -28,20 +28,15 @@ OWN = own_bpe().get_vocab_size()
 TEXT = "the cat sat on the mat, naïve\n"
 
 
-def write_own(folder, files: str) -> None:
-    """Write a tokenizer of OWN ids, as newer or older versions of transformers save it."""
-    bpe = own_bpe()
-    if files == "tokenizer.json":
-        bpe.save(str(folder / files))
-    else:
-        bpe.model.save(str(folder))
+def write_own(folder) -> None:
+    """Write a tokenizer of OWN ids, as transformers saves it."""
+    own_bpe().save(str(folder / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
-def test_hugging_face_weights_use_the_tokenizer_in_their_folder(files, tmp_path):
+def test_hugging_face_weights_use_the_tokenizer_in_their_folder(tmp_path):
     """Load weights with as many rows as GPT-2, for which a guess would pick GPT-2's tokenizer."""
     random_gpt2(tmp_path, **SMALL, vocab_size=50257)
-    write_own(tmp_path, files)
+    write_own(tmp_path)
     state = load_pretrained(str(tmp_path))
     text = Tokenizer(state["tokenizer"])
     reference = own_bpe()
@@ -86,18 +81,9 @@ def test_gpt2s_tokenizer_is_recognized_even_if_the_embedding_was_resized(
     assert same_tokenizer(state["tokenizer"], dict(kind="gpt2"))
 
 
-def test_tokens_in_added_tokens_json_are_read(tmp_path):
-    random_gpt2(tmp_path, **SMALL, vocab_size=OWN + 2)
-    write_own(tmp_path, "vocab.json")
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<b>": OWN + 1, "<a>": OWN}))
-    state = load_pretrained(str(tmp_path))
-    assert state["vocab"] == OWN + 2
-    assert Tokenizer(state["tokenizer"]).decode([OWN, OWN + 1]) == "<a><b>"
-
-
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path):
     random_gpt2(tmp_path, **SMALL, vocab_size=OWN - 1)
-    write_own(tmp_path, "tokenizer.json")
+    write_own(tmp_path)
     with pytest.raises(UserError, match=f"{OWN} ids.* {OWN - 1} rows"):
         load_pretrained(str(tmp_path))
 
@@ -112,7 +98,7 @@ def test_an_end_of_text_token_without_an_embedding_row_is_refused(tmp_path):
         load_pretrained(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "spiece.model", "tokenizer.model"])
+@pytest.mark.parametrize("name", ["vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"])
 def test_weights_whose_tokenizer_only_transformers_reads_load_with_an_unknown_tokenizer(
     name, tmp_path
 ):
@@ -191,7 +177,7 @@ def test_a_tokenizer_json_copied_beside_a_checkpoint_is_used(name, tmp_path):
         tokenizer = dict(kind="unknown")
         state = dict(model=state["model"], model_config=config, vocab=50257, tokenizer=tokenizer)
     torch.save(state, tmp_path / name)
-    write_own(tmp_path, "tokenizer.json")
+    write_own(tmp_path)
     weights = load_pretrained(str(tmp_path))
     reference = own_bpe()
     reference.no_truncation()

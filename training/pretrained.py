@@ -178,7 +178,7 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     UserError if the tokenizer is not that of the weights.
     """
     folder = path if path.is_dir() else path.parent
-    if any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
+    if (folder / "tokenizer.json").exists():
         return fit_tokenizer(read_bpe(folder, "get it again"), rows, folder)
     if "tokenizer_spec" in state:
         return fit_tokenizer(state["tokenizer_spec"], rows, folder)
@@ -191,8 +191,8 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
             found, tokenizer = read_meta(meta)
             if found == rows:
                 return rows, tokenizer
-    # files of WordPiece and SentencePiece tokenizers, which only transformers reads
-    others = [*path.glob("vocab.txt"), *path.glob("*.model")]
+    # files of other tokenizers and from before tokenizer.json, which only transformers reads
+    others = [*path.glob("vocab.*"), *path.glob("*.model")]
     # Guess only for other programs' weights: our own checkpoints name their tokenizer.
     if rows in (GPT2_VOCAB, 50304) and not others and "model_config" not in state:
         return GPT2_VOCAB, dict(kind="gpt2")
