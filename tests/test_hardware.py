@@ -35,35 +35,24 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 PEAKS = [
-    # 116.6 would be the fp16-accumulate rate
-    ("NVIDIA GeForce RTX 4070", 46, "bfloat16", True, 58.3),
     ("NVIDIA GeForce RTX 4070", 46, "float32", True, 29.1),
     ("NVIDIA GeForce RTX 4070 Ti", 60, "bfloat16", True, 80.2),  # not the 4070 in its name
-    ("NVIDIA A100-SXM4-40GB", 108, "bfloat16", True, 312),
     ("A100-SXM4-40GB", 108, "bfloat16", True, 312),  # older drivers leave out "NVIDIA "
-    ("NVIDIA A100-SXM4-40GB", 108, "float32", True, 156),
-    ("NVIDIA A100-SXM4-40GB", 108, "float32", False, 19.5),
     ("NVIDIA A10", 72, "bfloat16", True, 125),
     ("NVIDIA A10G", 80, "bfloat16", True, 70),
     ("NVIDIA H200", 132, "bfloat16", True, 989.4),
-    ("Tesla T4", 40, "float16", True, 65.0),
     ("Tesla T4", 40, "bfloat16", True, None),  # only emulated
     ("Tesla T4", 40, "float32", True, 8.1),  # no TF32 on Turing: plain fp32
     ("NVIDIA GeForce RTX 3080", 68, "bfloat16", True, 59.5),
     ("NVIDIA GeForce RTX 3080", 70, "bfloat16", True, 61.3),  # the 12 GB part of the same name
     ("NVIDIA A40", 84, "bfloat16", True, 149.7),
-    ("AMD Instinct MI300X", 304, "bfloat16", True, 1307.4),
     # cut down, partitioned, of another number of SMs, with a power limit of their own, unverified
     ("NVIDIA GeForce RTX 4070 Laptop GPU", 36, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 4070", 40, "bfloat16", True, None),
     ("NVIDIA H100", 132, "bfloat16", True, None),
-    ("NVIDIA A100", 108, "bfloat16", True, None),
-    ("GeForce", 46, "bfloat16", True, None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bfloat16", True, None),
     ("nvidia a10", 72, "bfloat16", True, None),
-    ("", 1, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 5090 D", 170, "bfloat16", True, None),
-    ("NVIDIA H20-3e", 78, "bfloat16", True, None),
     ("NVIDIA B100", None, "bfloat16", True, None),
 ]
 
@@ -77,14 +66,6 @@ def test_finds_a_gpus_peak_by_whole_name_sm_count_and_dtype(name, sm_count, dtyp
 
 def hw(peak_tflops, dtype=BF16):
     return Hardware(torch.device("cpu"), dtype, "test", peak_tflops, None)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
-def test_peak_memory_is_zero_if_the_system_does_not_report_it(monkeypatch):
-    """Return 0 if Linux's /proc does not hold the process's peak memory."""
-    assert hw(None).peak_memory_gib() > 0
-    monkeypatch.setattr(Path, "read_text", lambda _: "VmRSS:  1 kB")
-    assert hw(None).peak_memory_gib() == 0
 
 
 # 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
@@ -196,38 +177,6 @@ def test_names_a_cpu_by_its_model(monkeypatch):
     assert hardware.set_up(Config(device="cpu", dtype="float32")).name == "aarch64"
 
 
-@pytest.mark.parametrize(
-    "tok_per_sec, peak, vocab_size, tie, mfu",
-    [
-        (16_950, 19.5, 50257, False, 0.69),
-        (40_900, 156, 50257, False, 0.209),
-        (43_700, 312, 50257, False, 0.112),
-        (112_100, 312, 50257, False, 0.286),
-        (132_200, 312, 50257, False, 0.338),
-        (147_400, 312, 50304, False, 0.376),
-        (148_600, 312, 50304, True, 0.379),
-    ],
-)
-def test_computes_an_a100s_mfu_from_its_speed_and_peak(tok_per_sec, peak, vocab_size, tie, mfu):
-    """
-    Divide by the peak in float32, TF32 or bfloat16. A token costs about 798 MFLOP with a context of
-    512, tied or not: 6 * 124M + 12 * 12 * 768 * 512.
-    """
-    flops = count_flops(
-        GPTConfig(block_size=512, vocab_size=vocab_size, tie_weights=tie, bias=True)
-    )
-    assert hw(peak).mfu(flops, tok_per_sec) == pytest.approx(mfu, abs=0.006)
-
-
-@pytest.mark.parametrize(
-    "peak, flops, devices, mfu",
-    [(1.0, 1e9, 1, 2.0), (1.0, 1e9, 4, 0.5), (None, 1e9, 1, None), (1.0, None, 1, None)],
-)
-def test_mfu_may_exceed_one_and_is_none_without_a_peak_or_flops(peak, flops, devices, mfu):
-    """Divide by the number of devices, and never guess."""
-    assert hw(peak).mfu(flops, 2000, devices) == mfu
-
-
 # get_arch_list() of PyPI's torch 2.13.0
 WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 
@@ -279,6 +228,7 @@ def card(monkeypatch):
 
 
 CARDS = [
+    # 116.6 would be the fp16-accumulate rate
     ("NVIDIA GeForce RTX 4070", 46, (8, 9), dict(), BF16, 58.3),
     ("NVIDIA A100-SXM4-40GB", 108, (8, 0), dict(), BF16, 312),
     ("NVIDIA A100-SXM4-40GB", 108, (8, 0), dict(dtype="float32"), FP32, 156),
@@ -374,14 +324,6 @@ def test_leaves_other_errors_of_the_first_allocation_unchanged(error, card):
     card(error=error)
     with pytest.raises(type(error), match=str(error)):
         hardware.set_up(Config(device="cuda"))
-
-
-def test_a_colab_t4_trains_in_float16_without_a_memory_limit(card):
-    """Pick float16 with its peak of 65 TFLOP/s, and leave the T4's memory unlimited."""
-    limits = card("Tesla T4", 40, (7, 5))
-    found = hardware.set_up(Config(device="cuda"))
-    assert limits == []
-    assert (found.dtype, found.peak_tflops) == (FP16, 65)
 
 
 def test_measures_the_peak_on_random_numbers_without_changing_the_random_state(monkeypatch):
@@ -524,15 +466,7 @@ def test_picks_the_fastest_device_unless_one_is_named(
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: here["mps"])
     found = hardware.set_up(Config(device=key))
     assert (found.device.type, found.dtype) == (kind, dtype)
-
-
-def test_a_mac_trains_in_float32_without_compiling(cpu, monkeypatch):
-    """Choose float32 on MPS, and do not compile even with compile=True."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    found = hardware.set_up(Config(compile=True))
-    assert found.dtype == FP32
-    assert not found.can_compile
+    assert found.can_compile == (kind != "mps")
 
 
 TINY = TINY_RUN | dict(
