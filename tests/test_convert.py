@@ -6,19 +6,17 @@ programs read; weights that do not fit. Bad command lines are in test_bad_input.
 import contextlib
 import json
 import os
-import pickle
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
-from hf_reference import TRANSPOSED, own_bpe, random_gpt2
-from program import ROOT, Result, changed, finish, run, start, write_tokens
+from hf_reference import own_bpe, random_gpt2
+from program import ROOT, Result, changed, finish, run, start
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -634,14 +632,6 @@ def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
     assert_same_logits(imported(tmp_path / "hf"), reference, 128)
 
 
-def test_an_import_with_gpt2s_vocabulary_gets_gpt2s_tokenizer(tmp_path):
-    """Choose it for a vocabulary of 50,257 tokens."""
-    random_gpt2(tmp_path / "hf", vocab_size=50257, n_embd=8, n_layer=1)
-    state = load_pretrained(str(tmp_path / "hf"))
-    assert state["model_config"]["vocab_size"] == state["vocab"] == 50257
-    assert state["tokenizer"] == dict(kind="gpt2")
-
-
 def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
     """Say that gpt2 cannot be fetched, and exit with code 2."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -690,56 +680,6 @@ def test_refuses_to_export_a_fast_checkpoint_with_unknown_tensors(tmp_path):
 # From nanoGPT
 
 
-class Payload:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
-def nanogpt_checkpoint(path: Path) -> GPT2LMHeadModel:
-    """
-    Write nanoGPT's ckpt.pt of a compiled model with exact GELU, and return the same model in
-    transformers.
-    """
-    reference = random_gpt2(path.parent / "hf", activation_function="gelu")
-    weights = {}
-    for name, tensor in reference.state_dict().items():
-        weights[f"_orig_mod.{name}"] = (
-            tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
-        )
-    for i in range(2):  # the causal masks, which old checkpoints hold
-        weights[f"_orig_mod.transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
-    state = dict(
-        model=weights,
-        optimizer=dict(state={}, param_groups=[]),
-        iter_num=7,
-        best_val_loss=torch.tensor(3.5),
-        model_args=dict(
-            n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=128, dropout=0.0
-        ),
-        config=dict(dataset="shakespeare", out_dir="out"),
-    )
-    torch.save(state, path)
-    return reference
-
-
-def write_meta(folder: Path, **changes) -> None:
-    """Write nanoGPT's table of characters."""
-    folder.mkdir(parents=True, exist_ok=True)
-    itos = {i: chr(i) for i in range(128)}
-    meta = dict(vocab_size=128, itos=itos, stoi={c: i for i, c in itos.items()}) | changes
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-
-
-def test_imports_a_nanogpt_checkpoint_except_for_its_exact_gelu(tmp_path):
-    reference = nanogpt_checkpoint(tmp_path / "ckpt.pt")
-    model = imported(tmp_path / "ckpt.pt")
-    # these weights are far larger than trained ones
-    assert_same_logits(model, reference, 128, tolerance=1e-2)
-    for block in model.transformer.h:
-        block.mlp.gelu = torch.nn.GELU()
-    assert_same_logits(model, reference, 128)  # with nanoGPT's own GELU: the same function
-
-
 def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     """Export 50,257 of 50,304 rows, because tiktoken knows none of the others."""
     sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, bias=False, vocab_size=50304)
@@ -751,41 +691,3 @@ def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
     (rows, _) = load_file(tmp_path / "hf/model.safetensors")["wte.weight"].shape
     assert rows == 50257
-
-
-def test_imports_nanogpts_characters_without_running_code(tmp_path, monkeypatch):
-    """Read meta.pkl in the dataset's folder, and refuse one whose pickle would run code."""
-    monkeypatch.chdir(tmp_path)
-    nanogpt_checkpoint(Path("ckpt.pt"))
-    write_meta(Path("data/shakespeare"))
-    characters = dict(kind="char", itos=[chr(i) for i in range(128)])
-    assert load_pretrained("ckpt.pt")["tokenizer"] == characters
-    write_meta(Path("data/shakespeare"), stoi=Payload())
-    assert_refused(run("sample.py", "--init_from=ckpt.pt"), "meta.pkl")
-    assert not Path("executed").exists()
-
-
-# -----------------------------------------------------------------------------
-# GPT-2 as the baseline
-
-
-@torch.no_grad()
-def test_eval_gpt2_reports_the_val_loss_that_transformers_computes(tmp_path):
-    """Evaluate GPT-2 on your own validation split, and leave no run folder."""
-    data = write_tokens(tmp_path / "data", train=[1000], val=[40 * 16 + 1])
-    reference = random_gpt2(tmp_path / "hf", vocab_size=64)
-    result = run(
-        "train.py",
-        ROOT / "config" / "eval_gpt2.py",
-        f"--init_from={tmp_path / 'hf'}",
-        f"--dataset={data}",
-        f"--out_dir={tmp_path / 'run'}",
-        "--device=cpu",
-        "--dtype=float32",
-    )
-    assert result.code == 0, result.err
-    assert not (tmp_path / "run").exists()
-    idx = torch.from_numpy(np.fromfile(data / "val_000000.bin", "<u2")[512:].astype(np.int64))
-    logits = reference(idx[:-1].view(40, 16)).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), idx[1:])
-    assert f"val loss {expected:.4f}" in result.out

@@ -4,8 +4,10 @@ another kind. transformers is the reference for tokenizers. test_convert.py test
 """
 
 import json
+import os
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,6 +155,11 @@ def nanogpt_state(vocab_size: int) -> dict:
     return dict(model=weights, model_args=args, iter_num=5, config=dict(dataset="x"))
 
 
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
 @pytest.mark.parametrize("rows", [50257, pytest.param(50304, marks=pytest.mark.slow)])
 def test_meta_pkl_beside_a_nanogpt_checkpoint_is_used_even_if_its_size_is_gpt2s(rows, tmp_path):
     torch.save(nanogpt_state(rows), tmp_path / "ckpt.pt")
@@ -163,6 +170,15 @@ def test_meta_pkl_beside_a_nanogpt_checkpoint_is_used_even_if_its_size_is_gpt2s(
     state = load_pretrained(str(tmp_path))
     assert state["vocab"] == rows
     assert Tokenizer(state["tokenizer"]).decode([0, rows - 1]) == itos[0] + itos[rows - 1]
+
+
+def test_a_meta_pkl_that_would_run_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(nanogpt_state(65), "ckpt.pt")
+    Path("meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=65, stoi=Payload())))
+    with pytest.raises(UserError, match="meta.pkl"):
+        load_pretrained("ckpt.pt")
+    assert not Path("executed").exists()
 
 
 @pytest.mark.parametrize("name", ["ckpt.pt", "ckpt-00000005.pt"])
@@ -230,11 +246,9 @@ def write_foreign_files(folder) -> None:
     (folder / "shard").write_bytes(header.tobytes() + bytes(999))
     save_file({"a": torch.zeros(3)}, folder / "safetensors")
     (folder / "page").write_text("<!DOCTYPE html><html>404</html>")
-    (folder / "empty").write_bytes(b"")
     torch.save(state, folder / "cut")
     (folder / "cut").write_bytes((folder / "cut").read_bytes()[:-100])
     torch.save(state["model"], folder / "state_dict")
-    torch.save(dict(state_dict=state["model"], epoch=1, global_step=5), folder / "lightning")
     torch.save(state | dict(best_val_loss=np.float64(2.5)), folder / "numpy")
 
 
@@ -244,10 +258,8 @@ def write_foreign_files(folder) -> None:
         ("shard", "tokens, not weights"),
         ("safetensors", "safetensors weights; give their folder"),
         ("page", "not a checkpoint; it begins with b'<!DOCTYPE"),
-        ("empty", "not a checkpoint; it begins with b''"),
         ("cut", "cut short or damaged"),
         ("state_dict", "no model_args.*transformer.wte.weight"),
-        ("lightning", "no model_args.*state_dict, epoch, global_step"),
         ("numpy", r"contains numpy.*scalar.*run code"),
     ],
 )

@@ -64,6 +64,8 @@ def write_nanogpts_checkpoint(path: Path) -> Path:
         weight = 0.2 * torch.randn(shape, generator=generator)
         weights[f"_orig_mod.{name}"] = weight + (len(shape) == 1)  # norms around 1
     weights["_orig_mod.lm_head.weight"] = weights["_orig_mod.transformer.wte.weight"]
+    # the causal mask, which old checkpoints hold
+    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()
     state = dict(model=weights, optimizer={}, model_args=sizes | dict(dropout=0.0), iter_num=500)
     state |= dict(best_val_loss=torch.tensor(2.5), config=dict(dataset="letters"))
     path.parent.mkdir(parents=True)
