@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from program import TINY_RUN, checkpoint, run
+from program import TINY_RUN, checkpoint, checkpoints, run
 
 T = 16  # context
 LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
@@ -50,8 +50,8 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def write_parrot(run_folder: Path, path: Path, token: int) -> Path:
-    """Write a copy of a run's checkpoint that always predicts `token`."""
-    state = checkpoint(run_folder, 8)
+    """Write a copy of a run's newest checkpoint that always predicts `token`."""
+    state = checkpoint(run_folder, checkpoints(run_folder)[-1])
     weights = state["model"]
     weights["transformer.ln_f.weight"].zero_()
     weights["transformer.ln_f.bias"].zero_()

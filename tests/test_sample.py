@@ -6,13 +6,13 @@ people have. integration/test_samples.py samples whole runs.
 import io
 import shutil
 import signal
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from char_dataset import RULER, write_parrot
 from hf_reference import as_transformers
 from program import TINY_RUN, checkpoint, run, train, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -24,7 +24,6 @@ from model import GPT, GPTConfig, generate, sample_next
 from sample import SampleConfig, encode, print_growing
 
 GREEDY = 0.0  # temperature
-RULER = "\n---------------\n"
 TINY = TINY_RUN | dict(
     n_layer=1,
     max_iters=2,
@@ -109,26 +108,6 @@ def made(tmp_path_factory) -> Path:
 SHORT = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu", "--dtype=float32")
 
 
-@pytest.fixture
-def parrot(made, tmp_path) -> Callable[[int], str]:
-    """
-    Return a function that makes a model which always predicts a given byte, and returns the flag
-    that loads it.
-    """
-
-    def make(token: int) -> str:
-        state = checkpoint(made, 2)
-        weights = state["model"]
-        for name in ("transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.weight"):
-            weights[name].zero_()
-        weights["transformer.ln_f.bias"][0] = 1
-        weights["lm_head.weight"][token, 0] = 100
-        torch.save(state, tmp_path / "parrot.pt")
-        return f"--init_from={tmp_path / 'parrot.pt'}"
-
-    return make
-
-
 def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
     """Encode with a table of words or of word pieces, as a nanoGPT dataset's meta.pkl may hold."""
     words = Tokenizer(dict(kind="char", itos=["cat", " ", "the", "cats", "."]))
@@ -141,10 +120,11 @@ def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
         encode("\u2581the cat", pieces)
 
 
-def test_samples_print_control_characters_as_escapes_even_into_a_pipe(parrot):
+def test_samples_print_control_characters_as_escapes_even_into_a_pipe(made, tmp_path):
     """Protect the terminal, which an ESC in a sample could recolour, retitle or reprogram."""
     two = ("--num_samples=2", "--max_new_tokens=2", "--device=cpu")
-    result = run("sample.py", parrot(27), "--start=a\tb\r", *two)
+    parrot = write_parrot(made, tmp_path / "parrot.pt", token=27)
+    result = run("sample.py", f"--init_from={parrot}", "--start=a\tb\r", *two)
     assert result.code == 0 and result.out == 2 * (r"a	b\x0d\x1b\x1b" + RULER)
 
 
@@ -205,11 +185,6 @@ def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(made):
     with first_batch_raises(KeyboardInterrupt):
         result = run("sample.py", f"--out_dir={made}", *SHORT, "--start=a")
     assert result.code == 128 + signal.SIGINT
-
-
-def test_start_is_the_only_prompt_even_on_a_terminal(made):
-    result = run("sample.py", f"--out_dir={made}", *SHORT, "--start=def", typed="import \n")
-    assert result.code == 0 and result.out.startswith("def") and "import" not in result.out
 
 
 def test_samples_use_a_runs_checkpoints_even_if_its_folder_holds_an_export(made, tmp_path):

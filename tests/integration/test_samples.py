@@ -1,40 +1,13 @@
 """Sample and export whole runs."""
 
-import math
 import shutil
-from pathlib import Path
 
-import pytest
-import torch
-from cases import slow_but
 from char_dataset import LETTERS, SHORT_RUN, T, sample, write_parrot
 from program import (
-    FAST,
     checkpoint,
     run,
     train,
 )
-
-from model_fast import build_model, config_from_dict
-
-
-@pytest.fixture(scope="module")
-def fast(letters, tmp_path_factory) -> Path:
-    out_dir = tmp_path_factory.mktemp("runs") / "fast"
-    train(**SHORT_RUN | FAST, dataset=letters, out_dir=out_dir)
-    return out_dir
-
-
-def greedy_without_cache(state: dict, text: str, n: int) -> str:
-    """Return the text and the n likeliest letters after it, each from a full forward pass."""
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    model.load_state_dict(state["model"])
-    idx = [LETTERS.index(letter) for letter in text]
-    with torch.no_grad():
-        for _ in range(n):
-            logits = model(torch.tensor([idx[-T:]]))[0, -1, : len(LETTERS)]
-            idx.append(int(logits.argmax()))
-    return "".join(LETTERS[i] for i in idx)
 
 
 def test_padding_ids_are_never_sampled_even_if_the_model_predicts_them(gpt2, tmp_path):
@@ -79,20 +52,6 @@ def test_convert_py_exports_a_runs_best_model(gpt2, tmp_path):
     assert sample(f"--init_from={tmp_path / 'hf'}", *arguments) == ["axxxxx"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "fast"])
-@pytest.mark.parametrize(
-    "prompt",
-    slow_but("abc", LETTERS[1 : 2 * T], of=["a", "abc", LETTERS[1 : T + 1], LETTERS[1 : 2 * T]]),
-)
-def test_samples_with_the_cache_equal_samples_without_it(name, prompt, request):
-    """Generate up to the end of the context and beyond it."""
-    run_folder = request.getfixturevalue(name)
-    n = 2 * T + 3
-    arguments = ("--temperature=0", f"--start={prompt}", f"--max_new_tokens={n}", "--num_samples=2")
-    expected = greedy_without_cache(checkpoint(run_folder, 8), prompt, n)
-    assert sample(f"--init_from={run_folder}/ckpt-00000008.pt", *arguments) == [expected] * 2
-
-
 def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt2):
     arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=20", "--num_samples=2")
     texts = sample(*arguments, "--temperature=0")
@@ -100,24 +59,6 @@ def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt
     for flag in ("--top_k=1", "--top_p=1e-9"):
         assert sample(*arguments, "--temperature=2", flag) == texts
     assert sample(*arguments, "--temperature=2") != texts
-
-
-def test_top_p_keeps_the_fewest_tokens_whose_total_probability_reaches_it(gpt2, tmp_path):
-    """Sample a model that always gives a, b and c the probabilities 0.6, 0.3 and 0.1."""
-    path = write_parrot(gpt2, tmp_path / "three.pt", token=0)
-    state = torch.load(path, weights_only=True)
-    head = state["model"]["lm_head.weight"]
-    head.fill_(0)
-    head[:, 0] = -100
-    for letter, probability in (("a", 0.6), ("b", 0.3), ("c", 0.1)):
-        head[LETTERS.index(letter), 0] = math.log(probability)
-    torch.save(state, path)
-    arguments = (f"--init_from={path}", "--start=z", "--max_new_tokens=200", "--num_samples=1")
-    for top_p, kept in ((0.5, "a"), (0.7, "ab"), (0.95, "abc"), (1, "abc")):
-        (text,) = sample(*arguments, "--temperature=1", "--top_k=0", f"--top_p={top_p}")
-        assert set(text[1:]) == set(kept)
-        if len(kept) == 2:  # 2 : 1; five standard deviations of 200 draws
-            assert abs(text.count("a") / 200 - 2 / 3) < 5 * math.sqrt(2 / 9 / 200)
 
 
 def test_typed_prompts_are_answered_once_each_until_an_empty_line(gpt2):
