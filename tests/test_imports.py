@@ -1,15 +1,11 @@
 """
-Check which module may import which, which modules a script must not load, that every script starts,
-and that the files which comments name exist.
+Check which module may import which, which modules a script must not load, and that every script
+starts.
 """
 
 import ast
-import io
-import re
 import subprocess
 import sys
-import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,53 +135,9 @@ def test_every_script_imports_all_it_needs_to_print_its_help():
         assert code == 0 and out and not err, f"{name}: {err}"
 
 
-FILE_NAME = re.compile(r"(?<![\w.*/<>{}$~-])[\w.-]+(?:/[\w.-]+)*\.(?:py|md|csv)\b")
-# in other projects, written by the command that the comment shows, or placeholders
-ELSEWHERE = {"train_gpt_simple.py", "finetune_shakespeare.py", "fineweb.py"}
-ELSEWHERE |= {"mine.py", "book.py", "book_bpe.py"}
-ELSEWHERE |= {"x.py", "X.py", "nightshift_X.py", "CONFIG.py", "SCRIPT.py"}
-
-
-def project_files(folder: Path = ROOT) -> Iterator[Path]:
-    """Yield the project's files, without datasets, runs' outputs, environments, hidden folders."""
-    for path in folder.iterdir():
-        if path.is_file():
-            yield path
-        elif (path / "pyvenv.cfg").exists():
-            continue
-        # each folder in data/ is a dataset
-        elif folder != ROOT / "data" and not path.name.startswith((".", "out", "__pycache__")):
-            yield from project_files(path)
-
-
-def comments_and_docstrings(code: str) -> Iterator[str]:
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
-
-
-def test_comments_and_docstrings_name_only_files_that_exist():
-    files = [*project_files()]
-    names = {file.name for file in files}
-    missing = [
-        f"{file.relative_to(ROOT)}: {name}"
-        for file in files
-        if file.suffix == ".py"
-        for text in comments_and_docstrings(file.read_text("utf-8"))
-        for name in FILE_NAME.findall(text)
-        if name not in names and Path(name).name not in ELSEWHERE
-        if not (ROOT / name).exists() and not (file.parent / name).exists()
-    ]
-    assert missing == []
-
-
 def test_a_virtual_environment_in_the_clone_is_skipped_whatever_its_name(tmp_path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     (tmp_path / "env").mkdir()
     for name in ("env/pyvenv.cfg", "env/theirs.py", "ours.py"):
         (tmp_path / name).write_text("")
     assert [*project_code(tmp_path)] == ["ours.py"]
-    assert "theirs.py" not in [path.name for path in project_files(tmp_path)]
