@@ -113,6 +113,15 @@ def train(**keys) -> Result:
     return result
 
 
+def printed_config(*arguments) -> dict:
+    """Return the keys that configurator.py prints for these files and flags."""
+    result = run("configurator.py", *arguments)
+    assert result.code == 0, result.err
+    values: dict = {}
+    exec(result.out, values)
+    return values
+
+
 started: list[subprocess.Popen | fork_server.ForkedProcess] = []  # by the running test
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from program import ROOT, column, flags, run, write_tokens
+from program import ROOT, column, flags, printed_config, run, write_tokens
 
 TINY = dict(
     n_layer=1,
@@ -37,14 +37,6 @@ def config(tmp_path, tokens) -> Path:
 
 def run_tiny(*files, **changes):
     return run("train.py", *files, *flags(**TINY | changes))
-
-
-def printed_config(*arguments) -> dict:
-    result = run("configurator.py", *arguments)
-    assert result.code == 0, result.err
-    values: dict = {}
-    exec(result.out, values)
-    return values
 
 
 def test_a_config_with_contradicting_accumulation_is_refused_with_the_right_value(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from program import (
+    TINY_RUN,
     InProcessRun,
     checkpoint,
     column,
@@ -18,19 +19,7 @@ from program import (
     write_tokens,
 )
 
-TINY = dict(
-    n_layer=1,
-    n_head=2,
-    n_embd=16,
-    max_iters=4,
-    eval_interval=2,
-    eval_tokens=64,
-    log_interval=1,
-    device="cpu",
-    dtype="float32",
-    compile=False,
-)
-BATCH = "batch_size = 4\nblock_size = 16\ntokens_per_iter = 512\ngradient_accumulation_steps = {}\n"
+TINY = TINY_RUN | dict(max_iters=4, eval_interval=2, eval_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +27,9 @@ def tokens(tmp_path_factory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [150])
 
 
-@pytest.fixture
-def config(tmp_path, tokens) -> Path:
-    """Write a config file with tokens_per_iter and the accumulation that follows from it."""
-    path = tmp_path / "mine.py"
-    path.write_text(f"dataset = {str(tokens)!r}\n{BATCH.format(8)}", "utf-8")
-    return path
-
-
-def run_tiny(*files, **changes):
-    return run("train.py", *files, *flags(**TINY | changes))
-
-
 def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tokens, tmp_path):
     out_dir = tmp_path / "run"
-    keys = TINY | dict(dataset=tokens, out_dir=out_dir, batch_size=2, block_size=16)
+    keys = TINY | dict(dataset=tokens, out_dir=out_dir)
     train(**keys | dict(max_iters=2))
     (first,) = records(out_dir, "start")
     assert first["peak_source"] == "measured"
@@ -66,19 +43,20 @@ def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tokens,
 
 
 def test_peak_tflops_replaces_the_measured_peak(tokens, tmp_path):
-    train(**TINY, dataset=tokens, out_dir=tmp_path / "run", block_size=16, peak_tflops=2.5)
+    train(**TINY, dataset=tokens, out_dir=tmp_path / "run", peak_tflops=2.5)
     (start,) = records(tmp_path / "run", "start")
     assert (start["peak_tflops"], start["peak_source"]) == (2.5, "peak_tflops")
 
 
-def test_console_and_log_begin_with_the_command_in_a_form_to_paste(config, tmp_path):
-    out_dir = tmp_path / "a run"
-    result = run_tiny(config, out_dir=out_dir)
+def test_console_and_log_begin_with_the_command_in_a_form_to_paste(tokens, tmp_path):
+    out_dir, config = tmp_path / "a run", tmp_path / "mine.py"
+    config.write_text(f"dataset = {str(tokens)!r}\n", "utf-8")
+    typed = [str(config), *flags(**TINY | dict(out_dir=out_dir))]
+    result = run("train.py", *typed)
     lines = result.out.splitlines()
     assert (out_dir / "log.txt").read_text().splitlines()[:3] == lines[:3]
-    label, python, _, *typed = shlex.split(lines[0])
-    assert (label, python) == ("command:", "python")
-    assert typed == [str(config), *flags(**TINY | dict(out_dir=out_dir))]
+    label, python, _, *shown = shlex.split(lines[0])
+    assert (label, python, shown) == ("command:", "python", typed)
     assert "float32, not compiled; peak " in result.out
 
 
@@ -87,7 +65,7 @@ def test_a_successful_run_writes_nothing_to_stderr(tokens, tmp_path):
     """
     Undo gc.freeze() at exit. From torch 2.15 on, Triton would report the frozen objects as leaks.
     """
-    keys = TINY | dict(block_size=16, dataset=tokens, out_dir=tmp_path / "run", warmup_iters=0)
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", warmup_iters=0)
     code = "import atexit, gc, runpy; atexit.register(lambda: print('kept', gc.get_freeze_count()))"
     code += "; runpy.run_path('train.py', run_name='__main__')"
     ended = finish(start("-c", code, *flags(**keys), cold=True), timeout=300)
@@ -98,7 +76,7 @@ def test_a_successful_run_writes_nothing_to_stderr(tokens, tmp_path):
 def test_a_run_ends_with_its_figures_one_per_line(tokens, tmp_path):
     out_dir = tmp_path / "run"
     trainer = InProcessRun(fake_clock=True)
-    keys = TINY | dict(batch_size=4, block_size=16, peak_tflops=1e-6)
+    keys = TINY | dict(peak_tflops=1e-6)
     result = trainer.launch(**keys, dataset=tokens, out_dir=out_dir)
     found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
     (end,) = records(out_dir, "end")
@@ -123,8 +101,7 @@ def test_a_resumed_run_ends_with_total_tokens_and_seconds_but_the_speed_of_its_l
     """
     Sum tokens and seconds over both launches. Give speed, MFU and peak memory of the second one.
     """
-    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", batch_size=4, block_size=16)
-    keys |= dict(max_iters=4, eval_interval=2, peak_tflops=0.001)
+    keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", peak_tflops=0.001)
     trainer = InProcessRun(fake_clock=True)
     trainer.seconds["iteration"] = 0.005
     trainer.launch(**keys)

@@ -500,7 +500,8 @@ def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
     must differ, which shows that half precision is used, in evaluation too.
     """
     for dtype in ("float32", "bfloat16", "float16"):
-        train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
+        result = train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
+        assert ("--dtype=float32" in result.err) == (dtype == "float16")  # which is slow on a CPU
     whole = tmp_path / "float32"
     # A single number is rounded by 2**-9 or 2**-12 of itself. A loss is a mean of many, but what
     # training makes of them adds up: to a third of this in a loss, more in a norm.
@@ -585,6 +586,7 @@ def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
     before = contents()
     for start_from in (
         dict(init_from="resume", out_dir=out_dir),
+        dict(out_dir=out_dir),  # the run that is there
         dict(init_from=last, out_dir=tmp_path / "new"),
     ):
         result = train(**BASE, **start_from, eval_only=True, dataset=tokens)

@@ -3,29 +3,10 @@
 import io
 import runpy
 import signal
-from pathlib import Path
 from unittest import mock
 
 import pytest
-from program import ROOT, flags, write_tokens
-
-TINY = dict(
-    n_layer=1,
-    n_head=2,
-    n_embd=16,
-    max_iters=4,
-    eval_interval=2,
-    eval_tokens=64,
-    log_interval=1,
-    device="cpu",
-    dtype="float32",
-    compile=False,
-)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [150])
+from program import ROOT, TINY_RUN, flags
 
 
 class OutStream(io.StringIO):
@@ -38,7 +19,8 @@ def test_a_notebook_runs_the_scripts_and_gets_its_signal_handlers_back(tokens, t
 
     signal.signal(signal.SIGTERM, of_the_notebook)
     out_dir = tmp_path / "run"
-    keys = TINY | dict(dataset=tokens, out_dir=out_dir, block_size=16)
+    keys = TINY_RUN | dict(dataset=tokens, out_dir=out_dir)
+    keys |= dict(max_iters=4, eval_interval=2, eval_tokens=64)
     out = OutStream()
     scripts = [
         ("train.py", *flags(**keys)),
