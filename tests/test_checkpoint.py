@@ -58,10 +58,3 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_
         bad.symlink_to(tmp_path / "gone")
     assert checkpoint.find_newest(tmp_path, keep=2, peak_end=-1) == good
     assert f"{bad}: cannot be read (" in capsys.readouterr().err
-
-
-def test_a_failed_runs_hint_names_its_newest_checkpoint_if_it_has_one(tmp_path):
-    assert "no checkpoint" in checkpoint.resume_hint(tmp_path)
-    for n in (2, 10, 9):
-        (tmp_path / f"ckpt-{n:08}.pt").touch()
-    assert "ckpt-00000010.pt" in checkpoint.resume_hint(tmp_path)

@@ -403,21 +403,6 @@ def test_suggests_a_flag_to_type_for_a_misspelt_one():
     assert result.code == 2 and "--trials?" in result.err
 
 
-def test_accumulation_follows_the_number_of_processes_and_a_resume_keeps_its_tokens(tmp_path):
-    """
-    Round a file's tokens_per_iter up for three processes. A resume keeps the saved number of
-    tokens, unless a flag sets the accumulation.
-    """
-    path = write(tmp_path, "batch_size = 8\nblock_size = 16\ntokens_per_iter = 1024")
-    asked = read_config([path])
-    assert [count_micro_batches(asked, n) for n in (1, 2, 3)] == [(8, []), (8, []), (9, [])]
-    saved = dict(batch_size=8, gradient_accumulation_steps=9, tokens_per_iter=1024)
-    assert count_micro_batches(asked, 1, saved) == (9, [])  # started by 3 processes
-    assert count_micro_batches(read_config([path, "--batch_size=12"]), 1, saved) == (6, [])
-    typed = read_config([path, "--gradient_accumulation_steps=5"])
-    assert count_micro_batches(typed, 1, saved) == (5, [])
-
-
 def test_a_resume_uses_the_accumulation_of_the_config_file(tmp_path):
     """Use it if neither the file nor the run has tokens_per_iter."""
     asked = read_config([write(tmp_path, "batch_size = 8\ngradient_accumulation_steps = 5")])

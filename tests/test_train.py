@@ -141,17 +141,6 @@ def test_a_run_ends_before_training_if_the_compiler_fails_or_is_wrong(
     assert not records(tmp_path, "step")
 
 
-def test_a_compiled_run_is_the_uncompiled_one_to_the_bit_if_the_compiler_changes_nothing(
-    tokens, tmp_path
-):
-    """Train exactly as without a compiler: no random number, gradient or setting is left over."""
-    keys = TINY | dict(dropout=0.1, dataset=tokens)
-    train(**keys, out_dir=tmp_path / "eager")
-    with mock.patch("torch.compile", times(1)):
-        train(**keys | dict(compile=True), out_dir=tmp_path / "compiled")
-    assert_same_run(tmp_path / "eager", tmp_path / "compiled", 6)
-
-
 def test_compiled_code_with_dropout_may_draw_other_random_numbers_without_a_warning(
     tokens, tmp_path
 ):

@@ -225,18 +225,6 @@ def test_a_wsd_run_fits_on_a_disk_for_as_many_checkpoints_as_bench_plan_counts(
     assert checkpoints(disk / "run") == [6, 10, 12]
 
 
-@pytest.mark.parametrize("room, warned", [(3.5, True), (5, False)])
-def test_a_wsd_run_warns_if_the_disk_is_too_small_for_its_checkpoints(
-    room, warned, tokens, make_disk, tmp_path
-):
-    keys = NIGHT | dict(dataset=tokens, max_iters=3)
-    train(**keys | dict(out_dir=tmp_path / "first"))
-    (parameters,) = column(tmp_path / "first", "start", "parameters")
-    disk = make_disk(int(room * 12 * parameters))  # 12 bytes each in a checkpoint
-    result = train(**keys | dict(out_dir=disk / "run"))
-    assert ("for 4 checkpoints" in result.err) == warned
-
-
 @pytest.mark.parametrize("keep", slow_but(1, of=[1, 2]))
 def test_resuming_is_refused_if_only_the_checkpoint_before_the_decay_is_intact(
     keep, tokens, tmp_path

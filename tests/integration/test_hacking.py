@@ -121,22 +121,6 @@ EXCHANGED_LAYERS = changed_groups(
     ".replace('.x.', '.h.1.')) for name in names];"
     " decayed.update({key: [decayed[key][n] for n in order] for key in ('param_names', 'params')})"
 )
-# a weight of which nothing says how many dimensions it has
-NO_GROUP = {
-    "model.py": """
-class Odd(nn.Parameter):
-    def dim(self):
-        return math.nan
-
-plain_init = GPT.__init__
-
-def init(self, config):
-    plain_init(self, config)
-    self.transformer.ln_f.weight = Odd(torch.ones(config.n_embd))
-
-GPT.__init__ = init
-"""
-}
 
 # -----------------------------------------------------------------------------
 # Keys, weights, groups, optimizers
@@ -249,12 +233,6 @@ def test_adamw_trains_a_weight_that_was_added_to_the_model(name, tokens, tmp_pat
 def test_every_weight_is_in_exactly_one_optimizer_group(model, optimizer, tokens, tmp_path):
     train(**TINY | model | dict(max_iters=1, optimizer=optimizer, dataset=tokens, out_dir=tmp_path))
     assert_every_weight_is_in_one_group(checkpoint(tmp_path, 1))
-
-
-def test_a_weight_in_no_optimizer_group_is_refused_by_name(tokens, tmp_path):
-    program = changed(tmp_path / "program", NO_GROUP)
-    result = train_changed(program, dataset=tokens, out_dir=tmp_path / "out")
-    assert_refused(result, "transformer.ln_f.weight")
 
 
 @pytest.mark.parametrize(

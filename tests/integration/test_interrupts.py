@@ -372,19 +372,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
     assert_same_run(unbroken, tmp_path, 12)
 
 
-def test_init_from_auto_refuses_to_start_over_if_every_checkpoint_is_damaged(tiny, tmp_path):
-    """Exit with one error line and change no file, instead of silently beginning a new run."""
-    train(**tiny, out_dir=tmp_path)
-    for number in (4, 8, 12):
-        damage(tmp_path / f"ckpt-{number:08}.pt", flip)
-    before = contents(tmp_path)
-    result = run("train.py", *flags(**tiny, out_dir=tmp_path, init_from="auto"))
-    assert result.code == 2
-    (error,) = (line for line in result.err.splitlines() if not line.startswith("warning: "))
-    assert "none of its 3 checkpoints" in error
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize("value", slow_but(torch.inf, of=[torch.nan, torch.inf]))
 def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, tmp_path):
     def spoil(model):

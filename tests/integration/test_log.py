@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 from cases import slow_but
-from fault_injection import fill, free
 from program import (
     FAST,
     InProcessRun,
@@ -82,60 +81,6 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tokens, tmp_path):
     assert_same_files(tmp_path / "logged", tmp_path / "silent")
     assert checkpoints(tmp_path / "silent") == [4, 6, 8, 12]
     assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
-
-
-def rates_of(out_dir, **keys) -> list[float]:
-    """Return the learning rate of each update of a run on a fake clock."""
-    rates, trainer = [], InProcessRun(fake_clock=True)
-    trainer.at["update", None] = lambda: rates.append(trainer.optimizer.param_groups[0]["lr"])
-    assert trainer.launch(**keys, out_dir=out_dir).code == 0
-    return rates
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("log_interval", [1, 7])
-def test_the_learning_rates_of_a_timed_run_do_not_depend_on_the_log(log_interval, tokens, tmp_path):
-    keys = TINY | dict(lr_schedule="linear", hours=0.25, log_interval=log_interval, dataset=tokens)
-    del keys["max_iters"], keys["eval_interval"]
-    logged = rates_of(tmp_path / "logged", **keys)
-    with no_log():
-        silent = rates_of(tmp_path / "silent", **keys)
-    assert logged == silent
-    assert len(silent) > 50
-    assert_same_files(tmp_path / "logged", tmp_path / "silent")
-
-
-def test_a_run_without_a_log_still_retries_a_failed_save(tokens, make_disk):
-    """Train iterations of 20 seconds. The disk is full from iteration 10 to 12."""
-    disk, trainer, first = make_disk(1 << 20), InProcessRun(fake_clock=True), []
-    trainer.seconds["iteration"] = 20.0
-    trainer.at["update", 10] = lambda: fill(disk)
-    trainer.at["update", 12] = lambda: free(disk)
-    trainer.at["update", None] = lambda: first.extend(checkpoints(disk / "run")[:1])
-    keys = TINY | dict(max_iters=21, eval_interval=100, checkpoint_interval=10, sample_tokens=0)
-    with no_log():
-        assert trainer.launch(**keys, dataset=tokens, out_dir=disk / "run").code == 0
-    assert 11 <= first[0] <= 12 + 3
-    assert checkpoints(disk / "run")[-2:] == [20, 21]
-
-
-@pytest.mark.parametrize("log_interval", slow_but(3, of=[1, 3]))
-def test_the_speed_on_log_lines_does_not_count_evaluations_and_saves(
-    log_interval, tokens, tmp_path
-):
-    keys = TINY | dict(log_interval=log_interval, peak_tflops=0.001, dataset=tokens)
-    lines = {}
-    for name, pause in (("quick", 0.5), ("slow", 5000.0)):
-        trainer = InProcessRun(fake_clock=True)
-        trainer.seconds = dict(iteration=10.0, evaluation=pause, save=pause)
-        result = trainer.launch(**keys, out_dir=tmp_path / name)
-        figures = r"^iter (\d+): loss (\S+), time (\S+)ms, mfu (\S+)%, tok/s ([\d,]+), "
-        lines[name] = re.findall(figures, result.out, re.MULTILINE)
-        assert len(lines[name]) == result.out.count("\niter ")
-        assert sum(column(tmp_path / name, "eval", "seconds")) == pytest.approx(4 * pause)
-    assert lines["quick"] == lines["slow"]
-    assert len(lines["slow"]) == (12 if log_interval == 1 else 5)
-    assert {time for _, _, time, _, _ in lines["slow"]} == {"10000.00"}
 
 
 def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):

@@ -340,15 +340,6 @@ def test_an_evaluation_rounds_eval_tokens_down_to_whole_windows(tokens, tmp_path
     assert losses(6 * T + 4) == losses(6 * T) != losses(7 * T)
 
 
-def test_the_optimizers_defaults_are_nanogpts(tokens, tmp_path):
-    """Use nanoGPT's beta2, for example, which differs from torch's."""
-    expected = dict(learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
-    keys = {name: value for name, value in BASE.items() if name not in {*expected, "min_lr"}}
-    train(**keys | dict(max_iters=0), dataset=tokens, out_dir=tmp_path)
-    config = checkpoint(tmp_path, 0)["config"]
-    assert {name: config[name] for name in expected} == expected
-
-
 def prepare_source(texts: list[str]) -> Path:
     """Write text.jsonl into the working folder and prepare shards from it."""
     rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
@@ -771,11 +762,3 @@ def test_sample_py_ignores_a_models_dropout(tokens, trained, tmp_path):
         words = ("--temperature=0", "--num_samples=1", "--max_new_tokens=20", "--device=cpu")
         texts.append(run("sample.py", f"--init_from={tmp_path / 'model.pt'}", *words).out)
     assert texts[0] and texts[0] == texts[1]
-
-
-def test_a_thousand_tokens_are_printed_as_1k(tokens, tmp_path):
-    """Print 1k instead of 1000, as on all later lines."""
-    size = dict(block_size=10, batch_size=5, gradient_accumulation_steps=5, eval_tokens=100)
-    out = train(**BASE | size, dataset=tokens, out_dir=tmp_path).out
-    shown = re.findall(r"^iter \d+: .*, tokens ([^,]+),", out, re.MULTILINE)
-    assert shown[:6] == ["0", "250", "500", "750", "1k", "1.25k"]

@@ -157,32 +157,33 @@ def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path, monk
     assert_same_numbers(tmp_path / "alone", tmp_path / "run")
 
 
-# says how many bytes of gradients a rank gives to the others
-COUNTED = """
+# prints the bytes of each bucket and the order of the weights in it when gradients are averaged
+BUCKETS = """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
     def exchange(group, bucket):
-        print("exchanges", bucket.buffer().nbytes, file=sys.stderr)
+        shapes = [tuple(p.shape) for p in bucket.parameters()]
+        print("bucket", bucket.index(), bucket.buffer().nbytes, shapes, file=sys.stderr)
         return allreduce_hook(group, bucket)
 
-    def counted(self, *arguments, **named):
+    def hooked(self, *arguments, **named):
         init(self, *arguments, **named)
         self.register_comm_hook(None, exchange)
 
     init = DistributedDataParallel.__init__
-    DistributedDataParallel.__init__ = counted
+    DistributedDataParallel.__init__ = hooked
 """
 
 
 def test_gradients_are_exchanged_once_per_iteration(tiny):
     arguments = flags(**tiny | dict(max_iters=4))
-    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=COUNTED)))
+    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=BUCKETS)))
     # 61 ids padded to 128, 16 positions, 2 layers of 32, no biases
     parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
     for code, _, err in results:
         assert code == 0, err
-        exchanged = [int(size) for size in re.findall("^exchanges (.*)$", err, re.MULTILINE)]
+        exchanged = [int(size) for size in re.findall(r"^bucket \d+ (\d+)", err, re.MULTILINE)]
         # of two micro-batches on each rank; and once before the first, to arrange them
         assert sum(exchanged) == (4 + 1) * 4 * parameters
 
@@ -417,29 +418,10 @@ def test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs(t
     assert [result.code for result in results] == [1, 1], results
 
 
-# prints the order of the weights in the buckets, each time their gradients are averaged
-ORDERED = """
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    def exchange(group, bucket):
-        shapes = [tuple(p.shape) for p in bucket.parameters()]
-        print("bucket", bucket.index(), shapes, file=sys.stderr)
-        return allreduce_hook(group, bucket)
-
-    def ordered(self, *arguments, **named):
-        init(self, *arguments, **named)
-        self.register_comm_hook(None, exchange)
-
-    init = DistributedDataParallel.__init__
-    DistributedDataParallel.__init__ = ordered
-"""
-
-
 def test_gradient_buckets_are_arranged_before_the_first_iteration(tiny):
     """Otherwise three ranks would sum gradients in another order after a resume."""
     arguments = flags(**tiny | dict(max_iters=3))
-    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=ORDERED)))
+    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=BUCKETS)))
     for code, _, err in results:
         assert code == 0, err
         before, *iterations = re.findall("^bucket .*$", err, re.MULTILINE)
@@ -509,14 +491,6 @@ def test_a_shard_that_one_rank_cannot_read_ends_all_ranks_after_saving(
     done = len(column(tmp_path / "run", "step", "iter"))
     assert done == 6 if shard.startswith("val") else 2 <= done < 30
     assert checkpoints(tmp_path / "run")[-1] == end["iters"] == done
-
-
-@pytest.mark.slow
-def test_a_diverging_run_prints_one_error_line_for_all_ranks(tiny):
-    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(learning_rate=1e30, max_iters=40))))
-    assert [result.code for result in results] == [1, 1]
-    (line,) = error_lines(*(result.err for result in results))
-    assert "learning_rate" in line
 
 
 def test_a_warning_about_a_key_is_printed_once_for_all_ranks(tiny):

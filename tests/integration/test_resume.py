@@ -12,8 +12,6 @@ import pytest
 from char_dataset import SHORT_RUN, T, files, sample
 from program import (
     ROOT,
-    assert_same_run,
-    checkpoint,
     checkpoints,
     column,
     finish,
@@ -58,30 +56,6 @@ def test_a_resume_verifies_its_checkpoint_only_once(corpus, tmp_path):
     assert verified == ["ckpt-00000002.pt", "ckpt-00000004.pt"]  # the second one after its save
 
 
-def test_repeating_the_command_of_a_finished_run_exits_with_0_and_changes_nothing(corpus, tmp_path):
-    arguments = dict(SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", init_from="auto")
-    train(**arguments)
-    before = files(tmp_path)
-    result = train(**arguments)
-    assert files(tmp_path) == before
-    assert "iterations are done" in result.out
-
-
-def test_a_diverging_run_exits_with_1_and_one_line_and_saves_no_broken_weights(corpus, tmp_path):
-    changes = dict(learning_rate=1e38, grad_clip=0, warmup_iters=0, max_iters=60, eval_interval=60)
-    changes |= dict(checkpoint_interval=1)
-    arguments = flags(**SHORT_RUN | changes, dataset=corpus, out_dir=tmp_path / "run")
-    result = run("train.py", *arguments)
-    assert result.code == 1
-    lines = result.err.splitlines()
-    assert [line.startswith("error: ") for line in lines].count(True) == 1
-    assert "Traceback" not in result.err
-    assert "learning_rate" in lines[-1]
-    for number in checkpoints(tmp_path / "run"):
-        for tensor in checkpoint(tmp_path / "run", number)["model"].values():
-            assert tensor.isfinite().all()
-
-
 @pytest.fixture(scope="module")
 def eight(corpus, tmp_path_factory) -> Path:
     """Train a run of eight iterations, with checkpoints after 4 and 8."""
@@ -97,15 +71,6 @@ def test_a_run_moved_together_with_its_dataset_resumes(eight, corpus, tmp_path):
     where = dict(out_dir=tmp_path / "moved", dataset=tmp_path / "tokens_moved")
     train(**SHORT_RUN | dict(max_iters=10), **where, init_from="resume")
     assert column(tmp_path / "moved", "step", "iter") == [*range(10)]
-
-
-def test_a_run_resumes_from_an_older_checkpoint_if_the_newest_was_deleted(eight, corpus, tmp_path):
-    shutil.copytree(eight, tmp_path / "run")
-    (tmp_path / "run" / "ckpt-00000008.pt").unlink()
-    result = train(**SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run", init_from="resume")
-    assert "iter 4:" in result.out
-    assert "iter 3:" not in result.out
-    assert_same_run(tmp_path / "run", eight, 8)
 
 
 def test_a_copy_of_best_pt_named_as_a_checkpoint_resumes(eight, corpus, tmp_path):
@@ -140,15 +105,6 @@ def test_eval_iters_counts_the_micro_batches_of_an_evaluation(corpus, tmp_path):
         column(tmp_path / name, "eval", "train_loss", "val_loss") for name in ("iters", "tokens")
     ]
     assert losses[0] == losses[1]
-
-
-def test_preparing_text_in_another_encoding_shows_some_of_its_words(tmp_path):
-    text = "Über die Straße ging ein Bär.\n" * 300
-    (tmp_path / "book.txt").write_bytes(text.encode("cp1252"))
-    arguments = (tmp_path / "book.txt", "--encoding=cp1252", f"--out={tmp_path / 'data'}")
-    result = run("data/prepare_text.py", *arguments)
-    assert result.code == 0, result.err
-    assert "Straße" in result.out + result.err
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

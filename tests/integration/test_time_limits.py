@@ -573,29 +573,6 @@ def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resu
     assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
 
 
-def test_a_resumed_run_prints_the_tokens_and_time_of_all_launches_but_the_speed_of_the_last(
-    trainer, tiny, tmp_path
-):
-    keys = tiny | dict(max_iters=40, eval_interval=8)
-    trainer.at["iteration", 20] = sigterm
-    trainer.launch(**keys)
-    trainer.seconds["iteration"] = 5.0
-    out = trainer.launch(**keys, init_from="auto").out
-    found = dict(re.findall(r"^(\w+): (\S+)$", out, re.MULTILINE))
-    end, tokens = end_of(tmp_path), 40 * 64
-    epochs = tokens / (700 + 37 + 500)
-    assert int(found["tokens"]) == end["tokens"] == tokens
-    assert float(found["epochs"]) == pytest.approx(epochs, abs=0.005)
-    # 20 iterations at 10 s and 20 at 5 s, evaluations and saves
-    assert float(found["seconds"]) == pytest.approx(300 + 6 * 5, abs=2)
-    assert float(found["seconds"]) == pytest.approx(3600 * end["hours"])
-    assert float(found["hours_per_epoch"]) == pytest.approx(end["hours"] / epochs, rel=0.01)
-    assert float(found["tokens_per_sec"]) == pytest.approx(64 / 5, abs=0.5)  # of this launch
-    assert float(found["val_loss"]) == pytest.approx(
-        column(tmp_path, "eval", "val_loss")[-1], abs=1e-4
-    )
-
-
 AWAY = {"22:59": True, "01:00": False}
 
 

@@ -13,14 +13,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from cases import slow_but
+from char_dataset import write_parrot
 from fault_injection import watched
 from program import (
     TINY_RUN,
     InProcessRun,
     Result,
-    checkpoint,
     checkpoints,
     column,
     finish,
@@ -233,14 +232,8 @@ def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, tm
     """Sample from a byte-level model that generates ESC, which a terminal would obey."""
     keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
     train(**keys)
-    state = checkpoint(tmp_path / "run", 0)
-    weights = state["model"]
-    weights["transformer.ln_f.weight"].zero_()
-    weights["transformer.ln_f.bias"][0] = 1
-    weights["lm_head.weight"].zero_()
-    weights["lm_head.weight"][27, 0] = 100
-    torch.save(state, tmp_path / "escapes.pt")
-    changes = dict(init_from=tmp_path / "escapes.pt", out_dir=tmp_path / "sampling")
+    escapes = write_parrot(tmp_path / "run", tmp_path / "escapes.pt", token=27)
+    changes = dict(init_from=escapes, out_dir=tmp_path / "sampling")
     changes |= dict(max_iters=1, learning_rate=0, min_lr=0, sample_tokens=3)
     result = train(**keys | changes)
     assert column(tmp_path / "sampling", "sample", "text") == ["\x1b\x1b\x1b"]
