@@ -10,9 +10,6 @@ import fork_server
 import program
 import pytest
 import torch
-from helpers import write_dataset
-
-from common.console import run_main
 
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,11 +28,6 @@ def fsync(file: int) -> None:
 
 
 os.fsync = fsync
-
-
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "tiny", [1000, 37, 500])
 
 
 @pytest.fixture(autouse=True)
@@ -61,24 +53,6 @@ def no_process_outlives_its_test():
     yield
     while program.started:
         program.started.pop().kill()
-
-
-@pytest.fixture
-def script(monkeypatch, capsys):
-    """
-    Return a function that runs a script's main() in this process, as from the command line, and
-    returns its exit code, stdout and lines of stderr.
-    """
-
-    def run(main, *arguments) -> tuple[int, str, list[str]]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            run_main(main)
-        output = capsys.readouterr()
-        return exit.value.code, output.out, output.err.splitlines()
-
-    return run
 
 
 @pytest.fixture

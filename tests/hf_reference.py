@@ -1,7 +1,4 @@
-"""
-Provide transformers' GPT-2 as a reference, a small tokenizer, and a check of how a script refuses
-its input.
-"""
+"""Provide transformers' GPT-2 as a reference, and a small tokenizer."""
 
 from pathlib import Path
 
@@ -47,16 +44,6 @@ def random_gpt2(folder: Path, **changes) -> GPT2LMHeadModel:
         parameter.data += 0.2 * torch.randn_like(parameter)
     reference.save_pretrained(folder)
     return reference
-
-
-def assert_refused(script, main, *arguments, words: tuple[str, ...] = ()) -> None:
-    """Check that a script exits with 2 and prints nothing but one error line with these words."""
-    code, out, err = script(main, *arguments)
-    assert (code, out) == (2, "") and len(err) == 1 and err[0].startswith("error: "), (
-        arguments,
-        err,
-    )
-    assert all(word in err[0] for word in words), (arguments, err)
 
 
 def own_bpe(end: str = "<|endoftext|>") -> tokenizers.Tokenizer:

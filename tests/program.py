@@ -34,6 +34,7 @@ from unittest import mock
 
 import fork_server
 import numpy as np
+import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
@@ -45,6 +46,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # what a copy of the program needs besides the scripts; tests, pages and results stay behind
 FOLDERS = ("training", "data", "reports", "common", "config")
 
+needs_signals = pytest.mark.skipif(
+    sys.platform == "win32", reason="Windows sends no process a signal that it could answer"
+)
 
 # of a run of some milliseconds; each test module says what else its runs need
 TINY_RUN = dict(

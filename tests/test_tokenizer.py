@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from char_dataset import SHORT_RUN
 from documents import (
     check_documents,
     documents,
@@ -22,11 +23,9 @@ from documents import (
     write_jsonl,
     write_parquet,
 )
-from helpers import flags as all_flags
-from helpers import needs_signals, run_here
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from program import checkpoint, run, start
+from program import Result, checkpoint, flags, needs_signals, run, start
 
 from common.console import UserError
 from data import tokenizer as tokenizer_module
@@ -199,9 +198,14 @@ def test_ctrl_c_while_a_tokenizer_trains_ends_the_preparation_at_once(tmp_path):
 # Training with it
 
 
+def train_on(dataset, out_dir, **options) -> Result:
+    keys = SHORT_RUN | dict(dataset=dataset, out_dir=out_dir) | options
+    return run("train.py", *flags(**keys))
+
+
 def test_a_run_with_its_own_tokenizer_trains_resumes_samples_and_is_fine_tuned(mine, tmp_path):
-    run_here(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
-    run_here(mine, tmp_path / "run", init_from="resume", max_iters=6)
+    assert train_on(mine, tmp_path / "run", max_iters=4, sample_tokens=5).code == 0
+    assert train_on(mine, tmp_path / "run", init_from="resume", max_iters=6).code == 0
     state = checkpoint(tmp_path / "run", 6)
     assert state["tokenizer"] == dict(kind="bpe", json=(mine / "tokenizer.json").read_text("utf-8"))
     assert state["vocab"] == VOCAB
@@ -209,7 +213,7 @@ def test_a_run_with_its_own_tokenizer_trains_resumes_samples_and_is_fine_tuned(m
     flags = [f"--out_dir={tmp_path / 'elsewhere'}", "--start=alpha<|endoftext|> na\u00efve"]
     result = run("sample.py", *flags, "--num_samples=2", "--max_new_tokens=20")
     assert result.code == 0 and result.out.startswith("alpha<|endoftext|> na\u00efve")
-    run_here(mine, tmp_path / "tuned", init_from=tmp_path / "run", max_iters=2)
+    assert train_on(mine, tmp_path / "tuned", init_from=tmp_path / "run", max_iters=2).code == 0
 
 
 def refusal(result) -> str:
@@ -219,17 +223,14 @@ def refusal(result) -> str:
     return errors[0]
 
 
-def train_on(dataset, out_dir, **options):
-    return run("train.py", *all_flags(dataset, out_dir, **options))
-
-
 def test_resuming_or_fine_tuning_with_another_tokenizer_is_refused(mine, another, tmp_path):
-    run_here(mine, tmp_path / "run", max_iters=1)
+    assert train_on(mine, tmp_path / "run", max_iters=1).code == 0
     resumed = train_on(another, tmp_path / "run", init_from="resume")
     assert "another tokenizer" in refusal(resumed)
     tuned = train_on(another, tmp_path / "new", init_from=tmp_path / "run")
     assert "another tokenizer" in refusal(tuned)
-    run_here(prepare_rows(tmp_path, TEXTS, "byte"), tmp_path / "bytes", max_iters=1)
+    plain = prepare_rows(tmp_path, TEXTS, "byte")
+    assert train_on(plain, tmp_path / "bytes", max_iters=1).code == 0
     tuned = train_on(mine, tmp_path / "new", init_from=tmp_path / "bytes")
     assert "another tokenizer (bpe)" in refusal(tuned)
 
@@ -241,11 +242,11 @@ def test_a_stream_uses_the_given_tokenizer_json_and_keeps_it_when_resumed(
     monkeypatch.chdir(tmp_path)  # its shards go to data/streamed
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     options = dict(stream=True, data_workers=1, tokenizer=mine / "tokenizer.json")
-    run_here(source, tmp_path / "run", max_iters=2, **options)
+    assert train_on(source, tmp_path / "run", max_iters=2, **options).code == 0
     assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
     # without naming it again, as the dataset
     flags = [f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--compile=False"]
-    flags += ["--device=cpu", "--dtype=float32", "--data_workers=1", "--eval_tokens=256"]
+    flags += ["--device=cpu", "--dtype=float32", "--data_workers=1", "--eval_tokens=160"]
     assert run("train.py", *flags, "--batch_size=4", "--max_iters=3").code == 0
     options |= dict(init_from="resume", max_iters=4, tokenizer=another / "tokenizer.json")
     assert "another tokenizer" in refusal(train_on(source, tmp_path / "run", **options))
@@ -264,12 +265,12 @@ def test_a_tokenizer_flag_is_refused_for_a_data_folder_that_has_its_own(mine, tm
     assert "tokenizer: a data folder has its own" in refusal(result)
 
 
-def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypatch, capsys):
+def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypatch):
     """Warn on a resume that there are no samples. The checkpoint still holds the tokenizer."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    run_here(mine, tmp_path / "run", max_iters=1)
-    run_here(mine, tmp_path / "run", max_iters=2, init_from="resume", sample_tokens=3)
-    assert "tokenizer.json: the tokenizers library" in capsys.readouterr().err
+    assert train_on(mine, tmp_path / "run", max_iters=1).code == 0
+    resumed = train_on(mine, tmp_path / "run", max_iters=2, init_from="resume", sample_tokens=3)
+    assert resumed.code == 0 and "tokenizer.json: the tokenizers library" in resumed.err
     assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
 
 

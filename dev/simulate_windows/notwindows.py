@@ -27,7 +27,7 @@ MISSING_MODULES = set("fcntl resource termios tty pty pwd grp readline syslog cu
 MISSING = dict(
     os="fork forkpty getuid geteuid getgid getpgid killpg setsid uname statvfs mkfifo openpty "
     "login_tty ttyname sched_getaffinity sched_setaffinity getloadavg nice chown posix_spawn "
-    "sysconf confstr pread pwrite WNOHANG waitid O_DIRECTORY O_NOFOLLOW O_SYNC",
+    "sysconf confstr pread pwrite WNOHANG waitid O_DIRECTORY O_NOFOLLOW O_SYNC ST_NOEXEC",
     signal="SIGHUP SIGQUIT SIGKILL SIGUSR1 SIGUSR2 SIGALRM SIGPIPE SIGCHLD SIGSTOP SIGCONT SIGTSTP "
     "SIGXCPU SIGXFSZ alarm setitimer pause pthread_sigmask pthread_kill sigwait siginterrupt",
     time="clock_gettime clock_getres CLOCK_BOOTTIME CLOCK_MONOTONIC CLOCK_REALTIME tzset",

@@ -32,6 +32,7 @@ from program import (
     column,
     finish,
     flags,
+    needs_signals,
     records,
     run,
     same,
@@ -42,8 +43,6 @@ from program import (
     wait_for_line,
     write_tokens,
 )
-
-needs_signals = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
 TINY = TINY_RUN | dict(
     gradient_accumulation_steps=3,

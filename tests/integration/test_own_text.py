@@ -15,9 +15,9 @@ import pytest
 from cases import slow_but
 from doc_pages import README, command_lines
 from documents import check_documents, digests, stored_texts, write_parquet
-from helpers import run_here, write_dataset
 from hf_reference import random_gpt2
-from program import ROOT, records, run
+from program import ROOT, TINY_RUN, records, run, write_tokens
+from program import train as train_tiny
 
 import train
 from common.console import UserError
@@ -259,9 +259,9 @@ def test_a_written_config_trains_on_the_smallest_text_that_is_accepted(tmp_path)
 
 
 def test_a_run_that_is_never_better_than_its_initial_weights_leaves_no_best_pt(tmp_path):
-    folder = write_dataset(tmp_path / "data", [3000])
-    harmful = dict(max_iters=4, eval_interval=2, learning_rate=1.0, grad_clip=0.0)
-    run_here(folder, tmp_path / "run", **harmful)
+    keys = TINY_RUN | dict(dataset=write_tokens(tmp_path / "data", [3000], [700]))
+    keys |= dict(max_iters=4, eval_interval=2, learning_rate=1.0, grad_clip=0.0, warmup_iters=0)
+    train_tiny(**keys, eval_tokens=256, out_dir=tmp_path / "run")
     before, *others = [record["val_loss"] for record in records(tmp_path / "run", "eval")]
     assert min(others) > before
     assert not (tmp_path / "run/best.pt").exists()
@@ -301,7 +301,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
     commands = [command for command in fine_tuning("gpt2") if "config/finetune_gpt2.py" in command]
     for number, arguments in enumerate(commands):
         (dataset,) = [word for word in arguments if word.startswith("--dataset=")]
-        folder = write_dataset(Path("data", dataset.partition("=")[2]), [3000], vocab=50257)
+        folder = write_tokens(Path("data", dataset.partition("=")[2]), [3000], [700], vocab=50257)
         manifest = (folder / "manifest.json").read_text()
         (folder / "manifest.json").write_text(manifest.replace('"byte"', '"gpt2"'))
         small = ["--tokens_per_iter=128", "--warmup_iters=0", "--eval_tokens=256", *CPU]

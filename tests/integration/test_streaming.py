@@ -37,6 +37,7 @@ from program import (
     column,
     finish,
     flags,
+    needs_signals,
     run,
     start,
     train,
@@ -52,9 +53,6 @@ TINY = TINY_RUN | dict(
     tokenizer="byte",
 )
 TOKENS_PER_ITERATION = 16 * 4 * 2
-needs_signals = pytest.mark.skipif(
-    sys.platform == "win32", reason="Windows sends no process a signal that it could answer"
-)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import TINY
+from char_dataset import SHORT_RUN
 from program import (
     FAST,
     ROOT,
@@ -48,7 +48,8 @@ def run(name, *arguments):
         return exit.code
 """
 SLEEPS_NOT = "calls: [(2147483649,)]"  # winbase.h's ES_CONTINUOUS | ES_SYSTEM_REQUIRED
-SMALL = TINY | dict(n_layer=1, warmup_iters=0, eval_interval=2, out_dir="my run", dataset="tokens")
+SMALL = SHORT_RUN | dict(n_layer=1, warmup_iters=0, eval_interval=2)
+SMALL |= dict(out_dir="my run", dataset="tokens")
 
 
 @pytest.fixture
@@ -241,7 +242,9 @@ def test_the_fast_recipe_streams_and_resumes_on_windows(started, tmp_path):
     """Let a second process prepare the text and replace the manifest that the run reads."""
     row = json.dumps(dict(text="A text with more than one line.\n" * 20))
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 40)
-    keys = TINY | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
+    keys = (
+        SHORT_RUN | FAST | dict(dataset="rows.jsonl", stream=True, tokenizer="byte", out_dir="out")
+    )
     for more in ({}, dict(init_from="resume", max_iters=12)):
         result = finish(started(RUN, *flags(**keys | more)))
         assert result.code == 0, result.err
