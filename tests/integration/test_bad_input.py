@@ -38,53 +38,37 @@ compile = False
 COMMAND_LINE = [
     ("train.py tiny.py --lr=1e-3", "--lr learning_rate"),
     ("train.py tiny.py --n_layr=2", "--n_layr n_layer"),
-    ("train.py tiny.py --epochs=3", "--epochs max_iters"),
     ("train.py tiny.py --resume", "--resume unknown"),
-    ("train.py tiny.py --config=tiny.py", "--config unknown"),
     ("train.py tiny.py --batch_size 4", "--batch_size=4"),
     ("train.py tiny.py --batch_size", "--batch_size needs"),
     ("train.py tiny.py -batch_size=4", "-batch_size --key=value"),
     ("train.py tiny.py batch_size=4", "batch_size=4 --key=value"),
     ("train.py tiny.py --batch_size=four", "--batch_size whole number 'four'"),
-    ("train.py tiny.py --batch_size=2.5", "--batch_size whole number 2.5"),
     ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile true or false 'maybe'"),
-    ("train.py tiny.py --dropout=1.5", "--dropout 1.5"),
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
     ("train.py tiny.py --beta2=1", "--beta2 below 1"),
-    ("train.py tiny.py --compile=2", "--compile true or false"),
     ("train.py tiny.py --max_iters=1e400", "--max_iters whole number"),
-    ("train.py tiny.py --max_iters 100", "--max_iters=100"),
     ("train.py tiny.py --min_lr -1", "--min_lr=-1"),
-    ("train.py tiny.py --bs=8", "--bs batch_size"),
     ("train.py tiny.py --dataset=", "--dataset empty"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
-    ("train.py tiny.py --hours=-1", "--hours -1"),
     ("train.py tiny.py --seed=-1", "--seed -1"),
-    ("train.py tiny.py --out_dir=", "--out_dir empty"),
     ("train.py tiny.py --until=25:00", "until 25:00"),
-    ("train.py tiny.py --until=7am", "until 7am"),
     ("train.py tiny.py --until=07:00 --hours=8", "until hours"),
     ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
-    ("train.py tiny.py --lr_schedule=cosin", "lr_schedule cosine"),
-    ("train.py tiny.py --model=gpt3", "model gpt3 gpt2"),
-    ("train.py tiny.py --tracker=wandbb", "tracker wandb"),
     ("train.py tiny.py --dtype=fp16", "dtype fp16 float16"),
     ("train.py tiny.py --device=gpu", "device gpu cuda"),
-    ("train.py tiny.py --device=tpu:0", "device tpu:0"),
     ("train.py tiny.py --device=cuda:x", "device cuda:x"),
     ("train.py tiny.py --device=meta", "device meta"),
     ("train.py tiny.py --loss_chunk=some", "loss_chunk some"),
     ("train.py tiny.py --n_head=3", "n_head 3 n_embd 32"),
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter 100 64 128"),
-    ("train.py tiny.py --tokens_per_iter=1", "tokens_per_iter 1 64"),
     ("train.py tiny.py --head_lr=0.1", "head_lr optimizer=muon"),
     ("train.py tiny.py --model=fast --tie_weights=True", "tie_weights"),
     ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
     ("train.py tiny.py --tokenizer=byte", "tokenizer stream"),
     ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layr", "--batch_size"),
     ("train.py tiny.py --n_head=3 --dataset=nowhere --device=gpu", "device", "nowhere", "n_head"),
-    ("train.py tiny.py --dataset=nowhere --block_size=9 --n_head=3", "nowhere", "n_head"),
     ("train.py nowhere.py", "nowhere.py no such"),
     ("train.py config/gpt124m_4071.py", "gpt124m_4071.py gpt124m_4070.py"),
     ("train.py config/train_gpt2.py", "train_gpt2.py gpt124m"),
@@ -95,9 +79,6 @@ COMMAND_LINE = [
     ("train.py tiny.py typo.py", "typo.py n_layers n_layer"),
     ("train.py tiny.py wrong_type.py", "wrong_type.py batch_size"),
     ("configurator.py tiny.py --n_layr=2", "--n_layr n_layer"),
-    ("configurator.py nowhere.py", "nowhere.py no such"),
-    ("configurator.py tiny.py --tokens_per_iter=100", "tokens_per_iter 64"),
-    ("configurator.py tiny.py --n_head=3", "n_head 3"),
 ]
 
 DOWNLOAD = (
@@ -113,19 +94,12 @@ DATA = [
     ("train.py tiny.py --dataset=empty", "empty train"),
     ("train.py tiny.py --dataset=cut", "train_000002.bin tokens prepare"),
     ("train.py tiny.py --dataset=lost_shard", "train_000002.bin No such file"),
-    ("train.py tiny.py --dataset=no_shard", "train_000002.bin prepare"),
     ("train.py tiny.py --dataset=bad_manifest", "manifest.json prepare"),
     ("train.py tiny.py --dataset=unfinished", "unfinished"),
-    ("train.py tiny.py --dataset=half_nanogpt", "half_nanogpt val"),
-    ("train.py tiny.py --dataset=bad_meta", "meta.pkl prepare"),
     ("train.py tiny.py --dataset=evil_meta", "meta.pkl"),
     (
         "train.py tiny.py --stream=True --tokenizer=byte --dataset=nowhere.jsonl",
         "nowhere.jsonl no such",
-    ),
-    (
-        "train.py tiny.py --stream=True --tokenizer=byte --dataset=posts.jsonl",
-        "posts.jsonl text --text_field",
     ),
     # as many tokens as the run reads, within what FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
@@ -151,13 +125,11 @@ FOLDERS = [
     ("train.py tiny.py --out_dir=book.txt/new", "book.txt/new"),
     ("train.py tiny.py --init_from=resume", "new no checkpoint --init_from=auto"),
     ("train.py tiny.py --init_from=resume --out_dir=run/best.pt", "best.pt no checkpoint"),
-    ("train.py tiny.py --init_from=resume --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --out_dir"),
     # as a browser names a second copy
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run 1 checkpoints"),
-    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "nanogpt_run no checkpoint"),
     ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --out_dir"),
     (
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
@@ -202,16 +174,12 @@ TOOLS = [
     ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "nowhere.txt"),
     ("sample.py --out_dir=run --num_samples=0 --temperature=-1", "num_samples", "temperature"),
-    ("sample.py --out_dir=run --device=tpu", "device tpu"),
     ("sample.py --init_from=gpt-2", "gpt-2 gpt2"),
     ("sample.py --init_from=evil.pt --device=cpu", "evil.pt"),
-    ("sample.py --init_from=cut.pt --device=cpu", "cut.pt damaged"),
     ("bench.py swep", "swep sweep"),
     ("bench.py step tiny.py", "step no such mode"),
     ("bench.py nowhere.py", "nowhere.py no such"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
-    ("bench.py --n_layr=2", "n_layr n_layer"),
-    ("bench.py tiny.py --device=tpu", "device tpu"),
     ("bench.py tiny.py --trials=3", "trials unknown"),
     ("bench.py tiny.py --seconds=long", "seconds 'long'"),
     ("bench.py ladder tiny.py --trials=none", "trials 'none'"),
@@ -219,8 +187,6 @@ TOOLS = [
     ("bench.py plan tiny.py --gpu=rtx9999", "gpu rtx9999"),
     ("bench.py plan tiny.py --gpu=4070 --gpus=0", "gpus '0'"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours -1"),
-    ("bench.py plan tiny.py --gpu=7900XTX", "gpu 7900XTX plan --gpu=all"),
-    ("bench.py plan tiny.py --gpu=m2", "gpu m2 plan --gpu=all"),
     ("bench.py plan tiny.py --gpu=3080", "gpu 3080 10GB 12GB"),
     ("bench.py plan tiny.py --gpu=T4 --dtype=bfloat16", "dtype T4 --dtype=float16"),
     ("bench.py plan tiny.py --gpu=b100 --dtype=bfloat16", "gpu peak B100 --iter_seconds"),
@@ -228,7 +194,6 @@ TOOLS = [
     ("bench.py plan tiny.py --iter_seconds=9 --hours=0.001", "hours iteration"),
     ("bench.py plan tiny.py --gpu=all --watts=200", "gpu --watts one GPU"),
     ("bench.py plan tiny.py --gpu=all --hours=8", "gpu --hours one GPU"),
-    ("bench.py plan tiny.py --watts=200W", "watts '200W'"),
     ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
     ("bench.py plan tiny.py --iter_seconds=1 --from_run=run", "iter_seconds from_run"),
     ("bench.py plan tiny.py --iter_seconds=2,0", "iter_seconds 2,0"),
@@ -244,7 +209,6 @@ TOOLS = [
     ("compare.py console.txt", "console.txt out_dir"),
     ("compare.py run run/metrics.jsonl --pgn=x.png", "--pgn"),
     ("compare.py run --loss=low", "--loss 'low'"),
-    ("compare.py old.log --gpu=4711", "gpu 4711"),
     ("compare.py old.log --gpu=3080", "gpu 3080 10GB 12GB"),
     ("compare.py old.log --gpu=2070", "gpu 2070 bfloat16 certain"),
     ("sample.py --init_from=lfs/hf", "lfs/hf/config.json JSON"),
@@ -252,28 +216,20 @@ TOOLS = [
     ("sample.py --out_dir=lfs/run2", "lfs/run2/best.pt not a checkpoint"),
     ("train.py tiny.py --dataset=lfs/chars2", "lfs/chars2/meta.pkl"),
     ("sample.py --init_from=gone", "gone no such"),
-    ("train.py tiny.py --out_dir=gone", "gone exists"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
-    ("train.py tiny.py --init_from=auto --out_dir=gone/x", "gone exists"),
-    ("train.py tiny.py --init_from=resume --out_dir=gone/x", "gone/x no checkpoint"),
     ("train.py tiny.py --dataset=./gone", "dataset gone"),
     ("train.py tiny.py --local-rank=0", "--local-rank torchrun"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
     ("convert.py ckpt-to-hf nowhere out", "nowhere no such"),
     ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
-    ("convert.py ckpt-to-hf unknown.pt out", "unknown.pt nanoGPT"),
-    ("convert.py ckpt-to-hf evil.pt out", "evil.pt"),
     ("convert.py hf-to-ckpt hf out.pt", "hf-to-ckpt ckpt-to-hf"),  # a mode of version 0.2
-    ("convert.py ckpt-to-hf flipped.pt out", "flipped.pt damaged"),
     ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight finite"),
     ("convert.py ckpt-to-hf empty out", "empty no checkpoint"),
     ("convert.py ckpt-to-hf run book.txt", "book.txt"),
-    ("sample.py --init_from=llama", "llama gpt2"),
     ("sample.py --init_from=fast_export", "nightshift_fast gpt2"),
     ("sample.py --init_from=relu", "activation_function relu"),
     ("sample.py --init_from=unscaled", "scale_attn_weights False"),
-    ("sample.py --init_from=by_layer", "scale_attn_by_inverse_layer_idx True"),
     ("sample.py --init_from=torn_config", "torn_config JSON"),
     ("sample.py --init_from=old_format", "old_format model.safetensors"),
     ("sample.py --init_from=cut_weights", "cut_weights not a model Safetensor"),
@@ -282,37 +238,27 @@ TOOLS = [
 # what another launcher may leave in the environment
 LEFTOVERS = [
     ("WORLD_SIZE=", "WORLD_SIZE '' unset WORLD_SIZE torchrun"),
-    ("WORLD_SIZE=0", "WORLD_SIZE '0' unset WORLD_SIZE torchrun"),
     ("WORLD_SIZE=two", "WORLD_SIZE 'two' unset WORLD_SIZE torchrun"),
     ("WORLD_SIZE=2", "WORLD_SIZE=2 RANK is not unset WORLD_SIZE torchrun"),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_PORT=29500", "MASTER_ADDR is not unset"),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=b", "MASTER_PORT 'b' unset"),
-    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_PORT=29500 MASTER_ADDR=", "MASTER_ADDR is not unset"),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=99999", "port 99999 unset"),
     ("WORLD_SIZE=1 RANK=3", "RANK=3 WORLD_SIZE=1 unset torchrun"),
     ("RANK=-1", "RANK '-1' unset RANK"),
-    ("LOCAL_RANK=", "LOCAL_RANK '' unset LOCAL_RANK"),
     ("LOCAL_WORLD_SIZE=", "LOCAL_WORLD_SIZE '' unset LOCAL_WORLD_SIZE"),
 ]
 ROWS = "data/prepare_fineweb.py --tokenizer=byte --out=out --source"
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt no such"),
-    ("data/prepare_text.py book.docx --out=out", "book.docx text"),
     ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt", "book.docx"),
-    ("data/prepare_text.py table.csv --out=out", "table.csv .parquet"),
     ("data/prepare_text.py array.json --out=out", "array.json .jsonl"),
     ("data/prepare_text.py saved --out=out", "saved/data-00000-of-00001.arrow .parquet"),
-    ("data/prepare_text.py book.txt binary.txt --out=out", "binary.txt --encoding"),
     ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "latin1.txt line 3 utf9"),
     ("data/prepare_text.py short.txt --out=out", "short.txt 129 more text 2,600"),
     ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl"),
     ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text --text_field"),
-    ("data/prepare_text.py lists.jsonl --out=out", "lists.jsonl text --text_field"),
-    ("data/prepare_text.py broken.jsonl --out=out", "broken.jsonl line 2"),
     ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
     ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "--val_fraction"),
-    ("data/prepare_text.py book.txt --tokenizer=gpt4 --out=out", "gpt4"),
-    ("data/prepare_text.py book.txt --tokenizer=bpe:12 --out=out", "bpe:12 257"),
     ("data/prepare_text.py book.txt --write=tiny.py", "tiny.py exist"),
     ("data/prepare_text.py book.txt --write=config", "config .py"),
     ("data/prepare_text.py book.txt --tokenizer=gpt2 --write=new.py", "--write own_text.md"),
@@ -326,12 +272,8 @@ PREPARATION = [
     ("data/prepare_fineweb.py --workers=0 --out=out", "--workers 0"),
     (f"{ROWS}=nowhere", "nowhere no such"),
     (f"{ROWS}=book.txt", "book.txt .parquet"),
-    (f"{ROWS}=posts.jsonl", "posts.jsonl text --text_field"),
     (f"{ROWS}=empty.jsonl", "empty.jsonl 0 more text"),
-    (f"{ROWS}=broken.jsonl", "broken.jsonl line 2"),
     (f"{ROWS}=lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
-    (f"{ROWS}=garbage.parquet", "garbage.parquet Parquet"),
-    (f"{ROWS}=good.jsonl --val_tokens=9k", "good.jsonl 0 for training --val_tokens"),
     (f"{ROWS}=good.jsonl --token=1M", "--token"),
 ]
 
@@ -348,13 +290,12 @@ def write_folders_of_tokens() -> None:
     write_tokens(Path("other"), train=[700, 501], val=[250])
     write_tokens(Path("wide"), train=[700], val=[250], vocab=99)
     write_tokens(Path("short_val"), train=[700], val=[10])
-    for name in ("cut", "lost_shard", "no_shard", "no_manifest", "bad_manifest", "unfinished"):
+    for name in ("cut", "lost_shard", "no_manifest", "bad_manifest", "unfinished"):
         shutil.copytree("tokens", name)
     shutil.copytree("tokens", "bad_sha")
     shard = Path("cut/train_000002.bin")
     shard.write_bytes(shard.read_bytes()[:-10])
     Path("lost_shard/train_000002.bin").unlink()
-    Path("no_shard/train_000002.bin").write_bytes(b"<html>404</html>" * 99)
     Path("no_manifest/manifest.json").unlink()
     Path("bad_manifest/manifest.json").write_text('{"tokenizer": ')
     for name, changes in (("unfinished", dict(complete=False)), ("bad_sha", {})):
@@ -368,13 +309,11 @@ def write_nanogpts_folders() -> None:
     ids = (torch.arange(2000) % 61).to(torch.int16).numpy()
     letters = [chr(48 + i) for i in range(61)]
     meta = dict(vocab_size=61, itos=dict(enumerate(letters)))
-    for name in ("chars", "half_nanogpt", "bad_meta", "evil_meta"):
+    for name in ("chars", "evil_meta"):
         Path(name).mkdir()
         ids.tofile(f"{name}/train.bin")
         ids.tofile(f"{name}/val.bin")
         Path(name, "meta.pkl").write_bytes(pickle.dumps(meta))
-    Path("half_nanogpt/val.bin").unlink()
-    Path("bad_meta/meta.pkl").write_bytes(b"damaged")
     Path("evil_meta/meta.pkl").write_bytes(pickle.dumps(meta | dict(stoi=Evil())))
 
 
@@ -419,7 +358,6 @@ def write_hugging_faces_folders() -> None:
         fast_export=dict(model_type="nightshift_fast"),
         relu=dict(model_type="gpt2", activation_function="relu"),
         unscaled=dict(model_type="gpt2", scale_attn_weights=False),
-        by_layer=dict(model_type="gpt2", scale_attn_by_inverse_layer_idx=True),
         old_format=dict(model_type="gpt2"),
         cut_weights=dict(model_type="gpt2"),
         torn_config={},
@@ -439,22 +377,16 @@ def write_texts() -> None:
     Path("book.docx").write_bytes(b"PK\3\4")
     Path("short.txt").write_text("Too short.")
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
-    Path("binary.txt").write_bytes(bytes(range(256)) * 99)
     Path("empty.jsonl").write_text("")
-    for name in ("table.csv", "array.json"):
-        Path(name).write_text("its ending is enough")
+    Path("array.json").write_text("its ending is enough")
     Path("saved").mkdir()
     Path("saved/data-00000-of-00001.arrow").write_text("as save_to_disk names it")
     Path("saved/state.json").write_text("{}")
     Path("garbage.parquet").write_bytes(bytes(range(200)))
     Path("good.jsonl").write_text('{"text": "It was a dark night."}\n' * 300)
-    Path("lists.jsonl").write_text('{"text": ["It", "was"], "n": 1}\n' * 300)
     lists = pyarrow.table({"text": [["It", "was"]] * 300, "n": [1] * 300})
     pyarrow.parquet.write_table(lists, "lists.parquet")
     Path("posts.jsonl").write_text('{"body": "It was a dark night.", "title": "Night"}\n' * 300)
-    Path("broken.jsonl").write_text(
-        '{"text": "good"}\n{"text": "cut o\n' + '{"text": "good"}\n' * 300
-    )
 
 
 @pytest.fixture(scope="module")
