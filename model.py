@@ -162,7 +162,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x)
         with head_context(x, self.config):
-            return mean_loss(x, self.lm_head.weight, targets, self.config.loss_chunk)
+            return mean_loss(x, self.lm_head.weight, targets, self.config)
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """
@@ -192,7 +192,7 @@ class GPT(nn.Module):
 # The loss
 
 
-def loss_sum(logits: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
+def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | None) -> Tensor:
     """
     Return the cross-entropy of logits (n, V) against targets (n,), in nats, summed over the targets
     that are not -1. To change the loss, edit this function; both models and evaluation use it.
@@ -219,25 +219,26 @@ def mean_loss(
     x: Tensor,
     head: Tensor,
     targets: Tensor,
-    chunk: int,
+    config: GPTConfig,
     cap: float | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """
     Apply the head, a weight (V, C) and perhaps a bias (V), to x (B, T, C) and return the mean loss
-    over the targets (B, T) that are not -1; 0 if there are none. With chunk > 0, the logits of only
-    that many tokens are in memory at a time.
+    over the targets (B, T) that are not -1; 0 if there are none. With a loss_chunk, the logits of
+    only that many tokens are in memory at a time.
     """
+    chunk = config.loss_chunk
     x = x.flatten(0, 1)
     targets = targets.flatten()
     count = (targets != -1).sum().clamp(min=1)
     if not 0 < chunk < len(x):
-        return loss_sum(F.linear(x, head, bias), targets, cap) / count
+        return loss_sum(F.linear(x, head, bias), targets, config, cap) / count
     if torch.is_grad_enabled():
         weights = (head,) if bias is None else (head, bias)
-        return ChunkedLoss.apply(x, targets, chunk, cap, product_dtype(x), *weights)
+        return ChunkedLoss.apply(x, targets, config, cap, product_dtype(x), *weights)
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
-    losses = [loss_sum(F.linear(x_part, head, bias), y_part, cap) for x_part, y_part in parts]
+    losses = [loss_sum(F.linear(part, head, bias), y_part, config, cap) for part, y_part in parts]
     return torch.stack(losses).sum() / count
 
 
@@ -250,17 +251,18 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, targets, chunk, cap, dtype, *weights) -> Tensor:
+    def forward(ctx, x, targets, config, cap, dtype, *weights) -> Tensor:
         head = [weight.detach().to(dtype).requires_grad_() for weight in weights]
         wide = torch.promote_types(dtype, torch.float32)
         dweight = torch.zeros_like(head[0], dtype=wide)
         dbias = []  # one per chunk: a running sum would compile to a kernel that needs all logits
         dx = []
         losses = []
+        chunk = config.loss_chunk
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = loss_sum(F.linear(x_part, *head), y_part, cap)
+                loss = loss_sum(F.linear(x_part, *head), y_part, config, cap)
             dx_part, dweight_part, *dbias_part = torch.autograd.grad(loss, (x_part, *head))
             losses.append(loss.detach())
             dx.append(dx_part)

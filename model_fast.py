@@ -214,7 +214,7 @@ class FastGPT(nn.Module):
             return self.logits(x)
         head = self.lm_head
         with head_context(x, self.config):
-            return mean_loss(x, head.weight, targets, self.config.loss_chunk, LOGIT_CAP, head.bias)
+            return mean_loss(x, head.weight, targets, self.config, LOGIT_CAP, head.bias)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """

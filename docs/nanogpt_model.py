@@ -21,7 +21,7 @@ class GPT(model.GPT):
         if targets is None:
             return self.lm_head(self.hidden(idx)[:, -1:]), None
         logits = super().forward(idx)
-        loss = model.loss_sum(logits.flatten(0, 1), targets.flatten())
+        loss = model.loss_sum(logits.flatten(0, 1), targets.flatten(), self.config, None)
         return logits, loss / (targets != -1).sum().clamp(min=1)
 
     @classmethod

@@ -107,7 +107,7 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32(chunk, cap):
     if cap:
         logits = cap * logits / (logits**2 + cap**2).sqrt()
     expected = torch.nn.functional.cross_entropy(logits, targets[0]).item()
-    loss = mean_loss(x, head, targets, chunk, cap)
+    loss = mean_loss(x, head, targets, GPTConfig(loss_chunk=chunk), cap)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
@@ -205,7 +205,7 @@ def test_gradients_computed_in_the_forward_pass_equal_autograds(chunk, tied, cap
         logits = cap * logits / (logits**2 + cap**2).sqrt()
     plain = -logits.log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
     plain = plain[targets != -1].mean()
-    ours = mean_loss(table[idx], head, targets, chunk, cap)
+    ours = mean_loss(table[idx], head, targets, GPTConfig(loss_chunk=chunk), cap)
     torch.testing.assert_close(ours, plain, atol=1e-10, rtol=0)
     grads = [torch.autograd.grad(v / 2, [head, table]) for v in (ours, plain)]
     for a, b in zip(*grads, strict=True):
@@ -233,10 +233,10 @@ def test_a_term_added_to_the_loss_counts_even_if_chunked_or_compiled(
     """
     stock, cap = model_file.loss_sum, 5.0
 
-    def with_z_loss(logits, targets, cap, *rest):
+    def with_z_loss(logits, targets, config, cap):
         logits = cap_logits(logits, cap)
         z = logits.logsumexp(-1)
-        return stock(logits, targets) / 2 + (z.square() * (targets != -1)).sum()
+        return stock(logits, targets, config, None) / 2 + (z.square() * (targets != -1)).sum()
 
     monkeypatch.setattr(model_file, "loss_sum", with_z_loss)
     torch.manual_seed(0)
@@ -245,9 +245,9 @@ def test_a_term_added_to_the_loss_counts_even_if_chunked_or_compiled(
     targets[2] = -1
     ours = compile_function(mean_loss, fullgraph=True, backend=backend) if backend else mean_loss
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        loss = ours(x, head, targets, chunk, cap)
+        loss = ours(x, head, targets, GPTConfig(loss_chunk=chunk), cap)
         with torch.no_grad():
-            evaluated = ours(x, head, targets, chunk, cap)
+            evaluated = ours(x, head, targets, GPTConfig(loss_chunk=chunk), cap)
 
     logits = x.double() @ head.double().T
     logits = cap * logits / (logits**2 + cap**2).sqrt()
@@ -265,7 +265,7 @@ def test_gradients_of_logits_far_beyond_their_cap_are_finite():
     head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
     x = torch.ones(1, 2, 1)
     for chunk in (0, 1):
-        loss = mean_loss(x, head, torch.tensor([[0, 999]]), chunk, 15.0)
+        loss = mean_loss(x, head, torch.tensor([[0, 999]]), GPTConfig(loss_chunk=chunk), 15.0)
         (gradient,) = torch.autograd.grad(loss, head)
         assert gradient.isfinite().all()
 
@@ -276,10 +276,10 @@ def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk):
     """Return zeros, because NaN gradients of one micro-batch would skip the whole update."""
     x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     masked = torch.full((2, 10), -1)
-    loss = mean_loss(x, head, masked, chunk, cap)
+    loss = mean_loss(x, head, masked, GPTConfig(loss_chunk=chunk), cap)
     loss.backward()
     with torch.no_grad():
-        evaluated = mean_loss(x, head, masked, chunk, cap)
+        evaluated = mean_loss(x, head, masked, GPTConfig(loss_chunk=chunk), cap)
     assert loss.item() == evaluated.item() == 0.0
     assert torch.equal(x.grad, torch.zeros_like(x))
     assert torch.equal(head.grad, torch.zeros_like(head))
@@ -289,7 +289,7 @@ def test_training_computes_each_product_with_the_head_once():
     """Spend 2 N C V operations on the logits, and as many on each of the two gradients."""
     x, head = torch.randn(4, 10, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        mean_loss(x, head, tokens(4, 10, 37), chunk=7).backward()
+        mean_loss(x, head, tokens(4, 10, 37), GPTConfig(loss_chunk=7)).backward()
     assert counter.get_total_flops() == 6 * 40 * 16 * 37
 
 
@@ -321,7 +321,7 @@ def test_the_graph_of_a_chunked_loss_counts_targets_last_and_has_no_scatter(cap)
 
     x, head = torch.randn(1, 12, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
     ours = compile_function(mean_loss, backend=aot_autograd(fw_compiler=forward))
-    ours(x, head, tokens(1, 12, 37), 4, cap)
+    ours(x, head, tokens(1, 12, 37), GPTConfig(loss_chunk=4), cap)
     products = [number for number, step in enumerate(steps) if step.startswith("aten.mm")]
     assert len(products) == 3 * 3 and "aten.sum.default" in steps[products[-1] :]
     assert not [step for step in steps if "scatter" in step]
