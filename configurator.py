@@ -26,7 +26,7 @@ from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from common.console import (
     COMMAND,
@@ -42,6 +42,12 @@ from common.files import read_text
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with Muon
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
+# The values of keys that have only a few
+Tracker = Literal["none", "wandb", "tensorboard"]
+Model = Literal["gpt2", "fast"]
+Optimizer = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Config:
     keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt; with wsd: one more
     # Logging
     log_interval: int = 1  # iterations between log lines
-    tracker: str = "none"  # a dashboard to report to, in addition to metrics.jsonl
+    tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
     wandb_project: str = "owt"  # project name in wandb
     wandb_run_name: str = "gpt2"  # run name in wandb
     # Data
@@ -79,7 +85,7 @@ class Config:
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
     # Model
-    model: str = "gpt2"  # GPT-2, or a newer model that needs fewer tokens for the same loss
+    model: Model = "gpt2"  # GPT-2, or a newer model that needs fewer tokens for the same loss
     n_layer: int = 12  # transformer blocks
     n_head: int = 12  # attention heads; must divide n_embd
     n_embd: int = 768  # channels of the residual stream (width)
@@ -91,7 +97,7 @@ class Config:
     recompute: bool = False  # recompute activations in the backward pass: slower, less memory
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
-    optimizer: str = "adamw"  # AdamW, or Muon for hidden matrices
+    optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
     learning_rate: float = 6e-4  # peak rate; with Muon: that of hidden matrices (0.025 if unset)
     head_lr: float = 0.004  # with Muon: peak rate of the output head
     muon_momentum: float = 0.95  # with Muon: its momentum
@@ -104,14 +110,14 @@ class Config:
     hours: float = 0.0  # train for this many hours instead of max_iters; 0: off
     until: str = ""  # train until this time, such as 07:00, instead of max_iters
     max_minutes: float = 0.0  # save and stop this launch after this many minutes; 0: off
-    lr_schedule: str = "cosine"  # how the learning rate decays; wsd: constant, then linear
+    lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
-    dtype: str = "auto"  # dtype of the matmuls; auto: the fastest here
+    dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
     fp16_accumulation: bool = False  # with dtype=float16: add in float16 too (experiment, GeForce)
     compile: bool = True  # use torch.compile
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
@@ -174,14 +180,7 @@ def find_keys(keys: type) -> dict[str, Field]:
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
-# Allowed values of keys, here and in sample.py. A number not limited here must be 0 or more.
-CHOICES: dict[str, tuple[str, ...]] = dict(
-    model=("gpt2", "fast"),
-    optimizer=("adamw", "muon"),
-    lr_schedule=("cosine", "linear", "constant", "wsd"),
-    dtype=("float32", "bfloat16", "float16", "auto"),
-    tracker=("none", "wandb", "tensorboard"),
-)
+# Limits of keys, here and in sample.py. A number not limited here must be 0 or more.
 AT_LEAST_1 = """
     eval_interval eval_iters keep_checkpoints log_interval data_workers batch_size block_size
     gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
@@ -398,7 +397,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     """
     if f.name == "compile" and value == "required":  # a third value, until 0.2.0
         value = True
-    kind: Any = f.type
+    kind: Any = type(f.default)
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
@@ -407,8 +406,8 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         raise UserError(f"{where}: must be below 2^63")
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
-    if f.name in CHOICES and value not in CHOICES[f.name]:
-        choices = CHOICES[f.name]
+    choices = get_args(f.type)
+    if choices and value not in choices:
         raise UserError(
             f"{where}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}"
         )
@@ -594,8 +593,8 @@ def print_help(keys: type = Config) -> None:
         print(f"\n{heading}:" if heading else "")
         for name, (default, meaning) in meanings.items():
             kind: Any = known[name].type
-            values = "path" if name in PATHS else kind.__name__
-            flag = f"  --{name}={'|'.join(CHOICES[name]) if name in CHOICES else values}"
+            values = "path" if name in PATHS else getattr(kind, "__name__", "")
+            flag = f"  --{name}={'|'.join(get_args(kind)) or values}"
             text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"
             text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
             print(text.replace("\xa0", " "))  # \xa0 kept "(default: ...)" on one line

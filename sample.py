@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.console import UserError, print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
-from configurator import Config, read_config
+from configurator import Config, Dtype, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, generate_tokens
 from model_fast import FastGPT, build_model, config_from_dict
@@ -57,7 +57,7 @@ class SampleConfig:
     top_p: float = 1.0  # draw from the likeliest tokens that together have this probability; 1: all
     seed: int = 1337  # random seed
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
-    dtype: str = "auto"  # dtype of the weights; auto: the fastest here
+    dtype: Dtype = "auto"  # dtype of the weights; auto: the fastest here
     compile: bool = False  # torch.compile the model, which is slow to start
     # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)

@@ -175,7 +175,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     raise_if_any(problems + impossible + preflight.no_gpu_problem(c))
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
-        c = replace(c, dtype=str(dtype).removeprefix("torch."))
+        c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
     yielded = [n for n in YIELDING if n in c.set_keys and getattr(c, n) != getattr(asked, n)]
     if yielded:
         line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"

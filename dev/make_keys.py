@@ -6,11 +6,12 @@ Write the list of keys in docs/keys.md from the comments and defaults in configu
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import CHOICES, Config, describe_keys  # noqa: E402
+from configurator import FIELDS, Config, describe_keys  # noqa: E402
 
 PAGE = ROOT / "docs" / "keys.md"
 HEADING = "## All keys\n"
@@ -23,7 +24,7 @@ def list_keys() -> str:
         if heading:
             text += f"\n### {heading}\n\n"
         for name, (default, meaning) in meanings.items():
-            values = dict.fromkeys([default, *CHOICES.get(name, ())])
+            values = dict.fromkeys([default, *get_args(FIELDS[name].type)])
             text += f"- **`{name}`** ({', '.join(f'`{value}`' for value in values)}): {meaning}\n"
     return text
 

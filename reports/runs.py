@@ -9,7 +9,6 @@ import math
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -114,7 +113,7 @@ def known_keys(start: dict) -> dict:
     values = from_0_2(from_nanogpt(start.get("config") or {}))
     if values and start.get("program") != "nanoGPT":
         values = {name: f.default for name, f in FIELDS.items()} | values
-    kinds: dict[str, Any] = {name: f.type for name, f in FIELDS.items()}
+    kinds = {name: type(f.default) for name, f in FIELDS.items()}
     return {k: v for k, v in values.items() if k in kinds and isinstance(v, kinds[k])}
 
 

@@ -1,6 +1,8 @@
-"""Choose the cases of a test that `pytest -m "not slow"` leaves out."""
+"""Choose the cases of a test that `pytest -m "not slow"` leaves out, and another value of a key."""
 
 from collections.abc import Iterable
+from dataclasses import Field
+from typing import Any, get_args
 
 import pytest
 
@@ -15,3 +17,10 @@ def slow_but(*kept, of: Iterable) -> list:
 def slow(case):
     arguments = case if isinstance(case, tuple) else (case,)
     return pytest.param(*arguments, marks=pytest.mark.slow)
+
+
+def another_value(key: Field, value: Any) -> Any:
+    """Return a value of the key that differs from this one."""
+    if choices := get_args(key.type):
+        return next(choice for choice in choices if choice != value)
+    return {bool: not value, int: 2 * value or 7, float: value / 2 or 0.5}[type(value)]

@@ -426,28 +426,42 @@ LOSS, OPTIMIZER, SCHEDULE = (
 )
 CONFIG = TINY | dict(seed=1337)
 Z = 1e-4
+# with the key that the page makes of the number
+Z_LOSS_KEY = {
+    "configurator.py": "class Config:\n    z_loss: float = 0.0",
+    "model.py": LOSS["model.py"].replace("1e-4", "config.z_loss")
+    + """
+class GPTConfig:
+    z_loss: float = 0.0
+
+FREE_ON_RESUME |= {"z_loss"}
+""",
+}
 
 
 @pytest.mark.slow
 def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(tokens, tmp_path):
-    """Leave the validation loss as it is."""
+    """Leave the validation loss as it is, and let a resume change the key."""
     ways = dict(plain=dict(), chunked=dict(loss_chunk=16), compiled=dict(compile=True))
     keys = dict(dataset=tokens, n_layer=1, loss_chunk="off")
     train(**TINY | keys, out_dir=tmp_path / "without")
-    program = changed(tmp_path / "program", LOSS)
+    program = changed(tmp_path / "program", Z_LOSS_KEY)
     trained = {}
     for way, changes in ways.items():
-        result = train_changed(program, **keys | changes, out_dir=tmp_path / way)
+        result = train_changed(program, **keys | changes, z_loss=2 * Z, out_dir=tmp_path / way)
         assert result.code == 0, result.err
         trained[way] = weights(tmp_path / way)
         losses, stock = (column(tmp_path / name, "step", "loss")[0] for name in (way, "without"))
         # an untrained model has all of 128 ids for about as likely
-        assert losses - stock == pytest.approx(Z * math.log(128) ** 2, rel=0.02)
+        assert losses - stock == pytest.approx(2 * Z * math.log(128) ** 2, rel=0.02)
         evaluations = [column(tmp_path / name, "eval", "val_loss")[0] for name in (way, "without")]
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
     effect = (trained["plain"] - weights(tmp_path / "without")).norm()
     for way in ways:  # rounding is far less
         assert (trained[way] - trained["plain"]).norm() < effect / 20, way
+    again = dict(out_dir=tmp_path / "plain", init_from="resume", max_iters=9, z_loss=0.0)
+    result = train_changed(program, **keys | again)
+    assert result.code == 0, result.err
 
 
 def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> Tensor:
@@ -477,7 +491,7 @@ def test_the_documented_z_loss_is_not_rounded_away_in_bfloat16(chunk, cap, tmp_p
     for name, changes in (("without", {}), ("with_term", LOSS)):
         model = load_model(tmp_path / f"model_{name}.py", changes)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model.mean_loss(x, head, targets, chunk, cap)
+            loss = model.mean_loss(x, head, targets, model.GPTConfig(loss_chunk=chunk), cap)
         gradients.append(torch.autograd.grad(loss, head)[0].double())
     found = gradients[1] - gradients[0]
 
