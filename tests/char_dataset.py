@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from program import TINY_RUN, checkpoint, checkpoints, run
+from program import TINY_RUN, Result, checkpoint, checkpoints, run, train
 
 T = 16  # context
 LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
@@ -20,6 +20,11 @@ SHORT_RUN = TINY_RUN | dict(
     eval_tokens=10 * T,
 )
 RULER = "\n---------------\n"
+
+
+def train_short(dataset: Path, out_dir: Path, **changes) -> Result:
+    """Train a short run on a dataset."""
+    return train(**SHORT_RUN | dict(dataset=dataset, out_dir=out_dir) | changes)
 
 
 def write_letters(folder: Path) -> Path:

@@ -17,8 +17,8 @@ from accumulators import (
     multiply,
     weight_gradient_errors,
 )
-from helpers import run_here, write_dataset
-from program import FAST, column
+from char_dataset import train_short
+from program import FAST, column, write_tokens
 
 from bench import ladder_rows
 from common.console import UserError
@@ -46,7 +46,7 @@ def restored_switch():
 def data(tmp_path, monkeypatch):
     """Return a dataset, for runs that may use the key on this CPU."""
     monkeypatch.setattr(preflight, "check_device", lambda config: [])
-    return write_dataset(tmp_path / "data", [4000])
+    return write_tokens(tmp_path / "data", [4000], [700])
 
 
 def test_float16_accumulators_lose_small_products():
@@ -158,8 +158,8 @@ def test_the_switch_is_on_when_compiled_code_is_checked_and_off_in_the_next_run(
         return ""
 
     monkeypatch.setattr(compiled, "try_compiling", look)
-    run_here(data, tmp_path / "narrow", **KEYS, max_iters=1, compile=True)
-    run_here(data, tmp_path / "wide", dtype="float16", max_iters=1, compile=True)
+    train_short(data, tmp_path / "narrow", **KEYS, max_iters=1, compile=True)
+    train_short(data, tmp_path / "wide", dtype="float16", max_iters=1, compile=True)
     assert seen == [True, False]
 
 
@@ -184,16 +184,16 @@ def test_a_run_trains_resumes_and_leaves_float16_without_the_two_flags(recipe, d
     this machine trains in by default.
     """
     keys = recipe | dict(compile=False, lr_decay_iters=8, init_from="auto", dtype="auto")
-    run_here(data, tmp_path / "wide", **keys | dict(dtype="float32"))
+    train_short(data, tmp_path / "wide", **keys | dict(dtype="float32"))
     with Float16Accumulators() as counted:
-        run_here(data, tmp_path / "whole", **keys | KEYS)
-        run_here(data, tmp_path / "resumed", **keys | KEYS, max_iters=4)
-        run_here(data, tmp_path / "resumed", **keys | KEYS)
+        train_short(data, tmp_path / "whole", **keys | KEYS)
+        train_short(data, tmp_path / "resumed", **keys | KEYS, max_iters=4)
+        train_short(data, tmp_path / "resumed", **keys | KEYS)
     assert counted.float16 and counted.bfloat16
     whole, resumed = (column(tmp_path / name, "step", "loss") for name in ("whole", "resumed"))
     assert resumed == whole and len(whole) == 8
     assert whole == pytest.approx(column(tmp_path / "wide", "step", "loss"), abs=0.02)
-    run_here(data, tmp_path / "resumed", **keys, max_iters=9)
+    train_short(data, tmp_path / "resumed", **keys, max_iters=9)
     default = str(hardware.best_dtype(torch.device("cpu"))).removeprefix("torch.")
     assert column(tmp_path / "resumed", "start", "dtype") == ["float16", "float16", default]
 

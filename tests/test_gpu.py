@@ -8,13 +8,12 @@ The first two tests also run on a CPU, on tiny models, so that they cannot rot.
 import gc
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from char_dataset import SHORT_RUN
-from program import FAST, ROOT, checkpoint, flags, records, run, same
+from char_dataset import SHORT_RUN, train_short
+from program import FAST, ROOT, checkpoint, flags, records, same
 from training_setup import TrainingSetup
 
 import train
@@ -171,12 +170,6 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     assert memory_together - memory_alone < 1.1 * parameter_bytes + 2**25
 
 
-def run_on_gpu(dataset: Path, out_dir: Path, **changes) -> None:
-    keys = SHORT_RUN | dict(dataset=dataset, out_dir=out_dir, device="cuda") | changes
-    result = run("train.py", *flags(**keys))
-    assert result.code == 0, result.err
-
-
 @gpu
 @pytest.mark.parametrize(
     "changes",
@@ -185,10 +178,12 @@ def run_on_gpu(dataset: Path, out_dir: Path, **changes) -> None:
 )
 def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, tokens, tmp_path):
     """Stop a run after 4 of 8 iterations, resume it, and end with the bits of an unbroken run."""
-    options = dict(dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
-    run_on_gpu(tokens, tmp_path / "straight", max_iters=8, **options)
-    run_on_gpu(tokens, tmp_path / "broken", max_iters=4, lr_decay_iters=8, **options)
-    run_on_gpu(tokens, tmp_path / "broken", max_iters=8, init_from="resume", **options)
+    options = (
+        dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
+    )
+    train_short(tokens, tmp_path / "straight", max_iters=8, **options)
+    train_short(tokens, tmp_path / "broken", max_iters=4, lr_decay_iters=8, **options)
+    train_short(tokens, tmp_path / "broken", max_iters=8, init_from="resume", **options)
     straight, broken = checkpoint(tmp_path / "straight", 8), checkpoint(tmp_path / "broken", 8)
     for key in ("model", "rng", "progress"):
         assert same(straight[key], broken[key]), key
@@ -237,15 +232,15 @@ def test_every_dtype_follows_the_same_losses(dtype, recipe, tokens, tmp_path):
     because the first updates are skipped until the loss scale is low enough.
     """
     options = dict(max_iters=50, eval_interval=50, n_embd=64, log_interval=50) | recipe
-    run_on_gpu(tokens, tmp_path / "exact", dtype="float32", tf32=False, **options)
-    run_on_gpu(tokens, tmp_path / "lower", dtype=dtype, **options)
+    train_short(tokens, tmp_path / "exact", device="cuda", dtype="float32", tf32=False, **options)
+    train_short(tokens, tmp_path / "lower", device="cuda", dtype=dtype, **options)
     exact, lower = (records(tmp_path / run, "eval")[-1]["val_loss"] for run in ("exact", "lower"))
     assert lower == pytest.approx(exact, rel=0.1 if dtype == "float16" else 0.02)
 
 
 @gpu
 def test_mfu_and_memory_are_reported(tokens, tmp_path):
-    run_on_gpu(tokens, tmp_path, dtype="bfloat16", n_embd=64, peak_tflops=100)
+    train_short(tokens, tmp_path, device="cuda", dtype="bfloat16", n_embd=64, peak_tflops=100)
     step = records(tmp_path, "step")[-1]
     assert step["mfu"] > 0 and 0 < step["mem_gib"] < 10
 
@@ -290,8 +285,8 @@ def reserved_bytes(config: Config) -> int:
 def test_chunks_of_the_loss_change_no_loss(tokens, tmp_path):
     """Train in float16 with and without loss_chunk to the same losses, up to rounding."""
     for chunk in ("off", "16"):
-        keys = dict(dtype="float16", n_embd=64, loss_chunk=chunk)
-        run_on_gpu(tokens, tmp_path / chunk, **keys)
+        keys = dict(device="cuda", dtype="float16", n_embd=64, loss_chunk=chunk)
+        train_short(tokens, tmp_path / chunk, **keys)
     whole, chunked = (
         [r["loss"] for r in records(tmp_path / chunk, "step")] for chunk in ("off", "16")
     )

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from cases import slow_but
+from char_dataset import train_short
 from doc_pages import README, command_lines
 from documents import check_documents, digests, stored_texts, write_parquet
 from hf_reference import random_gpt2
-from program import ROOT, TINY_RUN, records, run, write_tokens
-from program import train as train_tiny
+from program import ROOT, records, run, write_tokens
 
 import train
 from common.console import UserError
@@ -259,9 +259,9 @@ def test_a_written_config_trains_on_the_smallest_text_that_is_accepted(tmp_path)
 
 
 def test_a_run_that_is_never_better_than_its_initial_weights_leaves_no_best_pt(tmp_path):
-    keys = TINY_RUN | dict(dataset=write_tokens(tmp_path / "data", [3000], [700]))
-    keys |= dict(max_iters=4, eval_interval=2, learning_rate=1.0, grad_clip=0.0, warmup_iters=0)
-    train_tiny(**keys, eval_tokens=256, out_dir=tmp_path / "run")
+    data = write_tokens(tmp_path / "data", [3000], [700])
+    harmful = dict(max_iters=4, eval_interval=2, learning_rate=1.0, grad_clip=0.0)
+    train_short(data, tmp_path / "run", **harmful)
     before, *others = [record["val_loss"] for record in records(tmp_path / "run", "eval")]
     assert min(others) > before
     assert not (tmp_path / "run/best.pt").exists()
