@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from char_dataset import SHORT_RUN
+from char_dataset import SHORT_RUN, train_short
 from documents import (
     check_documents,
     documents,
@@ -204,8 +204,8 @@ def train_on(dataset, out_dir, **options) -> Result:
 
 
 def test_a_run_with_its_own_tokenizer_trains_resumes_samples_and_is_fine_tuned(mine, tmp_path):
-    assert train_on(mine, tmp_path / "run", max_iters=4, sample_tokens=5).code == 0
-    assert train_on(mine, tmp_path / "run", init_from="resume", max_iters=6).code == 0
+    train_short(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
+    train_short(mine, tmp_path / "run", init_from="resume", max_iters=6)
     state = checkpoint(tmp_path / "run", 6)
     assert state["tokenizer"] == dict(kind="bpe", json=(mine / "tokenizer.json").read_text("utf-8"))
     assert state["vocab"] == VOCAB
@@ -213,7 +213,7 @@ def test_a_run_with_its_own_tokenizer_trains_resumes_samples_and_is_fine_tuned(m
     flags = [f"--out_dir={tmp_path / 'elsewhere'}", "--start=alpha<|endoftext|> na\u00efve"]
     result = run("sample.py", *flags, "--num_samples=2", "--max_new_tokens=20")
     assert result.code == 0 and result.out.startswith("alpha<|endoftext|> na\u00efve")
-    assert train_on(mine, tmp_path / "tuned", init_from=tmp_path / "run", max_iters=2).code == 0
+    train_short(mine, tmp_path / "tuned", init_from=tmp_path / "run", max_iters=2)
 
 
 def refusal(result) -> str:
@@ -224,13 +224,13 @@ def refusal(result) -> str:
 
 
 def test_resuming_or_fine_tuning_with_another_tokenizer_is_refused(mine, another, tmp_path):
-    assert train_on(mine, tmp_path / "run", max_iters=1).code == 0
+    train_short(mine, tmp_path / "run", max_iters=1)
     resumed = train_on(another, tmp_path / "run", init_from="resume")
     assert "another tokenizer" in refusal(resumed)
     tuned = train_on(another, tmp_path / "new", init_from=tmp_path / "run")
     assert "another tokenizer" in refusal(tuned)
     plain = prepare_rows(tmp_path, TEXTS, "byte")
-    assert train_on(plain, tmp_path / "bytes", max_iters=1).code == 0
+    train_short(plain, tmp_path / "bytes", max_iters=1)
     tuned = train_on(mine, tmp_path / "new", init_from=tmp_path / "bytes")
     assert "another tokenizer (bpe)" in refusal(tuned)
 
@@ -242,7 +242,7 @@ def test_a_stream_uses_the_given_tokenizer_json_and_keeps_it_when_resumed(
     monkeypatch.chdir(tmp_path)  # its shards go to data/streamed
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     options = dict(stream=True, data_workers=1, tokenizer=mine / "tokenizer.json")
-    assert train_on(source, tmp_path / "run", max_iters=2, **options).code == 0
+    train_short(source, tmp_path / "run", max_iters=2, **options)
     assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
     # without naming it again, as the dataset
     flags = [f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--compile=False"]
@@ -268,9 +268,9 @@ def test_a_tokenizer_flag_is_refused_for_a_data_folder_that_has_its_own(mine, tm
 def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypatch):
     """Warn on a resume that there are no samples. The checkpoint still holds the tokenizer."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert train_on(mine, tmp_path / "run", max_iters=1).code == 0
-    resumed = train_on(mine, tmp_path / "run", max_iters=2, init_from="resume", sample_tokens=3)
-    assert resumed.code == 0 and "tokenizer.json: the tokenizers library" in resumed.err
+    train_short(mine, tmp_path / "run", max_iters=1)
+    resumed = train_short(mine, tmp_path / "run", max_iters=2, init_from="resume", sample_tokens=3)
+    assert "tokenizer.json: the tokenizers library" in resumed.err
     assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
 
 
@@ -282,9 +282,7 @@ def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypat
     "name, message",
     [
         ("bpe:256", "N must be a whole number from 257 to 65,536"),
-        ("bpe:65537", "N must be a whole number from 257 to 65,536"),
         ("bpe:abc", "N must be a whole number from 257 to 65,536"),
-        ("bpe:", "N must be a whole number from 257 to 65,536"),
         ("bpe:60000", "or more text"),
         ("gtp2", "gtp2: No such file or directory; give one of byte, gpt2, "),
         (".", "; give one of byte, gpt2, "),
@@ -313,10 +311,7 @@ def many_ids(content: dict) -> None:
 
 
 TOKENIZER_FILES = {
-    "no JSON": ("{", "the tokenizers library cannot read it"),
     "another JSON": ('{"vocab_size": 300}', "the tokenizers library cannot read it"),
-    "cut short": (lambda: edited(lambda c: None)[:2000], "the tokenizers library cannot read it"),
-    "no merges": (lambda: edited(lambda c: c["model"].pop("merges")), "library cannot read it"),
     "65,537 ids": (lambda: edited(many_ids), "has 65,537 ids, shards hold 65,536 at most"),
     "no end-of-text": (
         lambda: edited(lambda c: c["added_tokens"].clear()),
@@ -325,10 +320,6 @@ TOKENIZER_FILES = {
     "lower case": (
         lambda: edited(lambda c: c.update(normalizer={"type": "Lowercase"})),
         'its normalizer, Lowercase, may change text; write "normalizer": null into the file',
-    ),
-    "composed letters": (
-        lambda: edited(lambda c: c.update(normalizer={"type": "NFC"})),
-        "its normalizer, NFC, may change text",
     ),
     "one letter replaced": (
         lambda: edited(
@@ -397,12 +388,6 @@ def test_a_tokenizer_json_may_rename_end_of_text_and_its_truncation_and_dropout_
     assert list(theirs.encode(TEXTS[0])) == ids and len(ids) > 4
 
 
-def test_the_text_that_checks_a_tokenizer_contains_every_byte_of_utf8():
-    """Leave out only C0, C1 and F5 to FF, which valid UTF-8 never contains (RFC 3629)."""
-    missing = set(range(256)) - set(tokenizer_module.PROBE.encode())
-    assert missing == {0xC0, 0xC1, *range(0xF5, 0x100)}
-
-
 def test_training_is_refused_if_the_data_folders_tokenizer_is_missing(mine, tmp_path):
     folder = shutil.copytree(mine, tmp_path / "data")
     (folder / "tokenizer.json").unlink()
@@ -428,13 +413,3 @@ def test_a_users_tokenizer_json_in_the_output_folder_is_never_overwritten_or_del
         assert "holds files of another program" in refusal(result)
     assert os.listdir(path.parent) == ["tokenizer.json"]
     assert path.read_text("utf-8") == own.spec["json"]
-
-
-def test_too_little_text_is_refused_and_leaves_no_folder(tmp_path):
-    source = write_parquet(tmp_path / "a.parquet", TEXTS[:20])
-    out = tmp_path / "out"
-    flags = [f"--source={source}", f"--out={out}", "--val_tokens=1M"]
-    assert "0 for training" in refusal(run(FINEWEB, *flags, "--tokenizer=bpe:257"))
-    assert not out.exists()
-    assert "less validation" in refusal(run(FINEWEB, *flags, "--tokenizer=bpe:999"))
-    assert not out.exists()

@@ -211,10 +211,6 @@ TOOLS = [
     ("compare.py run --loss=low", "--loss 'low'"),
     ("compare.py old.log --gpu=3080", "gpu 3080 10GB 12GB"),
     ("compare.py old.log --gpu=2070", "gpu 2070 bfloat16 certain"),
-    ("sample.py --init_from=lfs/hf", "lfs/hf/config.json JSON"),
-    ("sample.py --init_from=lfs/bin", "lfs/bin not a model Safetensor"),
-    ("sample.py --out_dir=lfs/run2", "lfs/run2/best.pt not a checkpoint"),
-    ("train.py tiny.py --dataset=lfs/chars2", "lfs/chars2/meta.pkl"),
     ("sample.py --init_from=gone", "gone no such"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
     ("train.py tiny.py --dataset=./gone", "dataset gone"),
@@ -344,12 +340,6 @@ def write_runs() -> None:
     Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)
     torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
     Path("gone").symlink_to("/nowhere/runs")  # on a disk that is not mounted
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:7\nsize 548105171\n"
-    for name in ("hf/config.json", "bin/model.safetensors", "run2/best.pt", "chars2/meta.pkl"):
-        Path("lfs", name).parent.mkdir(parents=True)
-        Path("lfs", name).write_text(pointer)
-    Path("lfs/bin/config.json").write_text('{"model_type": "gpt2"}')
-    Path("lfs/bin/tokenizer.json").write_text(pointer)
 
 
 def write_hugging_faces_folders() -> None:
