@@ -179,13 +179,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     ):
         del asked["files"]
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
-        flags = [
-            f"{key} {manifest[key]}, asked for {asked[key]}"
-            for key in differs
-            if isinstance(asked[key], int | str) and key in manifest and "sha256" not in key
-        ]
-        named = "; ".join(flags or differs)
-        problem = f"exists, made from other text or with other flags ({named})"
+        problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; choose another folder")
 
 

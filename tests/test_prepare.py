@@ -291,7 +291,7 @@ def test_more_tokens_are_added_in_the_order_in_which_a_folder_was_begun(tmp_path
         assert stored(Path("out"), split) == stored(Path("straight"), split)
     prepare(*flags, "--tokens=8k", "--out=other")
     result = run(FINEWEB, *flags, "--seed=1", "--tokens=14k", "--out=other")
-    assert result.code == 2 and "(seed 0, asked for 1)" in result.err
+    assert result.code == 2 and "(seed)" in result.err
 
 
 @pytest.mark.parametrize("order", [pytest.param("shuffled", marks=pytest.mark.slow), "prefix"])
@@ -539,7 +539,7 @@ def test_leaves_a_folder_made_from_other_files_or_with_other_flags_unchanged(tmp
         assert result.code == 2 and result.err.count("\n") == 1, result
         assert "exists, made from other text or with other flags" in result.err
     result = run(FINEWEB, "--source=rows.jsonl", *flags, "--val_tokens=3k")
-    assert "val_tokens 2000, asked for 3000" in result.err
+    assert "val_tokens" in result.err
     assert contents(Path("out")) == before
 
 
