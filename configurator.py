@@ -353,8 +353,6 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         # A SyntaxError has no frame in the file, which never ran.
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         said = traceback.format_exception_only(error)[-1].strip()
-        if "relative import" in said:
-            said += f"; give both files instead: train.py base.py {path}"
         raise UserError(f"{path}:{line}: {said}") from None
     changes = [f"delete {name}" for name in ("value_tables", "bigram_rows") if name in variables]
     if variables.get("optimizer") == "plain_muon":

@@ -195,8 +195,6 @@ def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
     if paths:
         problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
-        if len(paths) == 1:
-            hint += "; with --keep_checkpoints=2 a run has an earlier one to fall back on"
         raise UserError(f"{out_dir}: {problem}; {hint}")
     return None
 
