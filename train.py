@@ -92,6 +92,11 @@ class Progress:
     best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
     best_iter: int = -1  # iteration of best_val_loss; at 0 (untrained) there is usually no best.pt
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Return whether val_loss is that of the present weights."""
+        return self.evaluated_at == self.iter_num
+
 
 @dataclass
 class Saved:
@@ -415,7 +420,7 @@ def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | Non
     schedule with hours or until, and when the run is complete. Nothing but best.pt may depend on
     the evaluation of a complete run, because a longer run would not make one here.
     """
-    if progress.evaluated_at == progress.iter_num and not c.eval_only:
+    if progress.is_evaluated and not c.eval_only:
         return False  # the resumed run made this evaluation before it saved
     if stop:
         return stop in COMPLETE
@@ -428,8 +433,7 @@ def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | Non
 
 def is_best(progress: Progress) -> bool:
     """Return whether the weights of this iteration have a lower val_loss than any saved before."""
-    is_evaluated = progress.evaluated_at == progress.iter_num
-    return is_evaluated and progress.val_loss < progress.best_val_loss
+    return progress.is_evaluated and progress.val_loss < progress.best_val_loss
 
 
 def save_due(c: Config, now: Position, progress: Progress, saved: Saved, stop: str | None) -> bool:
@@ -447,7 +451,7 @@ def save_due(c: Config, now: Position, progress: Progress, saved: Saved, stop: s
         return True
     if it == 0 or not now.has_spare_time:  # the final save must fit afterwards
         return False
-    if is_best(progress) or (c.always_save_checkpoint and progress.evaluated_at == it):
+    if is_best(progress) or (c.always_save_checkpoint and progress.is_evaluated):
         return True
     if c.checkpoint_interval:
         return it % c.checkpoint_interval == 0
@@ -616,7 +620,7 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
         data_fingerprint=data.fingerprint,
         shards_read=data.stream.shards_read(progress.sequences) if data.stream else [],
         config=config_values(c),
-        val_loss=progress.val_loss if progress.evaluated_at == progress.iter_num else None,
+        val_loss=progress.val_loss if progress.is_evaluated else None,
         peak=hw.peak_to_save(),
     )
 
