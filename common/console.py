@@ -96,6 +96,8 @@ def opened_anew(console: TextIO) -> int | None:
     descriptor must stay as it is, because other programs may share it. Returns None for a file, a
     notebook and a socket, and on other systems than Linux.
     """
+    if sys.platform != "linux":
+        return None
     with contextlib.suppress(OSError):
         file = console.fileno() if isinstance(console, io.TextIOWrapper) else -1
         if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -645,6 +645,21 @@ def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(conso
     os.close(terminal)
 
 
+def test_prints_where_no_pipe_can_be_opened_without_blocking(tmp_path):
+    """Windows has no O_NONBLOCK."""
+    code = """
+import os, sys
+sys.platform = "win32"
+del os.O_NONBLOCK, os.O_NOCTTY
+from common.console import keep_transcript, say
+keep_transcript(open(sys.argv[1], "w"))
+say("a line")
+"""
+    command = [sys.executable, "-c", code, tmp_path / "log.txt"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("a line\n", "")
+
+
 @needs_signals
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback():
     process = start("-X", "importtime", "train.py", "config/quickstart.py")
