@@ -162,7 +162,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             kept.append("dtype")
         c = replace(c, **{name: resumed["config"][name] for name in kept})
         before = config_before(resumed)
-        if not c.eval_tokens and c.eval_iters == before.eval_iters:
+        is_unasked = not c.eval_tokens and c.eval_iters == before.eval_iters
+        if is_unasked and c.eval_size != before.eval_size:
             # another batch_size would evaluate on other tokens, and forget the best loss
             c = replace(c, eval_tokens=before.eval_size)
         if not (c.eval_only or is_done(c, resumed)):

@@ -336,6 +336,15 @@ def test_best_pt_survives_resumes_with_another_batch_size(tiny, tmp_path):
     assert not [*tmp_path.glob("best-*.pt")]
 
 
+def test_a_resume_with_the_same_flags_changes_no_key(tiny, tmp_path):
+    """Keep eval_tokens=0 too, as in every config of nanoGPT's, or compare.py would warn of it."""
+    keys = tiny | dict(eval_tokens=0, eval_iters=5, out_dir=tmp_path, init_from="auto")
+    train(**keys, max_minutes=1e-6)
+    train(**keys)
+    first, second = column(tmp_path, "start", "config")
+    assert second == first | dict(max_minutes=0)
+
+
 def flip(content: bytearray) -> None:
     content[len(content) // 3] ^= 1
 
