@@ -63,10 +63,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     add("--run_id", help=argparse.SUPPRESS)  # set by stream.py: the run that streams
     arguments = parser.parse_args(argv)
-    if arguments.source:
-        arguments.source = os.path.expanduser(
-            arguments.source
-        )  # shells leave the ~ in --source=~/x
+    if arguments.source:  # shells do not expand the ~ in --source=~/x
+        arguments.source = os.path.expanduser(arguments.source)
     if arguments.source and not arguments.out:
         parser.error("--source: needs a folder to write to; add --out=data/NAME")
     if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:
