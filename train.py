@@ -409,8 +409,7 @@ def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
         return "max_iters"
     if now.time_is_up:  # of all launches together; the final evaluation and save still fit
         return "until" if c.until else "hours"
-    # after at least one iteration, or a slow start would leave none; the final save comes on top
-    if c.max_minutes and now.launch_minutes >= c.max_minutes and now.has_trained:
+    if c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save comes on top
         return "max_minutes"
     return None
 

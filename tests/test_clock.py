@@ -102,7 +102,7 @@ def test_computes_the_share_of_time_used_and_the_spare_time(name, monkeypatch):
     clock.advance(1.0)
     # 180 seconds before the hour the last update must have begun
     assert clock.position(it).time_is_up == (c.by_clock and seconds > 3420)
-    assert found.launch_minutes == seconds / 60
+    assert found.launch_minutes == (seconds / 60 if it else 0)
 
 
 def test_a_run_makes_one_update_even_if_the_start_up_took_all_its_time(monkeypatch):
@@ -111,10 +111,10 @@ def test_a_run_makes_one_update_even_if_the_start_up_took_all_its_time(monkeypat
     clock = Clock(began=300.0, synchronize=lambda: None, c=HOUR, resumed=None)
     clock.begin_iterations(BEGINNING)
     first = clock.position(0)
-    assert (first.share, first.time_is_up, first.launch_minutes) == (1, False, 3700 / 60)
+    assert (first.share, first.time_is_up, first.launch_minutes) == (1, False, 0)
     clock.advance(first.share)
     assert clock.position(1).time_is_up
-    assert not first.has_trained and clock.position(1).has_trained
+    assert clock.position(1).launch_minutes == 3700 / 60
 
 
 def test_reading_the_clock_does_not_change_it(monkeypatch):
@@ -148,10 +148,9 @@ def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeyp
     clock.restart_save_timer()
     monkeypatch.setattr(time, "perf_counter", lambda: 75.0)
     assert clock.position(0) == Position(
-        launch_minutes=1.25,
+        launch_minutes=0,
         seconds_since_save=3,
         share=clock.position(0).share,
-        has_trained=False,
     )
 
 

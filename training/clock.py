@@ -25,13 +25,12 @@ RESERVE = 0.01  # share of the time to reserve for an evaluation or save not yet
 class Position:
     """Describes where a run stands between two iterations, relative to its time limits."""
 
-    launch_minutes: float  # since this launch began
+    launch_minutes: float  # since this launch began; 0 before its first iteration
     seconds_since_save: float  # since the last attempt to save, or since the launch
     # The rest is for runs with hours or until
     share: float = 0.0  # how much of the schedule is done: 0 at the first update, 1 at the last
     time_is_up: bool = False
     has_spare_time: bool = True  # for another evaluation or save besides the final ones
-    has_trained: bool = True  # whether this launch has made an iteration
 
 
 @dataclass
@@ -125,11 +124,10 @@ class Clock:
         last update leaves room for a final evaluation and save, which are expected to take as long
         as the ones before; before the first, 1% of the time each.
         """
-        launch_minutes = self.since_launch() / 60
+        launch_minutes = self.since_launch() / 60 if it > self.first_iter else 0.0
         since_save = time.perf_counter() - self.save_timer_began
-        has_trained = it > self.first_iter
         if not self.c.by_clock:
-            return Position(launch_minutes, since_save, has_trained=has_trained)
+            return Position(launch_minutes, since_save)
         used, left = self.used(), self.left()
         reserve = RESERVE * (used + left)
         closing = sum(self.estimates.get(name, reserve) for name in ("evaluation", "checkpoints"))
@@ -142,7 +140,7 @@ class Clock:
         time_is_up = self.updated_share >= 1 and room < 0
         # twice: the final evaluation and save must still fit afterwards
         has_spare_time = left > 2 * (closing + iteration)
-        return Position(launch_minutes, since_save, share, time_is_up, has_spare_time, has_trained)
+        return Position(launch_minutes, since_save, share, time_is_up, has_spare_time)
 
     # -------------------------------------------------------------------------
     # Changes
