@@ -403,10 +403,9 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         return lock
     path = checkpoint_path(out_dir, progress["best_iter"])
     best = path.with_name("best.pt")
-    if path.exists():
-        # the run may have been killed after writing this checkpoint and before linking best.pt
-        if not best.exists() or best.stat().st_mtime < path.stat().st_mtime:
-            link(path, best)
+    # the run may have been killed after writing this checkpoint and before linking best.pt
+    if path.exists() and not (best.exists() and best.stat().st_mtime >= path.stat().st_mtime):
+        link(path, best)
     return lock
 
 

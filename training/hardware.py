@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from common.console import UserError, warn
+from common.files import warn_once
 from configurator import Config, divisors
 from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
@@ -48,7 +49,6 @@ class Hardware:
     peak_tflops: float | None  # dense, for `dtype`; None if unknown
     peak_source: str | None  # where peak_tflops comes from
     row: dict[str, str] | None = None  # of gpus.csv
-    warned_of_peak: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -128,9 +128,8 @@ class Hardware:
         if not (flops_per_token and self.peak_tflops):
             return None
         mfu = flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
-        if mfu > 1 and self.peak_source == MEASURED and not self.warned_of_peak:
-            self.warned_of_peak = True
-            warn(f"mfu {mfu:.0%}: the peak was measured on a busy machine, and is too low")
+        if mfu > 1 and self.peak_source == MEASURED:
+            warn_once("mfu is over 100%: the peak was measured on a busy machine, and is too low")
         return mfu
 
 

@@ -203,11 +203,6 @@ class Log:
         if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
             warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
-    def tokens_at_end(self) -> int:
-        """Return the total tokens at the end of a run with max_iters."""
-        iterations = self.config.max_iters - self.first_iter
-        return self.first_tokens + self.config.iter_tokens * iterations
-
     def warn_of_warmup(self) -> None:
         """Warn if the learning rate never reaches its peak, or never decays."""
         c = self.config
@@ -220,7 +215,7 @@ class Log:
         c = self.config
         iterations = f"{c.max_iters:,} iterations"
         if not c.by_clock:
-            total = self.tokens_at_end()
+            total = self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
