@@ -18,7 +18,7 @@ from configurator import Config, load_config
 from model import GPT, GPTConfig, generate
 from model_fast import config_from_dict
 from train import build_optimizer
-from training import hardware
+from training import hardware, speed
 from training.pretrained import load_pretrained
 
 # nanoGPT's config files use these forms: products, imports, strings made at run time, comments
@@ -246,7 +246,7 @@ def test_the_lines_of_code_in_the_table_of_from_nanogpt_md_run(tokens, tmp_path)
     names = dict(idx=idx, targets=idx, source=str(tmp_path), vocab=61, n=4, tokens_per_second=1e5)
     names |= dict(torch=torch, nn=torch.nn, Config=Config, replace=dataclasses.replace)
     names |= dict(GPT=GPT, config_from_dict=config_from_dict, generate=generate)
-    names |= vars(hardware) | dict(build_optimizer=build_optimizer)
+    names |= vars(hardware) | vars(speed) | dict(build_optimizer=build_optimizer)
     names |= dict(load_pretrained=load_pretrained)
     loads = next(line for line in lines if "load_state_dict" in line)
     for line in [loads, *lines]:
