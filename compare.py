@@ -275,7 +275,7 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
     if problem := why_losses_do_not_compare(runs):
         figure = "bits_per_byte"
         if bits := why_bits_do_not_compare(runs):
-            raise UserError(f"losses are not comparable: {problem}; bits per byte: {bits}")
+            raise UserError(f"losses are not comparable: {problem}; nor are bits per byte: {bits}")
     lasts = [[seeds.last_value(run, figure) for run in side] for side in sides]
     found, noise = seeds.difference(*lasts)
     told = seeds.verdict(found, noise)

@@ -313,7 +313,7 @@ def read_flag(
     if not equals and left and not left[0].startswith("--") and not left[0].endswith(".py"):
         text = left.pop(0)
     if name in ("local-rank", "local_rank"):
-        raise UserError(f"--{name}: from torch.distributed.launch; start with torchrun instead")
+        raise UserError(f"--{name}: set by torch.distributed.launch; start with torchrun instead")
     if name not in known:
         meant = did_you_mean(OTHER_NAMES.get(name, name), [*known, *other_flags], "--")
         raise UserError(f"--{name}: unknown key{meant}")

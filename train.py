@@ -138,7 +138,7 @@ def initial_weights(c: Config) -> dict | None:
     if others and (from_scratch or not c.eval_only):
         way = "--init_from=auto resumes it, " if checkpoint.list_checkpoints(out_dir) else ""
         hint = f"{way}another --out_dir starts a new run"
-        raise UserError(f"out_dir: {others[-1]} is of an earlier run; {hint}")
+        raise UserError(f"out_dir: {others[-1]} is from an earlier run; {hint}")
     if from_scratch:
         return None
     return load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
@@ -665,7 +665,7 @@ def keep_best(c: Config, resumed: dict) -> None:
     kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
     if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():
         checkpoint.link(best, kept)
-        say(f"resume: {best} is kept as {kept.name}; later losses are of other validation tokens")
+        say(f"resume: {best} is kept as {kept.name}; later losses are on other validation tokens")
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:

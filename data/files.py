@@ -117,7 +117,7 @@ def refuse_lfs_pointer(path: Path) -> None:
     """
     with open(path, "rb") as file:
         if file.read(1024).startswith(b"version https://git-lfs") and not file.read(1):
-            raise UserError(f"{path}: a git-lfs pointer; type git lfs pull in its folder")
+            raise UserError(f"{path}: is a git-lfs pointer; type git lfs pull in its folder")
 
 
 def refuse_tables(files: list[Path]) -> None:

@@ -165,7 +165,9 @@ def check_folder(plan: Plan) -> None:
     if (folder / "manifest.json").exists():
         check_manifest(plan, read_manifest(folder))
     elif any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
-        raise UserError(f"{folder}: holds files of another program; give another folder with --out")
+        raise UserError(
+            f"{folder}: holds files from another program; give another folder with --out"
+        )
 
 
 def check_manifest(plan: Plan, manifest: dict) -> None:
@@ -238,7 +240,7 @@ def finish(plan: Plan, manifest: dict) -> None:
     totals, left_out = tokens_of(manifest), manifest["left_out"]
     if left_out["no text"]:
         held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text"
-        warn(f"{manifest['source']}: {held} in the field and are left out")
+        warn(f"{manifest['source']}: {held} in their text field and are left out")
     if min(totals.values()) < plan.least_tokens:
         discard(plan.folder, manifest)
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"

@@ -572,7 +572,7 @@ def test_a_few_undecodable_rows_in_parquet_give_warnings_and_the_rest_is_prepare
     assert [line.partition(";")[0] for line in result.err.splitlines()] == [
         "warning: a.parquet: in one of its rows, broken UTF-8 becomes U+FFFD",
         f"warning: a.parquet: in one of its rows, line 2 is not utf-8: {bytes(range(128, 136))}",
-        "warning: a.parquet: 1 of 63 rows hold no text in the field and are left out",
+        "warning: a.parquet: 1 of 63 rows hold no text in their text field and are left out",
     ]
     texts = stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train")
     assert texts == ["Größe ‒ große Straß\ufffd"] * 2 + FILLING
@@ -594,7 +594,10 @@ def test_rows_without_text_are_counted_but_a_file_without_any_text_is_refused():
     result = prepare_rows("--source=source")
     assert result.code == 0
     (line,) = result.err.splitlines()
-    assert line == "warning: source: 200 of 1,593 rows hold no text in the field and are left out"
+    assert (
+        line
+        == "warning: source: 200 of 1,593 rows hold no text in their text field and are left out"
+    )
     write(without)
     Path("out/manifest.json").rename("manifest.json")
     result = run(

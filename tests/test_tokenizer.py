@@ -410,6 +410,6 @@ def test_a_users_tokenizer_json_in_the_output_folder_is_never_overwritten_or_del
     source = write_parquet(tmp_path / "a.parquet", TEXTS)
     for name in (path, "bpe:300", "bpe:280", "byte"):
         result = run(TEXT, source, f"--tokenizer={name}", f"--out={path.parent}")
-        assert "holds files of another program" in refusal(result)
+        assert "holds files from another program" in refusal(result)
     assert os.listdir(path.parent) == ["tokenizer.json"]
     assert path.read_text("utf-8") == own.spec["json"]

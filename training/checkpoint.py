@@ -129,7 +129,9 @@ def from_0_2(state: dict, path: Path, resumes: bool) -> dict:
         is_gone = is_gone or is_normuon or (is_plain and not is_fast)
     if is_gone:
         hint = "finish it with commit 877e89a (git checkout 877e89a)"
-        raise UserError(f"{path}: trained by version 0.2.0 with a recipe that is gone; {hint}")
+        raise UserError(
+            f"{path}: trained by version 0.2.0 with a recipe that has been removed; {hint}"
+        )
     if is_plain:
         config = config | dict(optimizer="muon")
     return state | dict(config=config, model_config=model)
@@ -428,4 +430,4 @@ def drop_records(path: Path, progress: dict) -> None:
                 if isinstance(at, int) and at <= last.get(kind, -1):
                     file.write(line.rstrip() + b"\n")
     except OSError as error:  # a full disk
-        warn(f"{path}: {error.strerror}; repeated records remain")
+        warn(f"{path}: {error.strerror}; iterations that are trained again will be in it twice")

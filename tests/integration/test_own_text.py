@@ -311,7 +311,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
         assert train.main(run) == 0
         before, *_, after = records(out_dir, "eval")
         assert after["val_loss"] < before["val_loss"]
-        with pytest.raises(UserError, match="is of an earlier run"):
+        with pytest.raises(UserError, match="is from an earlier run"):
             train.main(run)
         assert train.main([*run, "--init_from=resume", "--max_iters=7"]) == 0
 
