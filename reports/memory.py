@@ -102,7 +102,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
 
 @functools.cache
 def optimizer_bytes(model: GPTConfig, config: Config) -> int:
-    """Return the bytes of the optimizer's state, from one update of tensors on the meta device."""
+    """Return the bytes of the optimizer's state, found by one update on the meta device."""
     copied = copy.deepcopy(meta_model(model))
     optimizer = build_optimizer(copied, config, torch.float32)
     for p in copied.parameters():

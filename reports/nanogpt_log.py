@@ -150,7 +150,7 @@ def read_value(text: str, is_flag: bool):
 
 def count_parameters(text: str, config: dict) -> float:
     """Return the number of weights as metrics.jsonl counts them; NaN if the log lacks it."""
-    # two lines, of decayed and other tensors; each rank prints both
+    # nanoGPT prints one line for decayed tensors and one for the others, on every rank
     counted = dict(re.findall(r"parameter tensors: (\d+), with ([\d,]+) parameters", text))
     if counted:
         return float(sum(int(digits.replace(",", "")) for digits in counted.values()))

@@ -181,14 +181,15 @@ def one_pace(source: str, seconds: float) -> Pace:
 
 def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     """
-    Return the pace at the median of the GPU's published MFUs, or of those assumed for its kind; its
-    range is theirs, and both are lower for a narrow model. Raises UserError if the GPU's peak or
-    the model's FLOPs are unknown.
+    Return the pace at the GPU's median published MFU, with a range from the lowest and the highest
+    one. If none is published, use the MFUs assumed for this kind of GPU. For a narrow model the
+    median and the lowest MFU are reduced. Raises UserError if the GPU's peak or the model's FLOPs
+    are unknown.
     """
     hint = "give --iter_seconds=S or --from_run=RUN"
     flops = count_flops(model)
     if not card.peak_tflops:
-        raise UserError(f"gpu: unknown peak of a {card.name} in {card.dtype}; {hint}")
+        raise UserError(f"gpu: the peak of a {card.name} in {card.dtype} is unknown; {hint}")
     if not flops:
         raise UserError(f"model: its FLOPs cannot be counted; {hint}")
     at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12)

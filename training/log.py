@@ -134,7 +134,7 @@ class Log:
         memory = hw.memory_gib()
         parts = [name, f"{memory:.1f}GiB"] if memory else [name]
         if hw.device.type == "cpu" and os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            # environment.py set it, or the user
+            # set by environment.py or by the user
             parts.append("idle threads sleep (better on busy cores)")
         is_auto = is_new and "dtype" not in c.set_keys
         parts.append(f"auto -> {hw.dtype_name}" if is_auto else hw.dtype_name)
@@ -156,7 +156,7 @@ class Log:
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
         train = count(self.train_tokens) if self.train_tokens else "streamed"
         held = f"{train} train and {count(len(data.val))} val tokens"
-        order = data.manifest.get("order")  # prepare_text.py writes none
+        order = data.manifest.get("order")  # prepare_text.py records no order
         say(f"data: {data.source}, {held}{f', order {order}' if order else ''}")
         say(batch_line(c))
         if self.has_files:
