@@ -177,7 +177,7 @@ def load_bpe(content: str, path: str | Path):
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
     ends = [special[name] for name in ENDS if name in special]
     if vocab > MOST_IDS:
-        raise UserError(f"{path}: has {vocab:,} ids, shards hold {MOST_IDS:,} at most")
+        raise UserError(f"{path}: has {vocab:,} ids, but shards hold {MOST_IDS:,} at most")
     if not ends:
         raise UserError(f"{path}: has no special token that ends a text, such as {', '.join(ENDS)}")
     return bpe, vocab, ends[0]
@@ -278,8 +278,8 @@ def fit_tokenizer(spec: dict, rows: int, path: Path) -> tuple[int, dict]:
     used = [token for token in added if token["content"] in ENDS or not token["special"]]
     needed, ids = (max([len(vocab), *(t["id"] + 1 for t in tokens)]) for tokens in (used, added))
     if needed > rows:
-        problem = f"its tokenizer has {needed:,} ids, its weights only {rows:,} rows"
-        raise UserError(f"{path}: {problem}; give the tokenizer that they were trained with")
+        problem = f"its tokenizer has {needed:,} ids, but its weights have only {rows:,} rows"
+        raise UserError(f"{path}: {problem}; give the tokenizer that the weights were trained with")
     ids = min(rows, ids)
     is_gpt2 = ids == GPT2_VOCAB and identity(spec) == dict(kind="gpt2")
     return ids, dict(kind="gpt2") if is_gpt2 else spec

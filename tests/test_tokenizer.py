@@ -312,7 +312,7 @@ def many_ids(content: dict) -> None:
 
 TOKENIZER_FILES = {
     "another JSON": ('{"vocab_size": 300}', "the tokenizers library cannot read it"),
-    "65,537 ids": (lambda: edited(many_ids), "has 65,537 ids, shards hold 65,536 at most"),
+    "65,537 ids": (lambda: edited(many_ids), "has 65,537 ids, but shards hold 65,536 at most"),
     "no end-of-text": (
         lambda: edited(lambda c: c["added_tokens"].clear()),
         "has no special token that ends a text, such as <|endoftext|>, ",
