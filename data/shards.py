@@ -92,9 +92,10 @@ def open_shard(path: Path) -> Shard:
     if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's have no header
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        found = f"begins with {magic}, {version}, but a shard with {SHARD_MAGIC}, {SHARD_VERSION}"
-        hint = "only train.bin and val.bin may lack this header; move the file away, or"
-        raise UserError(f"{path}: {found}; {hint} {get_again(path)}")
+        found = f"its first two numbers are {magic} and {version}"
+        rule = f"should be {SHARD_MAGIC} and {SHARD_VERSION} (only train.bin and val.bin need no header)"
+        hint = f"move the file away, or {get_again(path)}"
+        raise UserError(f"{path}: is no token shard: {found}, and {rule}; {hint}")
     return checked_shard(path, header_bytes, tokens, size)
 
 

@@ -278,7 +278,7 @@ def test_reads_datasets_made_by_other_programs(name, tmp_path):
 
 # beside a good val_000000.bin; more of them in test_bad_input.py
 BAD_FILES = {
-    "wrong version": ("train_1.bin", shard(range(10), 20240520, 7, 10), "20240520, 7"),
+    "wrong version": ("train_1.bin", shard(range(10), 20240520, 7, 10), "20240520 and 7"),
     "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "11 tokens take"),
     "header cut short": ("train_1.bin", shard(range(10))[:500], "10 tokens take"),
     "empty shard": ("train_1.bin", b"", "empty; get it again"),
