@@ -591,12 +591,12 @@ MODES = {
 
 def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     """Parse a mode's own flags. Returns them and the remaining arguments for load_config."""
+    about = __doc__
+    if mode:  # only the mode's lines of this docstring
+        about = "\n".join(re.findall(f".*bench.py {mode} .*", __doc__))
     parser = Parser(
         usage=" ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split()),
-        # of a mode: what this docstring says about it
-        description=__doc__
-        if mode == ""
-        else "\n".join(re.findall(f".*bench.py {mode} .*", __doc__)),
+        description=about,
         epilog="Configuration keys: python train.py --help"
         + ("; --hours=8 or --until=07:00 plans how many tokens fit" if mode == "plan" else ""),
     )

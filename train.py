@@ -200,8 +200,8 @@ def keep_values(
 ) -> tuple[Config, list[str]]:
     """
     Return the configuration with the saved values of these keys, and a problem for each key that a
-    file or flag sets to something else; of YIELDING, only a flag. A key missing from the saved
-    values gets its default.
+    file or flag sets to something else; for YIELDING, only a flag counts. A key missing from the
+    saved values gets its default.
     """
     values = {name: saved.get(name, FIELDS[name].default) for name in names}
     problems = [
@@ -590,8 +590,8 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 
 def check_alive(model, progress: Progress, skips: int, c: Config, ranks: Ranks) -> None:
     """
-    End the run if it has diverged, before a save could replace a good checkpoint. `skips` is how
-    many updates in a row were skipped last; float16 may begin with many, which do no harm.
+    End the run if it has diverged, before a save could replace a good checkpoint. `skips` counts
+    the updates skipped since the last applied one; float16 may begin with many, which do no harm.
     """
     it = progress.iter_num
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]

@@ -68,7 +68,7 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
             transcript.flush()
 
 
-PATIENCE = 1.0  # seconds to wait for a console that takes no more lines, until it takes some again
+PATIENCE = 1.0  # seconds to wait, once, for a console that takes no more lines
 stuck: set[int] = set()  # descriptors of such consoles: a frozen ssh, Ctrl-S, a full pipe
 
 
@@ -92,7 +92,7 @@ def write(console: TextIO, text: str) -> None:
 @functools.cache
 def opened_anew(console: TextIO) -> int | None:
     """
-    Open a console's pipe or terminal a second time, such that writing to it never blocks. Its own
+    Open a console's pipe or terminal a second time, so that writing to it never blocks. Its own
     descriptor must stay as it is, because other programs may share it. Returns None for a file, a
     notebook and a socket, and on other systems than Linux.
     """

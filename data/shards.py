@@ -284,7 +284,7 @@ def check_numbers(shards: list[Shard]) -> None:
 
 def check_ends(shard: Shard, ends: np.ndarray, seen: dict[bytes, str]) -> None:
     """
-    Raise UserError if a shard begins and ends as another one that was `seen`, or if its end was not
+    Raise UserError if a shard begins and ends like one already `seen`, or if its end was not
     downloaded.
     """
     twin = seen.setdefault(hashlib.sha256(ends.tobytes()).digest(), shard.path.name)

@@ -81,7 +81,7 @@ SAME_PARAMETERS = 1e-3
 # (n_embd / 768) ** 0.25, the lowest times (n_embd / 768) ** 0.4. Public pairs of runs have 0.84 and
 # 0.76 for half the width (docs/plan.md).
 PUBLISHED_WIDTH = 768
-LIKELY_LOSS, LARGEST_LOSS = 0.25, 0.4
+LIKELY_POWER, LOWEST_POWER = 0.25, 0.4
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -205,9 +205,9 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
         low, likely, high = mfus = ASSUMED_MFU[kind]
         source = f"assumed: {likely:.0%} ({low:.0%} to {high:.0%}) of its peak; none is published"
     width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
-    likely, lowest = width**LIKELY_LOSS * median(mfus), width**LARGEST_LOSS * min(mfus)
+    likely, lowest = width**LIKELY_POWER * median(mfus), width**LOWEST_POWER * min(mfus)
     if width < 1:
-        part = width**LIKELY_LOSS
+        part = width**LIKELY_POWER
         source += f"; {part:.0%} of that at n_embd {model.n_embd}, as in public runs (docs/plan.md)"
     return Pace(source, at_peak / likely, at_peak / max(mfus), at_peak / lowest)
 
