@@ -106,7 +106,7 @@ BARE_CPU = [
 
 # Overrides for a measured run: it trains from random weights until it is killed. Apart from the
 # evaluation before its first iteration it neither evaluates nor saves.
-MEASURED_KEYS: dict[str, Any] = dict(
+OVERRIDES: dict[str, Any] = dict(
     init_from="scratch",
     tokens_per_iter=0,  # gradient_accumulation_steps sets the batch
     max_iters=UNREACHED,
@@ -179,7 +179,7 @@ def run_train(
     everything the child printed, and its cumulative CPU seconds before each iteration.
     """
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        values = dict(MEASURED_KEYS, out_dir=str(Path(folder, "run")))
+        values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
         every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
         values["log_interval"] = min(config.log_interval, every)
         if vocab := vocab_where_missing(config):

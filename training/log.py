@@ -376,7 +376,7 @@ class Log:
         say(*self.results(tokens, progress.val_loss, mem_gib))
         said = "the schedule is complete" if reason in ("hours", "until") else reason
         old = ""
-        if it != progress.evaluated_at and math.isfinite(progress.val_loss):
+        if not progress.is_evaluated and math.isfinite(progress.val_loss):
             old = f"; val_loss is of iteration {progress.evaluated_at:,}"
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}{old}")
         hours = self.clock.training_hours()
