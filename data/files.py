@@ -127,7 +127,7 @@ def refuse_tables(files: list[Path]) -> None:
         for log in TABLE_LOGS:
             if glob.glob(os.path.join(glob.escape(str(folder)), log)):
                 held = f"{folder}: a table with a log ({log}), whose files also hold deleted rows"
-                raise UserError(f"{held}; write the others to new parquet files first")
+                raise UserError(f"{held}; write the rows that are left to new parquet files first")
 
 
 def files_in(path: Path) -> Iterator[Path]:

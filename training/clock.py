@@ -211,7 +211,7 @@ def check_deadline(c: Config, saved: dict) -> list[str]:
     hour, minute = map(int, c.until.split(":"))
     other = f"{hour:02}:{minute + 1:02}" if minute < 59 else f"{hour:02}:58"
     problem = f"until: the run's end at {c.until} passed {duration(late)} ago"
-    return [] if late < LATE else [f"{problem}; to train on until the next one, --until={other}"]
+    return [] if late < LATE else [f"{problem}; to train on, give --until={other}"]
 
 
 def next_time(clock_time: str, since: float) -> float:

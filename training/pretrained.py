@@ -269,7 +269,8 @@ def read_checkpoint(path: Path) -> dict:
         return state
     if "model_args" not in state:
         held = ", ".join(map(str, [*state][:3]))
-        raise UserError(f"{path}: no checkpoint of nanoGPT; it has no model_args, but {held}")
+        problem = "not a checkpoint of this program or of nanoGPT"
+        raise UserError(f"{path}: {problem}; it has no model_args, but {held}")
     config = GPTConfig(**state["model_args"])
     weights = {}
     for name, tensor in state["model"].items():
