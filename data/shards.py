@@ -93,7 +93,8 @@ def open_shard(path: Path) -> Shard:
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
         found = f"its first two numbers are {magic} and {version}"
-        rule = f"should be {SHARD_MAGIC} and {SHARD_VERSION} (only train.bin and val.bin need no header)"
+        rule = f"should be {SHARD_MAGIC} and {SHARD_VERSION}"
+        rule += " (only train.bin and val.bin need no header)"
         hint = f"move the file away, or {get_again(path)}"
         raise UserError(f"{path}: is no token shard: {found}, and {rule}; {hint}")
     return checked_shard(path, header_bytes, tokens, size)
