@@ -36,6 +36,8 @@ def restored_process_state(request):
     names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
+    # A fixture of a whole file may have trained, and left the handler of that run.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.node.get_closest_marker("slow"):
         torch._dynamo.reset()  # after some compiled models it would run the next one uncompiled
     yield

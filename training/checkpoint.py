@@ -398,8 +398,10 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     if progress is None:
         # left by a run that never saved, or put there by the user
+        metrics = out_dir / "metrics.jsonl"
+        has_begun = metrics.exists() and metrics.stat().st_size  # not refused at its start
         kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
-        if any(kept):
+        if has_begun:
             logs = ", ".join(filter(None, kept))
             warn(f"{out_dir}: no checkpoint of an earlier run, so this one begins at 0; see {logs}")
         return lock
