@@ -603,13 +603,17 @@ def test_plan_prints_the_command_that_prepares_a_missing_dataset(tmp_path, monke
     rounded up.
     """
     monkeypatch.chdir(tmp_path)
-    config = ROOT / "config/fast124m_4070.py"
-    command = "prepare_fineweb.py --dataset=fineweb --order=records --tokens="
-    for more, tokens in (([], "1.7B"), (["--hours=8"], "2B"), (["--hours=1"], "200M")):
+    config, command = ROOT / "config/gpt124m_4070.py", "prepare_fineweb.py --tokens="
+    for more, tokens in (([], "10B"), (["--hours=8"], "2B"), (["--hours=1"], "300M")):
         told = run("bench.py", "plan", config, "--gpu=4070", *more)
         assert f"{command}{tokens} " in told.err, told
     told = run("bench.py", "plan", config, "--gpu=4070", "--dataset_tokens=10B")
     assert command not in told.err
+    # README's download holds 2B tokens of the fast recipe's data
+    fast, records = ROOT / "config/fast124m_4070.py", "--dataset=fineweb --order=records"
+    assert "hf download" in run("bench.py", "plan", fast, "--gpu=4070").err
+    told = run("bench.py", "plan", fast, "--gpu=4070", "--max_iters=7000")
+    assert f"prepare_fineweb.py {records} --tokens=3.67B " in told.err
 
 
 @pytest.mark.slow
