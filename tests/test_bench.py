@@ -189,9 +189,10 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
         assert row["total_gain"] == pytest.approx(rows[0]["cpu_ms"] / row["cpu_ms"])
     gains = math.prod(row["gain"] for row in rows)
     assert gains == pytest.approx(rows[-1]["total_gain"])
-    # 61 -> 128 rows of 32 in the embedding and in the head; tied, one of the two goes
+    # 61 -> 128 rows of 32 in the embedding and in the head, whose bias is FAST's; tied, one of the
+    # two goes
     parameters = [row["parameters"] for row in rows]
-    assert parameters[4] - parameters[3] == 2 * (128 - 61) * 32
+    assert parameters[4] - parameters[3] == (128 - 61) * (2 * 32 + bool(recipe))
     assert parameters[4] - parameters[-1] == (0 if recipe else 128 * 32)
     for row in rows:
         low, high = row["gain_range"]

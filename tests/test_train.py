@@ -131,6 +131,8 @@ def test_a_run_ends_before_training_if_the_compiler_fails_or_is_wrong(
     compiler, dropout, tokens, tmp_path
 ):
     compile, reason = COMPILERS[compiler]
+    if reason == "loss is" and not dropout:  # with dropout, gradients cannot be compared
+        reason = "gradient of transformer.wte.weight is off"
     keys = TINY | dict(dropout=dropout, compile=True, dataset=tokens, out_dir=tmp_path)
     with mock.patch("torch.compile", compile):
         result = run("train.py", *flags(**keys))
