@@ -68,14 +68,14 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
             transcript.flush()
 
 
-PATIENCE = 1.0  # seconds to wait, once, for a console that takes no more lines
+PATIENCE = 1.0  # seconds to wait, once, for a console that accepts no more lines
 stuck: set[int] = set()  # descriptors of such consoles: a frozen ssh, Ctrl-S, a full pipe
 
 
 def write(console: TextIO, text: str) -> None:
     """
-    Print to a console. While there is a transcript, leave out what the console does not take,
-    because a program that waits for it would stand still. Raises OSError.
+    Print to a console. If log.txt gets a copy, drop what a full console does not accept, so that
+    the run does not hang. Raises OSError.
     """
     if not transcript or not (mine := opened_anew(console)):
         print(text, file=console, flush=True)
@@ -94,7 +94,7 @@ def opened_anew(console: TextIO) -> int | None:
     """
     Open a console's pipe or terminal a second time, so that writing to it never blocks. Its own
     descriptor must stay as it is, because other programs may share it. Returns None for a file, a
-    notebook and a socket, and on other systems than Linux.
+    notebook or a socket, and on systems other than Linux.
     """
     if sys.platform != "linux":
         return None

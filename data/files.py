@@ -142,7 +142,7 @@ def files_in(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    entered = set()  # a link may lead back to a folder above it
+    entered = set()  # folders by identity, because a link may lead back to a parent
     for folder, folders, files in os.walk(path, onerror=refuse, followlinks=True):
         if file_id(folder) in entered:
             folders.clear()

@@ -165,7 +165,7 @@ def test_the_switch_is_on_when_compiled_code_is_checked_and_off_in_the_next_run(
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 def test_other_dtypes_refuse_the_key(dtype):
-    """Refuse auto too, which is never float16 on a GPU that takes the key."""
+    """Refuse dtype=auto too: it never means float16 on a GPU that accepts the key."""
     with pytest.raises(UserError, match="fp16_accumulation: only dtype=float16 reads it"):
         load_config([f"--dtype={dtype}", "--fp16_accumulation=True"])
 

@@ -59,7 +59,7 @@ def size_of(state: dict) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-# Files that do not load: where they hold which bytes, and what to say about them
+# How to recognise a file that is no checkpoint: an offset, the bytes there, and what to say
 MARKS = (
     (0, b"PK", "cut short or damaged, or a zip archive of another kind"),
     (0, (20240520).to_bytes(4, "little"), "a shard of tokens, not weights"),

@@ -76,7 +76,7 @@ class Clock:
         self.deadline_to_save = self.deadline  # a launch with a wrong clock does not change it
         if c.until and saved.get("until") == c.until:
             self.deadline_to_save = saved["deadline"]
-            self.deadline = min(self.deadline, saved["deadline"])  # if past, no time is left
+            self.deadline = min(self.deadline, saved["deadline"])  # none left if it has passed
         # the share at which the last update was made; position().share is that of now
         self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
         # expected seconds of the next iteration, evaluation and save

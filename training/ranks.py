@@ -273,7 +273,7 @@ class StopSignals:
             number = getattr(signal, name, None)
             if not number:  # Windows lacks some of them
                 continue
-            # nohup ignores SIGHUP, and `&` in a script SIGINT; both must stay so
+            # Under nohup SIGHUP is ignored, and after `&` in a script SIGINT. Keep ignoring them.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
         threading.Thread(target=self.answer, args=(reader,), daemon=True).start()

@@ -749,7 +749,7 @@ def test_a_run_creates_its_folder_again_with_its_logs_if_it_has_gone(
     trainer.at |= {("update", 6): lambda: GONE[what](out_dir), ("update", 9): start_another}
     train_tiny(tokens, out_dir, trainer, checkpoint_interval=7, max_iters=10)
     assert same(checkpoint(out_dir, 8)["model"], checkpoint(straight, 8)["model"])
-    assert codes == [2]  # the folder is locked again
+    assert codes == [2]  # because the run has locked the folder again
     assert column(out_dir, "step", "iter")[-3:] == [7, 8, 9]
     assert "\niter 9: " in (out_dir / "log.txt").read_text()
 

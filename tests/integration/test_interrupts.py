@@ -518,7 +518,7 @@ def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, tmp
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs Linux's namespaces")
 def test_a_signal_ends_the_first_process_of_a_container_before_the_loop():
-    """Send it during the imports, to a process that the system would not end without a handler."""
+    """Send it during the imports. Without a handler, the system would not end this process."""
     command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-X", "importtime"]
     outer = subprocess.Popen(
         [*command, "train.py", "config/quickstart.py"],
