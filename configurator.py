@@ -354,11 +354,6 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
         said = traceback.format_exception_only(error)[-1].strip()
         raise UserError(f"{path}:{line}: {said}") from None
-    changes = [f"delete {name}" for name in ("value_tables", "bigram_rows") if name in variables]
-    if variables.get("optimizer") == "plain_muon":
-        changes.append('write optimizer = "muon"')
-    if changes:
-        raise UserError(f"{path}: was written for version 0.2; {', '.join(changes)}")
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found = {}
     problems = []
@@ -393,8 +388,6 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     Convert a value to the key's type. Accepts whole floats for ints, ints for floats, and 0 and 1
     for booleans. `where` names the key in messages. Raises UserError if the value does not fit.
     """
-    if f.name == "compile" and value == "required":  # a third value, until 0.2.0
-        value = True
     kind: Any = type(f.default)
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):

@@ -49,7 +49,6 @@ FAST = dict(
     grad_clip=0.0,
     min_lr=0.0,
 )
-# plain.pt is of version 0.2, which called the optimizer plain_muon
 MODELS = dict(gpt2=COMMON, plain=COMMON | FAST)
 
 

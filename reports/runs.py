@@ -110,25 +110,11 @@ def known_keys(start: dict) -> dict:
     Return a start record's keys that exist today, under today's names, if their values have the
     right type. Keys that are newer than the run get their defaults, except for a run of nanoGPT.
     """
-    values = from_0_2(from_nanogpt(start.get("config") or {}))
+    values = from_nanogpt(start.get("config") or {})
     if values and start.get("program") != "nanoGPT":
         values = {name: f.default for name, f in FIELDS.items()} | values
     kinds = {name: type(f.default) for name, f in FIELDS.items()}
     return {k: v for k, v in values.items() if k in kinds and isinstance(v, kinds[k])}
-
-
-def from_0_2(config: dict) -> dict:
-    """
-    Translate the recipes of version 0.2: its plain_muon is today's muon. What it called muon, and
-    models with lookup tables, are gone, and get names of their own.
-    """
-    if "value_tables" not in config:
-        return config
-    optimizer = config["optimizer"]
-    translated = dict(optimizer=dict(plain_muon="muon", muon="NorMuon").get(optimizer, optimizer))
-    if config["value_tables"] or config["bigram_rows"]:
-        translated["model"] = "fast with tables"
-    return config | translated
 
 
 def number(value: float | None) -> float:

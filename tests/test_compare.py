@@ -916,24 +916,6 @@ def test_gives_no_verdict_if_the_settings_differ_from_the_bands(
     assert last.startswith(f"a: {NOT_COMPARABLE}: {said}" if said else "a: val loss 5.0000")
 
 
-@pytest.mark.parametrize(
-    "optimizer, tables, said",
-    [
-        ("plain_muon", 0, "val loss 5.0000"),
-        ("plain_muon", 3, f"{NOT_COMPARABLE}: train with --model=fast"),
-        ("muon", 0, f"{NOT_COMPARABLE}: train with --optimizer=muon"),
-    ],
-)
-def test_only_version_0_2s_plain_muon_without_tables_compares_with_todays_band(
-    optimizer, tables, said, band, tmp_path
-):
-    band.write_text(f"# model = 'fast'\n# optimizer = 'muon'\n{BAND}")
-    recipe = dict(model="fast", optimizer=optimizer, value_tables=tables, bigram_rows=0)
-    a = write_run(tmp_path / "a", {0: 8.0, 10: 5.0}, max_iters=30, tokens_per_iter=1000, **recipe)
-    last = run("compare.py", a, band).out.splitlines()[-1]
-    assert last.startswith(f"a: {said}")
-
-
 def test_does_not_compare_losses_if_eval_tokens_differ_from_the_bands(band, tmp_path):
     """Mark the losses as not comparable, and warn of different evaluation settings."""
     a = write_run(tmp_path / "a", {0: 8.0, 10: 5.0}, eval_tokens=8192)

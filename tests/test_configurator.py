@@ -113,7 +113,6 @@ def test_a_config_file_can_import_keys_from_a_file_beside_it(tmp_path, monkeypat
         ("--learning_rate=6e-4", "learning_rate", 6e-4),
         ("--compile=false", "compile", False),
         ("--compile=NO", "compile", False),
-        ("--compile=required", "compile", True),  # as commands of version 0.1 may say
         ("--bias", "bias", True),
         ("--bias=on", "bias", True),
         ("--wandb_run_name=a=b", "wandb_run_name", "a=b"),
@@ -380,13 +379,6 @@ def test_a_bad_config_file_gives_one_line_that_names_the_file(text, tmp_path):
     path = write(tmp_path, text)
     (line,) = problems_of(path)
     assert "\n" not in line and line.startswith(path)
-
-
-def test_a_config_file_of_version_0_2_gives_one_line_with_all_words_to_change(tmp_path):
-    text = 'model = "fast"\nvalue_tables = 0\nbigram_rows = 0\noptimizer = "plain_muon"'
-    (line,) = problems_of(write(tmp_path, text))
-    for words in ("delete value_tables", "delete bigram_rows", 'optimizer = "muon"'):
-        assert words in line
 
 
 def test_a_config_file_runs_as_main_and_may_define_classes(tmp_path):

@@ -37,7 +37,7 @@ from common.files import (
 # One file
 
 
-FORMAT = 1  # raise this when the previous version's checkpoints can no longer be resumed
+FORMAT = 2  # raise this when the previous version's checkpoints can no longer be resumed
 
 
 def save(state: dict, path: Path) -> None:
@@ -94,47 +94,21 @@ def load(path: Path) -> dict:
     """Return the state in a file. Raises UserError if it is damaged or cannot be read here."""
     if problem := damage(path):
         raise UserError(f"{path}: {problem}")
-    return read(path, resumes=False)
+    return read(path)
 
 
-def read(path: Path, resumes: bool = True) -> dict:
+def read(path: Path) -> dict:
     """
     Return the state in a file in which damage() found nothing. No code from the file is executed.
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
-    their pages. Raises UserError if the file has another format, or if this version cannot compute
-    its model or, if it `resumes`, its optimizer.
+    their pages. Raises UserError if the file has another format.
     """
     state = open_state(path)
     if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
         theirs = state.get("format")
-        hint = f"this version reads format {FORMAT}, so use the version that wrote it"
-        raise UserError(f"{path}: its format is {theirs}; {hint}")
-    return from_0_2(state, path, resumes) if "value_tables" in state.get("config", ()) else state
-
-
-def from_0_2(state: dict, path: Path, resumes: bool) -> dict:
-    """
-    Translate a checkpoint of version 0.2, whose plain_muon with bias=True is today's fast recipe.
-    Raises UserError for its other fast models, which had lookup tables or another attention scale,
-    and if a run `resumes`, also for its other optimizers.
-    """
-    config, model = state["config"], dict(state["model_config"])
-    is_fast, is_plain = model["model"] == "fast", config["optimizer"] == "plain_muon"
-    has_tables = any([model.pop(name, 0) for name in ("value_tables", "bigram_rows")])
-    has_gains = model.pop("gains", False) and model["bias"]
-    is_gone = is_fast and (has_tables or not has_gains)
-    if resumes:
-        is_normuon = any("mean_squares" in s for s in state["optimizer"]["state"].values())
-        # plain_muon with GPT-2 applied weight decay to vectors
-        is_gone = is_gone or is_normuon or (is_plain and not is_fast)
-    if is_gone:
-        hint = "finish it with commit 877e89a (git checkout 877e89a)"
-        raise UserError(
-            f"{path}: trained by version 0.2.0 with a recipe that has been removed; {hint}"
-        )
-    if is_plain:
-        config = config | dict(optimizer="muon")
-    return state | dict(config=config, model_config=model)
+        hint = "use the version that wrote it (0.2.0 is commit 877e89a)"
+        raise UserError(f"{path}: its format is {theirs}, this version reads {FORMAT}; {hint}")
+    return state
 
 
 def open_state(path: Path) -> dict:
