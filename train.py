@@ -719,10 +719,10 @@ def main(
     compiles = c.compile and hw.can_compile and not c.eval_only
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks
-    random_states.set_seed(c.seed)
+    torch.manual_seed(c.seed)
     gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights)
     model = build_model(gpt_config).to(hw.device)
-    random_states.set_seed(c.seed + ranks.rank)
+    torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)

@@ -37,7 +37,7 @@ from configurator import Config, load_config
 from data.loader import Batch, to_batch
 from model_fast import build_model
 from train import build_optimizer, get_lr, model_config, train_step
-from training import hardware, random_states
+from training import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5  # in nats; both sum in float32, but in another order
@@ -153,7 +153,7 @@ def compare(path: Path, c: Config) -> dict:
     c = replace(c, device=str(hw.device))
     # their Newton-Schulz iteration converts to bfloat16 in every run
     float32 = mock.patch.object(Tensor, "bfloat16", Tensor.float)
-    random_states.set_seed(c.seed)
+    torch.manual_seed(c.seed)
     with float32 if c.dtype == "float32" else contextlib.nullcontext():
         theirs = Theirs(path, c)
         first = theirs.weights()

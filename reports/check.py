@@ -24,7 +24,7 @@ from configurator import Config, load_config
 from data.loader import Batch, to_batch
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
-from training import hardware, preflight, random_states, speed
+from training import hardware, preflight, speed
 from training.compiled import (
     LOSS_SCALE,
     WrongKernels,
@@ -198,7 +198,7 @@ def model_off_zero(c: Config, hw: Hardware) -> torch.nn.Module:
     Build the model on the CPU, with random numbers in matrices that start as zeros. A weight whose
     output passes through a zero matrix would have no gradient to compare.
     """
-    random_states.set_seed(SEED)
+    torch.manual_seed(SEED)
     model = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=False))
     for p in model.parameters():
         if p.dim() == 2 and not p.any():

@@ -11,7 +11,7 @@ from data.loader import Batches
 from data.shards import open_dataset, vocab_where_missing
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
-from training import hardware, random_states
+from training import hardware
 from training.compiled import compile_model
 
 
@@ -21,7 +21,7 @@ class TrainingSetup:
     def __init__(self, config: Config, build=build_model):
         self.config = config
         self.hw = hardware.set_up(config)
-        random_states.set_seed(config.seed)
+        torch.manual_seed(config.seed)
         dataset = config.dataset
         if vocab := vocab_where_missing(config):
             self.folder = tempfile.TemporaryDirectory()

@@ -21,7 +21,7 @@ from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
 from training.hardware import Hardware, is_out_of_memory
-from training.random_states import get_rng_state, set_rng_state, set_seed
+from training.random_states import get_rng_state, set_rng_state
 from training.ranks import Ranks
 
 # A compiled gradient's error may be this many times eager code's, because the two round at
@@ -228,7 +228,7 @@ def moved_weights(model, device: torch.device, seed: int) -> Iterator[None]:
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     try:
-        set_seed(seed)
+        torch.manual_seed(seed)
         for p in model.parameters():
             if p.is_floating_point():  # an integer one is a lookup table that must not change
                 scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1

@@ -4,7 +4,6 @@ uninterrupted one, and the interrupted run's exit code and folder tell what happ
 """
 
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 from unittest import mock
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -165,23 +163,6 @@ def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, tmp_path):
 def contents(folder) -> dict[str, bytes]:
     """Return the contents of each file in a folder, by name, except the lock's."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
-
-
-def test_a_resume_restores_the_random_states_of_python_and_numpy(tiny, tmp_path):
-    """Continue both sequences of random numbers, for users whose own code draws from them."""
-    drawn = []
-    trainer = InProcessRun()
-    for n in range(1, 25):
-        trainer.at["iteration", n] = lambda: drawn.append((random.gauss(0, 1), np.random.randn()))
-    trainer.launch(**tiny, out_dir=tmp_path / "unbroken")
-    # an odd number: both generators then hold back the second of two normal numbers
-    trainer.launch(**tiny | dict(max_iters=5), out_dir=tmp_path / "stopped")
-    # where another process might be
-    random.seed(0)
-    np.random.seed(0)
-    trainer.launch(**tiny, out_dir=tmp_path / "stopped", init_from="resume")
-    assert len(drawn) == 24
-    assert drawn[12:] == drawn[:12]
 
 
 def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, tmp_path):
