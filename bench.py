@@ -27,7 +27,6 @@ Examples:
 import common.environment  # before torch  # noqa: F401  isort: skip
 import itertools
 import json
-import math
 import pickle
 import re
 import signal
@@ -87,8 +86,6 @@ MOST_SECONDS = 60.0  # after this long, uncounted lines included, one counted li
 # At most this many micro-batches per log line, because the run waits for the device at each line. A
 # line covers at least one iteration.
 MICRO_BATCHES_PER_LINE = 10
-# Without --trials, a sweep or a ladder begins no round that would probably end after this long.
-ROUNDS_SECONDS = 600.0
 RANDOM_TOKENS = 2**22
 # the start record's values that a measurement keeps
 OF_THE_MACHINE = ("device", "device_type", "dtype", "peak_tflops", "peak_source", "torch")
@@ -311,35 +308,22 @@ def measure_in_turn(
 ) -> dict:
     """
     Measure all rows in turn, so that a machine that is busy or throttled for a while slows down all
-    rows alike. There are --trials rounds, or as many as fit into ten minutes, but at least one.
+    rows alike.
 
     Returns what `tabulate` returns. It prints the table, also after Ctrl-C, SIGTERM or an error.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    rounds = "as many rounds as fit into ten minutes"
-    if options.trials:
-        rounds = f"--trials={options.trials}"
-    say(f"{len(rows)} rows, {rounds}; Ctrl-C ends with the table of the rows so far")
+    turns = [*itertools.product(range(1, options.trials + 1), rows)]
+    say(f"{len(turns)} measurements; Ctrl-C ends with the table of the rows so far")
     found: dict[str, list[dict]] = {}
     measured: Measured = []
     # By dtype and tf32. A peak is measured once and reused, so that the rows' MFUs are comparable.
     peaks: dict[tuple[str, bool], float] = {}
-    began = time.monotonic()
     try:
-        for done in itertools.count():
-            left = ""
-            if done:
-                seconds = time.monotonic() - began
-                last, seconds_left = expect_end(done, len(rows), seconds, options.trials)
-                if done == last or (done >= len(rows) and not any(found.values())):
-                    break
-                minutes = math.ceil(seconds_left / 60)
-                left = f", about {minutes} minute{'s' if minutes > 1 else ''} left"
-            number, i = divmod(done, len(rows))
-            name, config = rows[i]
+        for done, (number, (name, config)) in enumerate(turns, 1):
             if found.get(name) == []:  # out of memory in an earlier round
                 continue
-            say(f"round {number + 1}, row {i + 1} of {len(rows)}{left}: {name}")
+            say(f"round {number}, {done} of {len(turns)}: {name}")
             kind = (config.dtype, config.tf32)
             config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
             try:
@@ -359,17 +343,6 @@ def measure_in_turn(
     if not result:
         raise OutOfMemory(hardware.out_of_memory_line(rows[0][1]))
     return result
-
-
-def expect_end(done: int, rows: int, seconds: float, trials: int | None) -> tuple[int, float]:
-    """
-    Return after how many measurements the last round will end, and how many seconds that will take,
-    if the next ones take as long as the `done` ones did, `seconds` in all.
-    """
-    per_round = seconds / done * rows
-    rounds = trials or int(ROUNDS_SECONDS / per_round)
-    rounds = max(rounds, math.ceil(done / rows))  # a round that has begun is measured to its end
-    return rounds * rows, rounds * per_round - seconds
 
 
 def mfu_text(r: dict) -> str:
@@ -608,8 +581,8 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if mode in ("sweep", "ladder"):
-        help_text = "rounds over all rows (default: as many as fit into ten minutes)"
-        add("--trials", type=parse_count, help=help_text)
+        help_text = "rounds over all rows; one shows no spread (default: %(default)s)"
+        add("--trials", type=parse_count, default=1, help=help_text)
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
     if mode == "":

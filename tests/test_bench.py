@@ -223,31 +223,19 @@ def test_a_stopped_ladder_prints_and_writes_the_rows_that_are_already_measured(
         assert re.search(line, result.out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "row_seconds, trials, rounds, minutes",
-    [
-        (40, None, 2, 8),  # a round takes 280 s, two take 560, of which row 3 begins after 80
-        (100, None, 1, 9),  # 700 s
-        (40, 3, 3, 13),  # 840 s
-    ],
-)
-def test_rounds_go_on_for_ten_minutes_and_each_row_tells_how_long_is_left(
-    row_seconds, trials, rounds, minutes, monkeypatch, capsys
-):
-    """Measure seven rows on a fake clock; without --trials at least once, but not for longer."""
-    now = [0.0]
+def test_rounds_measure_all_rows_in_turn(monkeypatch, capsys):
+    measured = []
 
     def measure(config, seconds) -> dict:
-        now[0] += row_seconds
+        measured.append(config.seed)
         return dict(step_ms=1.0, machine=dict(peak_tflops=1.0))
 
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("bench.measure", measure)
-    rows = [(f"row {i}", Config()) for i in range(7)]
-    options = Namespace(trials=trials, seconds=0, json=None)
-    found = measure_in_turn(rows, options, lambda measured: dict(runs=[r for _, r in measured]))
-    assert [len(runs) for runs in found["runs"]] == [rounds] * 7
-    assert f"row 3 of 7, about {minutes} minutes left" in capsys.readouterr().out
+    rows = [(f"row {i}", Config(seed=i)) for i in range(3)]
+    options = Namespace(trials=2, seconds=0, json=None)
+    measure_in_turn(rows, options, lambda measured: dict(rows=measured))
+    assert measured == [0, 1, 2, 0, 1, 2]
+    assert "round 2, 4 of 6: row 0" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------
