@@ -701,8 +701,6 @@ def main(
     ranks = Ranks()
     asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
     newest = ranks.on_main(newest_checkpoint, asked)
-    if newest:
-        ranks.check_same(str(newest), newest.exists(), "several machines need one shared --out_dir")
     resumed = ranks.main_first(checkpoint.read, newest) if newest else None  # the state of this run
     is_new = resumed is None
     weights = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
@@ -744,7 +742,6 @@ def main(
         # On a resume, drop the log records that the run will write again, rename damaged
         # checkpoints that are newer than `resumed`, and link best.pt if a kill prevented that
         ranks.on_main(saver.open, resumed)
-        ranks.check_shared(saver.out_dir / "lock", "several machines need one shared --out_dir")
     clock = Clock(began, hw.synchronize, c, resumed)
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
     ranks.on_main(log.open, is_new)  # the tracker

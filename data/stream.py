@@ -193,8 +193,8 @@ def open_stream(config: Config, ranks, before: Sequence[str] = ()) -> Dataset:
         except RunError as error:
             raise UserError(*error.args) from None
         time.sleep(POLL_SECONDS)
-    hint = "streaming on several machines needs one shared folder"
-    ranks.check_shared(stream.folder / "lock", hint)
+    there = (stream.folder / "manifest.json").exists()
+    ranks.check_same("stream", there, "several machines need one shared folder")
     while not stream.look(held_out):
         time.sleep(POLL_SECONDS)
     if ranks.is_main:

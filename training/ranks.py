@@ -8,7 +8,6 @@ With a single process nothing is sent, and the same calls return the process's o
 """
 
 import faulthandler
-import hashlib
 import os
 import signal
 import socket
@@ -17,14 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import RunError, UserError, print_err, warn
+from common.console import RunError, UserError, print_err
 from configurator import launched
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
@@ -32,11 +30,9 @@ TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averagi
 HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
 SLOW_START = 10.0  # seconds before a line that says which processes are missing
-SLOW_EXCHANGE = 60.0  # seconds before a warning that averaging the first gradients is slow
 # NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
 # in Docker, whose shared memory is only 64 MB by default.
 NCCL_HINT = "try NCCL_P2P_DISABLE=1, in Docker --shm-size=1g, and NCCL_DEBUG=INFO"
-SHARE_PATIENCE = 30.0  # seconds to wait for a network share to show a new file
 
 
 class Ranks:
@@ -56,7 +52,6 @@ class Ranks:
         self.is_main = self.rank == 0  # the process that decides, logs and saves
         if self.world_size > 1:
             self.join()
-            self.check_same("program", program(), "give all machines the same code and torch")
 
     def join(self) -> None:
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -103,18 +98,10 @@ class Ranks:
         group = None  # the default group, gloo
         if on_gpus and dist.is_nccl_available():  # torch for Windows is built without NCCL
             group = dist.new_group(backend="nccl", timeout=TIMEOUT)
-        line = f"the ranks have not averaged their first gradients after {SLOW_EXCHANGE:.0f} s"
-        hint = NCCL_HINT if group else "check the network"
-        slow = threading.Timer(SLOW_EXCHANGE, warn, [f"{line}; if it does not finish, {hint}"])
-        if self.is_main:
-            slow.start()
         ddp_model = DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=True
         )
         arrange_buckets(ddp_model)
-        if on_gpus:
-            torch.cuda.synchronize()
-        slow.cancel()
         return ddp_model
 
     # -------------------------------------------------------------------------
@@ -179,28 +166,6 @@ class Ranks:
             if theirs != everywhere[0]:
                 line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {hint}"
                 self.fail(line, UserError)
-
-    def check_shared(self, file: Path, hint: str) -> None:
-        """Raise UserError on every rank unless all machines see the same copy of the file."""
-        if self.world_size == 1:
-            return
-        self.on_main(file.touch)
-        began = time.monotonic()
-        changed: list[int | None] = []
-        # a network share takes a moment to show a change to other machines
-        while len(set(changed)) != 1 and self.max(time.monotonic() - began)[0] < SHARE_PATIENCE:
-            changed = self.gather(file.stat().st_mtime_ns if file.exists() else None)
-            time.sleep(0.1)
-        self.check_same(f"{file} was changed at", changed[self.rank], hint)
-
-
-def program() -> str:
-    """Return torch's version, and a hash of the program's files that are loaded."""
-    root = Path(__file__).resolve().parent.parent
-    files = {Path(getattr(m, "__file__", None) or "") for m in [*sys.modules.values()]}
-    ours = {f.relative_to(root).as_posix(): f for f in files if f.is_relative_to(root)}
-    code = [(n, ours[n].read_bytes()) for n in sorted(ours) if "site-packages" not in n]
-    return f"torch {torch.__version__}, code {hashlib.sha256(repr(code).encode()).hexdigest()[:8]}"
 
 
 def arrange_buckets(ddp_model: DistributedDataParallel) -> None:

@@ -215,12 +215,6 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, alone, tmp_path):
 
 # a second rank on a machine of its own, where other folders are
 APART = "os.chdir(RANK)"
-# stands for an edited model.py
-OTHER_CODE = """
-import common.files, model
-if RANK == "1":
-    model.__file__ = common.files.__file__
-"""
 NO_GPU = "torch.cuda.is_available = lambda: False"
 # what each rank does first, its keys, and the words of the one error line
 BAD_STARTS = {
@@ -230,25 +224,10 @@ BAD_STARTS = {
         "gradient_accumulation_steps 3 2",
     ),
     "GPUs where there are none": (NO_GPU, dict(device="cuda"), "device cuda"),
-    "another torch": ("if RANK == '1': torch.__version__ = '2.0'", dict(), "program 2.0 torch"),
-    "other code": (OTHER_CODE, dict(), "program code"),
     "other data": (APART, dict(dataset="data"), "dataset rank"),
-    "no shared out_dir": (APART, dict(out_dir="new"), "shared --out_dir"),
-    "no shared out_dir to resume from": (
-        APART,
-        dict(out_dir="old", init_from="resume"),
-        "shared --out_dir",
-    ),
     "no shared folder for a stream": (APART, STREAM, "shared folder"),
     "a file in the place of out_dir": ("", dict(out_dir="file/run"), "file/run"),
 }
-# the patience with a network share is over at once
-HURRIED = """
-monotonic = time.monotonic
-time.monotonic = lambda: 100 * monotonic()
-"""
-
-
 @pytest.fixture(scope="module")
 def world(tokens, tmp_path_factory) -> Path:
     """Create the ranks' working folder. It has a folder for each rank; rank 0's holds a run."""
@@ -265,9 +244,7 @@ def world(tokens, tmp_path_factory) -> Path:
     "row",
     slow_but(
         "an accumulation that cannot be shared",
-        "other code",
         "other data",
-        "no shared out_dir to resume from",
         "a file in the place of out_dir",
         of=BAD_STARTS,
     ),
@@ -276,7 +253,7 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks(row, tokens, world):
     before, changes, words = BAD_STARTS[row]
     saved = sorted(world.rglob("*.pt"))
     arguments = flags(**TINY | dict(dataset=tokens, out_dir="run") | changes)
-    script = watched(before=HURRIED + before)
+    script = watched(before=before)
     results = finish_ranks(start_ranks(2, *arguments, script=script, cwd=world))
     assert [result.code for result in results] == [2, 2], results
     (line,) = error_lines(*(result.err for result in results))
@@ -335,7 +312,6 @@ def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, m
         monkeypatch.setattr(torch.distributed, name, getattr(made, name))
     monkeypatch.setattr("training.ranks.DistributedDataParallel", made.wrap)
     monkeypatch.setattr("training.ranks.arrange_buckets", made.arrange)
-    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     made.is_nccl_available.return_value = built
     model = mock.Mock(parameters=lambda: iter([mock.Mock(is_cuda=on_gpu)]))
     ranks.data_parallel(model)
@@ -344,23 +320,6 @@ def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, m
     if nccl:
         ten_minutes = datetime.timedelta(minutes=10)
         made.new_group.assert_called_once_with(backend="nccl", timeout=ten_minutes)
-
-
-@pytest.mark.slow
-def test_the_first_rank_warns_if_the_first_gradient_exchange_is_slow(tiny):
-    """Delay the second rank. GPUs that cannot reach each other's memory would hang here."""
-    late = """
-        import time, training.ranks
-        from torch.nn.parallel import DistributedDataParallel
-        training.ranks.SLOW_EXCHANGE = 0.5
-        def wrap(*arguments, **options):
-            time.sleep(3 if RANK == "1" else 0)
-            return DistributedDataParallel(*arguments, **options)
-        training.ranks.DistributedDataParallel = wrap
-    """
-    results = finish_ranks(start_ranks(2, *flags(**tiny), script=watched("", late)))
-    assert [result.code for result in results] == [0, 0]
-    assert [result.err.count("not averaged") for result in results] == [1, 0]
 
 
 # says on stderr that a rank has left the others
