@@ -57,7 +57,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--val_tokens", type=parse_count, help="validation tokens (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
-    add("--encoding", help="for parquet text that is not Unicode (default: cp1252, with a warning)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
@@ -117,11 +116,10 @@ def main(argv: list[str]) -> None:
         files, revision = hub_files(dataset, name, revision)
     if started.get("source") != title:
         started = {}  # the manifest describes another source; prepare() will refuse the folder
-    source = Source(files, arguments.text_field, arguments.encoding, keeps_blank=is_records)
+    source = Source(files, arguments.text_field, keeps_blank=is_records)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
         pass
-    settings: dict[str, Any] = dict(revision=revision)
-    settings |= dict(text_field=arguments.text_field, encoding=arguments.encoding)
+    settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
     settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)
     reading: InFileOrder | Shuffled = InFileOrder(source, val_tokens)
     if order == "shuffled":

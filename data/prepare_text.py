@@ -9,7 +9,7 @@ library, which needs no download.
     python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
 
 Each text file is one document, and so is each row of a .jsonl or .parquet file. Text files are
-UTF-8, or UTF-16 with a byte-order mark; others are read with --encoding. --val_fraction of the text
+UTF-8, or UTF-16 with a byte-order mark; others need --encoding. --val_fraction of the text
 is held out for validation: short documents and the ends of long ones, spread over the text. With a
 single document its end is held out. bpe:N trains a tokenizer on the text.
 """
@@ -30,7 +30,6 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, UserError, command_line, parse_count, run_main
 from common.files import replacing
-from data.decode import FALLBACK
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.shards import PREPARED_ON_DEMAND
 from data.sources import FIELD, Place, Row, Source
@@ -121,7 +120,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
     add("--val_fraction", type=float, default=0.05, help="fraction held out (default: %(default)s)")
-    add("--encoding", help=f"for text that is not Unicode (default: {FALLBACK}, with a warning)")
+    add("--encoding", help="of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)

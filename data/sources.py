@@ -7,7 +7,6 @@ Training shuffles windows of their tokens (see loader.py). files.py lists the fi
 decodes their bytes.
 """
 
-import contextlib
 import io
 import re
 import time
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from common.console import UserError, say, warn
-from data.decode import decode, first_line, is_damaged, is_text, stated_encoding, unicode_of
+from data.decode import decode, first_line, is_text
 from data.files import TEXT_FILES, is_parquet, parse_line, read_lines
 
 FIELD = "text"
@@ -60,10 +59,9 @@ class Source:
 
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
-    encoding: str | None = None  # of text that is neither UTF-8 nor UTF-16; jsonl is always UTF-8
+    encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
     keeps_blank: bool = False  # treat blank text as a document, as llm.c does
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # parquet, compressed
-    warned: set[tuple[str, str]] = dataclass_field(default_factory=set)  # file, kind of warning
 
     def rows(self, begin: Place) -> Iterator[Row]:
         """Yield the rows of all files from `begin` on. Raises UserError as file_rows() does."""
@@ -94,7 +92,7 @@ class Source:
             return
         rows = f"{without:,} of the first {len(first):,} rows"
         held = f"{rows} hold no text in the field {self.field} that can be read"
-        hint = "give --text_field=NAME or, of parquet, --encoding=NAME"
+        hint = "give --text_field=NAME"
         raise UserError(f"{name}: {held}; {hint}")
 
     def row_groups(self) -> list[int]:
@@ -177,10 +175,10 @@ class Source:
             for n in range(place.group, last + 1):
                 done = place.row if n == place.group else 0
                 if done < footer.row_group(n).num_rows:  # otherwise, do not download it again
-                    for row, text in enumerate(self.read_group(name, parquet, n, done), done + 1):
+                    for row, text in enumerate(self.read_group(parquet, n, done), done + 1):
                         yield Place(place.file, n, row), text
 
-    def read_group(self, name: str, parquet, group: int, row: int) -> Iterator[str | None]:
+    def read_group(self, parquet, group: int, row: int) -> Iterator[str | None]:
         """Yield the texts of a row group, starting at `row`."""
         import pyarrow
 
@@ -189,31 +187,8 @@ class Source:
             column = batch.column(0)[max(row - begin, 0) :]
             begin += len(batch)
             for content in column.cast(pyarrow.large_binary()).to_pylist():
-                text = None if content is None else self.decode_row(name, content)
+                text = None if content is None else content.decode()
                 yield as_document(text, self.keeps_blank)
-
-    def decode_row(self, name: str, content: bytes) -> str | bytes:
-        """
-        Decode a parquet row as a text file, with one warning per file for each kind of trouble.
-        Returns the bytes if they are not text, and keeps the rest of damaged UTF-8.
-        """
-        if not self.encoding:
-            with contextlib.suppress(UnicodeError):
-                return content.decode()
-        text: str | bytes
-        try:
-            text, trouble = decode(content, self.encoding)
-            kind = "guessed"
-        except UserError as error:
-            text, kind = content, "left out"
-            trouble = f"{error}; leaving out rows like this one; or give another --encoding"
-            if is_damaged(content):
-                text = content.decode(unicode_of(content), errors="replace")
-                trouble, kind = "broken UTF-8 becomes U+FFFD", "damaged"
-        if trouble and (name, kind) not in self.warned:
-            self.warned.add((name, kind))
-            warn(f"{name}: in one of its rows, {trouble}")
-        return text
 
     def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
         """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
@@ -279,14 +254,10 @@ def read_footer(name: str) -> bytes:
 
 def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     """Yield a text file as one row, or as several if <|endoftext|> separates them in a .txt."""
-    content = Path(name).read_bytes()
-    stated = stated_encoding(content) if name.lower().endswith(".py") else None
     try:
-        text, guess = decode(content, stated or encoding)
+        text = decode(Path(name).read_bytes(), encoding)
     except UserError as error:
         raise UserError(f"{name}: {error}; leave it out, or give its --encoding=NAME") from None
-    if guess and not stated:
-        warn(f"{name}: {guess}")
     # Normalise line endings, so that every operating system produces the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     whole = re.sub("(?m)^\ufeff", "", text)  # byte-order marks; joined files may have several

@@ -296,22 +296,20 @@ def test_a_file_whose_name_holds_two_colons_is_read(ending):
 GERMAN = "Über die Größe der Straße – 5 €.\n" * 30
 JAPANESE = "名前はまだ無い。\n" * 40
 ENCODINGS = {
-    "utf-8": (GERMAN.encode(), ""),
-    "with a mark": (codecs.BOM_UTF8 + GERMAN.encode(), ""),
-    "Windows' line ends": (GERMAN.replace("\n", "\r\n").encode(), ""),
-    "an old Mac's": (GERMAN.replace("\n", "\r").encode(), ""),
-    "UTF-16": (GERMAN.encode("utf-16"), ""),
-    "UTF-16, other end first": (codecs.BOM_UTF16_BE + GERMAN.encode("utf-16-be"), ""),
-    "cp1252": (GERMAN.encode("cp1252"), "read as cp1252: 'Über Größe Straße"),
+    "utf-8": GERMAN.encode(),
+    "with a mark": codecs.BOM_UTF8 + GERMAN.encode(),
+    "Windows' line ends": GERMAN.replace("\n", "\r\n").encode(),
+    "an old Mac's": GERMAN.replace("\n", "\r").encode(),
+    "UTF-16": GERMAN.encode("utf-16"),
+    "UTF-16, other end first": codecs.BOM_UTF16_BE + GERMAN.encode("utf-16-be"),
 }
 
 
-@pytest.mark.parametrize("content, said", ENCODINGS.values(), ids=ENCODINGS)
-def test_text_in_a_common_encoding_is_read_and_a_guessed_one_is_reported(content, said):
+@pytest.mark.parametrize("content", ENCODINGS.values(), ids=ENCODINGS)
+def test_unicode_is_read_whatever_its_marks_and_line_ends(content):
     Path("a.txt").write_bytes(content)
     result = prepare_text("a.txt", "--val_fraction=0.2")
-    assert result.code == 0
-    assert said in result.err and bool(said) == bool(result.err)
+    assert (result.code, result.err) == (0, "")
     splits = [stored_texts(Path("out"), split) for split in ("val", "train")]
     check_documents(*splits, [GERMAN])
 
@@ -321,23 +319,9 @@ def test_the_encoding_flag_applies_to_files_that_are_not_utf8(encoding):
     Path("a.txt").write_bytes(JAPANESE.encode(encoding))
     Path("b.txt").write_bytes(GERMAN.encode())
     result = prepare_text("a.txt", "b.txt", f"--encoding={encoding}", "--val_fraction=0.2")
-    assert result.code == 0, result.err
-    assert "名前は" in result.err and "b.txt" not in result.err
+    assert (result.code, result.err) == (0, "")
     splits = [stored_texts(Path("out"), split) for split in ("val", "train")]
     check_documents(*splits, [JAPANESE, GERMAN])
-
-
-def test_a_python_file_is_read_in_the_encoding_that_it_declares():
-    """Find the declaration in the second line (PEP 263), and ignore --encoding."""
-    texts = [f"#!python\n# -*- coding: {name} -*-\n" + text for name, text in STATED.items()]
-    for n, (encoding, text) in enumerate(zip(STATED, texts, strict=True)):
-        Path(f"{n}.py").write_bytes(text.encode(encoding))
-    result = prepare_text("*.py", "--encoding=cp1251")
-    assert (result.code, result.err) == (0, "")
-    check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
-
-
-STATED = {"koi8-r": "x = 'Привет мир'\n" * 60, "latin-1": "x = 'é'\n" * 60, "iso2022_jp": JAPANESE}
 
 
 def test_byte_order_marks_inside_joined_files_are_dropped():
@@ -380,7 +364,7 @@ def test_end_of_text_in_code_markdown_or_jsonl_stays_in_the_text(name):
 
 
 UNREADABLE = {
-    # all of its bytes are letters of cp1252
+    "cp1252": (GERMAN.encode("cp1252"), "line 1 is not utf-8"),
     "one broken byte": (GERMAN.encode() + b"\xff" + GERMAN.encode(), "line 31 is not utf-8"),
     "half a letter": (JAPANESE.encode("utf-16") + b"a", "line 41 is not utf-16"),
     "UTF-16 without a mark": ("a line\n".encode("utf-16-le") * 99, "NULs"),
@@ -496,86 +480,17 @@ def test_parquet_text_is_read_from_string_binary_and_dictionary_columns(kind):
     assert rows_of("a.parquet") == ["café", *FILLING]
 
 
-def write_bytes_column(name: str, rows: list[bytes], kind=None) -> None:
-    """
-    Write rows of bytes as a parquet column. With kind="string", declare them as strings: pyarrow
-    does not check that they are UTF-8.
-    """
-    column = pa.array(rows, pa.binary())
-    if kind == "string":
-        column = pa.StringArray.from_buffers(len(column), *column.buffers()[1:])
-    pq.write_table(pa.table({"text": column}), name)
-
-
-WINDOWS = [f"{n}: Der Händler prüft die Maße – größer – für das Café." for n in range(90)]
-RUSSIAN = [f"{n}: Корабль вышел в море." for n in range(90)]
-CP1252 = "in one of its rows, line 1 is not utf-8: b'\\xe4ndler p'; read as cp1252: 'Händler prüft"
-COLUMNS = {
-    "UTF-8": (WINDOWS, "utf-8", [], ""),
-    "Windows'": (WINDOWS, "cp1252", [], CP1252),
-    "given": (RUSSIAN, "koi8-r", ["--encoding=koi8-r"], "read as koi8-r: 'Корабль"),
-    "UTF-16": (RUSSIAN, "utf-16", [], ""),
-    "UTF-16 without a mark": (
-        WINDOWS,
-        "utf-16-le",
-        ["--encoding=utf-16-le"],
-        "as utf-16-le: 'Händ",
-    ),
-    "UTF-16 of ASCII": (FILLING, "utf-16-be", ["--encoding=utf-16-be"], "read as utf-16-be: ''"),
-}
-
-
-@pytest.mark.parametrize("kind", ["string", "binary"])
-@pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
-@pytest.mark.parametrize("texts, encoding, flags, said", COLUMNS.values(), ids=COLUMNS)
-def test_bytes_in_parquet_are_decoded_like_a_text_file(kind, prepare, texts, encoding, flags, said):
-    write_bytes_column("a.parquet", [text.encode(encoding) for text in texts], kind)
-    result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet", *flags)
-    assert result.code == 0 and result.err.count("\n") == bool(said), result.err
-    assert said in result.err
-    check_documents(*(stored_texts(Path("out"), split) for split in ("val", "train")), texts)
-
-
-NO_TEXT = {
-    "packed": (
-        [zlib.compress(text.encode() * 3) for text in WINDOWS],
-        "90 of the first 90 rows hold",
-    ),
-    "Windows' UTF-16": ([text.encode("utf-16-le") for text in WINDOWS], "rows hold no text"),
-    "UTF-16 of ASCII": (
-        [text.encode("utf-16-le") for text in FILLING],
-        "no text in the field text that can",
-    ),
-}
-
-
-@pytest.mark.parametrize("rows, said", NO_TEXT.values(), ids=NO_TEXT)
-@pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
-def test_bytes_in_parquet_that_are_not_recognized_as_text_are_refused(prepare, rows, said):
-    write_bytes_column("a.parquet", rows)
-    result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet")
-    assert result.code == 2 and said in result.err and not Path("out").exists()
-    assert "--encoding" in result.err
+def test_parquet_bytes_that_are_not_utf8_are_refused():
+    rows = [text.encode() + b"\xff" * (n == 50) for n, text in enumerate(FILLING)]
+    pq.write_table(pa.table({"text": pa.array(rows, pa.binary())}), "a.parquet")
+    result = prepare_rows("--source=a.parquet")
+    assert result.code == 2 and "a.parquet" in result.err and not Path("out").exists()
 
 
 def test_jsonl_rows_full_of_nul_characters_are_refused():
     rows = [dict(text=text.encode("utf-16-le").decode("latin-1")) for text in FILLING]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert_refused("60 of the first 60 rows hold no text", "--text_field", prepare_text("a.jsonl"))
-
-
-def test_a_few_undecodable_rows_in_parquet_give_warnings_and_the_rest_is_prepared():
-    cut = "Größe ‒ große Straße".encode()[:-1] + b"\xc3"  # in the middle of a letter
-    write_bytes_column("a.parquet", [cut, bytes(range(256)), cut, *(t.encode() for t in FILLING)])
-    result = prepare_rows("--source=a.parquet")
-    assert result.code == 0
-    assert [line.partition(";")[0] for line in result.err.splitlines()] == [
-        "warning: a.parquet: in one of its rows, broken UTF-8 becomes U+FFFD",
-        f"warning: a.parquet: in one of its rows, line 2 is not utf-8: {bytes(range(128, 136))}",
-        "warning: a.parquet: 1 of 63 rows hold no text in their text field and are left out",
-    ]
-    texts = stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train")
-    assert texts == ["Größe ‒ große Straß\ufffd"] * 2 + FILLING
 
 
 def test_rows_without_text_are_counted_but_a_file_without_any_text_is_refused():
