@@ -17,7 +17,6 @@ CONFIG stands for config files and --key=value flags, as for train.py.
 Examples:
 
     python bench.py config/gpt124m_4070.py --batch_size=16
-    python bench.py config/gpt124m_4070.py --profile=trace.json
     python bench.py sweep config/gpt124m_4070.py --write=config/mine.py
     python bench.py ladder config/gpt124m_4070.py --json=ladder.json
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200
@@ -72,7 +71,6 @@ from configurator import (
 )
 from data.shards import vocab_where_missing
 from reports import plan
-from reports.bench_child import CPU_SECONDS, PROFILE_HEADING
 from reports.check import check
 from reports.runs import Run, percentile, read_run
 from training import hardware, preflight
@@ -130,22 +128,16 @@ class OutOfMemory(RunError):
 # One measurement
 
 
-def measure(
-    config: Config, seconds: float = 5.0, command: Command = (CHILD,), profile: str = ""
-) -> dict:
+def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -> dict:
     """
     Measure the speed and memory of a configuration on this machine, from train.py's log.
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
     `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
-    reports/bench_child.py does. `profile` is the file to write a trace to. Raises the UserError or
-    RunError that ended the run.
+    reports/bench_child.py does. Raises the UserError or RunError that ended the run.
     """
-    run, printed, cpu_seconds = run_train(config, seconds, command, profile)
-    if profile:
-        say(*printed.partition(f"{PROFILE_HEADING}\n")[2].splitlines())
+    run, printed = run_train(config, seconds, command)
     step_ms = run.step["step_ms"][UNCOUNTED:]
-    first = int(run.step["iter"][UNCOUNTED - 1]) + 1  # the first iteration that counts
     start = run.start
     machine = {name: start[name] for name in OF_THE_MACHINE}
     machine |= dict(cpu=hardware.cpu_name(), threads=torch.get_num_threads())
@@ -157,7 +149,7 @@ def measure(
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
         tokens_per_sec_range=[1000 * config.iter_tokens / f(step_ms) for f in (max, min)],
-        cpu_ms=1000 * float(np.median(np.diff(cpu_seconds[first:]))),
+        cpu_ms=float(np.median(run.step["cpu_ms"][UNCOUNTED:])),
         lines=len(step_ms),
         mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
         mem_gib=percentile(run.step["mem_gib"], 100),
@@ -168,12 +160,10 @@ def measure(
     )
 
 
-def run_train(
-    config: Config, seconds: float, command: Command, profile: str
-) -> tuple[Run, str, np.ndarray]:
+def run_train(config: Config, seconds: float, command: Command) -> tuple[Run, str]:
     """
-    Run train.py in a child process until its log has enough lines, then kill it. Returns the log,
-    everything the child printed, and its cumulative CPU seconds before each iteration.
+    Run train.py in a child process until its log has enough lines, then kill it. Returns the log
+    and everything the child printed.
     """
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
@@ -191,10 +181,6 @@ def run_train(
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)
                 is_measured = child.poll() is None
-                if is_measured and profile:
-                    trace = Path(profile).absolute()
-                    child.stdin.write(f"{trace}\n".encode())  # type: ignore[union-attr]  # a pipe
-                    is_measured = child.wait() == 0
             finally:
                 child.kill()
                 child.wait()
@@ -202,8 +188,7 @@ def run_train(
         if not is_measured:
             raise error_of(config, printed.splitlines(), child.returncode)
         pass_warnings_on(printed.splitlines())
-        cpu_seconds = np.fromfile(Path(folder, CPU_SECONDS), sep="\n")
-        return read_run(log), printed, cpu_seconds
+        return read_run(log), printed
 
 
 def has_enough(log: Path, seconds: float) -> bool:
@@ -263,7 +248,7 @@ def batch_keys(config: Config, batch_size: int) -> dict:
 
 def single(config: Config, options: Namespace) -> dict:
     say("compiling and measuring: a minute or two" if config.compile else "measuring")
-    r = measure(config, options.seconds, profile=options.profile)
+    r = measure(config, options.seconds)
     slowest, fastest = (f"{rate:,.0f}" for rate in r["tokens_per_sec_range"])
     sizes = f"{config.gradient_accumulation_steps} x {config.batch_size} x {config.block_size}"
     data = config.dataset
@@ -585,9 +570,6 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         add("--trials", type=parse_count, default=1, help=help_text)
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
-    if mode == "":
-        help_text = "list the slowest operations and write a trace for chrome://tracing"
-        add("--profile", default="", metavar="TRACE.json", help=help_text)
     return parser.parse_known_args(argv)
 
 
@@ -619,7 +601,7 @@ def main(argv: list[str]) -> int:
         raise_if_any(preflight.check_device(config))
     if getattr(options, "write", None) and Path(options.write).exists():
         raise UserError(f"write: {options.write} exists; remove it or choose another name")
-    for name in ("json", "write", "profile"):  # files to write
+    for name in ("json", "write"):  # files to write
         if path := getattr(options, name, None):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     result = MODES[mode](config, options)

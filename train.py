@@ -688,12 +688,7 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 # The run
 
 
-def main(
-    argv: list[str],
-    import_seconds: float = 0.0,
-    *,
-    train_step=train_step,  # bench.py passes one that it can profile
-) -> int:
+def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
 
     # Which run is this? Rank 0 reads the command, finds the checkpoint and verifies its checksums;

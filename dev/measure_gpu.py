@@ -91,15 +91,15 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
     pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "gpu", "-k"]
-    trace = f"--profile={work / 'trace.json'}"  # its table of kernels is in the row's log
+
     found = {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
         "check": (240, [PYTHON, f"{ROOT / 'bench.py'}", "check", *machine]),
-        "step": (240, bench(*classic, trace)),
+        "step": (240, bench(*classic)),
         "step_twice_the_batch": (240, bench(*classic, f"--batch_size={twice}")),
-        "fast_step": (300, bench(*fast, trace)),
-        "fp16_accumulation": (300, bench(*fast, *FLOAT16, trace)),
+        "fast_step": (300, bench(*fast)),
+        "fp16_accumulation": (300, bench(*fast, *FLOAT16)),
         "train": (240, [*train, "--max_iters=40"]),
         "resume": (180, [*train, "--max_iters=50"]),
         "exact": (300, [*pytest, EXACT]),

@@ -20,7 +20,9 @@ from reports.nanogpt_log import read_nanogpt_log
 INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of these when it resumes
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {
-    "step": "iter tokens tokens_after hours loss lr step_ms tokens_per_sec mfu mem_gib".split(),
+    "step": """
+        iter tokens tokens_after hours loss lr step_ms cpu_ms tokens_per_sec mfu mem_gib
+    """.split(),
     "eval": "iter tokens hours val_loss bits_per_byte seconds low high".split(),
     "checkpoint": "iter seconds".split(),
 }

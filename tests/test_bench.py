@@ -122,13 +122,6 @@ def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "tokens"]
 
 
-def test_profile_prints_a_table_of_operations_and_writes_a_trace(children):
-    _, out = bench("--profile=new/trace.json", **TINY, compile=False)
-    assert "aten::mm" in out and "tokens/s" in out
-    trace = json.loads(Path("new/trace.json").read_text())
-    assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
-
-
 # -----------------------------------------------------------------------------
 # Several
 
@@ -315,7 +308,7 @@ def test_killing_bench_leaves_no_process_running(way, tmp_path):
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize(("mode", "flag"), [("sweep", "--write"), ("", "--profile")])
+@pytest.mark.parametrize(("mode", "flag"), [("sweep", "--write"), ("", "--json")])
 def test_help_lists_the_flags_of_the_given_mode(mode, flag):
     """List --seconds too, but no config key such as --n_layer."""
     code, out, _ = run("bench.py", *mode.split(), "--help")

@@ -202,7 +202,7 @@ def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, tokens, tmp_
     ],
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
-def test_an_iteration_never_waits_for_the_device(changes, tokens, tmp_path):
+def test_an_iteration_never_waits_for_the_device(changes, tokens, tmp_path, monkeypatch):
     """Let CUDA raise an error at any synchronisation inside train_step, from the third call on."""
     original = train.train_step
     calls = iter(range(100))
@@ -218,7 +218,8 @@ def test_an_iteration_never_waits_for_the_device(changes, tokens, tmp_path):
 
     keys = SHORT_RUN | dict(dataset=tokens, out_dir=tmp_path, dropout=0.1, n_embd=64)
     keys |= dict(device="cuda", dtype="bfloat16") | changes
-    assert train.main(flags(**keys), train_step=watched) == 0
+    monkeypatch.setattr(train, "train_step", watched)
+    assert train.main(flags(**keys)) == 0
 
 
 @gpu

@@ -41,6 +41,7 @@ class Speed:
     wait_seconds: float  # the part of iter_seconds spent waiting for data
     tokens_per_sec: float  # across all ranks
     mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
+    cpu_seconds: float = 0.0  # of all threads in an iteration, on this rank
 
 
 class Clock:
@@ -65,6 +66,8 @@ class Clock:
             self.seconds |= resumed["ledger"]
         self.first_iter = 0  # of this launch
         self.lapped_at = began  # every second before this moment is in the ledger
+        self.cpu_lapped_at = time.process_time()
+        self.cpu_seconds = 0.0  # of this launch's steps
         self.save_timer_began = began
         # The rest is for runs with hours or until
         saved = resumed["clock"] if resumed else {}
@@ -152,12 +155,16 @@ class Clock:
         seconds = now - self.lapped_at
         self.lapped_at = now
         self.seconds[category] += seconds
+        cpu = time.process_time()
+        if category == "steps":
+            self.cpu_seconds += cpu - self.cpu_lapped_at
+        self.cpu_lapped_at = cpu
         return seconds
 
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
         self.first_iter = progress.iter_num
-        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0)
+        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0, 0.0)
         if self.setup_seconds is None:
             self.setup_seconds = self.used()
 
@@ -169,13 +176,15 @@ class Clock:
         data, and `mem_gib` this rank's peak memory.
         """
         self.lap("steps")
-        line = (progress.iter_num, progress.tokens, self.seconds["steps"], waited)
-        iterations, trained, elapsed, waited = (
+        steps = self.seconds["steps"]
+        line = (progress.iter_num, progress.tokens, steps, waited, self.cpu_seconds)
+        iterations, trained, elapsed, waited, cpu = (
             after - before for after, before in zip(line, self.last_line, strict=True)
         )
         self.last_line = line
         elapsed, waited, mem_gib = ranks.max(elapsed, waited, mem_gib)
-        return Speed(elapsed / iterations, waited / iterations, trained / elapsed, mem_gib)
+        times = (elapsed / iterations, waited / iterations)
+        return Speed(*times, trained / elapsed, mem_gib, cpu / iterations)
 
     def advance(self, share: float) -> None:
         """Remember the share at which an update was made."""
