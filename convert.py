@@ -9,7 +9,6 @@ train.py or sample.py --init_from=PATH. Code in the input files is never execute
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ from common.files import replacing
 from data.tokenizer import GPT2_VOCAB, Tokenizer
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training.pretrained import GPT2_SETTINGS, TRANSPOSED, load_weights, read_weights
+from training.pretrained import TRANSPOSED, load_weights, read_weights
 
-# OpenAI's tokenizer files, from where tiktoken downloads them
-GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # The fast model's code. An export contains X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
 TRANSFORMERS = "pip install 'transformers>=5'"
@@ -40,101 +37,78 @@ TOLERANCE = 2e-5
 def ckpt_to_hf(source: str, out: str) -> None:
     """
     Export the model in float32 as a GPT2LMHeadModel, or a fast model together with its code.
-    Raises UserError if the folder is not empty, if the weights cannot be read or do not fit their
-    config, or if the export would not compute the checkpoint's logits.
+    Raises UserError if transformers is missing, if the folder is not empty, if the weights cannot
+    be read or do not fit their config, or if the export would not compute the checkpoint's logits.
     """
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
+    try:
+        import transformers
+    except ImportError:
+        problem = f"transformers is missing; install it with{COMMAND}{TRANSFORMERS}"
+        raise UserError(problem) from None
+    transformers.utils.logging.set_verbosity_error()  # our own error names tensors that do not fit
+    transformers.utils.logging.disable_progress_bar()
     state = read_weights(source, best=True)
     model = build_model(config_from_dict(state["model_config"])).eval()
     load_weights(model, state)
-    is_fast = isinstance(model, FastGPT)
-    if is_fast:
-        # keep the vocabulary's padding; modeling_fast.py cuts off its logits
-        weights = {f"model.{name}": copied(tensor) for name, tensor in state["model"].items()}
-    else:
-        weights = gpt2_weights(state)
-    hf = hf_config(state)
-    check_logits(model, weights, hf)
-    code = fast_code() if is_fast else {}
+    exported = open_export(state)
+    check_logits(model, exported)
+    config = exported.config
+    code = fast_code() if isinstance(model, FastGPT) else {}
     folder.mkdir(parents=True, exist_ok=True)
+    # A tied GPT-2 gets OpenAI's names, without "transformer.", because mlx-lm finds no others.
+    named = exported.base_model if config.tie_word_embeddings else exported
+    # safetensors refuses to store a tensor that two blocks share
+    weights = {name: copied(tensor) for name, tensor in named.state_dict().items()}
     with replacing(folder / "model.safetensors") as file:
         file.write(to_safetensors(weights, metadata={"format": "pt"}))
-    write_json(folder / "config.json", hf)
+    config.save_pretrained(folder)
     # Without max_length, pipeline() would generate past the end of a short context.
-    generation = {
-        "max_length": hf["n_positions"],
-        "bos_token_id": hf["bos_token_id"],
-        "eos_token_id": hf["eos_token_id"],
-    }
-    write_json(folder / "generation_config.json", generation)
+    exported.generation_config.max_length = config.n_positions
+    exported.generation_config.save_pretrained(folder)
     for name, text in code.items():
         (folder / name).write_text(text, encoding="utf-8")
-    kind = state["tokenizer"]["kind"]
-    if kind in ("gpt2", "bpe"):
-        write_tokenizer(folder, state["tokenizer"], hf["n_positions"])
-    else:
-        say(
-            f"tokenizer: no tokenizer files written; Hugging Face has no class for its kind, {kind}"
-        )
-    trust = ", trust_remote_code=True" if is_fast else ""
+    write_tokenizer(folder, state["tokenizer"], config.n_positions)
+    trust = ", trust_remote_code=True" if code else ""
     say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
 
 
-def write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def gpt2_weights(state: dict) -> dict[str, torch.Tensor]:
-    """
-    Return the weights under Hugging Face's names and in its shapes: without the vocabulary's
-    padding, and with zeros for biases that the model lacks.
-    """
-    config = config_from_dict(state["model_config"])
-    weights = {}
-    for name, tensor in state["model"].items():
-        if config.tie_weights:
-            if name == "lm_head.weight":
-                continue
-            # Use OpenAI's names, because mlx-lm finds no weight under any other. With an untied
-            # head transformers 4 refuses them.
-            name = name.removeprefix("transformer.")
-        if name.endswith(("wte.weight", "lm_head.weight")):
-            tensor = tensor[: state["vocab"]]
-        elif name.endswith(TRANSPOSED):
-            tensor = tensor.mT
-        weights[name] = copied(tensor)
-        has_bias = name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight", *TRANSPOSED))
-        if has_bias and not config.bias:
-            weights[name.replace(".weight", ".bias")] = torch.zeros(tensor.shape[-1])
-    return weights
-
-
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, because safetensors refuses to store one that two blocks share."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def hf_weights(state: dict) -> dict[str, torch.Tensor]:
+    """
+    Return the weights under Hugging Face's names and in its shapes, and without the vocabulary's
+    padding. transformers adds zeros for biases that a GPT-2 lacks.
+    """
+    is_fast = state["model_config"]["model"] == "fast"
+    weights = {}
+    for name, tensor in state["model"].items():
+        if name.endswith(("wte.weight", "lm_head.weight", "lm_head.bias")):
+            tensor = tensor[: state["vocab"]]
+        elif name.endswith(TRANSPOSED) and not is_fast:
+            tensor = tensor.mT
+        weights[f"model.{name}" if is_fast else name] = tensor
+    return weights
+
+
 @torch.no_grad()
-def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dict) -> None:
+def check_logits(model: GPT | FastGPT, exported: Any) -> None:
     """
     Check that transformers computes the same logits from the export as model.py does from the
     checkpoint. They differ if somebody has changed model.py, because transformers' GPT-2 has not
     changed with it. Raises UserError if they differ.
     """
-    try:
-        exported = open_export(weights, hf)
-    except ImportError:
-        problem = "the export is written but not checked, because transformers is missing"
-        say(f"{problem}; to check it, install it and convert again{COMMAND}{TRANSFORMERS}")
-        return
+    hf = exported.config
     generator = torch.Generator().manual_seed(0)
     # use a full context, because a sliding window shows only in texts longer than the window
-    idx = torch.randint(hf["vocab_size"], (1, hf["n_positions"]), generator=generator)
-    if hf["eos_token_id"] is not None:  # in case the model attends only within a document
-        idx[0, hf["n_positions"] // 2] = hf["eos_token_id"]
-    logits = model(idx)[..., : hf["vocab_size"]]
+    idx = torch.randint(hf.vocab_size, (1, hf.n_positions), generator=generator)
+    if hf.eos_token_id is not None:  # in case the model attends only within a document
+        idx[0, hf.n_positions // 2] = hf.eos_token_id
+    logits = model(idx)[..., : hf.vocab_size]
     difference = (exported(idx).logits - logits).abs().max()
     if difference <= TOLERANCE * logits.abs().max():
         return
@@ -143,30 +117,23 @@ def check_logits(model: GPT | FastGPT, weights: dict[str, torch.Tensor], hf: dic
     raise UserError(f"{problem}; share the checkpoint and its model file instead")
 
 
-def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
+def open_export(state: dict) -> Any:
     """
-    Open the exported weights with transformers. Raises ImportError without transformers, and
-    UserError if the model's tensors are not those of transformers' class.
+    Open the weights with transformers. Raises UserError if the model's tensors are not those of
+    transformers' class.
     """
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()  # our own error names tensors that do not fit
-    transformers.utils.logging.disable_progress_bar()
-    kind: Any = transformers.GPT2LMHeadModel
-    if hf["model_type"] != "gpt2":
-        from training.modeling_fast import FastForCausalLM
-
-        kind = FastForCausalLM
+    kind, config = hf_class_and_config(state)
     exported, found = kind.from_pretrained(
         None,
-        config=kind.config_class(**hf),
-        state_dict=weights,
+        config=config,
+        state_dict=hf_weights(state),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
+    has_bias = state["model_config"]["bias"]
     strange = [
         *found["unexpected_keys"],
-        *found["missing_keys"],
+        *(name for name in found["missing_keys"] if has_bias or not name.endswith(".bias")),
         *(name for name, *_ in found["mismatched_keys"]),  # followed by the two shapes
     ]
     if strange:
@@ -177,43 +144,45 @@ def open_export(weights: dict[str, torch.Tensor], hf: dict) -> torch.nn.Module:
     return exported.eval()
 
 
-def hf_config(state: dict) -> dict:
-    """Build config.json. Its key tokenizer_spec is our own and lets --init_from read it."""
+def hf_class_and_config(state: dict) -> tuple[Any, Any]:
+    """
+    Return transformers' class and config. The key tokenizer_spec is our own and lets --init_from
+    read the export.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from training import modeling_fast
+
     config = config_from_dict(state["model_config"])
     eot = end_of_text(state["tokenizer"])
-    hf = {
-        "dtype": "float32",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_positions": config.block_size,
-        "vocab_size": state["vocab"],
-        "tie_word_embeddings": config.tie_weights,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
+    values: dict[str, Any] = dict(
+        dtype="float32",
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        n_positions=config.block_size,
+        vocab_size=state["vocab"],
+        tie_word_embeddings=config.tie_weights,
+        bos_token_id=eot,
+        eos_token_id=eot,
         # Without this key, AutoTokenizer opens an empty GPT-2 tokenizer if we write no tokenizer.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "tokenizer_spec": state["tokenizer"],
-    }
+        tokenizer_class="PreTrainedTokenizerFast",
+        tokenizer_spec=state["tokenizer"],
+    )
     if isinstance(config, FastConfig):
-        return hf | {
-            "model_type": "nightshift_fast",
-            "architectures": ["FastForCausalLM"],
-            "auto_map": {
+        values |= dict(
+            architectures=["FastForCausalLM"],
+            auto_map={
                 "AutoConfig": "nightshift_modeling_fast.FastConfig",
                 "AutoModelForCausalLM": "nightshift_modeling_fast.FastForCausalLM",
             },
-            "model_config": config_to_dict(config),
-        }
-    gpt2 = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_ctx": config.block_size,  # llama.cpp and mlx-lm read n_ctx instead of n_positions
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-    }
-    return hf | gpt2 | {key: allowed[0] for key, allowed in GPT2_SETTINGS.items()}
+            model_config=config_to_dict(config),
+        )
+        return modeling_fast.FastForCausalLM, modeling_fast.FastConfig(**values)
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+    # llama.cpp and mlx-lm read n_ctx instead of n_positions
+    values |= dict(architectures=["GPT2LMHeadModel"], n_ctx=config.block_size, **drop)
+    return GPT2LMHeadModel, GPT2Config(**values)
 
 
 def end_of_text(tokenizer: dict) -> int | None:
@@ -241,57 +210,38 @@ def fast_code() -> dict[str, str]:
     return files
 
 
-def write_tokenizer(folder: Path, tokenizer: dict, block_size: int) -> None:
+def write_tokenizer(folder: Path, spec: dict, block_size: int) -> None:
     """
     Write a bpe or gpt2 tokenizer for AutoTokenizer. The tokenizer adds no special tokens to a text.
-    GPT-2's is built from files that tiktoken caches or downloads; if they are out of reach, nothing
+    GPT-2's is built from the file that tiktoken caches or downloads; if it is out of reach, nothing
     is written.
     """
-    tokenizer_class = "PreTrainedTokenizerFast"
-    if tokenizer["kind"] == "bpe":
-        own = Tokenizer(tokenizer)
-        end = own.decode([own.eot])
-        content = json.loads(tokenizer["json"])
-        # remove settings that add or cut tokens, because training does not apply them
-        content |= {"post_processor": None, "truncation": None, "padding": None}
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-    elif write_gpt2_tokenizer(folder):
-        end = "<|endoftext|>"
-        tokenizer_class = "GPT2Tokenizer"
-    else:
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    kind = spec["kind"]
+    if kind not in ("gpt2", "bpe"):
+        say(f"tokenizer: no files written; Hugging Face has no class for its kind, {kind}")
+        return
+    try:
+        own = Tokenizer(spec)
+    except UserError:
         say("tokenizer: cannot get GPT-2's files; use AutoTokenizer.from_pretrained('gpt2')")
         return
-    settings = {
-        "tokenizer_class": tokenizer_class,
-        "model_max_length": block_size,
-        # leaves out token_type_ids, whose embeddings GPT-2 would add
-        "model_input_names": ["input_ids", "attention_mask"],
-        "bos_token": end,
-        "eos_token": end,
-        "unk_token": end,
-    }
-    write_json(folder / "tokenizer_config.json", settings)
-
-
-def write_gpt2_tokenizer(folder: Path) -> bool:
-    """
-    Write vocab.json and merges.txt, and tokenizer.json, which most programs read instead. Returns
-    False if OpenAI's files are out of reach.
-    """
-    from tiktoken.load import read_file_cached
-    from tokenizers import ByteLevelBPETokenizer
-
-    try:
-        vocab = read_file_cached(GPT2_FILES + "encoder.json")
-        merges = read_file_cached(GPT2_FILES + "vocab.bpe")
-    except Exception:  # whatever the network throws
-        return False
-    (folder / "vocab.json").write_bytes(vocab)
-    (folder / "merges.txt").write_bytes(merges)
-    bpe = ByteLevelBPETokenizer.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    bpe.add_special_tokens(["<|endoftext|>"])
-    bpe.save(str(folder / "tokenizer.json"))
-    return True
+    bpe, end = own.bpe, own.decode([own.eot])
+    if kind == "gpt2":
+        converter = TikTokenConverter(None, bpe._pat_str, extra_special_tokens=bpe._special_tokens)
+        special = {name.encode(): n for name, n in bpe._special_tokens.items()}
+        ranks = bpe._mergeable_ranks | special
+        setattr(converter, "load_tiktoken_bpe", lambda path: ranks)  # noqa: B010  not from a file
+        bpe = converter.converted()
+    bpe.post_processor = None  # it may add tokens, which training does not
+    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    # leaves out token_type_ids, whose embeddings GPT-2 would add
+    names = ["input_ids", "attention_mask"]
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe, model_max_length=block_size, model_input_names=names, **ends
+    ).save_pretrained(folder)
 
 
 def main(argv: list[str]) -> None:

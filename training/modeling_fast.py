@@ -5,7 +5,8 @@ model.py into the folder it writes, so an export runs the code that trained it.
 Import this file lazily, because training does not need transformers.
 """
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -17,8 +18,8 @@ NOT_RETURNED = ("output_attentions", "output_hidden_states")
 
 class FastConfig(PreTrainedConfig):
     """
-    Represents config.json. Its key model_config is a checkpoint's, with the padded vocabulary;
-    vocab_size is the size before padding.
+    Represents config.json. Its key model_config is a checkpoint's, but vocab_size is the size
+    before padding.
     """
 
     model_type = "nightshift_fast"
@@ -31,7 +32,8 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: FastConfig):
         super().__init__(config)
-        self.model = build_model(config_from_dict(config.model_config))
+        sizes = config_from_dict(config.model_config)
+        self.model = build_model(replace(sizes, vocab_size=config.vocab_size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -54,10 +56,10 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutput:
         """
-        Compute logits (B, T, V) from input_ids (B, T), with V before padding; only those of the
-        last `logits_to_keep` tokens unless it is 0. With labels (B, T), normally the input_ids
-        themselves, also compute the loss; labels of -100 are ignored. Raises ValueError for padding
-        before a token, and for options of transformers' own models that this one does not support.
+        Compute logits (B, T, V) from input_ids (B, T); only those of the last `logits_to_keep`
+        tokens unless it is 0. With labels (B, T), normally the input_ids themselves, also compute
+        the loss; labels of -100 are ignored. Raises ValueError for padding before a token, and for
+        options of transformers' own models that this one does not support.
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
@@ -74,7 +76,7 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.model.hidden(input_ids.long())
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
-        logits = self.model.logits(x)[..., : self.config.vocab_size]
+        logits = self.model.logits(x)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
@@ -86,31 +88,8 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Linear:
         return self.model.lm_head
 
-    @torch.no_grad()
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
-    ) -> nn.Embedding:
-        """
-        Change the vocabulary size. New tokens start as the mean of all others, whatever
-        mean_resizing is.
-        """
-        wte = self.model.transformer.wte
-        head = self.model.lm_head
-        V = self.config.vocab_size
-        new_V = V if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of:
-            new_V += -new_V % pad_to_multiple_of
-        if new_V == V:
-            return wte
-        for p in (wte.weight, *head.parameters()):  # the head may have a bias
-            known = p[: min(V, new_V)]  # leaves out the padding
-            new = known.mean(dim=0, keepdim=True).expand(new_V - len(known), *known.shape[1:])
-            p.data = torch.cat((known, new))
-        wte.num_embeddings = new_V
-        head.out_features = new_V
-        self.config.vocab_size = new_V
-        self.config.model_config["vocab_size"] = new_V
-        return wte
+    def set_input_embeddings(self, value) -> None:
+        self.model.transformer.wte = value
+
+    def set_output_embeddings(self, value) -> None:
+        self.model.lm_head = value
