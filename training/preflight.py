@@ -2,7 +2,6 @@
 Check before a run whether it can train on this machine, and suggest a fix if it cannot.
 """
 
-import ctypes
 import re
 import sys
 
@@ -15,8 +14,6 @@ from training.hardware import choose_device, emulates_bfloat16
 CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
 # `+cu130` makes pip replace a CPU build of the same version too
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
-# The NVIDIA driver that each CUDA version needs (docs.nvidia.com/deploy/cuda-compatibility)
-LEAST_DRIVER = {12: "525 or newer", 13: "580 or newer"}
 
 
 def check_device(config: Config) -> list[str]:
@@ -85,23 +82,11 @@ def cuda_hint() -> str:
 
 
 def old_driver() -> str:
-    """Suggest a fix if NVIDIA's driver is too old for this torch to see the GPU, else return ""."""
+    """Return torch's words if NVIDIA's driver is too old for this torch to see the GPU, else ""."""
     if not torch.version.cuda:
         return ""
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:  # no NVIDIA driver installed
-        return ""
-    version = ctypes.c_int()  # the CUDA version: 12080 means 12.8
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    found = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    needed = int(torch.version.cuda.partition(".")[0])
-    if version.value == 0 or version.value // 1000 >= needed:  # 0: a stub without a driver
-        return ""
-    least = LEAST_DRIVER.get(needed, "the newest")
-    problem = f"the NVIDIA driver here is for CUDA {found}, this torch for CUDA {needed}"
-    line = f"{problem}; update the driver to {least}"
-    if version.value >= 12000:  # in a rented container the user cannot update the driver
-        release = torch.__version__.partition("+")[0]
-        line += f", or install torch {release} for CUDA 12 (listed at download.pytorch.org/whl)"
-    return line
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error) if "too old" in str(error) else ""
+    return ""
