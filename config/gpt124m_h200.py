@@ -4,7 +4,7 @@
 # Measured at 16 x 1024 (bench.py ladder): 518,700 tokens/s, which makes 5.4 hours (results/h200).
 out_dir = "out/gpt124m"
 # Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
-# python data/prepare_fineweb.py --dataset=fineweb --order=records --tokens=10B
+# the download in docs/fast_recipe.md
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 

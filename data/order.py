@@ -4,7 +4,6 @@ Decide the order in which rows are read, and which are held out for validation.
     prefix      file order; validation is the first documents
     shuffled    all row groups in a seeded shuffle, then the documents within each window of row
                 groups shuffled again; validation is spread over the whole source
-    records     file order, cut into the same shards as llm.c's script; validation is the first one
 
 A row group is a part of a parquet file that can be read on its own; any other file counts as one
 row group. The validation text depends only on the files, the tokenizer and --val_tokens, so folders
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from data.sources import Group, Place, Row, Source
 from data.writer import Document
 
-ORDERS = ("shuffled", "prefix", "records")
+ORDERS = ("shuffled", "prefix")
 # A shuffle window ends with the row group that brings it to this many rows or characters, or at the
 # latest at twice as many. Two windows are in memory at a time.
 WINDOW_ROWS = 2**13

@@ -4,7 +4,6 @@ hub, into token shards.
 
     python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
-    python data/prepare_fineweb.py --dataset=fineweb --order=records        llm.c's shards
     python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/mine
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
@@ -54,7 +53,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--order", choices=ORDERS, help="order of the documents (default: shuffled)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
-    add("--val_tokens", type=parse_count, help="validation tokens (default: 10M)")
+    add("--val_tokens", type=parse_count, default="10M", help="validation tokens (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
@@ -68,8 +67,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error("--source: needs a folder to write to; add --out=data/NAME")
     if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:
         parser.error(f"--dataset={arguments.dataset}: not {hub}")
-    if arguments.order == "records" and arguments.val_tokens:
-        parser.error("--val_tokens: --order=records validates on its first shard; leave it out")
     if arguments.name and (arguments.dataset in NAMED and not arguments.source):
         parser.error(f"--name: {arguments.dataset} has samples; try --sample=10B")
     if arguments.sample and (arguments.dataset not in NAMED or arguments.source):
@@ -81,7 +78,7 @@ def default_folder(arguments: argparse.Namespace) -> Path:
     name = arguments.dataset.rpartition("/")[2]
     if arguments.sample not in (None, "10B"):
         name += f"_{arguments.sample}"
-    return Path("data", name + "_records" * (arguments.order == "records"))
+    return Path("data", name)
 
 
 def order_of(asked: str | None, out: Path, started: dict) -> str:
@@ -101,8 +98,7 @@ def main(argv: list[str]) -> None:
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     started = read_manifest(out) if (out / "manifest.json").exists() else {}
     order = order_of(arguments.order, out, started)
-    is_records = order == "records"
-    val_tokens = arguments.val_tokens or (arguments.shard_tokens if is_records else 10_000_000)
+    val_tokens = arguments.val_tokens
     revision = None
     if arguments.source:
         title, files = arguments.source, local_files([arguments.source], ROW_FILES)
@@ -116,7 +112,7 @@ def main(argv: list[str]) -> None:
         files, revision = hub_files(dataset, name, revision)
     if started.get("source") != title:
         started = {}  # the manifest describes another source; prepare() will refuse the folder
-    source = Source(files, arguments.text_field, keeps_blank=is_records)
+    source = Source(files, arguments.text_field)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
         pass
     settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
@@ -136,9 +132,6 @@ def main(argv: list[str]) -> None:
         texts = (text for _, text, _ in reading.documents(reading.training_begin()))
         # in file order, skip the validation text, about 6 bytes per token
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * reading.val_tokens)
-    hint = "give more text, or --val_tokens={twentieth}"
-    if is_records:  # validation is a whole shard
-        hint = "give more text, or --shard_tokens={twentieth}"
     plan = Plan(
         folder=out,
         made_from=made_from(out, title, files, tokenizer, **settings, **reading.settings),
@@ -148,8 +141,7 @@ def main(argv: list[str]) -> None:
         val_tokens=reading.val_tokens,
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
-        cuts_documents=is_records,
-        hint=hint,
+        hint="give more text, or --val_tokens={twentieth}",
     )
     if allowance:
         plan.run_id = arguments.run_id

@@ -45,9 +45,10 @@ CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset 
 # or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
-# Downloads 19 training shards of 100M tokens of FineWeb, and its validation shard
+# Downloads the training shards of FineWeb, 103 of 100M tokens or the first 19, and its validation
+# shard
 DOWNLOAD = (
-    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_0000[01]*" '
+    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_000{most}*" '
     "--local-dir="
 )
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
@@ -315,12 +316,11 @@ def missing_dataset_message(name: str, tokens: int) -> str:
 
 def preparation(name: str, tokens: int) -> str:
     """Return the command that gets or makes a missing dataset, for the end of a message."""
-    records = ""
     if name == "fineweb_records":
-        if tokens <= HOURS_TOKENS:
-            return COMMAND + DOWNLOAD + command_line(dataset_folder(name).as_posix())
-        records = "--dataset=fineweb --order=records "
-    fineweb = f"prepare_fineweb.py {records}--tokens={count(min(tokens, MOST_TOKENS))}"
+        most = "0[01]" if tokens <= HOURS_TOKENS else ""
+        folder = command_line(dataset_folder(name).as_posix())
+        return f"{COMMAND}{DOWNLOAD.format(most=most)}{folder}"
+    fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     out = f"--out={dataset_folder(name)}"
     return COMMAND + command_line("python", *f"data/{command}".split(), out)

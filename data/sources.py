@@ -44,8 +44,8 @@ class Place(NamedTuple):
     file: int = 0
     group: int = 0
     row: int = 0
-    # How much has been read of what begins here: documents of a shuffled window, or, with
-    # --order=records, tokens of a document. manifest.json stores this name.
+    # How many documents of a shuffled window that begins here have been read. manifest.json stores
+    # this name.
     given: int | None = None
 
 
@@ -60,7 +60,6 @@ class Source:
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
-    keeps_blank: bool = False  # treat blank text as a document, as llm.c does
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # parquet, compressed
 
     def rows(self, begin: Place) -> Iterator[Row]:
@@ -187,8 +186,7 @@ class Source:
             column = batch.column(0)[max(row - begin, 0) :]
             begin += len(batch)
             for content in column.cast(pyarrow.large_binary()).to_pylist():
-                text = None if content is None else content.decode()
-                yield as_document(text, self.keeps_blank)
+                yield as_document(None if content is None else content.decode())
 
     def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
         """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
@@ -200,7 +198,7 @@ class Source:
                 if line.lstrip().startswith(b"["):
                     problem = "holds an array, not an object"
                 raise UserError(f"{name}: line {number:,} {problem}") from None
-            yield Place(place.file, 0, number), as_document(text, self.keeps_blank)
+            yield Place(place.file, 0, number), as_document(text)
 
 
 def text_bytes(row_group, field: str) -> int:
@@ -269,10 +267,10 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
         yield Place(place.file, 0, row + 1), rows[row]
 
 
-def as_document(text: object, keeps_blank: bool = False) -> str | None:
+def as_document(text: object) -> str | None:
     """Return a row's text, "" if the row is blank or null, or None if it holds no text."""
     if text is None:
-        return None if keeps_blank else ""
+        return ""
     if not isinstance(text, str):
         return None
-    return text if keeps_blank or not text.isspace() else ""
+    return "" if text.isspace() else text

@@ -2,7 +2,7 @@
 Turn documents into token shards and a manifest.json, for prepare_fineweb.py and prepare_text.py.
 
 Documents keep the source's order, each preceded by an end-of-text token. Shards end at a document
-boundary, except with --order=records. After each shard, manifest.json records where in the source
+boundary. After each shard, manifest.json records where in the source
 the next one begins. Running the same command again continues after the last finished shard, and the
 files are byte-identical however often it was interrupted and however many threads it used. A larger
 --tokens adds to a finished folder.
@@ -40,7 +40,6 @@ MOST_HASHED = 10**10  # bytes of local files to hash, which takes about ten seco
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
 SMALL_DATASET = 100_000_000  # tokens; suggest the quickstart's model below that
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.3B tokens, the GPT-2 recipe 10B
-RECORDS_EVAL_TOKENS = 10_485_760  # validation tokens on which others report the loss of 3.28
 
 CONTINUE = "the same command continues after the last finished shard"
 
@@ -69,7 +68,6 @@ class Plan:
     val_tokens: int = 0  # hold out whole documents from the start; 0: the source holds out its own
     train_tokens: int | None = None  # stop there; None: use the whole source
     shard_tokens: int = 100_000_000
-    cuts_documents: bool = False  # like llm.c: fill every shard, and keep blank documents
     least_tokens: int = 1  # in each split, or the preparation fails
     # advice for the least_tokens error; {twentieth} becomes a twentieth of all tokens
     hint: str = "give more text"
@@ -284,8 +282,6 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
         if Path("data", folder).is_dir() and not folder.is_absolute():
             name = f"./{folder}"  # without ./ this would name data/FOLDER
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
-        if manifest.get("order") == "records":
-            arguments.append(f"--eval_tokens={min(RECORDS_EVAL_TOKENS, tokens['val'])}")
     say(f"next: {command_line('python', 'train.py', *arguments)}")
 
 
@@ -307,7 +303,6 @@ class Encoded(NamedTuple):
 
     tokens: bytes
     text: bytes
-    begins: bool = True  # False for the second part of a document cut at a shard's end
 
 
 def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
@@ -315,17 +310,13 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     totals = tokens_of(manifest)
     most = plan.train_tokens or 2**63
     begin = Place(**manifest["next"])
-    documents = encode(plan.documents(begin), plan.tokenizer, workers, plan.cuts_documents)
-    if plan.cuts_documents:
-        documents = cut_at_shards(documents, begin, plan.shard_tokens)
+    documents = encode(plan.documents(begin), plan.tokenizer, workers)
     # disable=None shows the bar on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
         while manifest["next"] and totals["train"] < most:
             # tokens that the next shard of each split may hold
             room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
-            if plan.cuts_documents:
-                room["train"] = plan.shard_tokens  # the last shard is full as well
             split = "train"  # where documents go; what is cut off their ends always goes to val
             if totals["val"] < plan.val_tokens:
                 split = "val"
@@ -350,12 +341,12 @@ def take(
     """
     parts = {"train": Part(), "val": Part()}
     for after, whole, held_out in documents:
-        manifest["left_out"]["rows"] += whole.begins
+        manifest["left_out"]["rows"] += 1
         manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
         for name, encoded in ((split, whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens
-            part.documents += bool(encoded.tokens) and encoded.begins
+            part.documents += bool(encoded.tokens)
             part.bytes += len(encoded.text) if encoded.tokens else 0
             bar.update(len(encoded.tokens) // 2)
             if name == "val" and encoded.text:
@@ -365,30 +356,6 @@ def take(
             return parts
     manifest["next"] = None  # the source has ended
     return parts
-
-
-def cut_at_shards(documents: Generator, begin: Place, shard_tokens: int) -> Generator:
-    """
-    Yield the same documents, with a document cut in two where a shard ends within it. Its text
-    counts towards the shard in which it begins.
-    """
-    filled = 0  # tokens in the current shard
-    before, cut = begin._replace(given=None), begin.given or 0
-    for after, whole, nothing in documents:
-        rest = whole.tokens[2 * cut :]
-        text = b"" if cut else whole.text
-        begins = not cut
-        while filled + len(rest) // 2 > shard_tokens:
-            taken = shard_tokens - filled
-            cut += taken
-            yield before._replace(given=cut), Encoded(rest[: 2 * taken], text, begins), nothing
-            rest = rest[2 * taken :]
-            text = b""
-            begins = False
-            filled = 0
-        yield after, Encoded(rest, text, begins), nothing
-        filled = (filled + len(rest) // 2) % shard_tokens
-        before, cut = after, 0
 
 
 def add_to_val_text(manifest: dict, text: bytes) -> None:
@@ -410,9 +377,7 @@ def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
     manifest["shards"].append(listed | dict(documents=part.documents, bytes=part.bytes))
 
 
-def encode(
-    documents: Iterator[Document], tokenizer: Tokenizer, workers: int, keeps_blank: bool
-) -> Generator:
+def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) -> Generator:
     """
     Tokenize on `workers` threads (BPE libraries release the GIL). Yields for each document, in
     order, the place after it, its text and its held-out text, both Encoded. Reads far enough ahead
@@ -423,7 +388,7 @@ def encode(
     pending: deque[Future] = deque()
     try:
         while batch := list(islice(documents, BATCH)):
-            pending.append(pool.submit(encode_batch, batch, tokenizer, keeps_blank))
+            pending.append(pool.submit(encode_batch, batch, tokenizer))
             if len(pending) > READ_AHEAD * workers:
                 yield from pending.popleft().result()
         for future in pending:
@@ -436,19 +401,19 @@ def encode(
         pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(batch: list[Document], tokenizer: Tokenizer, keeps_blank: bool) -> list[tuple]:
+def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
     return [
-        (after, encode_text(text, tokenizer, keeps_blank), encode_text(held_out, tokenizer))
+        (after, encode_text(text, tokenizer), encode_text(held_out, tokenizer))
         for after, text, held_out in batch
     ]
 
 
-def encode_text(text: str | None, tokenizer: Tokenizer, keeps_blank: bool = False) -> Encoded:
-    if text is None or not (text or keeps_blank):
+def encode_text(text: str | None, tokenizer: Tokenizer) -> Encoded:
+    if not text:
         return Encoded(b"", b"")
     content = text.encode(errors="replace")
     ids = tokenizer.encode(text)
-    if not len(ids) and not keeps_blank:
+    if not len(ids):
         return Encoded(b"", content)
     tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
     return Encoded(tokens.tobytes(), content)

@@ -330,28 +330,6 @@ def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size(
     assert len(held) == 3201
 
 
-def test_order_records_cuts_documents_to_fill_every_shard_but_the_last(tmp_path, monkeypatch):
-    """Keep blank text as a document."""
-    monkeypatch.chdir(tmp_path)
-    texts = [*TEXTS[:250], "", " \n", *TEXTS[250:300]]
-    write_parquet(Path("a.parquet"), texts)
-    flags = ["--source=a.parquet", "--tokenizer=byte", "--order=records", "--shard_tokens=1500"]
-    result = prepare(*flags, "--tokens=4k", "--out=part")
-    assert "--eval_tokens=1500" in result.out.splitlines()[-1]
-    prepare(*flags, "--tokens=10M", "--out=out")
-    expected = [token for text in texts for token in (0, *text.encode())]
-    assert stored(Path("out"), "val") + stored(Path("out"), "train") == expected
-    shards = sorted(path.name for path in Path("out").glob("*.bin"))
-    assert shards[:3] == ["train_000001.bin", "train_000002.bin", "train_000003.bin"]
-    assert shards[-1] == "val_000000.bin"
-    manifest = manifest_of(Path("out"))
-    assert sum(shard["documents"] for shard in manifest["shards"]) == len(texts)
-    assert manifest["left_out"] == {"rows": len(texts), "no text": 0}
-    sizes = {shard["tokens"] for shard in manifest["shards"][:-1]}
-    assert sizes == {1500} and len(stored(Path("part"), "train")) == 4500
-    assert digests(Path("part")).items() < digests(Path("out")).items()
-
-
 # -----------------------------------------------------------------------------
 # Interrupted, and run again
 
@@ -395,9 +373,6 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # kills of one preparation
             marks=pytest.mark.slow,  # a row of jsonl is shuffled by default
         ),
         ("rows.jsonl --order=shuffled --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 5)),
-        pytest.param(
-            "rows.parquet --order=records --shard_tokens=3k", (2, 3, 2, 4), marks=pytest.mark.slow
-        ),
     ],
 )
 def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_path, monkeypatch):
@@ -729,10 +704,6 @@ def test_ctrl_c_ends_a_preparation_that_waits_for_the_hub(tmp_path):
         (
             "--dataset=fineweb --sample=100B",
             ("HuggingFaceFW/fineweb", "sample-100BT", "data/fineweb_100B"),
-        ),
-        (
-            "--dataset=fineweb --order=records",
-            ("HuggingFaceFW/fineweb", "sample-10BT", "data/fineweb_records"),
         ),
         ("--dataset=org/name --name=small", ("org/name", "small", "data/name")),
     ],

@@ -110,7 +110,7 @@ DATA = [
     # README's download, while it has enough tokens
     ("train.py config/fast124m_4070.py --device=cpu", f"{DOWNLOAD}data/fineweb_records"),
     ("train.py config/fast124m_4070.py --device=cpu --hours=8", f"{DOWNLOAD}data/fineweb_records"),
-    ("train.py config/fast124m_4070.py --device=cpu --max_iters=6500", "--order=records --tokens="),
+    ("train.py config/fast124m_4070.py --device=cpu --max_iters=6500", "fineweb_*_000*"),
     ("train.py tiny.py --block_size=512", "block_size val 250"),
     ("train.py tiny.py --dataset=short_val", "block_size val 10"),
 ]
