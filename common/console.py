@@ -205,6 +205,12 @@ def raise_if_any(problems: list[str]) -> None:
         raise UserError(*dict.fromkeys(problems))
 
 
+# Flags and keys of earlier versions, and what to do instead
+REMOVED = dict(
+    from_run="give --iter_seconds=S, an iteration's seconds in that run's log",
+)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are UserErrors, and which accepts no abbreviated flags."""
 
@@ -219,6 +225,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(name: str, known, dashes: str = "") -> str:
+    """Return what replaces a removed flag or key, or the closest known name, as a hint or ""."""
+    if name in REMOVED:
+        return f"; removed in 0.4.0: {REMOVED[name]}"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
