@@ -46,7 +46,7 @@ from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware, preflight
 from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.pretrained import read_sizes
+from training.pretrained import load_pretrained
 from training.speed import count_flops
 
 LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant to be repeated
@@ -672,6 +672,6 @@ def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
     if config.init_from in ("scratch", "auto", "resume"):
         return config, None
     block_size = config.block_size if "block_size" in config.set_keys else None
-    sizes = read_sizes(config.init_from, block_size)
+    sizes = load_pretrained(config.init_from, block_size)["model_config"]
     config = replace(config, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
     return config, dict(model_config=sizes)

@@ -263,21 +263,6 @@ def test_plan_does_not_advise_recompute_if_it_is_already_on():
     assert p["batch_size_that_fits"] is None and "--recompute=True" not in p["out"]
 
 
-# parameters of the hub's models as transformers counts them
-@pytest.mark.parametrize(
-    "name, params",
-    [
-        ("gpt2", 124_439_808),
-        pytest.param("gpt2-medium", 354_823_168, marks=pytest.mark.slow),
-        pytest.param("gpt2-large", 774_030_080, marks=pytest.mark.slow),
-        pytest.param("gpt2-xl", 1_557_611_200, marks=pytest.mark.slow),
-    ],
-)
-def test_fine_tuning_gpt2_is_planned_with_the_size_of_the_model_it_starts_from(name, params):
-    p = plan("finetune_gpt2", "--gpu=4090", f"--init_from={name}")
-    assert (p["params"], p["vocab_size"]) == (params, 50257)
-
-
 def test_fine_tuning_a_run_is_planned_with_the_runs_size(tmp_path):
     data = write_tokens(tmp_path / "data", train=[700, 500], val=[250])
     out = tmp_path / "run"
