@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import Parser, count, parse_count, run_main, say, warn
+from common.console import Parser, UserError, count, did_you_mean, parse_count, run_main, say, warn
 from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--sample", choices=SAMPLES, help="size of fineweb or fineweb_edu to use (default: 10B)")
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
     add("--source", help="local .parquet or .jsonl: file, folder or quoted pattern")
-    add("--order", choices=ORDERS, help="order of the documents (default: shuffled)")
+    add("--order", help=f"{' or '.join(ORDERS)} documents (default: shuffled)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
     add("--val_tokens", type=parse_count, default="10M", help="validation tokens (default: 10M)")
@@ -83,12 +83,13 @@ def default_folder(arguments: argparse.Namespace) -> Path:
 
 def order_of(asked: str | None, out: Path, started: dict) -> str:
     """Return the order asked for, or else the one that the folder was begun in."""
-    if asked or not started:
-        return asked or "shuffled"
-    begun = started.get("order", "shuffled")
-    if begun != "shuffled":
-        say(f"{out}: continuing in the order {begun}, in which it was begun")
-    return begun
+    order = asked or started.get("order", "shuffled")
+    if order not in ORDERS:
+        hint = did_you_mean(order, ORDERS)
+        raise UserError(f"--order={order}: give {' or '.join(ORDERS)}{hint}")
+    if order != (asked or "shuffled"):
+        say(f"{out}: continuing in the order {order}, in which it was begun")
+    return order
 
 
 def main(argv: list[str]) -> None:
@@ -134,7 +135,7 @@ def main(argv: list[str]) -> None:
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * reading.val_tokens)
     plan = Plan(
         folder=out,
-        made_from=made_from(out, title, files, tokenizer, **settings, **reading.settings),
+        made_from=made_from(title, files, tokenizer, **settings, **reading.settings),
         documents=reading.documents,
         tokenizer=tokenizer,
         expected_tokens=arguments.tokens + val_tokens,

@@ -183,7 +183,7 @@ def main(argv: list[str]) -> None:
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     plan = Plan(
         folder=out,
-        made_from=made_from(out, title, files, tokenizer, **settings),
+        made_from=made_from(title, files, tokenizer, **settings),
         documents=lambda place: (d for d in documents if d.after > place),
         tokenizer=tokenizer,
         expected_tokens=size // bytes_per_token + len(documents),
