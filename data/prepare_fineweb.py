@@ -4,7 +4,7 @@ hub, into token shards.
 
     python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
-    python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/mine
+    python data/prepare_fineweb.py --source='/disk/*.parquet' --out=data/mine       all of it
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
 writes the same files. A larger --tokens adds to a finished folder; runs on it that are not finished
@@ -52,7 +52,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--source", help="local .parquet or .jsonl: file, folder or quoted pattern")
     add("--order", help=f"{' or '.join(ORDERS)} documents (default: shuffled)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
-    add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
+    tokens = "training tokens (default: 1B of a dataset on the hub, all of --source)"
+    add("--tokens", type=parse_count, help=tokens)
     add("--val_tokens", type=parse_count, default="10M", help="validation tokens (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
@@ -63,6 +64,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.source:  # shells do not expand the ~ in --source=~/x
         arguments.source = os.path.expanduser(arguments.source)
+    if not arguments.source:
+        arguments.tokens = arguments.tokens or 10**9
     if arguments.source and not arguments.out:
         parser.error("--source: needs a folder to write to; add --out=data/NAME")
     if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:
@@ -116,6 +119,7 @@ def main(argv: list[str]) -> None:
     source = Source(files, arguments.text_field)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
         pass
+    per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
     settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
     settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)
     reading: InFileOrder | Shuffled = InFileOrder(source, val_tokens)
@@ -126,7 +130,6 @@ def main(argv: list[str]) -> None:
         if [started.get(key) for key in ("row_groups", "val_tokens")] == [counts, val_tokens]:
             held_out = started["held_out"]
         else:
-            per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
             held_out = choose_held_out(source, counts, val_tokens, per_token)
         reading = Shuffled(source, counts, held_out, arguments.seed)
     if not tokenizer:
@@ -138,7 +141,7 @@ def main(argv: list[str]) -> None:
         made_from=made_from(title, files, tokenizer, **settings, **reading.settings),
         documents=reading.documents,
         tokenizer=tokenizer,
-        expected_tokens=arguments.tokens + val_tokens,
+        expected_tokens=(arguments.tokens or 0) + val_tokens,
         val_tokens=reading.val_tokens,
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
@@ -150,6 +153,8 @@ def main(argv: list[str]) -> None:
         plan.expected_tokens = 0
         plan.train_tokens = None  # as many as the training run asks for
         plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
+    elif not arguments.tokens:
+        plan.expected_tokens = sum(source.group_bytes()) // per_token
     manifest = prepare(plan, arguments.workers)
     tokens = tokens_of(manifest)
     total = sum(tokens.values())

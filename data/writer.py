@@ -37,7 +37,7 @@ from data.tokenizer import Tokenizer
 BATCH = 64  # documents that a thread tokenizes at once
 READ_AHEAD = 2  # batches in flight per thread
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
-SMALL_DATASET = 100_000_000  # tokens; suggest the quickstart's model below that
+SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.3B tokens, the GPT-2 recipe 10B
 FFFD = "\ufffd".encode()  # the letter that stands for broken UTF-8
 
@@ -238,7 +238,7 @@ def discard(folder: Path, manifest: dict) -> None:
 def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) -> None:
     """
     Print what a data folder holds, and the command that trains on it: with `config` if one was
-    written, else with a config that suits the dataset's size.
+    written, else with a config that suits the dataset's size and tokenizer.
     """
     tokens, shards = tokens_of(manifest), manifest["shards"]
     total = sum(tokens.values())
@@ -254,7 +254,10 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     arguments: list[object] = [config]
     if config is None:
         recipe = "fast124m_4070.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
-        config = Path("config", "quickstart.py" if total < SMALL_DATASET else recipe)
+        if total < SMALL_DATASET:  # GPT-2's ids are far too many for the quickstart's model
+            is_gpt2 = manifest["tokenizer"] == "gpt2"
+            recipe = "finetune_gpt2.py" if is_gpt2 else "quickstart.py"
+        config = Path("config", recipe)
         name: object = folder.name if folder.parent == Path("data") else folder
         if Path("data", folder).is_dir() and not folder.is_absolute():
             name = f"./{folder}"  # without ./ this would name data/FOLDER

@@ -37,7 +37,7 @@ from documents import (
 from program import ROOT, Result, finish, run, start, wait_for_line
 
 from common.console import UserError
-from data import prepare_fineweb
+from data import prepare_fineweb, prepare_text, writer
 from data.tokenizer import Tokenizer
 
 FINEWEB = "data/prepare_fineweb.py"
@@ -152,7 +152,7 @@ def test_order_prefix_ends_a_split_or_shard_with_the_document_that_reaches_its_s
         shards = sorted(out.glob(f"{split}_*.bin"))
         held = [np.fromfile(shard, dtype="<u2", offset=1024).tolist() for shard in shards]
         assert held == expected[split]
-    assert ("the source has no more" in said) == (tokens is None or tokens == 10**6)
+    assert ("the source has no more" in said) == (tokens == 10**6)
 
 
 # The shards that these files have always had by these flags. A checkpoint knows its
@@ -749,7 +749,24 @@ def test_a_slow_or_failing_hub_does_not_change_the_shards(tmp_path):
 # What is printed
 
 
-def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatch):
+def test_local_files_are_prepared_whole_and_a_dataset_of_the_hub_in_part():
+    assert prepare_fineweb.parse_arguments(["--source=a.jsonl", "--out=out"]).tokens is None
+    assert prepare_fineweb.parse_arguments([]).tokens == 10**9
+
+
+def test_more_text_than_fits_into_memory_names_the_command_for_it(tmp_path, monkeypatch):
+    """Keep the tokenizer and the folder that were typed."""
+    monkeypatch.chdir(tmp_path)
+    Path("all.txt").write_text("a line\n" * 400)
+    monkeypatch.setattr(prepare_text, "MOST_BYTES", 1000)
+    with pytest.raises(UserError) as error:
+        prepare_text.main(["all.txt", "--tokenizer=bpe:300"])
+    *_, typed = error.value.problems[0].split()
+    assert typed == f"--out={Path('data/all')}" and not Path("data").exists()
+    assert "--source=FILE.jsonl --tokenizer=bpe:300 --out=" in error.value.problems[0]
+
+
+def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatch, capsys):
     """
     Quote a name with a space, and print ./NAME if data/NAME exists too, so that train.py reads the
     right one.
@@ -762,6 +779,9 @@ def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatc
     assert last.replace('"', "'") == f"next: python train.py {words}"
     again = prepare("my notes.txt", script="data/prepare_text.py").out.splitlines()
     assert again == ["data/my notes: complete, nothing to do", *result.out.splitlines()]
+    gpt2 = dict(manifest_of(Path("data/my notes")), tokenizer="gpt2")
+    writer.say_what_it_holds(Path("data/my notes"), gpt2)
+    assert "config/finetune_gpt2.py " in capsys.readouterr().out.splitlines()[-1]
     # beside a data/NAME the folder is not taken for it
     flags = ["--source=my notes.jsonl", "--tokenizer=byte", "--val_tokens=100", "--out=my notes"]
     write_jsonl(Path("my notes.jsonl"), TEXTS)
