@@ -37,7 +37,7 @@ from common.files import (
 # One file
 
 
-FORMAT = 2  # raise this when the previous version's checkpoints can no longer be resumed
+FORMAT = 2  # raise this when the previous version cannot resume new checkpoints
 
 
 def save(state: dict, path: Path) -> None:
@@ -104,10 +104,11 @@ def read(path: Path) -> dict:
     their pages. Raises UserError if the file has another format.
     """
     state = open_state(path)
-    if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
-        theirs = state.get("format")
-        hint = "use the version that wrote it (0.2.0 is commit 877e89a)"
-        raise UserError(f"{path}: its format is {theirs}, this version reads {FORMAT}; {hint}")
+    is_0_2 = "value_tables" in state.get("config", ())  # its format was 1, as 0.3.0's
+    is_known = state.get("format") in (1, FORMAT) and not is_0_2
+    if "progress" in state and not is_known:  # from a run, not only weights
+        hint = "finish a run of version 0.2.0 with `git checkout 0b8a2217`"
+        raise UserError(f"{path}: another version of this program wrote it; {hint}")
     return state
 
 

@@ -822,7 +822,7 @@ def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
     assert column(tmp_path / "run", "checkpoint", "iter") == [4, 8]
 
 
-@pytest.mark.parametrize("other", slow_but(3, of=[1, 3, None]))
+@pytest.mark.parametrize("other", slow_but(3, of=[3, None]))
 def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tokens, tmp_path):
     """Do not continue from an older one, which would silently lose iterations."""
     train_tiny(tokens, tmp_path)
@@ -832,7 +832,7 @@ def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, 
     torch.save(state if other is None else state | dict(format=other), newest)
     before = contents(tmp_path)
     code, _, err = run_tiny(tokens, tmp_path, init_from="auto", max_iters=10)
-    assert code == 2 and "format" in err and contents(tmp_path) == before
+    assert code == 2 and "another version" in err and contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("is_refused", slow_but(False, of=[False, True]))
