@@ -69,7 +69,7 @@ class Config:
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     always_save_checkpoint: bool = True  # save after every evaluation; False: after the best so far
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt; with wsd: one more
+    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt and, with wsd, peak.pt
     # Logging
     log_interval: int = 1  # iterations between log lines
     tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
@@ -136,14 +136,14 @@ class Config:
 
     @property
     def keeps_peak(self) -> bool:
-        """Return True if the run keeps a checkpoint from before its decay, to be extended from."""
+        """Return True if the run keeps peak.pt, from which a longer run can begin."""
         return self.lr_schedule == "wsd" and not self.by_clock
 
     @property
     def checkpoint_files(self) -> int:
         """
         Return the largest number of checkpoints on the disk at one time: the ones that are kept, at
-        least two while a new one is written, plus best.pt.
+        least two while a new one is written, plus best.pt and peak.pt.
         """
         return max(self.keep_checkpoints, 2) + self.keeps_peak + 1
 
