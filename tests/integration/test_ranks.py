@@ -264,6 +264,16 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks(row, tokens, world):
     assert sorted(world.rglob("*.pt")) == saved
 
 
+@pytest.mark.slow
+def test_a_resume_ends_in_one_line_on_a_machine_without_the_shared_out_dir(tokens, world):
+    arguments = flags(**TINY | dict(dataset=tokens, out_dir="old", init_from="resume"))
+    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=APART), cwd=world))
+    assert [result.code for result in results] == [1, 2], results
+    assert error_lines(results[1].err) == ["error: old/ckpt-00000002.pt: No such file or directory"]
+    (line,) = error_lines(results[0].err)
+    assert "another rank is gone" in line
+
+
 @pytest.mark.parametrize("n", slow_but(2, of=[1, 2]))
 def test_a_wrong_kernel_in_half_precision_ends_the_run_before_it_trains(n, tiny):
     """Scale attention by 0.7 on the last rank, in half precision only."""
