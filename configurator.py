@@ -272,11 +272,8 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
             problems += error.problems
             continue
         values |= found
-        if "gradient_accumulation_steps" in found:
-            if found.get("tokens_per_iter"):  # a file that sets both
-                problems += check_both(argument, Config(**values))
-            else:  # the last one wins
-                values["tokens_per_iter"] = 0
+        if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
+            values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
     if values.get("hours") or values.get("until"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
@@ -493,18 +490,6 @@ def count_micro_batches(
             f"{world_size} processes (WORLD_SIZE); use a multiple of {world_size}"
         ]
     return accum, []
-
-
-def check_both(path: str, c: Config) -> list[str]:
-    """Check that a file's gradient_accumulation_steps and tokens_per_iter agree."""
-    accum, _ = count_micro_batches(c, world_size=1)
-    if accum == c.gradient_accumulation_steps:
-        return []
-    sizes = f"{accum} x {c.batch_size} x {c.block_size}"
-    return [
-        f"{path}: {c.tokens_per_iter:,} tokens per iteration are {sizes}; "
-        f"write gradient_accumulation_steps = {accum}"
-    ]
 
 
 def batch_line(c: Config) -> str:
