@@ -69,7 +69,7 @@ class Config:
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     always_save_checkpoint: bool = True  # save after every evaluation; False: after the best so far
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt; with wsd: one more
+    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt and, with wsd, peak.pt
     # Logging
     log_interval: int = 1  # iterations between log lines
     tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
@@ -136,14 +136,14 @@ class Config:
 
     @property
     def keeps_peak(self) -> bool:
-        """Return True if the run keeps a checkpoint from before its decay, to be extended from."""
+        """Return True if the run keeps peak.pt, from which a longer run can begin."""
         return self.lr_schedule == "wsd" and not self.by_clock
 
     @property
     def checkpoint_files(self) -> int:
         """
         Return the largest number of checkpoints on the disk at one time: the ones that are kept, at
-        least two while a new one is written, plus best.pt.
+        least two while a new one is written, plus best.pt and peak.pt.
         """
         return max(self.keep_checkpoints, 2) + self.keeps_peak + 1
 
@@ -272,11 +272,8 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
             problems += error.problems
             continue
         values |= found
-        if "gradient_accumulation_steps" in found:
-            if found.get("tokens_per_iter"):  # a file that sets both
-                problems += check_both(argument, Config(**values))
-            else:  # the last one wins
-                values["tokens_per_iter"] = 0
+        if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
+            values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
     if values.get("hours") or values.get("until"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
@@ -493,18 +490,6 @@ def count_micro_batches(
             f"{world_size} processes (WORLD_SIZE); use a multiple of {world_size}"
         ]
     return accum, []
-
-
-def check_both(path: str, c: Config) -> list[str]:
-    """Check that a file's gradient_accumulation_steps and tokens_per_iter agree."""
-    accum, _ = count_micro_batches(c, world_size=1)
-    if accum == c.gradient_accumulation_steps:
-        return []
-    sizes = f"{accum} x {c.batch_size} x {c.block_size}"
-    return [
-        f"{path}: {c.tokens_per_iter:,} tokens per iteration are {sizes}; "
-        f"write gradient_accumulation_steps = {accum}"
-    ]
 
 
 def batch_line(c: Config) -> str:

@@ -120,7 +120,7 @@ def newest_checkpoint(c: Config) -> Path | None:
     if c.init_from not in ("resume", "auto") and not evaluates_run:
         return None
     out_dir = Path(c.out_dir)
-    path = checkpoint.find_newest(out_dir, c.keep_checkpoints, peak_end(c))
+    path = checkpoint.find_newest(out_dir)
     if path is None and c.init_from == "resume":
         problem = f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume"
         raise UserError(f"{problem}; --init_from=auto starts a new run there")
@@ -231,7 +231,7 @@ def say_done(c: Config, resumed: dict) -> None:
     key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
     done = f"all {it:,} iterations are done"
     say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, another --out_dir")
-    say_extension(c, peak_end(config_before(resumed)), resumed)
+    say_extension(c)
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -394,7 +394,7 @@ def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
         why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
         if c.max_iters > before.max_iters:
-            say_extension(c, peak_end(before), resumed)
+            say_extension(c)
 
 
 # -----------------------------------------------------------------------------

@@ -3,7 +3,6 @@ Print to the console, format and parse numbers, and define errors and exit codes
 """
 
 import argparse
-import builtins
 import contextlib
 import difflib
 import functools
@@ -93,13 +92,13 @@ def write(console: TextIO, text: str) -> None:
 def opened_anew(console: TextIO) -> int | None:
     """
     Open a console's pipe or terminal a second time, so that writing to it never blocks. Its own
-    descriptor must stay as it is, because other programs may share it. Returns None for a file, a
-    notebook or a socket, and on systems other than Linux.
+    descriptor must stay as it is, because other programs may share it. Returns None for a file or a
+    socket, and on systems other than Linux.
     """
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError):
-        file = console.fileno() if isinstance(console, io.TextIOWrapper) else -1
+        file = console.fileno()
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     return None
@@ -244,11 +243,10 @@ def run_main(
     explain(error, argv) returns a line; the rest print a traceback. `end_process` gets the exit
     code, unless stdout is a closed pipe.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what it cannot encode
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    restore_signals = remember_signals()
     try:
         code = main(sys.argv[1:]) or 0
     except SystemExit as error:  # --help
@@ -272,8 +270,6 @@ def run_main(
         line = explain(error, sys.argv[1:])
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
-    if hasattr(builtins, "get_ipython"):  # the notebook lives on after `%run train.py`
-        restore_signals()
     end_process(code)
 
 
@@ -291,18 +287,3 @@ def end_on_signals() -> None:
 
 def exit_now(number: int, frame) -> NoReturn:
     os._exit(128 + number)
-
-
-def remember_signals() -> Callable[[], None]:
-    """Return a function that restores the current signal handlers and a notebook's wakeup fd."""
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    wakeup = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(wakeup)
-
-    def restore() -> None:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            if handler != signal.getsignal(number):
-                signal.signal(number, handler)
-
-    return restore

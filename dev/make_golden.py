@@ -3,8 +3,8 @@ Make the checkpoints in tests/golden, one per model, and the losses of the itera
 
     python dev/make_golden.py
 
-tests/integration/test_golden.py resumes the checkpoints, and so fails once the current format no
-longer loads. Then raise FORMAT in training/checkpoint.py and run this again.
+tests/integration/test_golden.py resumes the checkpoints, which are of the oldest version whose runs
+can be continued, 0.3.0. If that changes, run this again in a clone of the new one.
 """
 
 import json

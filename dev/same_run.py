@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,9 +77,6 @@ ROWS = dict(
     ranks=GPT2 | dict(ranks=2, gradient_accumulation_steps=4),
     compiled=FAST | dict(compile=True, n_layer=2, n_embd=32),
 )
-# What earlier versions call today's values. 0.2.0's plain_muon applied weight decay to GPT-2's
-# vectors too, so the row muon has none.
-OLD_NAMES = {"0.2.0": dict(muon="plain_muon")}
 LOGGED = dict(step=("loss", "lr", "grad_norm"), eval=("train_loss", "val_loss"))
 PROGRESS = ("iter_num", "tokens", "sequences")
 GROUP = ("params", "lr", "initial_lr", "weight_decay", "betas", "momentum")
@@ -147,9 +143,6 @@ def train(program: Path, out_dir: Path, ranks: int = 1, **keys) -> None:
 
 def run(program: Path, out_dir: Path, resumed: bool, **keys) -> Path:
     """Train for ITERATIONS; if `resumed`, with a stop halfway. Returns out_dir."""
-    version = tomllib.loads((program / "pyproject.toml").read_text())["project"]["version"]
-    old_names = OLD_NAMES.get(version, {})
-    keys = {name: old_names.get(value, value) for name, value in keys.items()}
     if resumed:
         train(program, out_dir, **keys, max_iters=HALFWAY)
         keys["init_from"] = "resume"

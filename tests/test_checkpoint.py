@@ -56,5 +56,5 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_
         bad.mkdir()
     else:
         bad.symlink_to(tmp_path / "gone")
-    assert checkpoint.find_newest(tmp_path, keep=2, peak_end=-1) == good
+    assert checkpoint.find_newest(tmp_path) == good
     assert f"{bad}: cannot be read (" in capsys.readouterr().err

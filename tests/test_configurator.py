@@ -154,9 +154,10 @@ def test_tokens_per_iter_sets_the_accumulation_or_suggests_numbers_that_fit():
 )
 def test_the_later_of_accumulation_and_tokens_per_iter_wins(tmp_path, given, accumulation, tokens):
     """
-    Let the last one in the files and flags decide, and print a config that loads back as itself.
+    Let the last one in the files and flags decide, and tokens_per_iter in a file with both. Print a
+    config that loads back as itself.
     """
-    steps_line, tokens_line = "gradient_accumulation_steps = 4\n", "tokens_per_iter = 4096\n"
+    steps_line, tokens_line = "gradient_accumulation_steps = 5\n", "tokens_per_iter = 4096\n"
     files = {
         "FILE": write(tmp_path, tokens_line, "a.py"),
         "BOTH": write(tmp_path, steps_line + tokens_line, "b.py"),

@@ -22,7 +22,6 @@ from program import ROOT, TINY_RUN, column, finish, flags, run, start, train, wr
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common import environment
-from common.console import UserError
 from configurator import Config, load_config, resolve
 from model import GPTConfig
 from model_fast import FastConfig
@@ -186,12 +185,11 @@ WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 def card(monkeypatch):
     """
     Return card(), which imitates a machine with such GPUs and returns a list that collects the
-    memory limits set on them, as fractions. If `error` is given, allocating GPU memory raises it.
+    memory limits set on them, as fractions.
     """
-    empty = torch.empty
 
     def make(
-        name="a card", sm_count=1, capability=(8, 9), count=1, is_integrated=False, error=None
+        name="a card", sm_count=1, capability=(8, 9), count=1, is_integrated=False
     ) -> list[float]:
         limits = []
 
@@ -200,13 +198,6 @@ def card(monkeypatch):
                 raise TypeError("Invalid type for fraction argument, must be `float`")
             assert 0 <= share <= 1 and isinstance(device, torch.device)
             limits.append(share)
-
-        def allocate(*size, device=None, **options):
-            if torch.device(device or "cpu").type == "cpu":
-                return empty(*size, device=device, **options)
-            if error:
-                raise error
-            return empty(*size, device="meta", **options)
 
         properties = SimpleNamespace(multi_processor_count=sm_count, is_integrated=is_integrated)
         answers = dict(
@@ -222,7 +213,6 @@ def card(monkeypatch):
         for function, answer in answers.items():
             monkeypatch.setattr(torch.cuda, function, lambda *_, answer=answer: answer)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
-        monkeypatch.setattr(torch, "empty", allocate)
         return limits
 
     return make
@@ -305,26 +295,6 @@ def test_an_integrated_amd_gpu_may_use_all_memory_that_it_reports(card, monkeypa
     found = hardware.set_up(Config(device="cuda"))
     assert limits == [1.0]
     assert (found.dtype, found.peak_tflops) == (BF16, None)
-
-
-def test_a_driver_without_virtual_memory_calls_gives_one_line_with_what_to_type(card):
-    """
-    Name the allocator setting to change if torch reports an unsupported operation, as on a vGPU.
-    """
-    card("NVIDIA A40-48Q", 84, error=RuntimeError("CUDA driver error: operation not supported\n"))
-    with pytest.raises(UserError) as caught:
-        hardware.set_up(Config(device="cuda"))
-    (problem,) = caught.value.problems
-    assert "operation not supported" in problem
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:False" in problem
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("x")])
-def test_leaves_other_errors_of_the_first_allocation_unchanged(error, card):
-    """Raise an out-of-memory or any other error as torch raised it."""
-    card(error=error)
-    with pytest.raises(type(error), match=str(error)):
-        hardware.set_up(Config(device="cuda"))
 
 
 def test_measures_the_peak_on_random_numbers_without_changing_the_random_state(monkeypatch):

@@ -37,7 +37,7 @@ from common.files import (
 # One file
 
 
-FORMAT = 2  # raise this when the previous version's checkpoints can no longer be resumed
+FORMAT = 2  # raise this when the previous version cannot resume new checkpoints
 
 
 def save(state: dict, path: Path) -> None:
@@ -104,10 +104,11 @@ def read(path: Path) -> dict:
     their pages. Raises UserError if the file has another format.
     """
     state = open_state(path)
-    if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
-        theirs = state.get("format")
-        hint = "use the version that wrote it (0.2.0 is commit 877e89a)"
-        raise UserError(f"{path}: its format is {theirs}, this version reads {FORMAT}; {hint}")
+    is_0_2 = "value_tables" in state.get("config", ())  # its format was 1, as 0.3.0's
+    is_known = state.get("format") in (1, FORMAT) and not is_0_2
+    if "progress" in state and not is_known:  # from a run, not only weights
+        hint = "finish a run of version 0.2.0 with `git checkout 0b8a2217`"
+        raise UserError(f"{path}: another version of this program wrote it; {hint}")
     return state
 
 
@@ -138,28 +139,17 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration)
 
 
-def newest_until(out_dir: Path, until: int) -> Path | None:
-    """Return the newest checkpoint of iteration `until` or an earlier one, or None."""
-    paths = [path for path in list_checkpoints(out_dir) if iteration(path) <= until]
-    return paths[-1] if paths else None
-
-
-def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
+def find_newest(out_dir: Path) -> Path | None:
     """
     Return the newest valid checkpoint, or None if out_dir has no checkpoints. Warns about each
-    damaged checkpoint. If all are damaged, or all after the one that Saver.prune() keeps only for
-    `peak_end`, raises UserError, so that a run never silently goes back that far. Also raises
-    UserError for a checkpoint whose name gives another iteration than its content.
+    damaged checkpoint. Raises UserError if all are damaged, so that a run never silently starts
+    again, and for a checkpoint whose name gives another iteration than its content.
     """
     paths = list_checkpoints(out_dir)
-    spared = newest_until(out_dir, peak_end)
     for path in reversed(paths):
-        if path == spared and path not in paths[-keep:]:
-            hint = f"to train again from {path.name}, move them to another folder"
-            raise UserError(f"{out_dir}: all checkpoints since the decay began are damaged; {hint}")
         problem = damage(path)
         if not os.path.lexists(path):  # the run that saves here has deleted it
-            return find_newest(out_dir, keep, peak_end)
+            return find_newest(out_dir)
         if problem:
             warn(f"{path}: {problem}; trying the one before")
             continue
@@ -217,18 +207,17 @@ def link(path: Path, name: Path) -> None:
 
 class Saver:
     """
-    Writes a run's files, on rank 0 only: the lock on out_dir, the checkpoints, best.pt and
+    Writes a run's files, on rank 0 only: the lock on out_dir, the checkpoints, best.pt, peak.pt and
     metrics.jsonl. While the disk is full, new records are kept in memory.
     """
 
     def __init__(self, out_dir: Path, keep: int, peak_end: int):
         self.out_dir = out_dir
         self.keep = keep  # how many of the newest checkpoints to keep
-        self.peak_end = peak_end  # keep the newest one up to this iteration too
+        self.peak_end = peak_end  # the newest one up to this iteration becomes peak.pt too
         self.lock: BinaryIO | None = None
         self.metrics: BinaryIO | None = None
         self.unwritten = b""  # records that did not fit on the disk
-        self.newest: Path | None = None  # what this run saved last
         self.has_saved = False  # whether this launch has saved a checkpoint
         self.unlinked: Path | None = None  # the best checkpoint, until it is best.pt too
 
@@ -239,47 +228,42 @@ class Saver:
         """
         self.lock = claim_folder(self.out_dir, resumed["progress"] if resumed else None)
         if resumed:
-            path = self.out_dir / "metrics.jsonl"
-            self.newest = checkpoint_path(self.out_dir, resumed["progress"]["iter_num"])
-            drop_records(path, resumed["progress"])
-        self.open_logs()
-
-    def open_logs(self) -> None:
-        """Open metrics.jsonl and log.txt, which gets a copy of each line on the console."""
+            drop_records(self.out_dir / "metrics.jsonl", resumed["progress"])
         self.metrics = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
-        path = self.out_dir / "log.txt"
-        keep_transcript(open(path, "a", encoding="utf-8", errors="replace"))
+        # log.txt gets a copy of each line on the console
+        keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
 
-    def hold_folder(self) -> None:
+    def check_lock(self) -> None:
         """
-        Claim out_dir again, with its logs, if it was renamed or deleted since this run locked it.
-        Raises RunError if another run is writing to it now, or has left its checkpoints there.
+        Raise RunError if out_dir or its lock was renamed or deleted since this run locked it,
+        because another run may be writing there now.
         """
-        held = self.out_dir / "lock"
         assert self.lock
-        # Compare without opening the file: closing it would drop the lock
-        if held.exists() and os.path.samestat(held.stat(), os.fstat(self.lock.fileno())):
-            return
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(held, "ab")
-        there = list_checkpoints(self.out_dir)
-        if not try_lock(lock) or (there and self.newest not in there):
-            raise RunError(f"out_dir: another run has taken {self.out_dir}, so this one ends")
-        self.open_logs()
-        self.lock = lock
-        warn(f"{self.out_dir} or its lock was renamed or deleted; creating it again")
+        with contextlib.suppress(FileNotFoundError):
+            # Compare without opening the file: closing it would drop the lock
+            held = os.stat(self.out_dir / "lock")
+            if os.path.samestat(held, os.fstat(self.lock.fileno())):
+                return
+        problem = f"{self.out_dir} or its lock was renamed, deleted or taken by another run"
+        raise RunError(f"out_dir: {problem}, so this one ends; undo that, then resume it")
 
     def save(self, state: dict) -> str:
         """
         Save `state` as the newest checkpoint and, if it is of best_iter, as best.pt too. Returns ""
         or, if the disk is full or failing, the reason why nothing was saved. Older checkpoints are
         deleted before the write to make room, but at least one stays until the write has succeeded.
-        The first checkpoint of a launch is read back; raises RunError if the file is damaged.
+        The first save of a decay links peak.pt to the checkpoint before it, from which a longer run
+        can begin. The first checkpoint of a launch is read back; raises RunError if the file is
+        damaged.
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
         try:
-            self.hold_folder()
+            self.check_lock()
+            there = list_checkpoints(self.out_dir)
+            peaks = [other for other in there if iteration(other) <= self.peak_end < it]
+            if peaks:
+                link(peaks[-1], self.out_dir / "peak.pt")
             self.prune(max(1, self.keep - 1))
             save(state, path)
             if not self.has_saved and (problem := damage(path)):
@@ -293,7 +277,6 @@ class Saver:
                 hint = f"give another --out_dir, or raise ulimit -f; {resume_hint(self.out_dir)}"
                 raise RunError(f"{problem}; {limit}; {hint}") from None
             return problem
-        self.newest = path
         self.has_saved = True
         if state["progress"]["best_iter"] == it:
             self.unlinked = path
@@ -312,13 +295,12 @@ class Saver:
 
     def prune(self, keep: int) -> None:
         """
-        Delete all checkpoints but the newest `keep`, the newest one up to `peak_end`, and the best
-        one if best.pt could not be linked to it.
+        Delete all checkpoints but the newest `keep`, and the best one if best.pt could not be
+        linked to it.
         """
-        spared = (newest_until(self.out_dir, self.peak_end), self.unlinked)
         for path in list_checkpoints(self.out_dir)[:-keep]:
             try:
-                if path not in spared:
+                if path != self.unlinked:
                     patiently(path.unlink, True)  # True: missing_ok
             except PermissionError as error:  # on Windows, while open elsewhere
                 warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
@@ -369,7 +351,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     for path in newer:
         set_aside(path)  # damaged; prune() would count it among the newest
     # leftover temporary files could take the room that the next checkpoint needs
-    remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
+    remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "peak.pt", "metrics.jsonl", "loss.png")
     if progress is None:
         # left by a run that never saved, or put there by the user
         metrics = out_dir / "metrics.jsonl"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import UserError, warn
+from common.console import warn
 from common.files import warn_once
 from configurator import Config, divisors
 from model import GPTConfig
@@ -179,7 +179,6 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         limit_memory(device)
-        check_allocator(device)
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None
@@ -223,21 +222,6 @@ def limit_memory(device: torch.device) -> None:
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         free = SHARED_MEMORY * int(available[1]) * 1024 if available else free
     torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
-
-
-def check_allocator(device: torch.device) -> None:
-    """
-    Allocate a little GPU memory. Raises UserError if the driver has no virtual memory calls, which
-    expandable segments need, as on some vGPUs and Jetsons and in some containers.
-    """
-    try:
-        torch.empty(1, device=device)
-    except RuntimeError as error:
-        if "CUDA driver error" not in str(error):
-            raise
-        reason = str(error).partition("\n")[0]
-        hint = "set the environment variable PYTORCH_ALLOC_CONF=expandable_segments:False"
-        raise UserError(f"device: {reason}; {hint} and try again") from None
 
 
 def keep_freed_memory() -> None:

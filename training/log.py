@@ -24,7 +24,7 @@ from common.console import UserError, command_line, count, duration, keep_transc
 from common.files import lack_of_space, plain
 from configurator import FIELDS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
-from training.checkpoint import checkpoint_path, iteration, newest_until
+from training.checkpoint import checkpoint_path, damage, read
 from training.clock import Clock, Speed, clock_time
 from training.hardware import MEASURED, Hardware
 from training.preflight import old_driver
@@ -531,11 +531,13 @@ def launch_command(world_size: int, **changes) -> str:
     return f"{script} {command_line(*kept, *(f'--{k}={v}' for k, v in changes.items()))}"
 
 
-def say_extension(c: Config, peak_end: int, resumed: dict) -> None:
-    """Name the checkpoint up to `peak_end` from which a longer run begins, if there is one."""
-    start = newest_until(Path(c.out_dir), peak_end)
-    if c.keeps_peak and start and iteration(start) < resumed["progress"]["iter_num"]:
-        say(f"for a longer run, resume a copy of {start}: see docs/hours.md#one-more-night")
+def say_extension(c: Config) -> None:
+    """Say from which checkpoint a longer run can begin, if the run has kept one."""
+    peak = Path(c.out_dir, "peak.pt")
+    if peak.exists() and not damage(peak):
+        name = checkpoint_path("", read(peak)["progress"]["iter_num"])
+        longer = f"for a longer run, resume a copy of {peak} that you name {name}"
+        say(f"{longer}: see docs/hours.md#one-more-night")
 
 
 def tokenizer_name(spec: dict) -> str:

@@ -83,10 +83,8 @@ def cuda_hint() -> str:
 
 def old_driver() -> str:
     """Return torch's words if NVIDIA's driver is too old for this torch to see the GPU, else ""."""
-    if not torch.version.cuda:
-        return ""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
+    except (AssertionError, RuntimeError) as error:  # AssertionError: this torch has no CUDA
         return str(error) if "too old" in str(error) else ""
     return ""

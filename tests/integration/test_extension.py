@@ -1,6 +1,6 @@
 """
-Extend a finished run with lr_schedule=wsd from the checkpoint kept before its decay. The extended
-copy ends with the same bits as a run planned for that length from the start.
+Extend a finished run with lr_schedule=wsd from peak.pt, the checkpoint before its decay. The
+extended copy ends with the same bits as a run planned for that length from the start.
 """
 
 import json
@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from cases import slow_but
 from fault_injection import fill, free, watched, with_faults
 from program import (
@@ -81,30 +82,34 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def named(out: str) -> list[str]:
-    """Return the checkpoints that a run says a longer one begins from."""
-    return re.findall(r"resume a copy of (.*\.pt): see docs/hours.md#one-more-night", out)
+def named(out: str) -> list[tuple[str, str]]:
+    """Return the checkpoint that a run says a longer one begins from, and its copy's name."""
+    return re.findall(r"resume a copy of (.*\.pt) that you name (.*\.pt): see docs/hours.md", out)
+
+
+def peak_iter(out_dir: Path) -> int:
+    return torch.load(out_dir / "peak.pt", weights_only=True)["progress"]["iter_num"]
 
 
 def copy_for_longer(out: str, folder: Path) -> dict:
     """Copy the checkpoint that was named and its metrics.jsonl, as docs/hours.md shows."""
-    (start,) = map(Path, named(out))
+    ((start, name),) = named(out)
     folder.mkdir()
-    for path in (start, start.with_name("metrics.jsonl")):
-        shutil.copy(path, folder)
+    shutil.copy(start, folder / name)
+    shutil.copy(Path(start).with_name("metrics.jsonl"), folder)
     return dict(out_dir=folder, init_from="resume", max_iters=24)
 
 
 @pytest.mark.parametrize("keep", slow_but(2, of=[1, 2]))
 def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens, tmp_path):
-    there = []
+    peaks = []
     trainer = InProcessRun()
-    trainer.at["update", None] = lambda: there.append(checkpoints(tmp_path / "run"))
+    trainer.at["update", None] = lambda: peaks.append((tmp_path / "run" / "peak.pt").exists())
     trainer.launch(**NIGHT, dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=keep)
-    assert checkpoints(tmp_path / "run") == ([6, 12] if keep == 1 else [6, 10, 12])
-    assert there[6] == ([6] if keep == 1 else [4, 6])  # none more while the rate is at its peak
-    assert there[8] == [6, 8]
-    assert there[10] == ([6, 10] if keep == 1 else [6, 8, 10])
+    assert checkpoints(tmp_path / "run") == [10, 12][-keep:]
+    assert peaks[:7] == [False] * 7  # none more while the rate is at its peak
+    assert peaks[8:] == [True] * 4
+    assert peak_iter(tmp_path / "run") == 6
 
 
 @pytest.mark.parametrize(
@@ -131,22 +136,22 @@ def test_a_run_extended_from_the_named_checkpoint_equals_one_planned_for_that_le
     planned, tokens, tmp_path
 ):
     """
-    With one rank, also kill the run before its decay, and its extension during its own decay. The
-    folder's name contains a space.
+    With one rank, also kill the run in the first save of its decay, and its extension during its
+    own decay. The folder's name contains a space.
     """
     ranks, longer = planned
     out_dir = tmp_path / "a run"
     keys = NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=1)
     arguments = flags(**keys)
     if ranks == 1:
-        killed = with_faults(tmp_path, ("update", 6, "SIGKILL"))
+        killed = with_faults(tmp_path, ("saved", 4, "SIGKILL"))
         launch(1, *arguments, script=killed, code=-signal.SIGKILL)
     launch(ranks, *arguments)
     before = files(out_dir)
 
     asked = launch(ranks, *arguments)
     assert files(out_dir) == before
-    assert named(asked.out) == [f"{out_dir}/ckpt-00000006.pt"]
+    assert named(asked.out) == [(f"{out_dir}/peak.pt", "ckpt-00000006.pt")]
     arguments = flags(**keys | copy_for_longer(asked.out, tmp_path / "a run_24"))
     if ranks == 1:
         killed = with_faults(tmp_path, ("update", 9, "SIGKILL"))
@@ -166,7 +171,7 @@ def test_a_resume_that_raises_the_learning_rate_names_the_checkpoint_for_a_longe
     asked = named(train(**keys).out)
     raised = train(**keys | dict(max_iters=24))
     assert "raises it from 0.00e+00 to 1.00e-02" in raised.err
-    assert named(raised.out) == asked == [f"{tmp_path}/run/ckpt-00000006.pt"]
+    assert named(raised.out) == asked == [(f"{tmp_path}/run/peak.pt", "ckpt-00000006.pt")]
 
 
 def test_an_unfinished_run_can_be_decayed_in_a_copy_and_then_continued(planned, tokens, tmp_path):
@@ -199,7 +204,7 @@ def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_dec
     trainer.at["update", 6] = lambda: fill(disk)
     trainer.at["update", 8] = lambda: free(disk)
     assert trainer.launch(**keys).code == 0
-    assert checkpoints(disk / "run") == [4, 12]
+    assert checkpoints(disk / "run") == [12] and peak_iter(disk / "run") == 4
     asked = launch(1, *flags(**keys))
     launch(1, *flags(**keys | copy_for_longer(asked.out, disk / "run_24")))
     assert_same_run(tmp_path / "planned", disk / "run_24", 24)
@@ -222,39 +227,4 @@ def test_a_wsd_run_fits_on_a_disk_for_as_many_checkpoints_as_bench_plan_counts(
     disk = make_disk(kept * size + (64 << 10))
     result = train(**keys | dict(out_dir=disk / "run"))
     assert "not saved" not in result.err
-    assert checkpoints(disk / "run") == [6, 10, 12]
-
-
-@pytest.mark.parametrize("keep", slow_but(1, of=[1, 2]))
-def test_resuming_is_refused_if_only_the_checkpoint_before_the_decay_is_intact(
-    keep, tokens, tmp_path
-):
-    """Say how to train again from that checkpoint."""
-    out_dir = tmp_path / "run"
-    keys = NIGHT | dict(dataset=tokens, out_dir=out_dir, keep_checkpoints=keep)
-    train(**keys)
-    newer = [out_dir / f"ckpt-{it:08}.pt" for it in checkpoints(out_dir) if it > 6]
-    assert len(newer) == keep
-    for path in newer:
-        path.write_bytes(path.read_bytes()[:-1000])
-    before = files(out_dir)
-    result = run("train.py", *flags(**keys))
-    assert result.code == 2 and files(out_dir) == before
-    assert "to train again from ckpt-00000006.pt" in result.err
-    for path in newer:
-        path.rename(tmp_path / path.name)
-    train(**keys)
-    assert column(out_dir, "start", "iter")[-1] == 6
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_soon_after_the_decay_began_loses_only_one_interval(tokens, tmp_path):
-    """Resume from the previous checkpoint, the newest one that is intact."""
-    keys = NIGHT | dict(dataset=tokens, out_dir=tmp_path / "run")
-    process = start(*with_faults(tmp_path, ("update", 9, "SIGKILL")), *flags(**keys))
-    assert finish(process).code == -signal.SIGKILL
-    assert checkpoints(tmp_path / "run") == [6, 8]
-    newest = tmp_path / "run" / "ckpt-00000008.pt"
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    train(**keys)
-    assert column(tmp_path / "run", "start", "iter") == [0, 6]
+    assert checkpoints(disk / "run") == [10, 12] and peak_iter(disk / "run") == 6

@@ -1,6 +1,6 @@
 """
-Resume recorded checkpoints of the present format, which dev/make_golden.py made, and refuse those
-of version 0.2, such as tables.pt.
+Resume recorded checkpoints, which dev/make_golden.py made with version 0.3.0, and refuse those of
+version 0.2, such as tables.pt.
 """
 
 import json
@@ -46,5 +46,5 @@ def test_a_checkpoint_of_version_0_2_is_refused_in_one_line(command, tmp_path, m
     result = run(*command.split())
     assert result.code == 2
     (line,) = result.err.splitlines()
-    assert "0.2.0" in line and "877e89a" in line
+    assert "git checkout 0b8a2217" in line
     assert not Path("new").exists()

@@ -228,6 +228,8 @@ BAD_STARTS = {
     "no shared folder for a stream": (APART, STREAM, "shared folder"),
     "a file in the place of out_dir": ("", dict(out_dir="file/run"), "file/run"),
 }
+
+
 @pytest.fixture(scope="module")
 def world(tokens, tmp_path_factory) -> Path:
     """Create the ranks' working folder. It has a folder for each rank; rank 0's holds a run."""
@@ -260,6 +262,16 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks(row, tokens, world):
     for word in words.split():
         assert word in line
     assert sorted(world.rglob("*.pt")) == saved
+
+
+@pytest.mark.slow
+def test_a_resume_ends_in_one_line_on_a_machine_without_the_shared_out_dir(tokens, world):
+    arguments = flags(**TINY | dict(dataset=tokens, out_dir="old", init_from="resume"))
+    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=APART), cwd=world))
+    assert [result.code for result in results] == [1, 2], results
+    assert error_lines(results[1].err) == ["error: old/ckpt-00000002.pt: No such file or directory"]
+    (line,) = error_lines(results[0].err)
+    assert "another rank is gone" in line
 
 
 @pytest.mark.parametrize("n", slow_but(2, of=[1, 2]))
