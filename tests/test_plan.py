@@ -294,7 +294,7 @@ def test_fine_tuning_a_run_is_planned_with_the_runs_size(tmp_path):
     "gpu, mfu, source",
     [
         ("4070", 0.822, "published, compiled: 82% of its peak (GPT-2 124M, twice) and 85% "),
-        ("5090", 0.80, "published, compiled: 80%"),
+        ("5090", 0.825, "published, compiled: 80% of its peak (GPT-2 124M) and 85% "),
         ("a100", 0.655, "published, compiled: 57% of its peak (GPT-2 124M) and 74% "),
         ("5060 Ti", 0.84, "published, compiled: 84% of its peak (nanochat's d12, another model)"),
         ("3060", 0.75, "assumed: 75% (57% to 84%) of its peak"),
