@@ -24,7 +24,6 @@ Examples:
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
-import itertools
 import json
 import pickle
 import re
@@ -136,13 +135,12 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
     `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
     reports/bench_child.py does. Raises the UserError or RunError that ended the run.
     """
-    run, printed = run_train(config, seconds, command)
+    run = run_train(config, seconds, command)
     step_ms = run.step["step_ms"][UNCOUNTED:]
     start = run.start
     machine = {name: start[name] for name in OF_THE_MACHINE}
     machine |= dict(cpu=hardware.cpu_name(), threads=torch.get_num_threads())
     machine |= dict(date=time.strftime("%Y-%m-%d"))
-    compiled = re.search(r"^compile: ([\d.]+)s", printed, re.MULTILINE)
     return dict(
         **batch_keys(config, config.batch_size),
         step_ms=float(np.median(step_ms)),
@@ -154,17 +152,14 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
         mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
         mem_gib=percentile(run.step["mem_gib"], 100),
         first_loss=float(run.step["loss"][0]),
-        compile_seconds=float(compiled[1]) if compiled else 0.0,
+        compile_seconds=float(run.step["compile_seconds"][0]),
         parameters=start["parameters"],
         machine=machine,
     )
 
 
-def run_train(config: Config, seconds: float, command: Command) -> tuple[Run, str]:
-    """
-    Run train.py in a child process until its log has enough lines, then kill it. Returns the log
-    and everything the child printed.
-    """
+def run_train(config: Config, seconds: float, command: Command) -> Run:
+    """Run train.py in a child process until its log has enough lines, then kill it."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
         every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
@@ -184,11 +179,11 @@ def run_train(config: Config, seconds: float, command: Command) -> tuple[Run, st
             finally:
                 child.kill()
                 child.wait()
-        printed = Path(folder, "printed").read_text("utf-8", errors="replace")
+        printed = Path(folder, "printed").read_text("utf-8", errors="replace").splitlines()
         if not is_measured:
-            raise error_of(config, printed.splitlines(), child.returncode)
-        pass_warnings_on(printed.splitlines())
-        return read_run(log), printed
+            raise error_of(config, printed, child.returncode)
+        pass_warnings_on(printed)
+        return read_run(log)
 
 
 def has_enough(log: Path, seconds: float) -> bool:
@@ -298,17 +293,17 @@ def measure_in_turn(
     Returns what `tabulate` returns. It prints the table, also after Ctrl-C, SIGTERM or an error.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    turns = [*itertools.product(range(1, options.trials + 1), rows)]
+    turns = rows * options.trials
     say(f"{len(turns)} measurements; Ctrl-C ends with the table of the rows so far")
     found: dict[str, list[dict]] = {}
     measured: Measured = []
     # By dtype and tf32. A peak is measured once and reused, so that the rows' MFUs are comparable.
     peaks: dict[tuple[str, bool], float] = {}
     try:
-        for done, (number, (name, config)) in enumerate(turns, 1):
+        for number, (name, config) in enumerate(turns, 1):
             if found.get(name) == []:  # out of memory in an earlier round
                 continue
-            say(f"round {number}, {done} of {len(turns)}: {name}")
+            say(f"row {number} of {len(turns)}: {name}")
             kind = (config.dtype, config.tf32)
             config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
             try:
@@ -388,18 +383,16 @@ def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]
         table.append([row["name"], batch, *speed, *cells, *load])
     say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
     say(*table_lines(table))
-    rounds = len(last["paces"])
-    line = "one round of train.py's median iterations, which shows no spread"
+    rounds = max(len(row.get("paces", [])) for row in rows)
     if rounds > 1:
-        line = f"median iterations of train.py over {rounds} rounds"
+        say(f"medians of {rounds} rounds; a speedup whose range includes 1.00 may be noise")
     if is_cpu:
-        line += "; speedups compare CPU time, because other programs change the wall-clock time"
-    say(line)
+        say("speedups compare CPU time, because other programs change the wall-clock time")
 
 
-def times(ratio: float, span: list[float]) -> list[str]:
+def times(ratio: float, span: list[float]) -> str:
     low, high = span
-    return [f"{ratio:.2f}x", f"{low:.2f} to {high:.2f}"]
+    return f"{ratio:.2f}x" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
 # -----------------------------------------------------------------------------
@@ -428,8 +421,8 @@ def tabulate_sweep(config: Config, measured: Measured) -> dict:
         key=lambda pair: statistics.median(map(pace, pair[1])),
     )
     table = [row_of(row, runs) for row, runs in measured]
-    more = [times(*compare(runs, best)) if runs else [] for _, runs in measured]
-    show(f"sweep of {config.model}", table, ["of the fastest", "range"], more)
+    more = [[times(*compare(runs, best))] if runs else [] for _, runs in measured]
+    show(f"sweep of {config.model}", table, ["of the fastest"], more)
     fastest = table[[runs for _, runs in measured].index(best)]["batch_size"]
     say(f"the fastest: --batch_size={fastest}")
     return dict(rows=table, fastest=fastest)
@@ -499,10 +492,9 @@ def tabulate_ladder(config: Config, measured: Measured) -> dict:
             total, total_range = compare(runs, before[0])
             figures |= dict(gain=gain, gain_range=gain_range)
             figures |= dict(total_gain=total, total_gain_range=total_range)
-        more.append([*times(gain, gain_range), f"{total:.2f}x"] if runs else [])
+        more.append([times(gain, gain_range), f"{total:.2f}x"] if runs else [])
         table.append(figures)
-    show(f"ladder of {config.model}", table, ["gain", "range", "total"], more)
-    say("a gain whose range includes 1.00 may be noise")
+    show(f"ladder of {config.model}", table, ["gain", "total"], more)
     return dict(rows=table)
 
 
@@ -566,7 +558,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if mode in ("sweep", "ladder"):
-        help_text = "rounds over all rows; one shows no spread (default: %(default)s)"
+        help_text = "rounds over all rows (default: 1); several show how much a row varies"
         add("--trials", type=parse_count, default=1, help=help_text)
     if mode == "sweep":
         add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")

@@ -207,6 +207,7 @@ def raise_if_any(problems: list[str]) -> None:
 # Flags and keys of earlier versions, and what to do instead
 REMOVED = dict(
     from_run="give --iter_seconds=S, an iteration's seconds in that run's log",
+    profile="docs/plan.md shows how to profile an iteration",
     records="download its shards, as README.md shows",
 )
 

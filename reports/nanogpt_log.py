@@ -95,14 +95,14 @@ def without_prefixes(text: str) -> str:
 def console_lines(row: re.Match) -> str:
     """
     Return the lines that nanoGPT would print for a CSV row, with a save at each evaluation, and the
-    band of several runs' val losses.
+    band of several runs' val losses. A row with a val loss alone is not nanoGPT's, so no save.
     """
     it, loss, ms, mfu, train_loss, val_loss, low, high = row.groups()
     lines = []
     if val_loss:
         band = f", low {low}, high {high}" if low else ""
         lines.append(f"step {it}: train loss {train_loss or 'nan'}, val loss {val_loss}{band}")
-        if it != "0" and not band:
+        if it != "0" and train_loss:
             lines.append("saving checkpoint to a file")
     if loss:
         lines.append(f"iter {it}: loss {loss}, time {ms}ms, mfu {mfu}%")

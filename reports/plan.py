@@ -3,8 +3,8 @@ bench.py plan: estimate a run's tokens, FLOPs, hours, memory, disk, energy and p
 starts.
 
 Everything follows from the pace, the seconds per iteration. It comes from --iter_seconds, from a
-run (--from_run), from a published or assumed MFU of a GPU (--gpu), or from a measurement on this
-machine. A plan is a flat dict of figures, None if unknown: memory in GiB, disk in GB.
+published or assumed MFU of a GPU (--gpu), or from a measurement on this machine. A plan is a flat
+dict of figures, None if unknown: memory in GiB, disk in GB.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from statistics import median
 
 from common.console import (
@@ -28,7 +27,6 @@ from common.console import (
     raise_if_any,
     say,
     table_lines,
-    warn,
 )
 from configurator import UNREACHED, Config, resolve
 from data.shards import MOST_TOKENS, open_dataset, preparation, vocab_where_missing
@@ -41,7 +39,6 @@ from reports.memory import (
     memory_bytes,
     memory_needed,
 )
-from reports.runs import Run, open_run, percentile
 from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware, preflight
 from training.clock import next_time
@@ -75,8 +72,6 @@ CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 USABLE_MEMORY = 0.9
 # Beyond this many FLOPs an iteration takes a CPU ten seconds or more, too long to measure several.
 MOST_FLOPS_ON_A_CPU = 1e12
-# relative, because nanoGPT's log prints the parameters in millions with two decimals
-SAME_PARAMETERS = 1e-3
 # A model narrower than the published ones reaches a lower MFU: the likely one times
 # (n_embd / 768) ** 0.25, the lowest times (n_embd / 768) ** 0.4. Public pairs of runs have 0.84 and
 # 0.76 for half the width (docs/plan.md).
@@ -86,22 +81,12 @@ LIKELY_POWER, LOWEST_POWER = 0.25, 0.4
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add plan's own flags to bench.py's parser."""
-    pace = parser.add_mutually_exclusive_group()
     add = parser.add_argument
     add("--gpu", metavar="NAME", help="such as 4070; all: every known GPU (default: this machine)")
     add("--gpus", type=parse_count, default=1, help="number of GPUs (default: 1)")
     add("--link_gbits", type=float, metavar="G", help="speed of the link between GPUs, in Gbit/s")
-    pace.add_argument(
-        "--iter_seconds",
-        type=parse_paces,
-        metavar="S",
-        help="seconds per iteration on one GPU; 2.5,3,3.5 prints a table of several",
-    )
-    pace.add_argument(
-        "--from_run",
-        metavar="RUN",
-        help="take the seconds per iteration from an out_dir or nanoGPT's console output",
-    )
+    help_text = "seconds per iteration on one GPU; 2.5,3,3.5 prints a table of several"
+    add("--iter_seconds", type=parse_paces, metavar="S", help=help_text)
     add("--dataset_tokens", type=parse_count, help="such as 10B, to compute epochs")
     add("--watts", type=float, metavar="W", help="power of one GPU, to compute the energy")
     add("--price_kwh", type=float, metavar="P", help="price per kWh, to compute the energy's cost")
@@ -186,7 +171,7 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     median and the lowest MFU are reduced. Raises UserError if the GPU's peak or the model's FLOPs
     are unknown.
     """
-    hint = "give --iter_seconds=S or --from_run=RUN"
+    hint = "give --iter_seconds=S"
     flops = count_flops(model)
     if not card.peak_tflops:
         raise UserError(f"gpu: the peak of a {card.name} in {card.dtype} is unknown; {hint}")
@@ -212,42 +197,12 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     return Pace(source, at_peak / likely, at_peak / max(mfus), at_peak / lowest)
 
 
-def pace_of_run(config: Config, model: GPTConfig, run: Run, options: Namespace, card: Card) -> Pace:
-    """
-    Return a run's median iteration time, converted to one GPU that exchanges no gradients. The GPUs
-    of nanoGPT's log count as one, because it does not say how many there were. Raises UserError if
-    the run has no iteration time or trained another model.
-    """
-    name = options.from_run
-    for warning in run.warnings:
-        warn(warning)
-    rate = percentile(run.step["tokens_per_sec"], 50)
-    if not rate:
-        raise UserError(f"from_run: {name} has no iteration time yet; let it train a little longer")
-    theirs, ours = run.start.get("parameters"), count_parameters(model)
-    if theirs and not math.isclose(theirs, ours, rel_tol=SAME_PARAMETERS):
-        raise UserError(
-            f"from_run: {name} trained another model, with {count(theirs)} parameters instead of "
-            f"{count(ours)}; give the run's own config file, code and data"
-        )
-    n = run.start.get("world_size") or 1
-    exchange = exchange_seconds(card, n, ours, options)
-    seconds = run.start["tokens_per_iter"] / rate
-    if exchange >= seconds:
-        raise UserError(
-            f"from_run: an iteration took {seconds_text(seconds)}, but averaging its gradients "
-            f"would take {seconds_text(exchange)} at the assumed link speed; give --link_gbits=G"
-        )
-    share = config.iter_tokens / run.start["tokens_per_iter"]
-    return one_pace(f"the median iteration of {name}", (seconds - exchange) * n * share)
-
-
 def measured_pace(config: Config, model: GPTConfig, card: Card, measure: Callable) -> Pace:
     on_a_cpu = not (card.memory_gib or card.peak_tflops)
     if on_a_cpu and config.iter_tokens * (count_flops(model) or 0) > MOST_FLOPS_ON_A_CPU:
         raise UserError(
-            "gpu: no GPU here, and timing this model on the CPU takes minutes; add --gpu=4070, "
-            "--iter_seconds=S or --from_run=RUN"
+            "gpu: no GPU here, and timing this model on the CPU takes minutes; add --gpu=4070 or "
+            "--iter_seconds=S"
         )
     say("measuring a few iterations on this machine")
     return one_pace("measured here", measure(config)["step_ms"] / 1000)
@@ -258,24 +213,11 @@ def cards_and_paces(
 ) -> list[tuple[Card, Pace]]:
     """
     Choose what to plan: all GPUs, or one GPU at one or several paces. This GPU is the one named by
-    --gpu, else that of --from_run, else this machine's. Raises UserError if --gpu and --from_run
-    disagree.
+    --gpu, else this machine's.
     """
     if options.gpu == "all":
         return all_cards(config, model, options)
     card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
-    if options.from_run:
-        run = open_run(Path(options.from_run))
-        device = run.start.get("device")
-        if card and device and card.name != device.removeprefix("NVIDIA "):
-            raise UserError(
-                f"gpu: {options.from_run} ran on {device}, not on {card.name}; leave out one of "
-                "the two flags"
-            )
-        if not card and device and "peak_tflops" in run.start:  # nanoGPT's log has no peak
-            card = Card(device, run.start["dtype"], run.start["peak_tflops"])
-        card = card or card_here(config)
-        return [(card, pace_of_run(config, model, run, options, card))]
     if card and not options.iter_seconds:
         return [(card, pace_by_mfu(config, model, card))]
     card = card or card_here(config)
@@ -289,11 +231,11 @@ def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tupl
     Return every GPU in gpus.csv with a known peak, and its pace. GPUs that only emulate bfloat16
     are planned in float16. Raises UserError for flags that do not apply to all GPUs.
     """
-    of_one_gpu = [options.from_run, options.iter_seconds, options.watts, options.price_hour]
+    of_one_gpu = [options.iter_seconds, options.watts, options.price_hour]
     if any(of_one_gpu) or config.by_clock:
         raise UserError(
-            "gpu: --from_run, --iter_seconds, --watts, --price_hour, --hours and --until do not "
-            "work with --gpu=all; name one GPU"
+            "gpu: --iter_seconds, --watts, --price_hour, --hours and --until do not work with "
+            "--gpu=all; name one GPU"
         )
     if config.dtype == "bfloat16":
         config = replace(config, dtype="auto")
@@ -601,7 +543,7 @@ def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
     return [
         *table_lines(rows),
         "mfu: see docs/plan.md; batch_size: the largest that fits, estimated",
-        "another GPU: give its pace, --iter_seconds=S or --from_run=RUN",
+        "another GPU: give its pace, --iter_seconds=S",
     ]
 
 

@@ -22,6 +22,7 @@ INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of the
 COLUMNS = {
     "step": """
         iter tokens tokens_after hours loss lr step_ms cpu_ms tokens_per_sec mfu mem_gib
+        compile_seconds
     """.split(),
     "eval": "iter tokens hours val_loss bits_per_byte seconds low high".split(),
     "checkpoint": "iter seconds".split(),

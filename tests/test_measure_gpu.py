@@ -99,9 +99,18 @@ def test_measures_what_matters_most_first():
     """Check, time, train and resume before longer rows such as plan and sweep."""
     options = measure_gpu.parse_arguments(["4070", "--modded=../train_gpt_simple.py"])
     names = list(measure_gpu.rows(options, "a card", Path("work")))
-    first = ["check", "step", "step_twice_the_batch", "fast_step", "train", "resume", "exact"]
-    assert names[:9] == ["machine", "driver", *first]
-    assert {"plan", "sweep"} < {*names[9:]}
+    first = [
+        "check",
+        "matmul",
+        "step",
+        "step_twice_the_batch",
+        "fast_step",
+        "train",
+        "resume",
+        "exact",
+    ]
+    assert names[:10] == ["machine", "driver", *first]
+    assert {"plan", "sweep"} < {*names[10:]}
     names = list(measure_gpu.rows(options, "NVIDIA GeForce RTX 4070", Path("work")))
     assert names.index("fp16_accumulation") == names.index("fast_step") + 1
 
@@ -169,7 +178,11 @@ def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypa
     assert rows["check"]["figures"]["verdict"].startswith("this machine trains correctly")
     for name in ("step", "step_twice_the_batch", "fast_step"):
         assert rows[name]["figures"]["tokens_per_sec"] > 0
-    for name in ("step", "fast_step"):  # with the time of each kernel
+    assert [line.split(":")[0] for line in rows["matmul"]["log"][-2:]] == [
+        "float16 with float32 sums on cpu",
+        "float16 with float16 sums on cpu",
+    ]
+    for name in ("profile", "fast_profile"):  # with the time of each kernel
         assert any("aten::mm" in line for line in rows[name]["log"])
     steps = [r["iter"] for r in rows["resume"]["figures"] if r["kind"] == "step"]
     assert steps == sorted({*steps, 0, 35, 45, 49})  # of both processes, none twice

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 
+import numpy as np
 import pytest
 from doc_pages import GUIDES, code_blocks, holds, numbers, page_name, plan, read, result, shows
 from program import ROOT
@@ -149,6 +150,23 @@ def test_the_loss_band_of_the_public_runs_follows_its_rule():
     assert limits[375] == (3.90665, 3.94665) and limits[3250] == (3.26640, 3.29092)
     assert shows("results/public_runs/README.md", [spread["factor"]])
     assert shows("results/README.md", [spread["ratio"], spread["factor"]])
+
+
+def test_four_runs_on_a_geforce_are_inside_the_band_of_the_ten():
+    """Check every evaluation of each run, and that the file's val losses are their means."""
+    name = "results/public_runs/fineweb_124m_muon_rtx5090.csv"
+    found = re.findall(r"^# run \d: (.*)$", read(name), re.MULTILINE)
+    losses = [[float(loss) for loss in line.split()] for line in found]
+    four, ten = open_run(ROOT / name), open_run(ROOT / name.replace("rtx5090", "h100"))
+    assert len(four.checkpoint["iter"]) == 0 and four.config == ten.config
+    means = [sum(at) / 4 for at in zip(*losses, strict=True)]
+    assert four.eval["val_loss"] == pytest.approx(means, abs=6e-6)
+    assert shows("results/public_runs/README.md", [run[-1] for run in losses])
+    shared, i, j = np.intersect1d(four.eval["iter"], ten.eval["iter"], return_indices=True)
+    assert len(shared) == 34
+    for run in losses:
+        assert all(ten.eval["low"][j] <= np.array(run)[i])
+        assert all(np.array(run)[i] <= ten.eval["high"][j])
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/fast124m_*.py")))

@@ -41,7 +41,7 @@ class Speed:
     wait_seconds: float  # the part of iter_seconds spent waiting for data
     tokens_per_sec: float  # across all ranks
     mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
-    cpu_seconds: float = 0.0  # of all threads in an iteration, on this rank
+    cpu_seconds: float  # of all threads in an iteration, on this rank
 
 
 class Clock:

@@ -380,7 +380,7 @@ def train_whole(config, flags: list[str], folder: Path) -> None:
     flags += [f"--dataset={folder}", f"--out_dir={folder / 'out'}", "--init_from=scratch"]
     flags += ["--max_iters=4", "--eval_interval=2", "--eval_tokens=1024", "--checkpoint_interval=2"]
     flags += ["--warmup_iters=1", "--sample_tokens=8", "--log_interval=1"]
-    train.main(flags, train_step=train.train_step)  # Watch
+    train.main(flags)  # its train_step is a Watch
 
 
 def figures_of(row: Row, config, iterations: list[dict]) -> dict:

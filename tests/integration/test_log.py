@@ -87,7 +87,7 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tokens, tmp_path):
 def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
     c = Config(max_iters=99_999, hours=100.0)
     clock = SimpleNamespace(
-        seconds=dict(steps=3.2e5),
+        seconds=dict(steps=3.2e5, compile=32.0),
         since_launch=lambda: 3e5,
         training_hours=lambda: 90.0,
         estimates={},
@@ -97,7 +97,9 @@ def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
     ranks = SimpleNamespace(is_main=False, world_size=1)
     data = SimpleNamespace(stream=None, train=range(10**10))
     log = Log(c, clock, hw, ranks, None, data, Progress(), write_record=None)
-    log.report_step(65_432, 34_305_212_416, 0, 10.1234, 6e-4, 1.0, Speed(9.87654, 0, 53_084, 70.1))
+    log.report_step(
+        65_432, 34_305_212_416, 0, 10.1234, 6e-4, 1.0, Speed(9.87654, 0, 53_084, 70.1, 1)
+    )
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("iter 65432: loss 10.1234, time 9876.54ms, mfu 41.23%, tok/s ")
     assert "tokens 34.3B" in line and "mem 70.1GiB" in line

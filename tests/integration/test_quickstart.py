@@ -62,7 +62,7 @@ def test_the_quickstart_works_in_a_fresh_copy_without_a_network(tmp_path):
         begin("sample.py", "config/quickstart.py", *greedy),
         begin("compare.py", "out/quickstart", "--json=table.json"),
         begin("convert.py", "ckpt-to-hf", "out/quickstart", "hf"),
-        begin("bench.py", "plan", "config/quickstart.py", "--from_run=out/quickstart"),
+        begin("bench.py", "plan", "config/quickstart.py", "--iter_seconds=0.1"),
     ]
     text, table, _, plan = map(end, first)
     assert (run_folder / "loss.png").exists()

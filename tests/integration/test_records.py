@@ -25,8 +25,8 @@ FIELDS = dict(
     start="config data_fingerprint device device_type dtype flops_per_token iter parameters"
     " peak_source peak_tflops tokenizer tokens_per_iter torch val_fingerprint"
     " val_text_sha256 val_tokens world_size",
-    step="data_wait_ms epoch grad_norm hours iter loss lr mem_gib mfu step_ms tokens tokens_after"
-    " tokens_per_sec",
+    step="compile_seconds cpu_ms data_wait_ms epoch grad_norm hours iter loss lr mem_gib mfu"
+    " step_ms tokens tokens_after tokens_per_sec",
     eval="bits_per_byte hours iter perplexity seconds tokens train_loss val_loss",
     checkpoint="bytes iter path seconds",
     sample="iter text",
