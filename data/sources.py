@@ -156,8 +156,7 @@ class Source:
     def read_parquet(self, name: str, place: Place, one_group: bool) -> Iterator[Row]:
         """
         Yield the rows of one row group or of all, starting at a place. Uses pyarrow directly,
-        because the datasets library reads about 300 MB ahead of a slow consumer, and downloads the
-        rows that a continued preparation skips.
+        because the datasets library downloads the rows that a continued preparation skips.
         """
         import pyarrow.parquet
 
