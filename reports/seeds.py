@@ -20,7 +20,7 @@ from reports.runs import Run, percentile
 STEADY = 1.1  # on an idle machine, the seeds' speeds differ by less than this factor
 
 
-def difference(change: list[float], base: list[float], times: int = 1) -> tuple[float, float]:
+def difference(change: list[float], base: list[float], *, times: int = 1) -> tuple[float, float]:
     """
     Return the mean loss of the change minus that of the base, and the noise of this difference in
     the losses' unit, as expected with `times` as many seeds that vary as these do. With a single
