@@ -297,6 +297,9 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
     ]
     print(*table_lines(cells), sep="\n")
     print(f"difference: {found:+.4f}", f"noise: {noise:.4f}", f"verdict: {told}", sep="\n")
+    if told == "inconclusive" and 0 < noise < math.inf:
+        _, less = seeds.difference(*lasts, times=2)
+        print(f"with twice as many seeds, differences above about {less:.4f} would show")
 
     warnings = [warning for run in runs for warning in run.warnings]
     warnings += [reason for side in sides if (reason := seeds.why_uneven(side))]

@@ -9,6 +9,7 @@ train.py or sample.py --init_from=PATH. Code in the input files is never execute
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from training.pretrained import TRANSPOSED, load_weights, read_weights
 
+# OpenAI's tokenizer files, from where tiktoken downloads them
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # The fast model's code. An export contains X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
-TRANSFORMERS = "pip install 'transformers>=5'"
 # Relative to the largest logit. Rounding in float32 changes logits by 1e-6 in trained models and by
 # 7e-6 with ten times larger weights. The exact GELU in place of the tanh one changes them by 1e-4.
 TOLERANCE = 2e-5
@@ -37,7 +39,7 @@ TOLERANCE = 2e-5
 def ckpt_to_hf(source: str, out: str) -> None:
     """
     Export the model in float32 as a GPT2LMHeadModel, or a fast model together with its code.
-    Raises UserError if transformers is missing, if the folder is not empty, if the weights cannot
+    Raises UserError if the folder is not empty, if transformers 5 is missing, if the weights cannot
     be read or do not fit their config, or if the export would not compute the checkpoint's logits.
     """
     folder = Path(out)
@@ -45,9 +47,11 @@ def ckpt_to_hf(source: str, out: str) -> None:
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
     try:
         import transformers
+
+        from training import modeling_fast  # noqa: F401  needs names that transformers 4 lacks
     except ImportError:
-        problem = f"transformers is missing; install it with{COMMAND}{TRANSFORMERS}"
-        raise UserError(problem) from None
+        problem = "an export needs transformers 5; install it"
+        raise UserError(f"{problem}{COMMAND}pip install 'transformers>=5'") from None
     transformers.utils.logging.set_verbosity_error()  # our own error names tensors that do not fit
     transformers.utils.logging.disable_progress_bar()
     state = read_weights(source, best=True)
@@ -213,35 +217,46 @@ def fast_code() -> dict[str, str]:
 def write_tokenizer(folder: Path, spec: dict, block_size: int) -> None:
     """
     Write a bpe or gpt2 tokenizer for AutoTokenizer. The tokenizer adds no special tokens to a text.
-    GPT-2's is built from the file that tiktoken caches or downloads; if it is out of reach, nothing
+    GPT-2's is built from files that tiktoken caches or downloads; if they are out of reach, nothing
     is written.
     """
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    kind = spec["kind"]
-    if kind not in ("gpt2", "bpe"):
-        say(f"tokenizer: no files written; Hugging Face has no class for its kind, {kind}")
-        return
-    try:
+    if spec["kind"] == "bpe":
         own = Tokenizer(spec)
-    except UserError:
+        bpe, end = own.bpe, own.decode([own.eot])
+    elif spec["kind"] == "gpt2":
+        bpe, end = gpt2_bpe(), "<|endoftext|>"
+    else:
+        say(f"tokenizer: no files written; Hugging Face has no class for its kind, {spec['kind']}")
+        return
+    if bpe is None:
         say("tokenizer: cannot get GPT-2's files; use AutoTokenizer.from_pretrained('gpt2')")
         return
-    bpe, end = own.bpe, own.decode([own.eot])
-    if kind == "gpt2":
-        converter = TikTokenConverter(None, bpe._pat_str, extra_special_tokens=bpe._special_tokens)
-        special = {name.encode(): n for name, n in bpe._special_tokens.items()}
-        ranks = bpe._mergeable_ranks | special
-        setattr(converter, "load_tiktoken_bpe", lambda path: ranks)  # noqa: B010  not from a file
-        bpe = converter.converted()
     bpe.post_processor = None  # it may add tokens, which training does not
-    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
-    # leaves out token_type_ids, whose embeddings GPT-2 would add
-    names = ["input_ids", "attention_mask"]
-    PreTrainedTokenizerFast(
-        tokenizer_object=bpe, model_max_length=block_size, model_input_names=names, **ends
-    ).save_pretrained(folder)
+    bpe.save(str(folder / "tokenizer.json"))
+    settings = {
+        # save_pretrained() would name a class that transformers 4 does not have
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": block_size,
+        # leaves out token_type_ids, whose embeddings GPT-2 would add
+        "model_input_names": ["input_ids", "attention_mask"],
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), end),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def gpt2_bpe() -> Any:
+    """Return GPT-2's tokenizer for the tokenizers library, or None if its files are unreachable."""
+    from tiktoken.load import read_file_cached
+    from tokenizers import ByteLevelBPETokenizer
+
+    try:
+        vocab = json.loads(read_file_cached(GPT2_FILES + "encoder.json"))
+        merges = read_file_cached(GPT2_FILES + "vocab.bpe").decode().splitlines()
+    except Exception:  # whatever the network throws
+        return None
+    bpe = ByteLevelBPETokenizer(vocab, [tuple(line.split()) for line in merges[1:]])
+    bpe.add_special_tokens(["<|endoftext|>"])
+    return bpe
 
 
 def main(argv: list[str]) -> None:

@@ -20,18 +20,20 @@ from reports.runs import Run, percentile
 STEADY = 1.1  # on an idle machine, the seeds' speeds differ by less than this factor
 
 
-def difference(change: list[float], base: list[float]) -> tuple[float, float]:
+def difference(change: list[float], base: list[float], *, times: int = 1) -> tuple[float, float]:
     """
     Return the mean loss of the change minus that of the base, and the noise of this difference in
-    the losses' unit. With a single seed on either side, the noise is infinite.
+    the losses' unit, as expected with `times` as many seeds that vary as these do. With a single
+    seed on either side, the noise is infinite.
     """
     found = mean(change) - mean(base)
     if min(len(change), len(base)) < 2:
         return found, math.inf
-    a, b = variance(change) / len(change), variance(base) / len(base)
+    n, m = times * len(change), times * len(base)
+    a, b = variance(change) / n, variance(base) / m
     if a + b == 0:
         return found, 0.0
-    freedom = (a + b) ** 2 / (a**2 / (len(change) - 1) + b**2 / (len(base) - 1))
+    freedom = (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1))
     return found, student_t(freedom) * math.sqrt(a + b)
 
 

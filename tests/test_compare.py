@@ -517,8 +517,8 @@ def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result,
 )
 def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, tmp_path):
     """
-    Compare the mean losses of three seeds per side. The expected noise is computed by hand from
-    Student's t.
+    Compare the mean losses of three seeds per side, and say what six would show. The expected
+    noise is computed by hand from Student's t: 2.228 with 10 degrees of freedom.
     """
     base = write_side(tmp_path, "base", [2.0, 2.1, 2.2])
     change = write_side(tmp_path, "idea", [first, first + 0.1, first + 0.2])
@@ -528,6 +528,8 @@ def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, tm
     assert table["noise"] == pytest.approx(2.776 * math.sqrt(0.02 / 3), rel=2e-3)
     assert float(lines["difference"]) == pytest.approx(table["difference"], abs=1e-4)
     assert float(lines["noise"]) == pytest.approx(table["noise"], abs=1e-4)
+    more = [f"{2.228 * math.sqrt(0.02 / 6):.4f}"] if verdict == "inconclusive" else []
+    assert re.findall(r"^with twice as many seeds, .* (0\.\d+)", result.out, re.MULTILINE) == more
     assert result.out.splitlines()[0].split() == ["idea", "base"]
     assert table["change"] == {f"idea-{n + 1}": pytest.approx(first + 0.1 * n) for n in range(3)}
 

@@ -208,7 +208,7 @@ def test_the_data_pages_code_turns_text_files_into_jsonl_that_can_be_prepared(
 
 def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (block,) = code_blocks(ROOT / "docs/own_text.md", "python")
+    (_, block) = code_blocks(ROOT / "docs/own_text.md", "python")
     Path("input.txt").write_text(TEXT * 20)
     exec(block, {})
     data = open_dataset("shakespeare_char")

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from doc_pages import code_blocks
 from hf_reference import own_bpe, random_gpt2
-from program import run
+from program import ROOT, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -91,14 +92,22 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_pa
         load_pretrained(str(tmp_path))
 
 
-def test_an_end_of_text_token_without_an_embedding_row_is_refused(tmp_path):
-    """Refuse weights such as a German GPT-2 on the hub, whose config.json gives one row too few."""
-    random_gpt2(tmp_path, **SMALL, vocab_size=OWN)
+def test_the_own_text_pages_code_mends_a_folder_with_too_few_rows(tmp_path, monkeypatch):
+    """
+    Refuse weights such as a German GPT-2 on the hub, whose config.json gives one row too few for
+    its end-of-text token, and load what the page's code writes.
+    """
+    monkeypatch.chdir(tmp_path)
+    random_gpt2(Path("hub_gpt2"), **SMALL, vocab_size=OWN)
     bpe = own_bpe("<s>")
     bpe.add_special_tokens(["<|endoftext|>"])
-    bpe.save(str(tmp_path / "tokenizer.json"))
+    bpe.save("hub_gpt2/tokenizer.json")
     with pytest.raises(UserError, match=f"{OWN + 1} ids.* {OWN} rows"):
-        load_pretrained(str(tmp_path))
+        load_pretrained("hub_gpt2")
+    exec(code_blocks(ROOT / "docs" / "own_text.md", "python")[0], {})
+    state = load_pretrained("my_gpt2")
+    assert len(state["model"]["transformer.wte.weight"]) == state["vocab"] == OWN + 1
+    pick_tokenizer("my_gpt2", tmp_path)  # as prepare_text.py --tokenizer=my_gpt2 does
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"])

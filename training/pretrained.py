@@ -94,7 +94,8 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
         what += f", but in {', '.join(runs)}"
-    hint = "give a checkpoint, a run's folder, a Hugging Face folder or gpt2"
+    hint = "give a checkpoint, a run's folder, gpt2, or a folder in Hugging Face's format"
+    hint += ", as hf download ORG/NAME --local-dir=FOLDER makes it"
     meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_MODELS))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
@@ -204,7 +205,8 @@ def read_hf(folder: Path) -> dict:
     hf = read_json(folder / "config.json", hint="get it again")
     config = read_hf_config(hf, folder)
     if not (folder / "model.safetensors").is_file():  # weights in pytorch_model.bin or in parts
-        raise UserError(f"{folder}: no model.safetensors, the only file that weights are read from")
+        problem = "no model.safetensors, the only file that weights are read from"
+        raise UserError(f"{folder}: {problem}; docs/own_text.md shows how to write it")
     tensors = load_file(folder / "model.safetensors")
     weights = {}
     for name, tensor in tensors.items():
