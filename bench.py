@@ -171,7 +171,6 @@ def run_train(config: Config, seconds: float, command: Command) -> tuple[Run, st
         values["log_interval"] = min(config.log_interval, every)
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
-            values |= dict(stream=False, tokenizer="gpt2")
         file = Path(folder, "config.py")
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")

@@ -33,7 +33,6 @@ from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
 from data.sources import FIELD, FIRST_ROWS, Place, Source
-from data.stream import Allowance
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, say_what_it_holds, tokens_of
 
@@ -59,7 +58,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
-    add("--run_id", help=argparse.SUPPRESS)  # set by stream.py: the run that streams
     arguments = parser.parse_args(argv)
     if arguments.source:  # shells do not expand the ~ in --source=~/x
         arguments.source = os.path.expanduser(arguments.source)
@@ -93,7 +91,6 @@ def order_of(asked: str | None, out: Path, started: dict) -> str:
 
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    allowance = Allowance() if arguments.run_id else None
     out = arguments.out or default_folder(arguments)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     started = read_manifest(out) if (out / "manifest.json").exists() else {}
@@ -143,12 +140,6 @@ def main(argv: list[str]) -> None:
         shard_tokens=arguments.shard_tokens,
         hint="give more text, or --val_tokens={twentieth}",
     )
-    if allowance:
-        plan.run_id = arguments.run_id
-        plan.wait = allowance.wait
-        plan.expected_tokens = 0
-        plan.train_tokens = None  # as many as the training run asks for
-        plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
     manifest = prepare(plan, arguments.workers)
     tokens = tokens_of(manifest)
     total = sum(tokens.values())

@@ -71,9 +71,6 @@ class Plan:
     least_tokens: int = 1  # in each split, or the preparation fails
     # advice for the least_tokens error; {twentieth} becomes a twentieth of all tokens
     hint: str = "give more text"
-    # for a stream: the id of the training run, and a function that waits until it wants more tokens
-    run_id: str = ""
-    wait: Callable[[int], None] = lambda tokens: None
 
 
 def made_from(
@@ -209,8 +206,6 @@ def begin_or_continue(plan: Plan) -> dict:
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
     manifest["files"] = plan.made_from["files"]
-    if plan.run_id:
-        manifest["run_id"] = plan.run_id  # so that the run knows these shards are from its source
     write_manifest(folder, manifest)
     own_json = folder / "tokenizer.json"
     if plan.tokenizer.kind == "bpe" and not own_json.exists():
@@ -252,7 +247,7 @@ def finish(plan: Plan, manifest: dict) -> None:
 
 
 def discard(folder: Path, manifest: dict) -> None:
-    """Delete the dataset, manifest first, because a streaming run reads the manifest first."""
+    """Delete the dataset."""
     shards = [shard["name"] for shard in manifest["shards"]]
     with contextlib.suppress(OSError):  # Windows cannot delete the lock file while it is open
         for name in ["manifest.json", "tokenizer.json", *shards, "lock"]:
@@ -321,8 +316,6 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
             if totals["val"] < plan.val_tokens:
                 split = "val"
                 room["val"] = min(plan.shard_tokens, plan.val_tokens - totals["val"])
-            else:
-                plan.wait(totals["train"])
             parts = take(documents, split, room, manifest, bar)
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))

@@ -228,6 +228,8 @@ BAD_STARTS = {
     "no shared folder for a stream": (APART, STREAM, "shared folder"),
     "a file in the place of out_dir": ("", dict(out_dir="file/run"), "file/run"),
 }
+
+
 @pytest.fixture(scope="module")
 def world(tokens, tmp_path_factory) -> Path:
     """Create the ranks' working folder. It has a folder for each rank; rank 0's holds a run."""
