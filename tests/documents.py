@@ -82,7 +82,8 @@ class GrowingFolder:
 
     def __init__(self, finished: Path, folder: Path):
         self.finished, self.folder = finished, folder
-        self.manifest = manifest_of(finished)
+        # which write_tokens() does not record
+        self.manifest = dict(order="prefix") | manifest_of(finished)
         folder.mkdir(exist_ok=True)
         self.lock = open(folder / "lock", "ab")
         self.hold()
