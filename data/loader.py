@@ -89,7 +89,7 @@ class WindowsInOrder:
     def __init__(self, folder: Path, block_size: int):
         self.folder, self.block_size = folder, block_size
         self.data = read_folder(folder)
-        self.awaited = 0  # tokens that the console was last told about
+        self.told = ""  # what the console was told last
 
     def has(self, sequences: int) -> bool:
         """
@@ -108,8 +108,8 @@ class WindowsInOrder:
         if not goes_on:
             hint = "run its command again, then --init_from=resume continues the run"
             raise RunError(f"{self.folder}: {there}, and its preparation has ended; {hint}")
-        if tokens != self.awaited:
-            self.awaited = tokens
+        if there != self.told:
+            self.told = there
             say(f"data: {there}, waiting for {tokens:,}")
         return False
 

@@ -137,7 +137,7 @@ def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path):
     """Hold the same weights and optimizer state on all ranks, bit for bit, after each update."""
     changes, numbers = CHANGES[change]
     keys = tiny | changes
-    train(**keys | dict(out_dir="alone"))
+    train(**keys | dict(out_dir=tmp_path / "alone"))
     for n, last in zip(numbers, (6, 12), strict=True):
         arguments = flags(**keys | dict(max_iters=last, init_from="auto"))
         results = finish_ranks(start_ranks(n, *arguments, script=watched(HOLDS), cwd=tmp_path))
@@ -622,7 +622,7 @@ def test_all_ranks_end_while_they_wait_for_a_growing_folder(ending, tokens, tmp_
         assert [result.code for result in results] == [143, 143] and not errors, results
     else:
         assert {result.code for result in results} <= {1, -signal.SIGKILL}
-        (line,) = errors
+        (line,) = {*errors}  # each rank may notice that the preparation has ended
         assert ("another rank" if "rank" in ending else "its preparation has ended") in line
     if ending != "a rank's death":
         assert checkpoints(tmp_path / "run")[-1] > 1
