@@ -41,7 +41,8 @@ def too_many_controls(text: str) -> int:
 
 
 def is_text(text: str | None) -> bool:
-    return text is not None and not too_many_controls(text)
+    # U+FFFD stands for a broken byte
+    return text is not None and not too_many_controls(text.replace("\ufffd", "\0"))
 
 
 def first_line(error: Exception) -> str:

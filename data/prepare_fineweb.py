@@ -4,7 +4,7 @@ hub, into token shards.
 
     python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
-    python data/prepare_fineweb.py --source='/disk/*.parquet' --tokens=10B --out=data/mine
+    python data/prepare_fineweb.py --source='/disk/*.parquet' --out=data/mine       all of it
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
 writes the same files. A larger --tokens adds to a finished folder; runs on it that are not finished
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import Parser, count, parse_count, run_main, say, warn
+from common.console import Parser, UserError, count, did_you_mean, parse_count, run_main, say, warn
 from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
@@ -49,9 +49,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--sample", choices=SAMPLES, help="size of fineweb or fineweb_edu to use (default: 10B)")
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
     add("--source", help="local .parquet or .jsonl: file, folder or quoted pattern")
-    add("--order", choices=ORDERS, help="order of the documents (default: shuffled)")
+    add("--order", help=f"{' or '.join(ORDERS)} documents (default: shuffled)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
-    add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
+    tokens = "training tokens (default: 1B of a dataset on the hub, all of --source)"
+    add("--tokens", type=parse_count, help=tokens)
     add("--val_tokens", type=parse_count, default="10M", help="validation tokens (default: 10M)")
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
@@ -61,6 +62,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.source:  # shells do not expand the ~ in --source=~/x
         arguments.source = os.path.expanduser(arguments.source)
+    if not arguments.source:
+        arguments.tokens = arguments.tokens or 10**9
     if arguments.source and not arguments.out:
         parser.error("--source: needs a folder to write to; add --out=data/NAME")
     if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:
@@ -81,12 +84,13 @@ def default_folder(arguments: argparse.Namespace) -> Path:
 
 def order_of(asked: str | None, out: Path, started: dict) -> str:
     """Return the order asked for, or else the one that the folder was begun in."""
-    if asked or not started:
-        return asked or "shuffled"
-    begun = started.get("order", "shuffled")
-    if begun != "shuffled":
-        say(f"{out}: continuing in the order {begun}, in which it was begun")
-    return begun
+    order = asked or started.get("order", "shuffled")
+    if order not in ORDERS:
+        hint = did_you_mean(order, ORDERS)
+        raise UserError(f"--order={order}: give {' or '.join(ORDERS)}{hint}")
+    if order != (asked or "shuffled"):
+        say(f"{out}: continuing in the order {order}, in which it was begun")
+    return order
 
 
 def main(argv: list[str]) -> None:
@@ -112,6 +116,7 @@ def main(argv: list[str]) -> None:
     source = Source(files, arguments.text_field)
     for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
         pass
+    per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
     settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
     settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)
     reading: InFileOrder | Shuffled = InFileOrder(source, val_tokens)
@@ -122,19 +127,22 @@ def main(argv: list[str]) -> None:
         if [started.get(key) for key in ("row_groups", "val_tokens")] == [counts, val_tokens]:
             held_out = started["held_out"]
         else:
-            per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
             held_out = choose_held_out(source, counts, val_tokens, per_token)
         reading = Shuffled(source, counts, held_out, arguments.seed)
     if not tokenizer:
         texts = (text for _, text, _ in reading.documents(reading.training_begin()))
         # in file order, skip the validation text, about 6 bytes per token
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * reading.val_tokens)
+    if arguments.tokens:
+        expected_tokens = arguments.tokens + val_tokens
+    else:  # all the text
+        expected_tokens = sum(source.group_bytes()) // per_token
     plan = Plan(
         folder=out,
-        made_from=made_from(out, title, files, tokenizer, **settings, **reading.settings),
+        made_from=made_from(title, files, tokenizer, **settings, **reading.settings),
         documents=reading.documents,
         tokenizer=tokenizer,
-        expected_tokens=arguments.tokens + val_tokens,
+        expected_tokens=expected_tokens,
         val_tokens=reading.val_tokens,
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,

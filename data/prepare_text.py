@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import Parser, UserError, command_line, parse_count, run_main
+from common.console import COMMAND, Parser, UserError, command_line, parse_count, run_main
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.shards import PREPARED_ON_DEMAND
@@ -41,10 +41,6 @@ TEMPLATE = Path(__file__).with_name("own_config.template")
 VAL_PARTS = 16  # take validation from this many places, so that no single topic dominates it
 SETTINGS = ("val_fraction", "encoding", "text_field")  # flags that change the dataset
 MOST_BYTES = 1_000_000_000  # largest text to read into memory
-TOO_LARGE = (
-    f"more than {MOST_BYTES / 1e9:g} GB of text; prepare it as .jsonl, as docs/data.md shows: "
-    "python data/prepare_fineweb.py --source=FILE.jsonl --tokenizer=byte --out=data/NAME"
-)
 LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
@@ -52,20 +48,24 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 # Documents
 
 
-def read_all(source: Source) -> tuple[list[Row], int]:
+def read_all(source: Source, instead: str) -> tuple[list[Row], int]:
     """
     Read all rows. Returns them and the size of their text in bytes. Raises UserError if that is
-    more than MOST_BYTES, and as Source.rows() does.
+    more than MOST_BYTES, with the command to type `instead`, and as Source.rows() does.
     """
     rows = []
     size = 0
+    problem = (
+        f"more than {MOST_BYTES / 1e9:g} GB of text; write it to a .jsonl as docs/data.md shows"
+    )
+    too_large = UserError(f"{problem}, then type{COMMAND}{instead}")
     if sum(map(os.path.getsize, source.files)) > MOST_BYTES:
-        raise UserError(TOO_LARGE)
+        raise too_large
     for after, text in source.rows(Place()):
         rows.append((after, text))
         size += len((text or "").encode(errors="replace"))
         if size > MOST_BYTES:  # compressed files pass the check above
-            raise UserError(TOO_LARGE)
+            raise too_large
     return rows, size
 
 
@@ -172,7 +172,9 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     source = Source(files, arguments.text_field, arguments.encoding)
-    rows, size = read_all(source)
+    flags = ("--source=FILE.jsonl", f"--tokenizer={arguments.tokenizer}", f"--out={out}")
+    instead = command_line("python", "data/prepare_fineweb.py", *flags)
+    rows, size = read_all(source, instead)
     documents = list(divide(rows, arguments.val_fraction))
     if not tokenizer:  # train one, on the training text only
         texts = (document.text for document in documents)
@@ -183,7 +185,7 @@ def main(argv: list[str]) -> None:
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     plan = Plan(
         folder=out,
-        made_from=made_from(out, title, files, tokenizer, **settings),
+        made_from=made_from(title, files, tokenizer, **settings),
         documents=lambda place: (d for d in documents if d.after > place),
         tokenizer=tokenizer,
         expected_tokens=size // bytes_per_token + len(documents),

@@ -1,10 +1,10 @@
 """
 Open token datasets on disk, check them, and read each split as one long sequence of tokens.
 
-A dataset is a folder of shards in one of four formats: ours (llm.c's shards plus a manifest.json),
-llm.c's or modded-nanogpt's shards alone, build-nanogpt's .npy shards, or nanoGPT's headerless
-train.bin and val.bin. Without a manifest.json, the vocabulary comes from meta.pkl if there is one.
-A shard's file name says which split it belongs to: see split_of.
+A dataset is a folder of shards in one of three formats: ours (llm.c's shards plus a manifest.json),
+llm.c's or modded-nanogpt's shards alone, or nanoGPT's headerless train.bin and val.bin. Without a
+manifest.json, the vocabulary comes from meta.pkl if there is one. A shard's file name says which
+split it belongs to: see split_of.
 """
 
 import bisect
@@ -82,8 +82,6 @@ def open_shard(path: Path) -> Shard:
         raise UserError(f"{path}: is empty; {get_again(path)}")
     if begins[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
         raise UserError(f"{path}: is a web page, not a shard; {get_again(path)}")
-    if path.suffix == ".npy":
-        return open_npy(path, size)
     magic, version, tokens = np.frombuffer(begins.ljust(12, b"\0"), dtype="<i4").tolist()
     header_bytes = 4 * HEADER_INTS
     is_wide = tokens and size == header_bytes + 4 * tokens
@@ -97,25 +95,6 @@ def open_shard(path: Path) -> Shard:
         rule += " (only train.bin and val.bin need no header)"
         hint = f"move the file away, or {get_again(path)}"
         raise UserError(f"{path}: is no token shard: {found}, and {rule}; {hint}")
-    return checked_shard(path, header_bytes, tokens, size)
-
-
-def open_npy(path: Path, size: int) -> Shard:
-    """Read the header of a .npy file, version 1.0 as numpy.save writes it. Raises UserError."""
-    try:
-        with open(path, "rb") as file:
-            np.lib.format.read_magic(file)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            header_bytes = file.tell()
-    except ValueError as error:
-        raise UserError(f"{path}: not a file that numpy.save wrote ({error})") from None
-    if len(shape) != 1 or dtype != np.dtype("<u2"):
-        problem = f"{path}: holds {len(shape)}-dimensional {dtype}, a shard is one row of uint16"
-        raise UserError(f"{problem}; save it as uint16, if no id is above 65,535")
-    return checked_shard(path, header_bytes, shape[0], size)
-
-
-def checked_shard(path: Path, header_bytes: int, tokens: int, size: int) -> Shard:
     expected = header_bytes + 2 * tokens
     if size != expected:
         problem = f"{path}: has {size:,} bytes, but {tokens:,} tokens take {expected:,}"
@@ -329,7 +308,8 @@ def preparation(name: str, tokens: int) -> str:
     if name == "fineweb_records":
         most = "0[01]" if tokens <= HOURS_TOKENS else ""
         folder = command_line(dataset_folder(name).as_posix())
-        return f"{COMMAND}{DOWNLOAD.format(most=most)}{folder}"
+        script = "modded-nanogpt's data/cached_fineweb10B.py"
+        return f" {script}, or with{COMMAND}{DOWNLOAD.format(most=most)}{folder}"
     fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     out = f"--out={dataset_folder(name)}"
@@ -339,12 +319,12 @@ def preparation(name: str, tokens: int) -> str:
 def two_commands(name: str, tokens: int) -> str:
     """Return how to train on a folder that grows, for the end of a message."""
     folder = dataset_folder(name)
-    source = []
+    text = f"--tokens={count(min(tokens, MOST_TOKENS))}"  # of FineWeb-Edu
     if Path(name).exists():  # files of text instead of a folder for tokens
-        source = [f"--source={name}"]
+        text = f"--source={name}"
         folder = Path("data", f"{Path(name).stem}_tokens")
-    flags = [*source, f"--tokens={count(min(tokens, MOST_TOKENS))}", f"--out={folder}"]
-    prepare = command_line("python", "data/prepare_fineweb.py", "--order=prefix", *flags)
+    flags = ("--order=prefix", text, f"--out={folder}")
+    prepare = command_line("python", "data/prepare_fineweb.py", *flags)
     train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--stream=True")
     how = " in one terminal, and train in another after the first shard"
     return f"{how}{COMMAND}{prepare}{COMMAND}{train}"
@@ -372,10 +352,7 @@ def read_folder(folder: Path) -> Dataset:
         problem = f"{folder}: has a vocabulary of {vocab:,}, but its uint16 shards hold ids below"
         raise UserError(f"{problem} {MOST_IDS:,}; choose a tokenizer with fewer ids")
     # A Mac leaves ._train.bin beside train.bin on other disks.
-    found = [p for p in folder.iterdir() if split_of(p.name) and not p.name.startswith(".")]
-    # Use .npy shards only if there are no .bin shards, which may hold the same tokens.
-    names = [path.name for path in found if path.suffix == ".bin"]
-    names = names or [path.name for path in found if path.suffix == ".npy"]
+    names = [path.name for path in folder.glob("*.bin") if not path.name.startswith(".")]
     listed = [shard["name"] for shard in manifest.get("shards", [])]
     for name in sorted(listed or names):
         if split := split_of(name):

@@ -91,8 +91,7 @@ class Source:
             return
         rows = f"{without:,} of the first {len(first):,} rows"
         held = f"{rows} hold no text in the field {self.field} that can be read"
-        hint = "give --text_field=NAME"
-        raise UserError(f"{name}: {held}; {hint}")
+        raise UserError(f"{name}: {held}; give --text_field=NAME")
 
     def row_groups(self) -> list[int]:
         """Count the row groups of each file, reading only the footers of parquet files."""
@@ -156,8 +155,7 @@ class Source:
     def read_parquet(self, name: str, place: Place, one_group: bool) -> Iterator[Row]:
         """
         Yield the rows of one row group or of all, starting at a place. Uses pyarrow directly,
-        because the datasets library reads about 300 MB ahead of a slow consumer, and downloads the
-        rows that a continued preparation skips.
+        because the datasets library downloads the rows that a continued preparation skips.
         """
         import pyarrow.parquet
 
@@ -178,7 +176,7 @@ class Source:
                         yield Place(place.file, n, row), text
 
     def read_group(self, parquet, group: int, row: int) -> Iterator[str | None]:
-        """Yield the texts of a row group, starting at `row`."""
+        """Yield the texts of a row group, starting at `row`. Broken UTF-8 becomes U+FFFD."""
         import pyarrow
 
         begin = 0
@@ -186,7 +184,7 @@ class Source:
             column = batch.column(0)[max(row - begin, 0) :]
             begin += len(batch)
             for content in column.cast(pyarrow.large_binary()).to_pylist():
-                yield as_document(None if content is None else content.decode())
+                yield as_document(None if content is None else content.decode(errors="replace"))
 
     def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
         """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
@@ -255,7 +253,8 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     try:
         text = decode(Path(name).read_bytes(), encoding)
     except UserError as error:
-        raise UserError(f"{name}: {error}; leave it out, or give its --encoding=NAME") from None
+        hint = "another" if encoding else "its encoding, most likely --encoding=cp1252"
+        raise UserError(f"{name}: {error}; leave it out, or give {hint}") from None
     # Normalise line endings, so that every operating system produces the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     whole = re.sub("(?m)^\ufeff", "", text)  # byte-order marks; joined files may have several

@@ -2,10 +2,10 @@
 Turn documents into token shards and a manifest.json, for prepare_fineweb.py and prepare_text.py.
 
 Documents keep the source's order, each preceded by an end-of-text token. Shards end at a document
-boundary. After each shard, manifest.json records where in the source
-the next one begins. Running the same command again continues after the last finished shard, and the
-files are byte-identical however often it was interrupted and however many threads it used. A larger
---tokens adds to a finished folder.
+boundary. After each shard, manifest.json records where in the source the next one begins. Running
+the same command again continues after the last finished shard, and the files are byte-identical
+however often it was interrupted and however many threads it used. A larger --tokens adds to a
+finished folder.
 
 sources.py reads the files; order.py chooses their order.
 """
@@ -36,10 +36,10 @@ from data.tokenizer import Tokenizer
 
 BATCH = 64  # documents that a thread tokenizes at once
 READ_AHEAD = 2  # batches in flight per thread
-MOST_HASHED = 10**10  # bytes of local files to hash, which takes about ten seconds
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
-SMALL_DATASET = 100_000_000  # tokens; suggest the quickstart's model below that
+SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.3B tokens, the GPT-2 recipe 10B
+FFFD = "\ufffd".encode()  # the letter that stands for broken UTF-8
 
 CONTINUE = "the same command continues after the last finished shard"
 
@@ -73,45 +73,19 @@ class Plan:
     hint: str = "give more text"
 
 
-def made_from(
-    folder: Path, source: str, files: list[str], tokenizer: Tokenizer, **settings
-) -> dict:
+def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
     """
     Return the part of manifest.json that must stay the same for a preparation to continue: the
-    source as the user named it, its files, the tokenizer, and the flags that change the output.
+    source as the user named it, the sizes and times of its local files, the tokenizer, and the
+    flags that change the output.
     """
     same: dict[str, Any] = dict(format="uint16 shards, llm.c header", source=source)
     same |= dict(tokenizer=tokenizer.kind, vocab=tokenizer.vocab, eot=tokenizer.eot)
     if tokenizer.kind == "bpe":
         same["tokenizer_sha256"] = hashlib.sha256(tokenizer.spec["json"].encode()).hexdigest()
-    begun = read_manifest(folder) if (folder / "manifest.json").exists() else {}
-    local = [name for name in files if "://" not in name]
-    return same | settings | dict(files=stamp_files(local, begun.get("files", {})))
-
-
-def stamp_files(names: list[str], noted: dict[str, list]) -> dict[str, list]:
-    """
-    Return [size, mtime, SHA-256] of each local file. A file whose size and mtime match its `noted`
-    stamp keeps that stamp and is not read. If the files exceed MOST_HASHED bytes in all, new stamps
-    have no hash.
-    """
-    quick = {name: [(stat := os.stat(name)).st_size, stat.st_mtime_ns] for name in names}
-    is_hashed = sum(size for size, _ in quick.values()) <= MOST_HASHED
-    stamps = {}
-    for name, stamp in quick.items():
-        if noted.get(name, [])[:2] == stamp:
-            stamps[name] = noted[name]
-        elif is_hashed:
-            with open(name, "rb") as file:
-                stamps[name] = [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
-        else:
-            stamps[name] = stamp
-    return stamps
-
-
-def is_same_file(stamp: list, noted: list) -> bool:
-    """Return True if two stamps mean the same contents. If a hash is missing, mtimes must match."""
-    return stamp == noted or (len(stamp) == len(noted) == 3 and stamp[2] == noted[2])
+    stats = {name: os.stat(name) for name in files if "://" not in name}
+    stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    return same | settings | dict(files=stamps)
 
 
 def prepare(plan: Plan, workers: int) -> dict:
@@ -172,7 +146,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     # Before a preparation is finished, the user may fix a broken line in a source file.
     is_begun = not manifest.get("complete", True)
     if list(asked["files"]) == list(noted) and (
-        is_begun or all(map(is_same_file, asked["files"].values(), noted.values()))
+        is_begun or all(asked["files"][name][0] == size for name, (size, *_) in noted.items())
     ):
         del asked["files"]
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
@@ -187,11 +161,12 @@ def begin_or_continue(plan: Plan) -> dict:
     remove_temporaries(folder, "*.bin", "*.json")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
-        for name, stamp in plan.made_from["files"].items():
-            if not is_same_file(stamp, manifest["files"][name]):  # the user may have fixed a line
-                changed = "has changed since the preparation began; finished shards are kept"
-                hint = f"if rows were added or removed, delete {folder} and begin again"
-                warn(f"{name}: {changed}; {hint}")
+        noted = manifest["files"]
+        # a version before 0.4.0 also noted a hash
+        if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n][:2]]:
+            what = f"{changed[0]}: has another size or time than when {folder} was begun"
+            hint = f"if rows were added or removed, delete {folder} and begin again"
+            warn(f"{what} (one of {len(changed):,}); finished shards are kept; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
@@ -258,7 +233,7 @@ def discard(folder: Path, manifest: dict) -> None:
 def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) -> None:
     """
     Print what a data folder holds, and the command that trains on it: with `config` if one was
-    written, else with a config that suits the dataset's size.
+    written, else with a config that suits the dataset's size and tokenizer.
     """
     tokens, shards = tokens_of(manifest), manifest["shards"]
     total = sum(tokens.values())
@@ -269,10 +244,15 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     say(f"{folder}: {documents:,} documents{of}, {held} in {len(shards)} shards")
     on_disk = f"{2 * total / 1e6:,.1f} MB on disk"
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {on_disk}")
+    if broken := manifest.get("rows_with_fffd"):
+        say(f"text: {broken:,} rows hold U+FFFD, which stands for bytes that are not UTF-8")
     arguments: list[object] = [config]
     if config is None:
         recipe = "fast124m_4070.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
-        config = Path("config", "quickstart.py" if total < SMALL_DATASET else recipe)
+        if total < SMALL_DATASET:  # GPT-2's ids are far too many for the quickstart's model
+            is_gpt2 = manifest["tokenizer"] == "gpt2"
+            recipe = "finetune_gpt2.py" if is_gpt2 else "quickstart.py"
+        config = Path("config", recipe)
         name: object = folder.name if folder.parent == Path("data") else folder
         if Path("data", folder).is_dir() and not folder.is_absolute():
             name = f"./{folder}"  # without ./ this would name data/FOLDER
@@ -329,13 +309,15 @@ def take(
 ) -> dict[str, Part]:
     """
     Take documents for this split until the next shard of either split is full. Notes in the
-    manifest where the following documents begin, how many rows were left out, and the hash of the
-    validation text. Returns the shard contents by split.
+    manifest where the following documents begin, how many rows were left out or hold U+FFFD, and
+    the hash of the validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
+    manifest.setdefault("rows_with_fffd", 0)  # absent from a folder that an earlier version began
     for after, whole, held_out in documents:
         manifest["left_out"]["rows"] += 1
         manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
+        manifest["rows_with_fffd"] += FFFD in whole.text or FFFD in held_out.text
         for name, encoded in ((split, whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens

@@ -46,10 +46,10 @@ from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware, preflight
 from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
-from training.pretrained import read_sizes
+from training.log import warn_of_epochs
+from training.pretrained import load_pretrained
 from training.speed import count_flops
 
-LARGE_CORPUS, MANY_EPOCHS = 100_000_000, 2  # tokens; smaller corpora are meant to be repeated
 # The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
 # in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
 # MFUs of 124M models. A laptop GPU's peak is stated at its highest boost clock; its lowest boost
@@ -653,8 +653,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         say(*(card_lines(cards, plans) if options.gpu == "all" else pace_lines(plans)))
         return dict(plans=plans)
     (p,) = plans
-    if (p["dataset_tokens"] or 0) >= LARGE_CORPUS and p["epochs"] > MANY_EPOCHS:
-        warn(f"{p['epochs']:.1f} epochs of a large dataset; prepare more tokens, or train on fewer")
+    warn_of_epochs(p["epochs"] or 0)
     say(*plan_lines(p))
     if vocab == GPT2_VOCAB and not options.dataset_tokens:
         tokens = p["disk_tokens"]
@@ -672,6 +671,6 @@ def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
     if config.init_from in ("scratch", "auto", "resume"):
         return config, None
     block_size = config.block_size if "block_size" in config.set_keys else None
-    sizes = read_sizes(config.init_from, block_size)
+    sizes = load_pretrained(config.init_from, block_size)["model_config"]
     config = replace(config, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
     return config, dict(model_config=sizes)

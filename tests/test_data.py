@@ -4,7 +4,6 @@ that do not answer.
 """
 
 import builtins
-import io
 import json
 import os
 import pickle
@@ -179,12 +178,6 @@ def test_reading_a_shard_does_not_keep_it_in_memory(tmp_path):
 # Folders
 
 
-def npy(tokens, dtype="<u2") -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array(tokens, dtype))
-    return file.getvalue()
-
-
 RAW = np.arange(40, dtype="<u2").tobytes()
 LETTERS = {i: chr(65 + i) for i in range(40)}
 GPT2 = (50257, "gpt2")
@@ -231,14 +224,6 @@ FOLDERS = {
             "training_000000.bin": b"?",
         },
         (4 + 8 + 16, 1 + 2, *GPT2),
-    ),
-    "build-nanogpt's": (
-        {"edufineweb_train_000001.npy": npy(range(40)), "edufineweb_val_000000.npy": npy([7] * 30)},
-        (40, 30, *GPT2),
-    ),
-    "numpy's shards beside others, which may be the same": (
-        {"train.bin": RAW, "val.bin": RAW[:60], "train.npy": npy(range(40))},
-        (40, 30, *GPT2),
     ),
     "a name that is not UTF-8": (
         {os.fsdecode(b"\xff_train_1.bin"): shard(range(40)), "val_0.bin": shard(range(30))},
@@ -297,10 +282,7 @@ BAD_FILES = {
     ),
     "ids that have wrapped": ("meta.pkl", pickle.dumps(dict(vocab_size=70_000)), "70,000"),
     "a vocabulary in manifest.json": ("manifest.json", b'{"vocab": 65537}', "65,537"),
-    "numpy's uint32": ("train_1.npy", npy(range(40), "<u4"), "uint32"),
-    "numpy's other end first": ("train_1.npy", npy(range(40), ">u2"), "uint16"),
-    "numpy's rows": ("train_1.npy", npy([[1, 2]] * 20), "2-dimensional"),
-    "numpy's header cut": ("train_1.npy", npy(range(40))[:60], "train_1.npy"),
+    "another program's shard": ("train_1.npy", b"", "train.bin or a shard such as"),
     "git-lfs pointer": ("train.bin", b"version https://git-lfs.github.com/spec/v1\n", "git lfs"),
     "token beyond vocab": ("train_1.bin", shard([65535] * 40), "vocabulary"),
     "meta cut short": ("meta.pkl", pickle.dumps(dict(vocab_size=3))[:-4], "meta.pkl"),
@@ -322,10 +304,9 @@ def test_refuses_int32_tokens_even_if_a_space_may_follow_each_word(tmp_path):
 
 @pytest.mark.parametrize("problem", BAD_FILES)
 def test_a_bad_data_file_gives_one_line_that_says_what_is_wrong(problem, tmp_path):
-    """Refuse bad shards, raw files, .npy files, meta.pkl and manifests."""
+    """Refuse bad shards, raw files, meta.pkl and manifests."""
     name, content, word = BAD_FILES[problem]
-    val = {"val_0.npy": npy(range(30))} if name.endswith("npy") else {"val_0.bin": shard(range(30))}
-    write_files(tmp_path, val | {name: content})
+    write_files(tmp_path, {"val_0.bin": shard(range(30)), name: content})
     with pytest.raises(UserError) as error:
         open_dataset(str(tmp_path))
     (line,) = error.value.problems
@@ -354,7 +335,7 @@ GAP = ["_train_000003.bin", "_train_000004.bin", "_train_000005.bin and 1 more"]
         (fineweb(1, 2, 7, 8), GAP),
         (fineweb(1, 2) | {"fineweb_train_000002 (1).bin": shard(range(2, 3002))}, ["2.bin", "(1)"]),
         (fineweb(1, 2) | {"fineweb_train_000003.bin": shard(range(2, 3002))}, ["2.bin", "3.bin"]),
-        ({"edu_train_000001.npy": npy(range(40))}, ["tokens for val", "fineweb_val_000000.bin"]),
+        ({"train.bin": RAW}, ["tokens for val", "fineweb_val_000000.bin"]),
         ({"val.bin": RAW}, ["tokens for train", "train.bin", "fineweb_train_000001.bin"]),
     ],
 )
@@ -382,15 +363,6 @@ def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, ca
     check_dataset(open_dataset(str(tmp_path)), block_size=8)
     (line,) = capsys.readouterr().err.splitlines()
     assert "train.bin" in line and "000001" not in line
-
-
-def test_reads_the_tokens_of_npy_shards(tmp_path):
-    """Read a window that spans two of numpy's files."""
-    tokens = np.random.default_rng(0).integers(0, 50257, 3000)
-    files = {"a_train_1.npy": npy(tokens[:2000]), "a_train_2.npy": npy(tokens[2000:])}
-    write_files(tmp_path, files | {"a_val_0.npy": npy(tokens[:50])})
-    data = open_dataset(str(tmp_path))
-    assert data.train.read_windows([1900], 300)[0].tolist() == tokens[1900:2200].tolist()
 
 
 def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_path):

@@ -37,7 +37,7 @@ from documents import (
 from program import ROOT, Result, finish, run, start, wait_for_line
 
 from common.console import UserError
-from data import prepare_fineweb
+from data import prepare_fineweb, prepare_text, writer
 from data.tokenizer import Tokenizer
 
 FINEWEB = "data/prepare_fineweb.py"
@@ -152,7 +152,7 @@ def test_order_prefix_ends_a_split_or_shard_with_the_document_that_reaches_its_s
         shards = sorted(out.glob(f"{split}_*.bin"))
         held = [np.fromfile(shard, dtype="<u2", offset=1024).tolist() for shard in shards]
         assert held == expected[split]
-    assert ("the source has no more" in said) == (tokens is None or tokens == 10**6)
+    assert ("the source has no more" in said) == (tokens == 10**6)
 
 
 # The shards that these files have always had by these flags. A checkpoint knows its
@@ -485,7 +485,9 @@ def test_a_source_may_be_repaired_until_the_folder_is_complete(tmp_path, monkeyp
     assert 3 < len(begun) < len(digests(Path("straight")))
     Path("a.jsonl").write_text("\n".join(lines))
     code, _, err = run(FINEWEB, *flags, "--out=out")
-    assert code == 0 and err.startswith("warning: a.jsonl: has changed") and err.count("\n") == 1
+    assert (
+        code == 0 and err.startswith("warning: a.jsonl: has another size") and err.count("\n") == 1
+    )
     assert "delete out and begin again" in err
     assert digests(Path("out")) == digests(Path("straight"))
     assert "complete, nothing to do" in prepare(*flags, "--out=out").out
@@ -518,46 +520,47 @@ def test_leaves_a_folder_made_from_other_files_or_with_other_flags_unchanged(tmp
     assert contents(Path("out")) == before
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["", "noted without hashes"])
-def test_a_source_file_may_get_a_new_date_but_not_new_bytes(earlier, tmp_path, monkeypatch):
-    """Refuse even a new date if the manifest is from a version that noted no hashes."""
+@pytest.mark.parametrize("line", ["book.txt rows.jsonl", "rows.parquet --val_tokens=2k"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_source_file_may_get_a_new_date_but_not_another_size(
+    line, complete, tmp_path, monkeypatch
+):
+    """Warn once of another date, also if the manifest has hashes, as before 0.4.0."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    for line in ("book.txt rows.jsonl", "rows.parquet --val_tokens=2k"):
-        name = line.split()[0]
-        script, *arguments = command(line, Path(f"out_{name}"))
-        prepare(*arguments, script=script)
-        manifest = Path(f"out_{name}/manifest.json")
-        if earlier:  # as version 3519115 wrote it
-            noted = json.loads(manifest.read_text())
-            noted["files"] = {file: stamp[:2] for file, stamp in noted["files"].items()}
-            manifest.write_text(json.dumps(noted))
-        prepare(*arguments, script=script)
-        before = contents(manifest.parent)
-        os.utime(name, ns=(1, 10**18))
-        result = run(script, *arguments)
-        assert result.code == (2 if earlier else 0)
-        assert not earlier or contents(manifest.parent) == before
-        before = contents(manifest.parent)
-        content = bytearray(Path(name).read_bytes())
-        content[len(content) // 2] ^= 1
-        Path(name).write_bytes(content)
-        result = run(script, *arguments)
-        assert result.code == 2 and contents(manifest.parent) == before
-
-
-def test_continues_without_a_warning_if_only_the_source_files_date_changed(tmp_path, monkeypatch):
-    """Complete an unfinished folder with exit code 0, nothing on stderr and the same shards."""
-    monkeypatch.chdir(tmp_path)
-    write_sources(tmp_path)
-    script, *arguments = command("book.txt", Path("out"))
+    script, *arguments = command(line, Path("out"))
     prepare(*arguments, script=script)
     before = digests(Path("out"))
     manifest = manifest_of(Path("out"))
-    Path("out/manifest.json").write_text(json.dumps(manifest | dict(complete=False)))
-    os.utime("book.txt", ns=(1, 10**18))
-    prepare(*arguments, script=script)
-    assert digests(Path("out")) == before
+    stamps = {name: [*stamp, "hash"] for name, stamp in manifest["files"].items()}
+    noted = manifest | dict(complete=complete, files=stamps)
+    Path("out/manifest.json").write_text(json.dumps(noted))
+    assert run(script, *arguments).err == ""
+    for name in stamps:
+        os.utime(name, ns=(1, 10**18))
+    code, _, err = run(script, *arguments)
+    assert code == 0 and err.count("\n") == 1 and f"warning: {[*stamps][0]}: " in err
+    assert f"(one of {len(stamps)})" in err
+    assert run(script, *arguments).err == "" and digests(Path("out")) == before
+    with open([*stamps][0], "ab") as file:
+        file.write(b"\n")
+    before = contents(Path("out"))
+    assert run(script, *arguments).code == 2 and contents(Path("out")) == before
+
+
+def test_order_records_is_refused_in_one_line_that_names_the_download(tmp_path, monkeypatch):
+    """Also to continue a folder that an earlier version began in that order."""
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    flags = ["--source=rows.jsonl", "--tokenizer=byte", "--val_tokens=2k", "--out=out"]
+    typed = run(FINEWEB, *flags, "--order=records")
+    assert not Path("out").exists()
+    prepare(*flags, "--order=prefix")
+    manifest = manifest_of(Path("out")) | dict(order="records")
+    Path("out/manifest.json").write_text(json.dumps(manifest))
+    for code, _, err in (typed, run(FINEWEB, *flags)):
+        assert code == 2 and err.startswith("error: --order=records: ") and err.count("\n") == 1
+        assert "removed in 0.4.0" in err and "README.md" in err
 
 
 def test_warns_if_validation_takes_much_of_a_small_source(tmp_path):
@@ -746,7 +749,24 @@ def test_a_slow_or_failing_hub_does_not_change_the_shards(tmp_path):
 # What is printed
 
 
-def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatch):
+def test_local_files_are_prepared_whole_and_a_dataset_of_the_hub_in_part():
+    assert prepare_fineweb.parse_arguments(["--source=a.jsonl", "--out=out"]).tokens is None
+    assert prepare_fineweb.parse_arguments([]).tokens == 10**9
+
+
+def test_more_text_than_fits_into_memory_names_the_command_for_it(tmp_path, monkeypatch):
+    """Keep the tokenizer and the folder that were typed."""
+    monkeypatch.chdir(tmp_path)
+    Path("all.txt").write_text("a line\n" * 400)
+    monkeypatch.setattr(prepare_text, "MOST_BYTES", 1000)
+    with pytest.raises(UserError) as error:
+        prepare_text.main(["all.txt", "--tokenizer=bpe:300"])
+    *_, typed = error.value.problems[0].split()
+    assert typed == f"--out={Path('data/all')}" and not Path("data").exists()
+    assert "--source=FILE.jsonl --tokenizer=bpe:300 --out=" in error.value.problems[0]
+
+
+def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatch, capsys):
     """
     Quote a name with a space, and print ./NAME if data/NAME exists too, so that train.py reads the
     right one.
@@ -759,6 +779,9 @@ def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatc
     assert last.replace('"', "'") == f"next: python train.py {words}"
     again = prepare("my notes.txt", script="data/prepare_text.py").out.splitlines()
     assert again == ["data/my notes: complete, nothing to do", *result.out.splitlines()]
+    gpt2 = dict(manifest_of(Path("data/my notes")), tokenizer="gpt2")
+    writer.say_what_it_holds(Path("data/my notes"), gpt2)
+    assert "config/finetune_gpt2.py " in capsys.readouterr().out.splitlines()[-1]
     # beside a data/NAME the folder is not taken for it
     flags = ["--source=my notes.jsonl", "--tokenizer=byte", "--val_tokens=100", "--out=my notes"]
     write_jsonl(Path("my notes.jsonl"), TEXTS)

@@ -7,6 +7,7 @@ import codecs
 import gzip
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -324,6 +325,20 @@ def test_the_encoding_flag_applies_to_files_that_are_not_utf8(encoding):
     check_documents(*splits, [JAPANESE, GERMAN])
 
 
+def test_a_folder_of_old_texts_is_read_with_the_encoding_that_the_error_names():
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_bytes(GERMAN.encode("cp1252"))
+    Path("texts/b.txt").write_bytes(GERMAN.encode())
+    Path("texts/c.py").write_bytes(GERMAN.encode("cp1252"))
+    result = prepare_text("texts", "--val_fraction=0.2")
+    assert result.code == 2 and not Path("out").exists()
+    (flag,) = re.findall(r"--encoding=\S+$", result.err, re.M)
+    result = prepare_text("texts", "--val_fraction=0.2", flag)
+    assert (result.code, result.err) == (0, "")
+    splits = [stored_texts(Path("out"), split) for split in ("val", "train")]
+    check_documents(*splits, [GERMAN] * 3)
+
+
 def test_byte_order_marks_inside_joined_files_are_dropped():
     for encoding in ("utf-8-sig", "utf-16"):
         Path("a.txt").write_bytes(GERMAN.encode(encoding) * 2)
@@ -364,7 +379,7 @@ def test_end_of_text_in_code_markdown_or_jsonl_stays_in_the_text(name):
 
 
 UNREADABLE = {
-    "cp1252": (GERMAN.encode("cp1252"), "line 1 is not utf-8"),
+    "cp1252": (GERMAN.encode("cp1252"), "--encoding=cp1252"),
     "one broken byte": (GERMAN.encode() + b"\xff" + GERMAN.encode(), "line 31 is not utf-8"),
     "half a letter": (JAPANESE.encode("utf-16") + b"a", "line 41 is not utf-16"),
     "UTF-16 without a mark": ("a line\n".encode("utf-16-le") * 99, "NULs"),
@@ -480,11 +495,22 @@ def test_parquet_text_is_read_from_string_binary_and_dictionary_columns(kind):
     assert rows_of("a.parquet") == ["café", *FILLING]
 
 
-def test_parquet_bytes_that_are_not_utf8_are_refused():
-    rows = [text.encode() + b"\xff" * (n == 50) for n, text in enumerate(FILLING)]
+@pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])
+def test_broken_utf8_in_parquet_is_read_as_fffd_and_its_rows_are_counted(prepare):
+    rows = [text.encode() + b"\xff" * (n in (5, 30, 50)) for n, text in enumerate(FILLING)]
+    pq.write_table(pa.table({"text": pa.array(rows, pa.binary())}), "a.parquet")
+    result = prepare("--source=a.parquet" if prepare is prepare_rows else "a.parquet")
+    assert result.code == 0 and "3 rows hold U+FFFD" in result.out
+    splits = [stored_texts(Path("out"), split) for split in ("val", "train")]
+    check_documents(*splits, [row.decode(errors="replace") for row in rows])
+
+
+def test_a_parquet_column_in_another_encoding_is_refused():
+    rows = [GERMAN.encode("cp1252")] * 60
     pq.write_table(pa.table({"text": pa.array(rows, pa.binary())}), "a.parquet")
     result = prepare_rows("--source=a.parquet")
-    assert result.code == 2 and "a.parquet" in result.err and not Path("out").exists()
+    assert result.code == 2 and "a.parquet: 60 of the first 60 rows" in result.err
+    assert not Path("out").exists()
 
 
 def test_jsonl_rows_full_of_nul_characters_are_refused():

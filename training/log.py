@@ -33,6 +33,7 @@ from training.speed import count_flops
 
 PROJECT = Path(__file__).resolve().parent.parent
 FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
+MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs read a text at most ten times
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
 LEDGER_NAMES = {  # friendlier names for the clock's categories
@@ -161,6 +162,8 @@ class Log:
         say(batch_line(c))
         if self.has_files:
             say(f"run: {self.length()}, in {c.out_dir}")
+            if not c.by_clock and self.train_tokens:
+                warn_of_epochs(self.last_tokens() / self.train_tokens)
             self.warn_of_warmup()
             self.warn_of_space(optimizer)
         if self.world_size > 1:
@@ -210,12 +213,17 @@ class Log:
             run = f"the whole run of {c.max_iters:,} iterations is warmup"
             warn(f"warmup_iters: {run}; give --warmup_iters={c.max_iters // 10} or so")
 
+    def last_tokens(self) -> int:
+        """Return the training tokens that max_iters end with."""
+        c = self.config
+        return self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
+
     def length(self) -> str:
         """Return the run's length as text."""
         c = self.config
         iterations = f"{c.max_iters:,} iterations"
         if not c.by_clock:
-            total = self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
+            total = self.last_tokens()
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
@@ -548,3 +556,10 @@ def version() -> str:
         text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
         return tomllib.loads(text)["project"]["version"]
     return "(no pyproject.toml)"
+
+
+def warn_of_epochs(epochs: float) -> None:
+    """Warn of a run that reads its text so often that the model learns it by heart."""
+    if epochs > MANY_EPOCHS:
+        hint = "train on more text, or for fewer iterations"
+        warn(f"{epochs:,.0f} epochs: the model will learn the text by heart; {hint}")

@@ -16,12 +16,7 @@ from model import GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from training import checkpoint
 
-HUB_SIZES: dict[str, dict] = {
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
-    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
-}
+HUB_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face stores these matrices as (in, out), the transpose of nn.Linear's weights
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # The sizes in config.json. transformers uses GPT-2's values for any that are missing.
@@ -60,15 +55,6 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     return dict(known, model=weights, model_config=config_to_dict(config))
 
 
-def read_sizes(name_or_path: str, block_size: int | None = None) -> dict:
-    """Return the `model_config` of load_pretrained(), without fetching OpenAI's weights."""
-    path = Path(name_or_path)
-    if name_or_path not in HUB_SIZES or path.exists():
-        return load_pretrained(name_or_path, block_size)["model_config"]
-    config = read_hf_config(dict(HUB_SIZES[name_or_path], model_type="gpt2"), path)
-    return config_to_dict(replace(config, block_size=min(block_size or 1024, config.block_size)))
-
-
 def load_weights(model, state: dict) -> None:
     """Copy the weights into the model. Raises UserError if they do not fit or are not finite."""
     source = state.get("source", "the checkpoint")
@@ -93,7 +79,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     best.pt; for a Hugging Face model its folder. Raises UserError if there is none.
     """
     path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
-    if name_or_path in HUB_SIZES and not path.exists():
+    if name_or_path in HUB_MODELS and not path.exists():
         return fetch(name_or_path)
     if path.is_file():
         return path
@@ -109,7 +95,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
         what += f", but in {', '.join(runs)}"
     hint = "give a checkpoint, a run's folder, a Hugging Face folder or gpt2"
-    meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_SIZES))
+    meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_MODELS))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
 

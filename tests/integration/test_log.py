@@ -21,6 +21,7 @@ from program import (
     same,
     sigterm,
     train,
+    write_tokens,
 )
 
 from configurator import Config
@@ -172,3 +173,11 @@ def test_warns_if_a_resume_raises_the_learning_rate(change, warns, tokens, tmp_p
 def test_warns_if_warmup_lasts_the_whole_run(warmup, warns, tokens, tmp_path):
     result = train(**TINY | dict(warmup_iters=warmup), dataset=tokens, out_dir=tmp_path)
     assert ("--warmup_iters=1 " in result.err) == warns
+
+
+@pytest.mark.parametrize("train_tokens, warns", [(75, True), (77, False)])
+def test_warns_of_more_than_20_epochs(train_tokens, warns, tmp_path):
+    """Train on 12 * 8 windows of 16 tokens, which is 1,536 tokens."""
+    data = write_tokens(tmp_path / "data", train=[train_tokens], val=[200])
+    result = train(**TINY, dataset=data, out_dir=tmp_path / "run")
+    assert ("warning: 20 epochs: " in result.err) == warns
