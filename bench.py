@@ -69,7 +69,7 @@ from configurator import (
     load_config,
     read_config,
 )
-from data.shards import vocab_where_missing
+from data.missing import vocab_where_missing
 from reports import plan
 from reports.check import check
 from reports.runs import Run, percentile, read_run

@@ -38,7 +38,8 @@ from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say, warn
 from configurator import FIELDS, UNREACHED, Config, config_values, launched, read_config, resolve
 from data.loader import Batch, Batches
-from data.shards import HOURS_TOKENS, Dataset, check_dataset, make_on_demand, open_dataset
+from data.missing import make_or_explain
+from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
@@ -234,10 +235,8 @@ def say_done(c: Config, resumed: dict) -> None:
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
     """Open the dataset. Raises UserError if the run cannot use it."""
-    ranks.on_main(make_on_demand, c)  # prepares the quickstart's dataset if it is missing
-    # A missing dataset's error shows how to prepare this many
-    tokens = HOURS_TOKENS if c.by_clock else c.iter_tokens * c.max_iters
-    data = ranks.main_first(open_dataset, c.dataset, tokens, c.stream)
+    ranks.on_main(make_or_explain, c)  # if it is missing
+    data = ranks.main_first(open_dataset, c.dataset, c.stream)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     ranks.on_main(check_data, c, data, resumed, weights)
     return data

@@ -3,7 +3,7 @@ Feed the model: decide the order of the training windows, and load micro-batches
 
     documents -> tokens -> shards -> windows -> micro-batches
 
-    documents      sources.py    rows of parquet and jsonl files, and text files
+    documents      text.py       rows of parquet and jsonl files, and text files
     tokens         writer.py     encoded by tokenizer.py, with end-of-text before each document
     shards         writer.py     token files and a manifest, read by shards.py
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows

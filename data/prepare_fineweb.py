@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-# order.py chooses the order and the validation text, sources.py reads the rows, and writer.py
+# order.py chooses the order and the validation text, text.py reads the rows, and writer.py
 # writes the shards.
 
 if __name__ == "__main__":
@@ -32,7 +32,7 @@ from common.console import Parser, UserError, count, did_you_mean, parse_count, 
 from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
-from data.sources import FIELD, FIRST_ROWS, Place, Source
+from data.text import FIELD, FIRST_ROWS, Place, Source
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, say_what_it_holds, tokens_of
 

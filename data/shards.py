@@ -12,46 +12,26 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from common.console import (
-    COMMAND,
     RunError,
     UserError,
-    command_line,
-    count,
-    did_you_mean,
     raise_if_any,
-    say,
     warn,
 )
 from common.files import read_json, replacing, try_lock
-from configurator import Config
 from data.files import refuse_lfs_pointer
-from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
+from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
 NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
-# The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
-# or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
-MOST_TOKENS = 10**10
-HOURS_TOKENS = 2 * 10**9
-# Downloads the training shards of FineWeb, 103 of 100M tokens or the first 19, and its validation
-# shard
-DOWNLOAD = (
-    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_000{most}*" '
-    "--local-dir="
-)
-PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
-
 # -----------------------------------------------------------------------------
 # Shards
 
@@ -223,15 +203,12 @@ def dataset_folder(name: str) -> Path:
     return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
 
-def open_dataset(name: str, tokens: int = MOST_TOKENS, stream: bool = False) -> Dataset:
+def open_dataset(name: str, stream: bool = False) -> Dataset:
     """
     Open a dataset by name or path, and check every shard. With `stream` its preparation may still
-    be running: see WindowsInOrder. If the folder does not exist, the error shows how to prepare
-    `tokens` tokens. Raises UserError with one line per problem.
+    be running: see WindowsInOrder. Raises UserError, and OSError if there is no such folder.
     """
     folder = dataset_folder(name)
-    if not folder.is_dir():
-        raise UserError(missing_dataset_message(name, tokens, stream))
     data = read_folder(folder)
     data.train_tokens = len(data.train) if data.complete else None
     # prepare_fineweb.py, which alone records an order, finishes all validation shards first.
@@ -246,8 +223,6 @@ def open_dataset(name: str, tokens: int = MOST_TOKENS, stream: bool = False) -> 
         if not len(held):
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
-            if stream:
-                hint = f"prepare them{two_commands(name, tokens)}"
             raise UserError(f"{folder}: holds no tokens for {split}; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
@@ -284,50 +259,6 @@ def check_ends(shard: Shard, ends: np.ndarray, seen: dict[bytes, str]) -> None:
     if shard.header_bytes and len(last) == 1024 and (last == last[0]).all():
         problem = f"the last 1,024 tokens are all {last[0]}, as in an unfinished download"
         raise UserError(f"{shard.path}: {problem}; {get_again(shard.path)}")
-
-
-def missing_dataset_message(name: str, tokens: int, stream: bool) -> str:
-    """Return the error message for a dataset whose folder does not exist."""
-    folder = dataset_folder(name)
-    problem = f"dataset: there is no folder {folder}"
-    if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
-        problem += f" in {Path.cwd()}; cd to where it is"
-    if stream:
-        return f"{problem}; make it{two_commands(name, tokens)}"
-    if name == "openwebtext":  # the default, so most likely nobody asked for it
-        problem += ", the default; config/quickstart.py needs no data"
-    made = [path.parent.name for path in Path("data").glob("*/*.bin")]
-    if name == "shakespeare_char":
-        return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
-    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or get it with"
-    return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
-
-
-def preparation(name: str, tokens: int) -> str:
-    """Return the command that gets or makes a missing dataset, for the end of a message."""
-    if name == "fineweb_records":
-        most = "0[01]" if tokens <= HOURS_TOKENS else ""
-        folder = command_line(dataset_folder(name).as_posix())
-        script = "modded-nanogpt's data/cached_fineweb10B.py"
-        return f" {script}, or with{COMMAND}{DOWNLOAD.format(most=most)}{folder}"
-    fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
-    command = fineweb if "fineweb" in name else "prepare_text.py FILE"
-    out = f"--out={dataset_folder(name)}"
-    return COMMAND + command_line("python", *f"data/{command}".split(), out)
-
-
-def two_commands(name: str, tokens: int) -> str:
-    """Return how to train on a folder that grows, for the end of a message."""
-    folder = dataset_folder(name)
-    text = f"--tokens={count(min(tokens, MOST_TOKENS))}"  # of FineWeb-Edu
-    if Path(name).exists():  # files of text instead of a folder for tokens
-        text = f"--source={name}"
-        folder = Path("data", f"{Path(name).stem}_tokens")
-    flags = ("--order=prefix", text, f"--out={folder}")
-    prepare = command_line("python", "data/prepare_fineweb.py", *flags)
-    train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--stream=True")
-    how = " in one terminal, and train in another after the first shard"
-    return f"{how}{COMMAND}{prepare}{COMMAND}{train}"
 
 
 def read_folder(folder: Path) -> Dataset:
@@ -411,38 +342,6 @@ def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokeniz
             f"{path}: every second token is near 0, as in int32 or int64; save it as uint16, if no "
             "id is above 65,535"
         )
-
-
-def is_made_on_demand(config: Config) -> bool:
-    """Return True if the config uses the quickstart's dataset and it is missing or unfinished."""
-    if config.dataset != PREPARED_ON_DEMAND:
-        return False
-    folder = dataset_folder(config.dataset)
-    made = (folder / "manifest.json").exists()
-    return not made or read_manifest(folder).get("complete") is False
-
-
-def make_on_demand(config: Config) -> None:
-    """Make the quickstart's dataset, which needs no download, if it is missing or unfinished."""
-    if not is_made_on_demand(config):
-        return
-    folder = dataset_folder(config.dataset)
-    script = Path(__file__).with_name("prepare_text.py")
-    say(f"data: preparing {folder} from Python's own source files")
-    command = [sys.executable, str(script), f"--out={folder}"]
-    # Hide the script's output, which ends by telling the user what to type next.
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise UserError(f"dataset: {script} failed; see its message above")
-
-
-def vocab_where_missing(config: Config) -> int | None:
-    """
-    Return the vocabulary size to plan and measure with before the dataset exists: the byte
-    vocabulary for the quickstart's dataset, else GPT-2's. None if the dataset exists.
-    """
-    if dataset_folder(config.dataset).is_dir():
-        return None
-    return BYTE_VOCAB if config.dataset == PREPARED_ON_DEMAND else GPT2_VOCAB
 
 
 def check_dataset(data: Dataset, block_size: int) -> None:

@@ -7,7 +7,7 @@ the same command again continues after the last finished shard, and the files ar
 however often it was interrupted and however many threads it used. A larger --tokens adds to a
 finished folder.
 
-sources.py reads the files; order.py chooses their order.
+text.py reads the files; order.py chooses their order.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from common.child import keep_awake
 from common.console import RunError, UserError, command_line, print_err, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
-from data.sources import Place
+from data.text import Place
 from data.tokenizer import Tokenizer
 
 BATCH = 64  # documents that a thread tokenizes at once

@@ -31,7 +31,8 @@ from common.console import (
     warn,
 )
 from configurator import UNREACHED, Config, resolve
-from data.shards import MOST_TOKENS, open_dataset, preparation, vocab_where_missing
+from data.missing import MOST_TOKENS, preparation, vocab_where_missing
+from data.shards import open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.memory import (
