@@ -105,7 +105,8 @@ class GrowingFolder:
         self.left = self.left[shards:]
         there = [shard for shard in self.manifest["shards"] if shard["name"] not in self.left]
         for shard in there:
-            shutil.copy(self.finished / shard["name"], self.folder)
+            if not (self.folder / shard["name"]).exists():  # a run may be reading the others
+                shutil.copy(self.finished / shard["name"], self.folder)
         self.write(self.manifest | dict(shards=there, complete=False))
 
     def finish(self) -> None:
