@@ -68,7 +68,7 @@ from configurator import (
     load_config,
     read_config,
 )
-from data.shards import vocab_where_missing
+from data.missing import vocab_where_missing
 from reports import plan
 from reports.check import check
 from reports.runs import Run, percentile, read_run
@@ -166,7 +166,6 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         values["log_interval"] = min(config.log_interval, every)
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
-            values |= dict(stream=False, tokenizer="gpt2")
         file = Path(folder, "config.py")
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")

@@ -77,9 +77,7 @@ class Config:
     wandb_run_name: str = "gpt2"  # run name in wandb
     # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
-    stream: bool = False  # tokenize while training instead of before it
-    tokenizer: str = "gpt2"  # with stream=True: gpt2, byte, or the path of a tokenizer.json
-    data_workers: int = 1  # with stream=True: threads that tokenize
+    stream: bool = False  # read the shards in order, unshuffled; they may still be being written
     batch_size: int = 12  # sequences in a micro-batch
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
@@ -182,12 +180,12 @@ NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
 # Limits of keys, here and in sample.py. A number not limited here must be 0 or more.
 AT_LEAST_1 = """
-    eval_interval eval_iters keep_checkpoints log_interval data_workers batch_size block_size
+    eval_interval eval_iters keep_checkpoints log_interval batch_size block_size
     gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
 """.split()
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "top_p")
-PATHS = ("out_dir", "init_from", "dataset", "tokenizer")
+PATHS = ("out_dir", "init_from", "dataset")
 MAY_BE_BLANK = ("until", "start")
 # Keys that only work with another key at this value; otherwise they must keep their defaults
 ONLY_WITH = dict(
@@ -443,8 +441,6 @@ def resolve(
         problems.append("until: hours is set too; give one of them")
     elif c.until and not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", c.until):
         problems.append(f"until: {c.until!r} is not a clock time; write --until=07:00")
-    if c.tokenizer != "gpt2" and not c.stream:
-        problems.append("tokenizer: a data folder has its own; leave it out, or add --stream=True")
     return c, problems
 
 

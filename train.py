@@ -38,8 +38,8 @@ from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say, warn
 from configurator import FIELDS, UNREACHED, Config, config_values, launched, read_config, resolve
 from data.loader import Batch, Batches
-from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
-from data.stream import open_stream
+from data.missing import make_or_explain
+from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
@@ -58,10 +58,10 @@ ARCHITECTURE = (
     *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
 )
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
-# changing that key would invalidate the saved state. config_of_run() also keeps the dataset, the
-# tokenizer and the dtype unless the command sets them, and the tokens per iteration if batch_size
-# is a flag, unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys have the
-# values of the command, or their defaults
+# changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
+# the dtype unless the command sets them, and the tokens per iteration if batch_size is a flag,
+# unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys have the values of
+# the command, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Keys of a config file that loaded weights overrule, so that a GPU's config can start from GPT-2
 YIELDING = ("bias", "pad_vocab_multiple")
@@ -155,7 +155,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
-        kept = [name for name in ("dataset", "tokenizer") if name not in c.set_keys]
+        kept = [] if "dataset" in c.set_keys else ["dataset"]
         # Keep the dtype that the run started with, unless it was float16 for the sake of
         # fp16_accumulation, which this command does not ask for.
         if c.dtype == "auto" and not resumed["config"].get("fp16_accumulation"):
@@ -176,7 +176,6 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             names = (*names, "pad_vocab_multiple")
         c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
     problems += preflight.check_device(c)
-    problems += [] if c.stream else check_dataset(c)
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
     raise_if_any(problems + impossible + preflight.no_gpu_problem(c))
     if c.dtype == "auto":
@@ -235,12 +234,9 @@ def say_done(c: Config, resumed: dict) -> None:
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
-    """Open the dataset, or start the stream. Raises UserError if the run cannot use the data."""
-    if c.stream:
-        data = open_stream(c, ranks, resumed["shards_read"] if resumed else [])
-    else:
-        ranks.on_main(make_on_demand, c)  # prepares the quickstart's dataset if it is missing
-        data = open_dataset(c.dataset)
+    """Open the dataset. Raises UserError if the run cannot use it."""
+    ranks.on_main(make_or_explain, c)  # if it is missing
+    data = ranks.main_first(open_dataset, c.dataset, c.stream)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     ranks.on_main(check_data, c, data, resumed, weights)
     return data
@@ -248,9 +244,10 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
 
 def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | None) -> None:
     """
-    Raise UserError if the data do not match the checkpoint or the weights, or if a new run cannot
-    print the samples that it was asked for.
+    Raise UserError if the data are too short, do not match the checkpoint or the weights, or if a
+    new run cannot print the samples that it was asked for.
     """
+    check_dataset(data, c.block_size)
     if c.sample_tokens and not resumed and not c.eval_only:
         try:
             Tokenizer(data.tokenizer)
@@ -618,7 +615,6 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
         vocab=data.vocab,
         tokenizer=data.tokenizer,
         data_fingerprint=data.fingerprint,
-        shards_read=data.stream.shards_read(progress.sequences) if data.stream else [],
         config=config_values(c),
         val_loss=progress.val_loss if progress.is_evaluated else None,
         peak=hw.peak_to_save(),
@@ -643,7 +639,7 @@ def save(state: dict, stop: str | None, c, saver, signals, log, ranks) -> str:
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
     """
     Restore the optimizer, the scaler, the random states and the progress. Other parts of the
-    checkpoint are read by Clock, Saver, find_peak_flops() and open_stream(). Raises UserError.
+    checkpoint are read by Clock, Saver and find_peak_flops(). Raises UserError.
     """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:
@@ -701,11 +697,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     weights = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
     c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
 
-    # Device and data
+    # Data and device
+    data = open_data(c, resumed, weights, ranks)
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank)
     hw.find_peak_flops(resumed["peak"] if resumed else None)
-    data = open_data(c, resumed, weights, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         say_done(c, resumed)
         return 0

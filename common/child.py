@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 
 def start_child(*arguments, **options) -> subprocess.Popen:
@@ -29,20 +28,16 @@ def start_child(*arguments, **options) -> subprocess.Popen:
     )
 
 
-def end_with_parent(receive: Callable[[str], None] = lambda line: None) -> None:
-    """
-    Exit when the parent process exits, which closes stdin. Until then a thread passes each line
-    from stdin to `receive`.
-    """
-
-    lines = os.fdopen(os.dup(0))
+def end_with_parent() -> None:
+    """Exit when the parent process exits, which closes stdin."""
+    stdin = os.dup(0)
     # On Windows, inspecting a pipe blocks while another thread reads from it, and some libraries
     # inspect stdin on import (numpy #24290). So replace stdin with an empty file.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def listen() -> None:
-        for line in lines:
-            receive(line)
+        while os.read(stdin, 1):
+            pass
         os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()

@@ -208,6 +208,8 @@ def raise_if_any(problems: list[str]) -> None:
 REMOVED = dict(
     from_run="give --iter_seconds=S, an iteration's seconds in that run's log",
     profile="docs/plan.md shows how to profile an iteration",
+    tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
+    data_workers="give --workers to data/prepare_fineweb.py",
     records="download its shards, as README.md shows",
 )
 

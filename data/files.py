@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from common.console import UserError, raise_if_any, warn
-from data.decode import first_line
 
 TEXT_FILES = (".txt", ".md", ".py")
 # Logs of Delta Lake, Hudi and Iceberg tables, which say which rows of the parquet files are deleted
@@ -197,6 +196,11 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
     if not files or not all(file.endswith(ROW_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0][:300].rstrip('.')}"
 
 
 def is_parquet(name: str) -> bool:

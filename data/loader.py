@@ -3,13 +3,13 @@ Feed the model: decide the order of the training windows, and load micro-batches
 
     documents -> tokens -> shards -> windows -> micro-batches
 
-    documents      sources.py    rows of parquet and jsonl files, and text files
+    documents      text.py       rows of parquet and jsonl files, and text files
     tokens         writer.py     encoded by tokenizer.py, with end-of-text before each document
     shards         writer.py     token files and a manifest, read by shards.py
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-With --stream=True, training begins while the shards are still being written: see stream.py.
+With --stream=True, training begins while the shards are still being written: see WindowsInOrder.
 
 The window order is a pure function of (seed, number of sequences consumed). That number is all a
 resumed run needs, and changing the batch size, gradient accumulation or the number of ranks only
@@ -21,17 +21,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.console import RunError
+from common.console import RunError, say
 from configurator import Config
-from data.shards import Dataset, ShardTokens
+from data.shards import Dataset, ShardTokens, is_being_prepared, read_folder
 
 READ_AHEAD = 4  # micro-batches to read beyond the next iteration's
-POLL_SECONDS = 0.2  # how often a loop that waits for data can check for signals
+POLL_SECONDS = 0.2  # how often to look for data, or for signals while waiting for data
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
@@ -74,8 +75,49 @@ class ShuffledWindows:
         starts = [self.start(n) for n in range(first, first + count)]
         return self.tokens.read_windows(starts, self.block_size + 1)
 
-    def close(self) -> None:
-        pass
+    def has(self, sequences: int) -> bool:
+        return True
+
+
+class WindowsInOrder:
+    """
+    Read the training windows of a folder in the order of its shards, which may still be growing in
+    number. Sequence n begins at token n * block_size. After the last shard of a finished folder,
+    the next epoch starts over with the first.
+    """
+
+    def __init__(self, folder: Path, block_size: int):
+        self.folder, self.block_size = folder, block_size
+        self.data = read_folder(folder)
+        self.told = ""  # what the console was told last
+
+    def has(self, sequences: int) -> bool:
+        """
+        Return whether the first `sequences` sequences can be read already. Raises RunError if they
+        cannot, and nobody is preparing the folder.
+        """
+        tokens = sequences * self.block_size + 1
+        if self.data.complete or len(self.data.train) >= tokens:
+            return True
+        # Ask before reading the manifest: a preparation may finish it and end between the two.
+        goes_on = is_being_prepared(self.folder)
+        self.data = read_folder(self.folder)
+        if self.data.complete or len(self.data.train) >= tokens:
+            return True
+        there = f"{len(self.data.train):,} training tokens are prepared"
+        if not goes_on:
+            hint = "run its command again, then --init_from=resume continues the run"
+            raise RunError(f"{self.folder}: {there}, and its preparation has ended; {hint}")
+        if there != self.told:
+            self.told = there
+            say(f"data: {there}, waiting for {tokens:,}")
+        return False
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return the windows of these sequences as ShuffledWindows.read() does, if has() them."""
+        windows = (len(self.data.train) - 1) // self.block_size
+        starts = [n % windows * self.block_size for n in range(first, first + count)]
+        return self.data.train.read_windows(starts, self.block_size + 1)
 
 
 class Batches:
@@ -98,7 +140,11 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
     ):
-        self.windows = data.stream or ShuffledWindows(data.train, config.block_size, config.seed)
+        self.windows: ShuffledWindows | WindowsInOrder
+        if config.stream:
+            self.windows = WindowsInOrder(Path(data.source), config.block_size)
+        else:
+            self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
         self.device = device
         self.config = config
         self.batch_size = config.batch_size
@@ -113,7 +159,7 @@ class Batches:
         self.closed = False
         self.changed = threading.Condition()
         first = consumed + rank * config.batch_size
-        # a daemon thread, so that a hung disk or stream cannot keep the process from exiting
+        # a daemon thread, so that a hung disk cannot keep the process from exiting
         self.reader = threading.Thread(target=self.read_ahead, args=(first,), daemon=True)
         self.reader.start()
         # A thread that is still reading while Python shuts down can abort the process.
@@ -122,6 +168,9 @@ class Batches:
     def read_ahead(self, first: int) -> None:
         try:
             while not self.closed:
+                if not self.windows.has(first + self.batch_size):
+                    time.sleep(POLL_SECONDS)
+                    continue
                 block = self.load(first)
                 first += self.stride
                 with self.changed:
@@ -184,7 +233,6 @@ class Batches:
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-        self.windows.close()
         self.reader.join(timeout=1)  # do not wait for a hung disk
 
 

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from data.sources import Group, Place, Row, Source
+from data.text import Group, Place, Row, Source
 from data.writer import Document
 
 ORDERS = ("shuffled", "prefix")

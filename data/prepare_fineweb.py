@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-# order.py chooses the order and the validation text, sources.py reads the rows, and writer.py
+# order.py chooses the order and the validation text, text.py reads the rows, and writer.py
 # writes the shards.
 
 if __name__ == "__main__":
@@ -32,8 +32,7 @@ from common.console import Parser, UserError, count, did_you_mean, parse_count, 
 from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
-from data.sources import FIELD, FIRST_ROWS, Place, Source
-from data.stream import Allowance
+from data.text import FIELD, FIRST_ROWS, Place, Source
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, say_what_it_holds, tokens_of
 
@@ -60,7 +59,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
-    add("--run_id", help=argparse.SUPPRESS)  # set by stream.py: the run that streams
     arguments = parser.parse_args(argv)
     if arguments.source:  # shells do not expand the ~ in --source=~/x
         arguments.source = os.path.expanduser(arguments.source)
@@ -97,7 +95,6 @@ def order_of(asked: str | None, out: Path, started: dict) -> str:
 
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    allowance = Allowance() if arguments.run_id else None
     out = arguments.out or default_folder(arguments)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     started = read_manifest(out) if (out / "manifest.json").exists() else {}
@@ -136,25 +133,21 @@ def main(argv: list[str]) -> None:
         texts = (text for _, text, _ in reading.documents(reading.training_begin()))
         # in file order, skip the validation text, about 6 bytes per token
         tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * reading.val_tokens)
+    if arguments.tokens:
+        expected_tokens = arguments.tokens + val_tokens
+    else:  # all the text
+        expected_tokens = sum(source.group_bytes()) // per_token
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings, **reading.settings),
         documents=reading.documents,
         tokenizer=tokenizer,
-        expected_tokens=(arguments.tokens or 0) + val_tokens,
+        expected_tokens=expected_tokens,
         val_tokens=reading.val_tokens,
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
         hint="give more text, or --val_tokens={twentieth}",
     )
-    if allowance:
-        plan.run_id = arguments.run_id
-        plan.wait = allowance.wait
-        plan.expected_tokens = 0
-        plan.train_tokens = None  # as many as the training run asks for
-        plan.hint = "choose a larger --dataset, or smaller --eval_tokens"
-    elif not arguments.tokens:
-        plan.expected_tokens = sum(source.group_bytes()) // per_token
     manifest = prepare(plan, arguments.workers)
     tokens = tokens_of(manifest)
     total = sum(tokens.values())

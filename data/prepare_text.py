@@ -31,8 +31,8 @@ import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import COMMAND, Parser, UserError, command_line, parse_count, run_main
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
-from data.shards import PREPARED_ON_DEMAND
-from data.sources import FIELD, Place, Row, Source
+from data.missing import PREPARED_ON_DEMAND
+from data.text import FIELD, Place, Row, Source
 from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
 from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
 

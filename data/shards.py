@@ -12,47 +12,26 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from common.console import (
-    COMMAND,
     RunError,
     UserError,
-    command_line,
-    count,
-    did_you_mean,
     raise_if_any,
-    say,
     warn,
 )
-from common.files import read_json, replacing
-from configurator import Config
+from common.files import read_json, replacing, try_lock
 from data.files import refuse_lfs_pointer
-from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB, MOST_IDS, pick_tokenizer, read_bpe, read_meta
+from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
 NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
-# The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
-# or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
-MOST_TOKENS = 10**10
-HOURS_TOKENS = 2 * 10**9
-# Downloads the training shards of FineWeb, 103 of 100M tokens or the first 19, and its validation
-# shard
-DOWNLOAD = (
-    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_000{most}*" '
-    "--local-dir="
-)
-PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
-
 # -----------------------------------------------------------------------------
 # Shards
 
@@ -184,15 +163,15 @@ class ShardTokens:
 
 @dataclass
 class Dataset:
-    source: str  # the folder's path, or the --dataset of a stream
-    train: ShardTokens  # of a stream, only the first shards, which evaluations read
+    source: str  # the folder's path
+    train: ShardTokens  # with --stream=True the first shard alone, which evaluations read
     val: ShardTokens
     vocab: int  # vocabulary size before padding
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
     manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
     fingerprint: str = ""  # differs if the tokens or the files' names do
     val_fingerprint: str = ""  # changes when the validation tokens do
-    stream: Any = None  # the data.stream.Stream that training reads in place of `train`
+    train_tokens: int | None = None  # None: unknown, because the folder is still growing
 
     @property
     def complete(self) -> bool:
@@ -224,23 +203,27 @@ def dataset_folder(name: str) -> Path:
     return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
 
-def open_dataset(name: str, tokens: int = MOST_TOKENS) -> Dataset:
+def open_dataset(name: str, stream: bool = False) -> Dataset:
     """
-    Open a dataset by name or path, and check every shard. If the folder does not exist, the error
-    shows the command that prepares `tokens` tokens. Raises UserError with one line per problem.
+    Open a dataset by name or path, and check every shard. With `stream` its preparation may still
+    be running: see WindowsInOrder. Raises UserError, and OSError if there is no such folder.
     """
     folder = dataset_folder(name)
-    if not folder.is_dir():
-        raise UserError(missing_dataset_message(name, tokens))
     data = read_folder(folder)
-    if not data.complete:
-        raise UserError(f"{folder}: unfinished; run its preparation again, with the same command")
+    data.train_tokens = len(data.train) if data.complete else None
+    # prepare_fineweb.py, which alone records an order, finishes all validation shards first.
+    can_begin = stream and "order" in data.manifest and len(data.train)
+    if not (data.complete or can_begin):
+        until = " to write the first training shard" if stream else ""
+        hint = f"wait for its preparation{until}, or run it again, with the same command"
+        raise UserError(f"{folder}: unfinished; {hint}")
+    if stream:  # the same shard however many have followed, so that a resume evaluates alike
+        data.train = ShardTokens(data.train.shards[:1], data.vocab)
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
-            files = (
-                f"{split}.bin or a shard such as fineweb_{split}_00000{int(split == 'train')}.bin"
-            )
-            raise UserError(f"{folder}: holds no tokens for {split}; get or prepare {files}")
+            number = f"00000{int(split == 'train')}"
+            hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
+            raise UserError(f"{folder}: holds no tokens for {split}; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
     data.fingerprint = check_and_fingerprint(data, data.train, data.val)
@@ -278,39 +261,11 @@ def check_ends(shard: Shard, ends: np.ndarray, seen: dict[bytes, str]) -> None:
         raise UserError(f"{shard.path}: {problem}; {get_again(shard.path)}")
 
 
-def missing_dataset_message(name: str, tokens: int) -> str:
-    """Return the error message for a dataset whose folder does not exist."""
-    folder = dataset_folder(name)
-    problem = f"dataset: there is no folder {folder}"
-    if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
-        problem += f" in {Path.cwd()}; cd to where it is"
-    if name == "openwebtext":  # the default, so most likely nobody asked for it
-        problem += ", the default; config/quickstart.py needs no data"
-    made = [path.parent.name for path in Path("data").glob("*/*.bin")]
-    if name == "shakespeare_char":
-        return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
-    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or get it with"
-    return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
-
-
-def preparation(name: str, tokens: int) -> str:
-    """Return the command that gets or makes a missing dataset, for the end of a message."""
-    if name == "fineweb_records":
-        most = "0[01]" if tokens <= HOURS_TOKENS else ""
-        folder = command_line(dataset_folder(name).as_posix())
-        script = "modded-nanogpt's data/cached_fineweb10B.py"
-        return f" {script}, or with{COMMAND}{DOWNLOAD.format(most=most)}{folder}"
-    fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
-    command = fineweb if "fineweb" in name else "prepare_text.py FILE"
-    out = f"--out={dataset_folder(name)}"
-    return COMMAND + command_line("python", *f"data/{command}".split(), out)
-
-
-def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
+def read_folder(folder: Path) -> Dataset:
     """
     Read what a folder holds, according to its manifest.json or else its meta.pkl, if it has either.
-    The folder may still be in preparation. Checks the header of every shard that is not in `known`.
-    If the tokenizer's kind is unknown, a run can train but not print samples. Raises UserError.
+    The folder may still be in preparation. Checks the header of every shard. If the tokenizer's
+    kind is unknown, a run can train but not print samples. Raises UserError.
     """
     manifest: dict = {}
     vocab, tokenizer = GPT2_VOCAB, dict(kind="gpt2")
@@ -332,7 +287,7 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
     listed = [shard["name"] for shard in manifest.get("shards", [])]
     for name in sorted(listed or names):
         if split := split_of(name):
-            shards[split].append((known or {}).get(name) or open_shard(folder / name))
+            shards[split].append(open_shard(folder / name))
     train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
     return Dataset(str(folder), train, val, vocab, tokenizer, manifest)
 
@@ -340,6 +295,12 @@ def read_folder(folder: Path, known: dict[str, Shard] | None = None) -> Dataset:
 def read_manifest(folder: Path) -> dict:
     """Read manifest.json. Raises UserError."""
     return read_json(folder / "manifest.json", "prepare the dataset again")
+
+
+def is_being_prepared(folder: Path) -> bool:
+    """Return whether a preparation holds the folder's lock. Raises OSError."""
+    with open(folder / "lock", "ab") as lock:
+        return not try_lock(lock)
 
 
 def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
@@ -383,59 +344,15 @@ def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokeniz
         )
 
 
-def is_made_on_demand(config: Config) -> bool:
-    """Return True if the config uses the quickstart's dataset and it is missing or unfinished."""
-    if config.dataset != PREPARED_ON_DEMAND:
-        return False
-    folder = dataset_folder(config.dataset)
-    made = (folder / "manifest.json").exists()
-    return not made or read_manifest(folder).get("complete") is False
-
-
-def make_on_demand(config: Config) -> None:
-    """Make the quickstart's dataset, which needs no download, if it is missing or unfinished."""
-    if not is_made_on_demand(config):
-        return
-    folder = dataset_folder(config.dataset)
-    script = Path(__file__).with_name("prepare_text.py")
-    say(f"data: preparing {folder} from Python's own source files")
-    command = [sys.executable, str(script), f"--out={folder}"]
-    # Hide the script's output, which ends by telling the user what to type next.
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise UserError(f"dataset: {script} failed; see its message above")
-    raise_if_any(check_dataset(config))
-
-
-def vocab_where_missing(config: Config) -> int | None:
-    """
-    Return the vocabulary size to plan and measure with before the dataset exists: the stream's
-    tokenizer's, the byte vocabulary for the quickstart's dataset, else GPT-2's. None if the dataset
-    exists, or if the stream's tokenizer is not trained yet. Raises UserError.
-    """
-    if dataset_folder(config.dataset).is_dir() and not config.stream:
-        return None
-    if config.stream and config.tokenizer != "gpt2":
-        tokenizer = pick_tokenizer(config.tokenizer, Path())
-        return tokenizer.vocab if tokenizer else None
-    return BYTE_VOCAB if config.dataset == PREPARED_ON_DEMAND else GPT2_VOCAB
-
-
-def check_dataset(config: Config) -> list[str]:
-    """Return the problems that the dataset has with this configuration, one line each."""
-    try:
-        if is_made_on_demand(config):
-            return []
-        tokens = (config.tokens_per_iter or config.iter_tokens) * config.max_iters
-        data = open_dataset(config.dataset, HOURS_TOKENS if config.by_clock else tokens)
-    except UserError as error:
-        return error.problems
+def check_dataset(data: Dataset, block_size: int) -> None:
+    """Raise UserError if a split is too short for one window; warn of shards of two kinds."""
     problems = []
     for split, held in (("train", data.train), ("val", data.val)):
-        if len(held) <= config.block_size:
+        if len(held) <= block_size:
             short = f"the {split} split of {data.source} has only {len(held):,} tokens"
             problems.append(f"block_size: {short}; --block_size={max(len(held) - 1, 1)}")
         names = [shard.path.name for shard in held.shards]
         others = [name for name in names if not NUMBERED.fullmatch(name)]
         if not data.manifest and others and others != names:
             warn(f"{data.source}: also reads {', '.join(others)}, beside the numbered shards")
-    return problems
+    raise_if_any(problems)

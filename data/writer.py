@@ -7,7 +7,7 @@ the same command again continues after the last finished shard, and the files ar
 however often it was interrupted and however many threads it used. A larger --tokens adds to a
 finished folder.
 
-sources.py reads the files; order.py chooses their order.
+text.py reads the files; order.py chooses their order.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from common.child import keep_awake
 from common.console import RunError, UserError, command_line, print_err, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
-from data.sources import Place
+from data.text import Place
 from data.tokenizer import Tokenizer
 
 BATCH = 64  # documents that a thread tokenizes at once
@@ -71,9 +71,6 @@ class Plan:
     least_tokens: int = 1  # in each split, or the preparation fails
     # advice for the least_tokens error; {twentieth} becomes a twentieth of all tokens
     hint: str = "give more text"
-    # for a stream: the id of the training run, and a function that waits until it wants more tokens
-    run_id: str = ""
-    wait: Callable[[int], None] = lambda tokens: None
 
 
 def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
@@ -184,8 +181,6 @@ def begin_or_continue(plan: Plan) -> dict:
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
     manifest["files"] = plan.made_from["files"]
-    if plan.run_id:
-        manifest["run_id"] = plan.run_id  # so that the run knows these shards are from its source
     write_manifest(folder, manifest)
     own_json = folder / "tokenizer.json"
     if plan.tokenizer.kind == "bpe" and not own_json.exists():
@@ -227,7 +222,7 @@ def finish(plan: Plan, manifest: dict) -> None:
 
 
 def discard(folder: Path, manifest: dict) -> None:
-    """Delete the dataset, manifest first, because a streaming run reads the manifest first."""
+    """Delete the dataset."""
     shards = [shard["name"] for shard in manifest["shards"]]
     with contextlib.suppress(OSError):  # Windows cannot delete the lock file while it is open
         for name in ["manifest.json", "tokenizer.json", *shards, "lock"]:
@@ -301,8 +296,6 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
             if totals["val"] < plan.val_tokens:
                 split = "val"
                 room["val"] = min(plan.shard_tokens, plan.val_tokens - totals["val"])
-            else:
-                plan.wait(totals["train"])
             parts = take(documents, split, room, manifest, bar)
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))

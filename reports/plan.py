@@ -29,7 +29,8 @@ from common.console import (
     table_lines,
 )
 from configurator import UNREACHED, Config, resolve
-from data.shards import MOST_TOKENS, open_dataset, preparation, vocab_where_missing
+from data.missing import MOST_TOKENS, preparation, vocab_where_missing
+from data.shards import open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from reports.memory import (
@@ -342,7 +343,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
     tokens, rate = times["total_tokens"], times["tokens_per_sec"]
 
-    # With a stream or without a dataset, assume shards with as many tokens as the run can read.
+    # Without a dataset, or while it grows, assume shards with as many tokens as the run can read.
     disk_tokens = options.dataset_tokens or min(fastest["total_tokens"], MOST_TOKENS)
     shards_gb = 2 * disk_tokens / 1e9
     kept = config.checkpoint_files
@@ -581,9 +582,9 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     config, weights = with_initial_sizes(config)
     vocab = vocab_where_missing(config)
     if vocab is None:
-        data = open_dataset(config.dataset)
+        data = open_dataset(config.dataset, stream=config.stream)
         vocab = data.vocab
-        options.dataset_tokens = options.dataset_tokens or len(data.train)
+        options.dataset_tokens = options.dataset_tokens or data.train_tokens
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
     model = model_config(
         config, vocab, flash=config.flash, compiled=config.compile, weights=weights
@@ -597,7 +598,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     (p,) = plans
     warn_of_epochs(p["epochs"] or 0)
     say(*plan_lines(p))
-    if vocab == GPT2_VOCAB and not (options.dataset_tokens or config.stream):
+    if vocab == GPT2_VOCAB and not options.dataset_tokens:
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
         make = preparation(config.dataset, math.ceil(tokens / unit) * unit)

@@ -1,11 +1,13 @@
 """
-Provide sources of text for the tests of preparation and of streaming (documents, files, and a
-Hugging Face hub on this machine), and read what was prepared from them.
+Provide sources of text for the tests of preparation (documents, files, and a Hugging Face hub on
+this machine), read what was prepared from them, and let a prepared folder grow shard by shard.
 """
 
 import hashlib
 import json
+import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +72,51 @@ def manifest_of(folder: Path) -> dict:
 def digests(folder: Path) -> dict[str, str]:
     """Return the sha256 of each shard, by file name."""
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.bin")}
+
+
+class GrowingFolder:
+    """
+    Show a finished folder as its preparation left it after each training shard, and hold the
+    preparation's lock in this process.
+    """
+
+    def __init__(self, finished: Path, folder: Path):
+        self.finished, self.folder = finished, folder
+        # which write_tokens() does not record
+        self.manifest = dict(order="prefix") | manifest_of(finished)
+        folder.mkdir(exist_ok=True)
+        self.lock = open(folder / "lock", "ab")
+        self.hold()
+        self.left = [shard["name"] for shard in self.manifest["shards"] if "train" in shard["name"]]
+        self.add()
+
+    def hold(self) -> None:
+        import fcntl
+
+        fcntl.lockf(self.lock, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        import fcntl
+
+        fcntl.lockf(self.lock, fcntl.LOCK_UN)
+
+    def add(self, shards: int = 1) -> None:
+        """Add training shards, and all that were made before them."""
+        self.left = self.left[shards:]
+        there = [shard for shard in self.manifest["shards"] if shard["name"] not in self.left]
+        for shard in there:
+            if not (self.folder / shard["name"]).exists():  # a run may be reading the others
+                shutil.copy(self.finished / shard["name"], self.folder)
+        self.write(self.manifest | dict(shards=there, complete=False))
+
+    def finish(self) -> None:
+        self.add(len(self.left))
+        self.write(self.manifest)
+        self.release()
+
+    def write(self, manifest: dict) -> None:
+        (self.folder / "new").write_text(json.dumps(manifest))
+        os.replace(self.folder / "new", self.folder / "manifest.json")
 
 
 def chained_sha256(texts: list[str]) -> str:

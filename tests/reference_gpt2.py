@@ -120,7 +120,7 @@ def shuffled(ids: np.ndarray, T: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def in_order(ids: np.ndarray, T: int) -> Iterator[np.ndarray]:
-    """Yield the training windows of a streamed dataset, which is read in order."""
+    """Yield the training windows with stream=True, in the order of the shards."""
     while True:
         for n in range((len(ids) - 1) // T):
             yield ids[n * T :][: T + 1]

@@ -1,6 +1,6 @@
 """
 Prepare data by the commands: the right tokens in the right shards, the same bytes after
-interruptions, and one line for each problem. test_sources.py tests what is read from which file,
+interruptions, and one line for each problem. test_text.py tests what is read from which file,
 test_bad_input.py bad command lines.
 """
 

@@ -235,34 +235,12 @@ def test_resuming_or_fine_tuning_with_another_tokenizer_is_refused(mine, another
     assert "another tokenizer (bpe)" in refusal(tuned)
 
 
-@pytest.mark.slow
-def test_a_stream_uses_the_given_tokenizer_json_and_keeps_it_when_resumed(
-    mine, another, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)  # its shards go to data/streamed
-    source = write_parquet(tmp_path / "a.parquet", TEXTS)
-    options = dict(stream=True, data_workers=1, tokenizer=mine / "tokenizer.json")
-    train_short(source, tmp_path / "run", max_iters=2, **options)
-    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
-    # without naming it again, as the dataset
-    flags = [f"--out_dir={tmp_path / 'run'}", "--init_from=resume", "--compile=False"]
-    flags += ["--device=cpu", "--dtype=float32", "--data_workers=1", "--eval_tokens=160"]
-    assert run("train.py", *flags, "--batch_size=4", "--max_iters=3").code == 0
-    options |= dict(init_from="resume", max_iters=4, tokenizer=another / "tokenizer.json")
-    assert "another tokenizer" in refusal(train_on(source, tmp_path / "run", **options))
-
-
 def test_a_data_folder_that_has_no_tokenizer_yet_is_reported_as_unfinished(mine, tmp_path):
-    """Let read_folder() read it without an error, because a stream may do so at any moment."""
+    """Let read_folder() read it without an error, because a run may do so at any moment."""
     begun = manifest_of(mine) | dict(shards=[], complete=False)
     (tmp_path / "manifest.json").write_text(json.dumps(begun), "utf-8")
     assert len(read_folder(tmp_path).train) == 0
     assert "unfinished" in refusal(train_on(tmp_path, tmp_path / "run"))
-
-
-def test_a_tokenizer_flag_is_refused_for_a_data_folder_that_has_its_own(mine, tmp_path):
-    result = train_on(mine, tmp_path / "run", tokenizer=mine / "tokenizer.json")
-    assert "tokenizer: a data folder has its own" in refusal(result)
 
 
 def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypatch):

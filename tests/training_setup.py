@@ -8,7 +8,8 @@ import torch
 import bench
 from configurator import Config
 from data.loader import Batches
-from data.shards import open_dataset, vocab_where_missing
+from data.missing import vocab_where_missing
+from data.shards import open_dataset
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
 from training import hardware

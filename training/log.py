@@ -80,7 +80,7 @@ class Log:
         self.data = data
         self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
         self.first_steps = clock.seconds["steps"]
-        self.train_tokens = None if data.stream else len(data.train)  # unknown for a stream
+        self.train_tokens = data.train_tokens
         self.flops_per_token = count_flops(model.config) if ranks.is_main else None
         self.write_record = write_record
         self.has_files = ranks.is_main and not c.eval_only
@@ -155,7 +155,7 @@ class Log:
         if model.config.vocab_size != data.vocab:
             vocabulary += f", padded to {model.config.vocab_size}"
         say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
-        train = count(self.train_tokens) if self.train_tokens else "streamed"
+        train = count(self.train_tokens) if self.train_tokens else "growing"
         held = f"{train} train and {count(len(data.val))} val tokens"
         order = data.manifest.get("order")  # prepare_text.py records no order
         say(f"data: {data.source}, {held}{f', order {order}' if order else ''}")

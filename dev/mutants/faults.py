@@ -110,7 +110,7 @@ FAULTS = [
         "end_with_parent.listen",
         "os._exit(1)",
         "pass",
-        "integration/test_streaming.py::test_a_streams_preparation_makes_only_the_allowed_tokens_and_ends_with_its_pipe",
+        "integration/test_windows.py::test_a_child_process_sees_an_empty_stdin_and_ends_with_its_parent",
     ),
     Fault(
         "Ctrl-C leaves the measured process behind",

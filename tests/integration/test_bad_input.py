@@ -66,9 +66,10 @@ COMMAND_LINE = [
     ("train.py tiny.py --head_lr=0.1", "head_lr optimizer=muon"),
     ("train.py tiny.py --model=fast --tie_weights=True", "tie_weights"),
     ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
-    ("train.py tiny.py --tokenizer=byte", "tokenizer stream"),
+    ("train.py tiny.py --tokenizer=byte", "tokenizer removed prepares"),
+    ("train.py tiny.py removed.py", "removed.py data_workers prepare_fineweb.py"),
     ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layr", "--batch_size"),
-    ("train.py tiny.py --n_head=3 --dataset=nowhere --device=gpu", "device", "nowhere", "n_head"),
+    ("train.py tiny.py --n_head=3 --device=gpu", "device", "n_head"),
     ("train.py nowhere.py", "nowhere.py no such"),
     ("train.py config/gpt124m_4071.py", "gpt124m_4071.py gpt124m_4070.py"),
     ("train.py config/train_gpt2.py", "train_gpt2.py gpt124m"),
@@ -97,10 +98,6 @@ DATA = [
     ("train.py tiny.py --dataset=bad_manifest", "manifest.json prepare"),
     ("train.py tiny.py --dataset=unfinished", "unfinished"),
     ("train.py tiny.py --dataset=evil_meta", "meta.pkl"),
-    (
-        "train.py tiny.py --stream=True --tokenizer=byte --dataset=nowhere.jsonl",
-        "nowhere.jsonl no such",
-    ),
     # as many tokens as the run reads, within what FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
     (
@@ -388,6 +385,7 @@ def world(tmp_path_factory) -> Path:
         Path("raises.py").write_text("n_layer = 2\nn_head = n_layer / 0\n")
         Path("syntax.py").write_text("n_layer = = 2\n")
         Path("typo.py").write_text("n_layers = 2\n")
+        Path("removed.py").write_text("data_workers = 2\n")
         Path("wrong_type.py").write_text("batch_size = 'many'\n")
         write_folders_of_tokens()
         write_nanogpts_folders()

@@ -356,10 +356,6 @@ def test_the_flops_of_a_changed_model_are_counted_from_what_it_computes(name, to
 # mask of infinities: only weights that have become infinite are not saved
 NOISY = {
     "model.py": """
-import random
-
-import numpy as np
-
 plain_init, plain_forward = MLP.__init__, MLP.forward
 
 def init(self, config):
@@ -372,7 +368,7 @@ def forward(self, x):
     if not self.training:
         return y
     self.calls += 1
-    return y * (torch.rand(()) + np.random.rand() + random.gauss(1, 0.1))
+    return y * (torch.rand(()) + torch.randn(()) + 1)
 
 MLP.__init__, MLP.forward = init, forward
 """
@@ -380,8 +376,8 @@ MLP.__init__, MLP.forward = init, forward
 # several launches in one process, as importing the changed program takes two seconds; in between
 # the random numbers are somewhere else. The last one has a compiler, which computes the same.
 LAUNCHES = """
-import random, runpy, sys
-import numpy as np, torch
+import runpy, sys
+import torch
 given = sys.argv[1:]
 for out_dir, *last in (
     ("straight", "--max_iters=8"),
@@ -390,8 +386,6 @@ for out_dir, *last in (
     ("compiled", "--max_iters=8", "--compile=True"),
 ):
     torch.compile = lambda call: call
-    random.seed()
-    np.random.seed()
     torch.seed()
     sys.argv = ["train.py", *given, f"--out_dir={out_dir}", *last]
     try:

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 from cases import slow_but
-from documents import documents, write_jsonl
 from fault_injection import watched
 from program import (
     EVAL,
@@ -203,15 +202,13 @@ def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny,
 
 
 @pytest.mark.slow
-def test_a_stopped_and_resumed_stream_equals_an_uninterrupted_one(tiny, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
-    write_jsonl(tmp_path / "text.jsonl", documents(60))
-    keys = tiny | dict(dataset=tmp_path / "text.jsonl", stream=True, tokenizer="byte", dropout=0.2)
-    train(**keys, out_dir="unbroken")
+def test_a_stopped_and_resumed_run_in_order_equals_an_uninterrupted_one(tiny, tmp_path):
+    keys = tiny | dict(stream=True, dropout=0.2)
+    train(**keys, out_dir=tmp_path / "unbroken")
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
-    assert trainer.launch(**keys, out_dir="stopped").code == 143
-    assert trainer.launch(**keys, out_dir="stopped", init_from="auto").code == 0
+    assert trainer.launch(**keys, out_dir=tmp_path / "stopped").code == 143
+    assert trainer.launch(**keys, out_dir=tmp_path / "stopped", init_from="auto").code == 0
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", 12)
 
 

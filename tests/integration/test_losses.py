@@ -25,16 +25,13 @@ from program import (
     TINY_RUN,
     InProcessRun,
     assert_same_run,
-    changed,
     checkpoint,
     column,
-    finish,
     finish_ranks,
     flags,
     records,
     run,
     same,
-    start,
     start_ranks,
     train,
     write_tokens,
@@ -340,23 +337,6 @@ def test_an_evaluation_rounds_eval_tokens_down_to_whole_windows(tokens, tmp_path
     assert losses(6 * T + 4) == losses(6 * T) != losses(7 * T)
 
 
-def prepare_source(texts: list[str]) -> Path:
-    """Write text.jsonl into the working folder and prepare shards from it."""
-    rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
-    Path("text.jsonl").write_text("".join(rows))
-    held_out = f"--val_tokens={BASE['eval_tokens']}"
-    prepare = run(
-        "data/prepare_fineweb.py",
-        "--source=text.jsonl",
-        "--tokenizer=byte",
-        held_out,
-        "--order=prefix",
-        "--out=shards",
-    )
-    assert prepare.code == 0
-    return Path("shards")
-
-
 @contextmanager
 def windows_of_training():
     """Collect the windows that a model is trained on: the inputs and the last target."""
@@ -387,45 +367,11 @@ def test_a_run_trains_on_each_window_once_per_epoch_in_the_order_of_its_seed(tok
     assert found == expected_windows(tokens, BASE)
 
 
-STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
-
-
-def test_a_stream_trains_and_evaluates_on_the_same_tokens_as_prepared_shards(tmp_path, monkeypatch):
-    """Train on the windows in order, not shuffled."""
-    monkeypatch.chdir(tmp_path)
-    words = ("alpha", "beta", "zeta")
-    shards = prepare_source([f"{word} {n} " * (n % 7 + 1) for n in range(22) for word in words])
-    windows = len(reference_gpt2.split(shards, "train")) // T
-    assert 72 < windows < 144  # the run of 144 reads all of them and begins again
+def test_with_stream_a_run_trains_on_the_windows_in_the_order_of_the_shards(tokens, tmp_path):
+    config = BASE | dict(stream=True)
     with windows_of_training() as found:
-        train(**BASE, **STREAM, out_dir="streamed")
-    assert found == expected_windows(shards, BASE | STREAM)
-    train(**BASE | dict(max_iters=0), dataset=shards, out_dir="prepared")
-    streamed, prepared = (column(Path(name), "eval", *EVAL) for name in ("streamed", "prepared"))
-    assert streamed[0] == prepared[0]
-
-
-# no shard is made before it is needed
-SMALL_SHARDS = {"data/stream.py": f"SHARD_TOKENS = {8 * T}\nTOKENS_AHEAD = 0"}
-
-
-@pytest.mark.slow
-def test_a_stream_waits_for_the_last_target_of_a_window(tmp_path, monkeypatch):
-    """Wait for the next shard, which holds this token and is not there yet."""
-    monkeypatch.chdir(tmp_path)
-    # 64 tokens each with their end, so that there are 8 windows in a shard
-    shards = prepare_source([(f"alpha {n} " * 9)[:63] for n in range(40)])
-    program = changed(tmp_path / "changed", SMALL_SHARDS)
-    config = BASE | dict(max_iters=4)  # each waits for a shard
-    where = dict(dataset=tmp_path / "text.jsonl", out_dir=tmp_path / "streamed")
-    words = flags(**config | STREAM | where)
-    result = finish(start("train.py", *words, cwd=program, only_torch=True))
-    assert result.code == 0, result.err
-    train(**config | dict(max_iters=0), dataset=shards, out_dir="prepared")
-    w = reference_gpt2.weights(checkpoint(Path("prepared"), 0)["model"])
-    expected = reference_gpt2.train(w, shards, config | dict(stream=True))
-    losses = [loss for loss, _, _ in expected.steps]
-    assert column(tmp_path / "streamed", "step", "loss") == pytest.approx(losses, **CLOSE)
+        train(**config, dataset=tokens, out_dir=tmp_path)
+    assert found == expected_windows(tokens, config)
 
 
 # -----------------------------------------------------------------------------

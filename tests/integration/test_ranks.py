@@ -6,7 +6,6 @@ Most tests start the ranks themselves, with the environment that torchrun would 
 stopping and restarting by torchrun itself is slow and tested with the real one.
 """
 
-import contextlib
 import datetime
 import os
 import random
@@ -25,14 +24,13 @@ import psutil
 import pytest
 import torch
 from cases import slow_but
-from documents import documents, write_jsonl, write_parquet
+from documents import GrowingFolder
 from fault_injection import watched
 from program import (
     FAST,
     ROOT,
     TINY_RUN,
     assert_same_run,
-    changed,
     checkpoints,
     column,
     finish,
@@ -123,26 +121,23 @@ HOLDS = """
     content = b"".join(x.detach().numpy().tobytes() for x in held)
     print("holds", hashlib.sha256(content).hexdigest(), file=sys.stderr)
 """
-STREAM = dict(stream=True, tokenizer="byte", dataset="text.jsonl")
 CHANGES = {
     # of the 15 windows of an evaluation, one by one, the second rank has none in the last batch
     "fast recipe, 2 ranks and then 1": (
         FAST | dict(batch_size=1, eval_tokens=15 * 16),
         (2, 1),
     ),
-    "stream, 1 rank and then 2": (STREAM, (1, 2)),
+    "in order, 1 rank and then 2": (dict(stream=True), (1, 2)),
     "4 ranks and then 2": (dict(), (4, 2)),
 }
 
 
 @pytest.mark.parametrize("change", slow_but("fast recipe, 2 ranks and then 1", of=CHANGES))
-def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path, monkeypatch):
+def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path):
     """Hold the same weights and optimizer state on all ranks, bit for bit, after each update."""
-    monkeypatch.chdir(tmp_path)  # where the shards of a stream are made
-    write_jsonl(tmp_path / "text.jsonl", documents(60))
     changes, numbers = CHANGES[change]
     keys = tiny | changes
-    train(**keys | dict(out_dir="alone"))
+    train(**keys | dict(out_dir=tmp_path / "alone"))
     for n, last in zip(numbers, (6, 12), strict=True):
         arguments = flags(**keys | dict(max_iters=last, init_from="auto"))
         results = finish_ranks(start_ranks(n, *arguments, script=watched(HOLDS), cwd=tmp_path))
@@ -225,7 +220,6 @@ BAD_STARTS = {
     ),
     "GPUs where there are none": (NO_GPU, dict(device="cuda"), "device cuda"),
     "other data": (APART, dict(dataset="data"), "dataset rank"),
-    "no shared folder for a stream": (APART, STREAM, "shared folder"),
     "a file in the place of out_dir": ("", dict(out_dir="file/run"), "file/run"),
 }
 
@@ -237,7 +231,6 @@ def world(tokens, tmp_path_factory) -> Path:
     (folder / "file").touch()
     for rank in "01":
         write_tokens(folder / rank / "data", [700 + int(rank)], [250])
-        write_jsonl(folder / rank / "text.jsonl", documents(60))
     train(**TINY | dict(max_iters=2, dataset=tokens, out_dir=folder / "0" / "old"))
     return folder
 
@@ -579,18 +572,15 @@ def test_restarted_ranks_resume_from_the_checkpoint(tiny, alone, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# A stream, which the first rank prepares for all
-
-SMALL_SHARDS = {"data/stream.py": "SHARD_TOKENS = 9000\nTOKENS_AHEAD = 50_000"}
+# A folder that grows
 
 
-def start_streaming(source: Path, tmp_path: Path, **changes) -> list:
-    """Start two ranks of a copy of the program that makes small shards."""
-    program = changed(tmp_path / "program", SMALL_SHARDS)
-    keys = TINY | FOREVER | dict(stream=True, tokenizer="byte", batch_size=15, block_size=128)
-    keys |= dict(dataset=source, out_dir=tmp_path / "run", log_interval=20) | changes
-    script = (str(program / "train.py"),)
-    return start_ranks(2, *flags(**keys), script=script, cwd=program, only_torch=True)
+def wait_for_waiting(ranks: list) -> None:
+    """Read the first rank's console up to the line that says for how many tokens it is waiting."""
+    for line in ranks[0].stdout:
+        if "waiting for" in line:
+            return
+    raise AssertionError(finish_ranks(ranks))
 
 
 def wait_for_record(out_dir: Path, count: int, process) -> None:
@@ -602,45 +592,50 @@ def wait_for_record(out_dir: Path, count: int, process) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def endless(tmp_path) -> Path:
-    """Write a source so large that no run prepares all of it."""
-    write_parquet(tmp_path / "source" / "0.parquet", documents(1000))
-    for number in range(1, 60):
-        shutil.copy(tmp_path / "source" / "0.parquet", tmp_path / "source" / f"{number}.parquet")
-    return tmp_path / "source"
+@pytest.mark.slow
+def test_two_ranks_on_a_growing_folder_train_like_one_on_the_finished_folder(tokens, tmp_path):
+    """Let both wait for each of the shards."""
+    keys = TINY | dict(stream=True)
+    train(**keys, dataset=tokens, out_dir=tmp_path / "alone")
+    growing = GrowingFolder(tokens, tmp_path / "growing")
+    words = flags(**keys, dataset=tmp_path / "growing", out_dir=tmp_path / "run")
+    ranks = start_ranks(2, *words)
+    while growing.left:
+        wait_for_waiting(ranks)
+        growing.add()
+    wait_for_waiting(ranks)
+    growing.finish()
+    results = finish_ranks(ranks)
+    assert [result.code for result in results] == [0, 0], results
+    for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
+        expected = pytest.approx(column(tmp_path / "alone", kind, name), abs=1e-6)
+        assert column(tmp_path / "run", kind, name) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["preparation", "first rank", "second rank"])
-def test_killing_a_rank_or_the_preparation_ends_a_stream_with_one_line(victim, endless, tmp_path):
-    ranks = start_streaming(endless, tmp_path)
-    wait_for_record(tmp_path / "run", 3, ranks[0])
-    (preparation,) = psutil.Process(ranks[0].pid).children()
-    assert not psutil.Process(ranks[1].pid).children()  # it reads what the first one prepares
-    victims = {"first rank": ranks[0], "second rank": ranks[1], "preparation": preparation}
-    victims[victim].kill()
+@pytest.mark.parametrize("ending", ["a signal", "the preparation's end", "a rank's death"])
+def test_all_ranks_end_while_they_wait_for_a_growing_folder(ending, tokens, tmp_path):
+    growing = GrowingFolder(tokens, tmp_path / "growing")
+    words = flags(**TINY, stream=True, dataset=tmp_path / "growing", out_dir=tmp_path / "run")
+    ranks = start_ranks(2, *words)
+    wait_for_waiting(ranks)
+    time.sleep(1)  # they train on what they have read
+    if ending == "a signal":
+        ranks[1].send_signal(signal.SIGTERM)
+    elif ending == "a rank's death":
+        ranks[1].kill()
+    else:
+        growing.release()
     results = finish_ranks(ranks)
-    assert {result.code for result in results} <= {1, -signal.SIGKILL}
-    (line,) = error_lines(*(result.err for result in results))
-    assert ("process that prepares" if victim == "preparation" else "another rank") in line
-    with contextlib.suppress(psutil.NoSuchProcess):
-        preparation.wait(timeout=120)
-
-
-@pytest.mark.slow
-def test_a_signal_saves_and_ends_all_ranks_while_they_wait_for_a_stream(endless, tmp_path):
-    ranks = start_streaming(endless, tmp_path, log_interval=1)
-    wait_for_record(tmp_path / "run", 20, ranks[0])
-    (preparation,) = psutil.Process(ranks[0].pid).children()
-    preparation.suspend()  # no more data comes
-    count = 0
-    while count < (count := len(records(tmp_path / "run"))):
-        time.sleep(1)
-    ranks[1].send_signal(signal.SIGTERM)
-    results = finish_ranks(ranks)
-    assert [result.code for result in results] == [143, 143], results
-    assert checkpoints(tmp_path / "run")[-1] > 10
+    errors = error_lines(*(result.err for result in results))
+    if ending == "a signal":
+        assert [result.code for result in results] == [143, 143] and not errors, results
+    else:
+        assert {result.code for result in results} <= {1, -signal.SIGKILL}
+        (line,) = {*errors}  # each rank may notice that the preparation has ended
+        assert ("another rank" if "rank" in ending else "its preparation has ended") in line
+    if ending != "a rank's death":
+        assert checkpoints(tmp_path / "run")[-1] > 1
 
 
 # -----------------------------------------------------------------------------
@@ -697,19 +692,15 @@ def test_ranks_of_torchrun_end_without_a_warning_about_their_process_group(way, 
     assert text.count("has left False") in ((1, 2) if code else (2,)), text
 
 
-SOURCES = {"shards": dict(), "stream": dict(stream=True, tokenizer="byte")}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("stream", [False, True])
 def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
-    source, tiny, endless, tmp_path
+    stream, tiny, tmp_path
 ):
     """Kill a rank five times, every other time within four seconds of its start."""
     kills, chance, killed = 5, random.Random(1), set()
-    keys = tiny | SOURCES[source] | dict(max_iters=600, eval_interval=300, log_interval=10)
+    keys = tiny | dict(stream=stream, max_iters=600, eval_interval=300, log_interval=10)
     keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
-    keys |= dict(dataset=endless / "0.parquet") if source == "stream" else {}
     restarts = ("--standalone", f"--max-restarts={kills}")
     command = train_py(**keys, init_from="auto")
     process = start_torchrun(2, tmp_path / "log", *restarts, *command)

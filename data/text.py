@@ -3,8 +3,7 @@ Read documents from the rows of parquet, jsonl and text files, local or on the H
 
 A document is a row whose text field is not blank, or a text file that is not blank. Documents come
 in the order of the files and their rows, or in the order of a list of row groups (see order.py).
-Training shuffles windows of their tokens (see loader.py). files.py lists the files, and decode.py
-decodes their bytes.
+Training shuffles windows of their tokens (see loader.py). files.py lists the files.
 """
 
 import io
@@ -21,8 +20,8 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from common.console import UserError, say, warn
-from data.decode import decode, first_line, is_text
-from data.files import TEXT_FILES, is_parquet, parse_line, read_lines
+from common.files import UTF16_MARKS
+from data.files import TEXT_FILES, first_line, is_parquet, parse_line, read_lines
 
 FIELD = "text"
 MISSING = object()  # the value of a field that a row does not have, unlike null
@@ -36,6 +35,8 @@ END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
 # Seconds to wait before each retry of a file on the hub, an hour in all. Reading resumes at the row
 # where it failed. The hub's own library has retried several times before that.
 PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # except tab, newline and page break
+MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
 
 
 class Place(NamedTuple):
@@ -273,3 +274,43 @@ def as_document(text: object) -> str | None:
     if not isinstance(text, str):
         return None
     return "" if text.isspace() else text
+
+
+# -----------------------------------------------------------------------------
+# Bytes to text
+
+
+def decode(content: bytes, given: str | None) -> str:
+    """
+    Decode a text: as UTF-16 if it begins with that byte-order mark, else as UTF-8, and only if it
+    is neither in the `given` encoding. Raises UserError if it is not text.
+    """
+    problem = ""
+    unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
+    for encoding in (unicode, given) if given else (unicode,):
+        try:
+            text = content.decode(encoding)
+        except LookupError as error:
+            raise UserError(f"{problem}; {first_line(error)}") from None
+        except UnicodeError as error:
+            at = getattr(error, "start", 0)  # some multi-byte codecs do not say where
+            line = 1 + content[:at].count(b"\n")
+            problem = f"line {line:,} is not {encoding}"
+            continue
+        controls = too_many_controls(text)
+        if not controls:
+            return text
+        problem = f"{controls:,} NULs and control characters in {encoding}"
+    raise UserError(problem)
+
+
+def too_many_controls(text: str) -> int:
+    """Count the control characters of a text, or return 0 if they are few enough for a text."""
+    controls = len(CONTROLS.findall(text))
+    most = min(5 + MOST_CONTROLS * len(text), len(text) / 4)
+    return controls if controls > most else 0
+
+
+def is_text(text: str | None) -> bool:
+    # U+FFFD stands for a broken byte
+    return text is not None and not too_many_controls(text.replace("\ufffd", "\0"))

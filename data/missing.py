@@ -1,0 +1,102 @@
+"""
+Help where a dataset is missing: say how to get it, make the quickstart's, and name the sizes to
+plan and measure with until it is there.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from common.console import COMMAND, UserError, command_line, count, did_you_mean, say
+from configurator import Config
+from data.shards import dataset_folder, read_manifest, split_of
+from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
+
+# The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
+# or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
+MOST_TOKENS = 10**10
+HOURS_TOKENS = 2 * 10**9
+# Downloads the training shards of FineWeb, 103 of 100M tokens or the first 19, and its validation
+# shard
+DOWNLOAD = (
+    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_000{most}*" '
+    "--local-dir="
+)
+PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
+
+
+def make_or_explain(config: Config) -> None:
+    """
+    Make the quickstart's dataset, which needs no download, if it is missing or unfinished. Raises
+    UserError if another dataset is missing, with the commands that get or make it.
+    """
+    folder = dataset_folder(config.dataset)
+    is_there = (folder / "manifest.json").exists() and read_manifest(folder).get("complete", True)
+    if config.dataset == PREPARED_ON_DEMAND and not is_there:
+        script = Path(__file__).with_name("prepare_text.py")
+        say(f"data: preparing {folder} from Python's own source files")
+        command = [sys.executable, str(script), f"--out={folder}"]
+        # Hide the script's output, which ends by telling the user what to type next.
+        if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+            raise UserError(f"dataset: {script} failed; see its message above")
+    elif not folder.is_dir() or (config.stream and not is_begun(folder)):
+        raise UserError(explanation(config, folder))
+
+
+def is_begun(folder: Path) -> bool:
+    """Return whether a folder holds shards, or will hold them."""
+    return any(p.name == "manifest.json" or split_of(p.name) for p in folder.iterdir())
+
+
+def explanation(config: Config, folder: Path) -> str:
+    """Return the error message for a missing dataset."""
+    name = config.dataset
+    tokens = HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
+    if config.stream:
+        return f"dataset: {name} is no folder of shards; {both_commands(name, folder, tokens)}"
+    problem = f"dataset: there is no folder {folder}"
+    if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
+        problem += f" in {Path.cwd()}; cd to where it is"
+    if name == "openwebtext":  # the default, so most likely nobody asked for it
+        problem += ", the default; config/quickstart.py needs no data"
+    made = [path.parent.name for path in Path("data").glob("*/*.bin")]
+    if name == "shakespeare_char":
+        return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
+    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or get it with"
+    return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
+
+
+def both_commands(name: str, folder: Path, tokens: int) -> str:
+    """Return how to train on a folder while it is being prepared, for the end of a message."""
+    text = f"--tokens={count(min(tokens, MOST_TOKENS))}"  # of FineWeb-Edu
+    if Path(name).exists():  # files of text instead of a folder for tokens
+        text = f"--source={name}"
+        folder = Path("data", f"{Path(name).stem}_tokens")
+    flags = ("--order=prefix", text, f"--out={folder}")
+    prepare = command_line("python", "data/prepare_fineweb.py", *flags)
+    train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--stream=True")
+    how = "prepare it in one terminal, and train in another after the first shard"
+    return f"{how}{COMMAND}{prepare}{COMMAND}{train}"
+
+
+def preparation(name: str, tokens: int) -> str:
+    """Return the command that gets or makes a missing dataset, for the end of a message."""
+    if name == "fineweb_records":
+        most = "0[01]" if tokens <= HOURS_TOKENS else ""
+        folder = command_line(dataset_folder(name).as_posix())
+        script = "modded-nanogpt's data/cached_fineweb10B.py"
+        return f" {script}, or with{COMMAND}{DOWNLOAD.format(most=most)}{folder}"
+    fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
+    command = fineweb if "fineweb" in name else "prepare_text.py FILE"
+    out = f"--out={dataset_folder(name)}"
+    return COMMAND + command_line("python", *f"data/{command}".split(), out)
+
+
+def vocab_where_missing(config: Config) -> int | None:
+    """
+    Return the vocabulary size to plan and measure with before the dataset exists: the byte
+    vocabulary for the quickstart's dataset, else GPT-2's. None if the dataset exists.
+    """
+    if dataset_folder(config.dataset).is_dir():
+        return None
+    return BYTE_VOCAB if config.dataset == PREPARED_ON_DEMAND else GPT2_VOCAB

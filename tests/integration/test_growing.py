@@ -1,0 +1,212 @@
+"""
+Train on a folder while it is being prepared: the same losses as on the finished folder, how a run
+waits and ends, and what it refuses. test_losses.py checks the order of the windows, and
+test_ranks.py two ranks.
+"""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cases import slow_but
+from documents import GrowingFolder, documents, manifest_of, write_jsonl, write_parquet
+from program import (
+    ROOT,
+    TINY_RUN,
+    assert_same_run,
+    checkpoints,
+    finish,
+    flags,
+    needs_signals,
+    run,
+    start,
+    train,
+    write_tokens,
+)
+
+pytestmark = needs_signals
+TINY = TINY_RUN | dict(
+    n_layer=1,
+    max_iters=60,
+    warmup_iters=2,
+    lr_decay_iters=60,
+    eval_interval=20,
+    eval_tokens=256,
+    checkpoint_interval=5,
+    stream=True,
+    init_from="auto",
+    dropout=0.1,
+)
+SIZES = dict(tokenizer="byte", val_tokens=1000, shard_tokens=1000)
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def prepare(**more) -> Path:
+    """Prepare some shards of a text that 60 iterations read more than once."""
+    source = write_jsonl(Path("a.jsonl"), documents(40))
+    arguments = flags(source=source, out="finished", **SIZES | dict(order="prefix") | more)
+    result = run("data/prepare_fineweb.py", *arguments)
+    assert result.code == 0, result.err
+    return Path("finished")
+
+
+def start_run(**changes):
+    words = flags(**TINY | dict(dataset="x", out_dir="out") | changes)
+    return start(str(ROOT / "train.py"), *words, cwd=Path.cwd())
+
+
+def wait_until_it_waits(process) -> None:
+    """Read the console up to the line that says for how many tokens the run is waiting."""
+    for line in process.stdout:
+        if "waiting for" in line:
+            return
+    raise AssertionError(finish(process))
+
+
+@pytest.mark.parametrize("killed", slow_but(True, of=[False, True]), ids=["straight", "killed"])
+def test_a_run_on_a_growing_folder_equals_one_on_the_finished_folder(killed):
+    """
+    Let the run wait for each shard, also for only the last target of a window. Kill it with kill -9
+    while it waits for some of them. It reads the 1,763 tokens more than four times.
+    """
+    finished = write_tokens(Path("finished"), [8 * 16, 8 * 16, 1000, 7, 500], [300, 200])
+    train(**TINY, dataset=finished, out_dir="whole")
+    growing = GrowingFolder(finished, Path("x"))
+    process = start_run()
+    while growing.left:
+        wait_until_it_waits(process)
+        if killed and len(growing.left) % 2:
+            process.kill()
+            process.communicate()
+            process = start_run()
+            wait_until_it_waits(process)
+        growing.add()
+    growing.finish()
+    result = finish(process)
+    assert result.code == 0, result.err
+    assert_same_run(Path("whole"), Path("out"), 60, log_has_gaps=killed)
+
+
+def test_a_preparation_that_ended_too_early_ends_the_run_with_a_checkpoint():
+    finished = prepare()
+    growing = GrowingFolder(finished, Path("x"))
+    process = start_run()
+    wait_until_it_waits(process)
+    growing.release()
+    result = finish(process)
+    assert result.code == 1
+    (error,) = result.err.splitlines()
+    assert error.startswith("error: x: ") and "its preparation has ended" in error
+    assert checkpoints(Path("out"))[-1] > 5
+    growing.finish()
+    train(**TINY, dataset="x", out_dir="out")
+    train(**TINY, dataset=finished, out_dir="whole")
+    assert_same_run(Path("whole"), Path("out"), 60)
+
+
+@pytest.mark.parametrize("number", slow_but(signal.SIGINT, of=[signal.SIGTERM, signal.SIGINT]))
+def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number):
+    growing = GrowingFolder(prepare(), Path("x"))
+    process = start_run()
+    wait_until_it_waits(process)
+    time.sleep(0.5)  # it trains on what was read before
+    process.send_signal(number)
+    result = finish(process)
+    assert result.code == 128 + number and "stopping after" in result.err
+    assert checkpoints(Path("out"))[-1] > 5
+    growing.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["prefix", "shuffled"])
+def test_a_run_beside_a_real_preparation_that_is_killed_and_continued(order, work):
+    write_parquet(work / "source/a.parquet", documents(3000))
+    command = [
+        str(ROOT / "data/prepare_fineweb.py"),
+        *flags(source="source", **SIZES, order=order),
+    ]
+    command += ["--shard_tokens=5000", "--tokens=120k", "--workers=1"]
+    assert run(*command, "--out=finished").code == 0
+    keys = TINY | dict(batch_size=32, max_iters=100, lr_decay_iters=100, log_interval=10)
+    train(**keys, dataset="finished", out_dir="whole")
+    preparation = start(*command, "--out=x", cwd=work)
+    while not list(work.glob("x/train_*.bin")):
+        time.sleep(0.005)
+    preparation.send_signal(signal.SIGSTOP)
+    process = start_run(**keys)
+    wait_until_it_waits(process)
+    preparation.kill()
+    preparation.communicate()
+    assert finish(process).code == 1
+    preparation = start(*command, "--out=x", cwd=work)
+    process = start_run(**keys)
+    for started in (preparation, process):
+        result = finish(started)
+        assert result.code == 0, result.err
+    assert_same_run(Path("whole"), Path("out"), 100)
+
+
+def test_a_longer_preparation_does_not_change_a_run_that_has_not_read_all():
+    """Resume after a larger --tokens."""
+    prepare(tokens="3k")
+    keys = TINY | dict(max_iters=20, dataset="finished")
+    train(**keys, out_dir="out")
+    arguments = flags(source="a.jsonl", out="finished", **SIZES, order="prefix", tokens="1M")
+    assert run("data/prepare_fineweb.py", *arguments).code == 0
+    train(**keys | dict(max_iters=60), out_dir="out")
+    train(**keys | dict(max_iters=60), out_dir="whole")
+    assert_same_run(Path("whole"), Path("out"), 60)
+
+
+# -----------------------------------------------------------------------------
+# Refusals
+
+
+def refusal(**changes) -> str:
+    words = flags(**TINY | dict(out_dir="out") | changes)
+    result = run("train.py", *words)
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert result.code == 2 and len(errors) == 1, result
+    return result.err
+
+
+def test_a_folder_that_cannot_be_trained_on_yet_is_refused():
+    finished = prepare()
+    growing = GrowingFolder(finished, Path("x"))
+    growing.write(growing.manifest | dict(shards=growing.manifest["shards"][:1], complete=False))
+    assert "x: unfinished; wait for its preparation to write" in refusal(dataset="x")
+    growing.add(0)
+    assert "x: unfinished; " in refusal(dataset="x", stream=False)
+    run("data/prepare_text.py", "a.jsonl", "--out=own")
+    growing.folder = Path("own")  # whose validation text is spread over all of it
+    growing.write(manifest_of(Path("own")) | dict(complete=False))
+    assert "own: unfinished; " in refusal(dataset="own")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("dataset", ["nowhere", "a.jsonl", "source"])
+def test_where_there_is_no_prepared_folder_the_error_shows_the_two_commands(dataset, work):
+    write_jsonl(work / "a.jsonl", documents(10))
+    write_parquet(work / "source/a.parquet", documents(10))
+    error = refusal(dataset=dataset)
+    prepare, train = [line for line in error.splitlines() if line.startswith("    python ")]
+    out = prepare.split("--out=")[1]
+    assert "prepare_fineweb.py" in prepare and f"--dataset={out} --stream=True" in train
+    assert (f"--source={dataset}" in prepare) == (dataset != "nowhere")
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_only_on_the_same_text_and_in_the_same_order():
+    prepare()
+    keys = dict(dataset="finished", init_from="resume", max_iters=40)
+    train(**TINY | keys | dict(init_from="auto", max_iters=20), out_dir="out")
+    assert "stream: " in refusal(**keys | dict(stream=False))
+    arguments = flags(source=write_jsonl(Path("b.jsonl"), documents(40, seed=5)), out="b", **SIZES)
+    assert run("data/prepare_fineweb.py", *arguments).code == 0
+    assert "b is not what" in refusal(**keys | dict(dataset="b"))
