@@ -16,8 +16,10 @@ before the training loop. If a stopped run cannot save, it exits with 1.
 """
 
 import atexit
+import contextlib
 import gc
 import math
+import os
 import signal
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,7 +38,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say, warn
-from configurator import FIELDS, UNREACHED, Config, config_values, launched, read_config, resolve
+from configurator import (
+    FIELDS,
+    NOT_WEIGHTS,
+    UNREACHED,
+    Config,
+    config_values,
+    launched,
+    read_config,
+    resolve,
+)
 from data.loader import Batch, Batches
 from data.shards import Dataset, check_dataset, make_on_demand, open_dataset
 from data.stream import open_stream
@@ -47,7 +58,7 @@ from training import checkpoint, hardware, preflight, random_states
 from training.clock import Clock, Position, check_deadline
 from training.compiled import compile_and_check
 from training.hardware import Hardware
-from training.log import Log, say_extension
+from training.log import Log, say_changes, say_extension
 from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process, lost_rank
 
@@ -110,14 +121,27 @@ class Saved:
 # Where the run starts
 
 
+def read_run(c: Config, ranks: Ranks) -> dict | None:
+    """
+    Return the state of the run that this command resumes or evaluates, or None for a new run.
+    Looks again if a run that saves meanwhile has deleted the checkpoint. Raises UserError.
+    """
+    while path := ranks.on_main(newest_checkpoint, c):
+        resumed = None
+        with contextlib.suppress(FileNotFoundError):
+            resumed = checkpoint.read(path)
+        if all(ranks.gather(resumed is not None)):
+            return resumed
+    return None
+
+
 def newest_checkpoint(c: Config) -> Path | None:
-    """
-    Return the newest valid checkpoint of the run that this command resumes, or None for a new run.
-    Raises UserError.
-    """
-    # --eval_only without --init_from evaluates out_dir's run
+    """Return the newest valid checkpoint of read_run()'s run, or None. Raises UserError."""
+    # --eval_only evaluates the weights that init_from names; without init_from, out_dir's run
     evaluates_run = c.eval_only and "init_from" not in c.set_keys
-    if c.init_from not in ("resume", "auto") and not evaluates_run:
+    if c.init_from == "scratch" and not evaluates_run:
+        return None
+    if c.eval_only and c.init_from not in NOT_WEIGHTS:
         return None
     out_dir = Path(c.out_dir)
     path = checkpoint.find_newest(out_dir, c.keep_checkpoints, peak_end(c))
@@ -155,7 +179,13 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
+        first = resumed["config"]["init_from"]  # of the command that began the run
+        is_other = os.path.abspath(c.init_from) != os.path.abspath(first)
+        if is_other and c.init_from not in NOT_WEIGHTS:
+            hint = "--init_from=auto resumes it, another --out_dir starts a new run"
+            problems.append(f"init_from: {c.out_dir} holds a run with init_from={first}; {hint}")
         kept = [name for name in ("dataset", "tokenizer") if name not in c.set_keys]
+        kept.append("init_from")
         # Keep the dtype that the run started with, unless it was float16 for the sake of
         # fp16_accumulation, which this command does not ask for.
         if c.dtype == "auto" and not resumed["config"].get("fp16_accumulation"):
@@ -230,6 +260,7 @@ def say_done(c: Config, resumed: dict) -> None:
     it = resumed["progress"]["iter_num"]
     key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
     done = f"all {it:,} iterations are done"
+    say_changes(c, resumed)
     say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, another --out_dir")
     say_extension(c, peak_end(config_before(resumed)), resumed)
 
@@ -695,17 +726,16 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # then all ranks read it
     ranks = Ranks()
     asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
-    newest = ranks.on_main(newest_checkpoint, asked)
-    resumed = ranks.main_first(checkpoint.read, newest) if newest else None  # the state of this run
+    resumed = read_run(asked, ranks)  # the state of this run; None: it is new
     is_new = resumed is None
-    weights = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
-    c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
+    loaded = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
+    c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
 
     # Device and data
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank)
     hw.find_peak_flops(resumed["peak"] if resumed else None)
-    data = open_data(c, resumed, weights, ranks)
+    data = open_data(c, resumed, loaded, ranks)
     if resumed and is_done(c, resumed) and not c.eval_only:
         say_done(c, resumed)
         return 0
@@ -713,7 +743,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks
     torch.manual_seed(c.seed)
-    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights)
+    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=loaded)
     model = build_model(gpt_config).to(hw.device)
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
@@ -721,8 +751,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = Progress()
     saved = Saved(newest=None)
-    if weights:
-        load_weights(model, weights)
+    if loaded:
+        load_weights(model, loaded)
     if resumed:
         progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         saved.newest = (progress.iter_num, progress.evaluated_at)
@@ -741,13 +771,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
     ranks.on_main(log.open, is_new)  # the tracker
     # Print the command, the device, the model, the data, the length of the run, and warnings
-    log.begin(compiles, resumed, weights, optimizer)
+    log.begin(compiles, resumed, loaded, optimizer)
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed)
         ranks.on_main(keep_best, c, resumed)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    del resumed, weights  # frees the loaded checkpoint
+    del resumed, loaded  # frees the loaded checkpoint
     clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop

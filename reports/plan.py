@@ -30,7 +30,7 @@ from common.console import (
     table_lines,
     warn,
 )
-from configurator import UNREACHED, Config, resolve
+from configurator import NOT_WEIGHTS, UNREACHED, Config, resolve
 from data.shards import MOST_TOKENS, open_dataset, preparation, vocab_where_missing
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
@@ -669,7 +669,7 @@ def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
     Return the config with the model sizes of the weights in init_from, and these sizes in the form
     that model_config() takes. Raises UserError if the weights cannot be read.
     """
-    if config.init_from in ("scratch", "auto", "resume"):
+    if config.init_from in NOT_WEIGHTS:
         return config, None
     block_size = config.block_size if "block_size" in config.set_keys else None
     sizes = read_sizes(config.init_from, block_size)

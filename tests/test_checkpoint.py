@@ -7,9 +7,13 @@ import errno
 import json
 
 import pytest
+import torch
 
+from configurator import Config
+from train import read_run
 from training import checkpoint
 from training.checkpoint import Saver
+from training.ranks import Ranks
 
 
 class CuttingFile:
@@ -58,3 +62,30 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_
         bad.symlink_to(tmp_path / "gone")
     assert checkpoint.find_newest(tmp_path, keep=2, peak_end=-1) == good
     assert f"{bad}: cannot be read (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before torch.load", "within torch.load"])
+@pytest.mark.parametrize("who", ["find_newest", "read_run"])
+def test_looks_again_if_a_run_deletes_the_checkpoint(who, when, tmp_path, monkeypatch):
+    """Read the next checkpoint, which the run wrote before it deleted the one that was found."""
+    old, new = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
+    checkpoint.save(dict(progress=dict(iter_num=2)), old)
+    loads = []
+
+    def open_state(path):
+        loads.append(path)
+        if len(loads) == (3 if who == "read_run" else 2):  # damage() and find_newest() come first
+            checkpoint.save(dict(progress=dict(iter_num=3)), new)
+            old.unlink()
+            if when == "within torch.load":
+                raise FileNotFoundError(path)
+        return torch.load(path, weights_only=True, mmap=True)
+
+    monkeypatch.setattr(checkpoint, "open_state", open_state)
+    if who == "read_run":
+        config = Config(out_dir=str(tmp_path), init_from="resume")
+        resumed = read_run(config, Ranks())
+        assert resumed and resumed["progress"] == dict(iter_num=3)
+    else:
+        assert checkpoint.find_newest(tmp_path, keep=2, peak_end=-1) == new
+    assert old in loads and new in loads

@@ -112,7 +112,12 @@ def read(path: Path) -> dict:
 
 
 def open_state(path: Path) -> dict:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Load a file with torch. Raises FileNotFoundError, also if it is deleted just now."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # torch opens the file twice, the second time in C++
+        path.stat()
+        raise
 
 
 # -----------------------------------------------------------------------------
@@ -163,7 +168,10 @@ def find_newest(out_dir: Path, keep: int, peak_end: int) -> Path | None:
         if problem:
             warn(f"{path}: {problem}; trying the one before")
             continue
-        it = read(path).get("progress", {}).get("iter_num", iteration(path))
+        try:
+            it = read(path).get("progress", {}).get("iter_num", iteration(path))
+        except FileNotFoundError:
+            return find_newest(out_dir, keep, peak_end)
         if it != iteration(path):
             name = checkpoint_path(out_dir, it).name
             raise UserError(f"{path}: holds iteration {it:,}, so name it {name}, or move it away")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.console import UserError, did_you_mean
 from common.files import read_json
+from configurator import NOT_WEIGHTS
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, fit_tokenizer, read_bpe, read_meta
 from model import GPTConfig
@@ -109,7 +110,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
     if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
         what += f", but in {', '.join(runs)}"
     hint = "give a checkpoint, a run's folder, a Hugging Face folder or gpt2"
-    meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_SIZES))
+    meant = did_you_mean(str(path), (*NOT_WEIGHTS, *HUB_SIZES))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
 
