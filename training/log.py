@@ -184,6 +184,7 @@ class Log:
             data_fingerprint=data.fingerprint,
             val_fingerprint=data.val_fingerprint,
             val_text_sha256=data.manifest.get("val_text_sha256"),
+            train_tokens=self.train_tokens,
             val_tokens=len(data.val),
             torch=torch.__version__,
         )
