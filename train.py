@@ -619,16 +619,17 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 # Saving and resuming
 
 
-def check_alive(model, progress: Progress, skips: int, c: Config, ranks: Ranks) -> None:
+def check_alive(model, progress: Progress, skips: int, begun: int, c, ranks: Ranks) -> None:
     """
     End the run if it has diverged, before a save could replace a good checkpoint. `skips` counts
-    the updates skipped since the last applied one; float16 may begin with many, which do no harm.
+    the updates skipped since the last applied one. From iteration `begun` on, float16 may begin
+    with many, which do no harm.
     """
     it = progress.iter_num
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
         signs.append(f"the val loss is {progress.val_loss:.4g}")
-    if FEW_SKIPS <= skips < it:
+    if FEW_SKIPS <= skips < it - begun:
         signs.append(f"the last {skips} updates were skipped")
     if signs:
         problem = f"iter {it}: {signs[0]}, so the weights are not saved"
@@ -695,8 +696,12 @@ def keep_best(c: Config, resumed: dict) -> None:
     best = Path(c.out_dir, "best.pt")
     kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
     if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():
-        checkpoint.link(best, kept)
-        say(f"resume: {best} is kept as {kept.name}; later losses are on other validation tokens")
+        others = "later losses are on other validation tokens"
+        try:
+            checkpoint.link(best, kept)
+            say(f"resume: {best} is kept as {kept.name}; {others}")
+        except OSError as error:  # a full disk
+            warn(f"{best}: the next best one will replace it ({error.strerror}); {others}")
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
@@ -750,12 +755,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = Progress()
+    scaled_from = 0  # the iteration from which the scaler looks for a scale
     saved = Saved(newest=None)
     if loaded:
         load_weights(model, loaded)
     if resumed:
         progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         saved.newest = (progress.iter_num, progress.evaluated_at)
+        if scaler.is_enabled() and not resumed["scaler"]:  # the run trained in another dtype
+            scaled_from = progress.iter_num
     # The weights to evaluate, sample and save as "model". If you make this an average, also save
     # the weights of `model` and load them here, or a resume would train the average
     eval_model = model
@@ -837,7 +845,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # save once in a while, and at the end. If the disk is full, train on and try again
         if save_due(c, now, progress, saved, stop):
             clock.lap("steps")
-            check_alive(eval_model, progress, int(skips_in_a_row), c, ranks)
+            check_alive(eval_model, progress, int(skips_in_a_row), scaled_from, c, ranks)
             to_save = progress
             if is_best(progress):  # the checkpoint becomes best.pt too; until then, it is not best
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
