@@ -374,7 +374,7 @@ def test_compiles_in_another_folder_after_a_kill(gpt, cache, capfd):
     for _ in range(2):
         os.environ[CACHE] = str(cache)
         assert compiles(gpt) and os.environ[CACHE] == str(cache / "2")
-    assert capfd.readouterr().out.count("an earlier run ended while it compiled") == 1
+    assert capfd.readouterr().err.count("an earlier run ended while it compiled") == 1
     assert sorted(path.name for path in cache.rglob("compiling-*")) == [
         "compiling-killed",
         "compiling-new",

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from common.console import RunError, UserError, say, warn
+from common.console import RunError, UserError, warn
 from common.files import lack_of_space, try_lock
 from configurator import Config
 from data.loader import to_batch
@@ -140,7 +140,7 @@ def mark_cache(base: Path) -> tuple[BinaryIO | None, bool]:
         folder = base / str(n)
     try:
         if folder != base and not folder.exists():
-            say(f"compile: an earlier run ended while it compiled, so this one begins {folder}")
+            warn(f"compile: an earlier run ended while it compiled, so this one begins {folder}")
             headers = importlib.import_module(CACHE_UTILS).default_cache_dir()  # always in /tmp
             for header in Path(headers, "precompiled_headers").rglob("*.?ch"):
                 header.unlink(missing_ok=True)
