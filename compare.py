@@ -322,15 +322,19 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
 def judge_by_band(run: Run, band: Run) -> str:
     """
     Say whether a run's val losses are inside the band at all evaluations that both have, or what to
-    set so that they can be compared: all settings in the band's CSV must be the run's too.
+    set so that they can be compared: all settings in the band's CSV must be the run's too, and an
+    epoch must have at least as many tokens.
     """
     name = f"the band of {band.name}"
-    ours = run.config | dict(dataset=dataset_name(run))
-    other = [f"--{key}={value}" for key, value in band.config.items() if ours.get(key) != value]
+    config = run.config | dict(dataset=dataset_name(run))
+    other = [f"--{key}={value}" for key, value in band.config.items() if config.get(key) != value]
     its, i, j = np.intersect1d(run.eval["iter"], band.eval["iter"], return_indices=True)
     losses, lows, highs = run.eval["val_loss"][i], band.eval["low"][j], band.eval["high"][j]
+    ours, least = run.start.get("train_tokens"), band.start["train_tokens"]
     if other:
         problem = f"train with {' '.join(other)}"
+    elif ours and least and ours < least:
+        problem = f"an epoch has {ours:,} tokens, its runs' at least {least:,.0f}; get all shards"
     elif not len(its):
         often = band.eval["iter"][0]
         problem = f"no evaluation yet at an iteration of both; set --eval_interval={often:.0f}"

@@ -42,6 +42,7 @@ from common.files import read_text
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with Muon
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
+NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that have only a few
 Tracker = Literal["none", "wandb", "tensorboard"]
 Model = Literal["gpt2", "fast"]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.console import UserError, print_err, printable, raise_if_any, run_main, warn
 from common.files import read_text
-from configurator import Config, Dtype, read_config
+from configurator import NOT_WEIGHTS, Config, Dtype, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, generate_tokens
 from model_fast import FastGPT, build_model, config_from_dict
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
     num_samples = 1 if is_typed and "num_samples" not in c.set_keys else c.num_samples
     prompts = ask_prompts() if is_typed else [read_prompt(c.start)]
     # In a training config, auto and scratch also mean the run in out_dir.
-    from_run = c.init_from in ("resume", "auto", "scratch")
+    from_run = c.init_from in NOT_WEIGHTS
     try:
         state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
     except UserError as error:

@@ -18,6 +18,7 @@ before the training loop. If a stopped run cannot save, it exits with 1.
 import atexit
 import gc
 import math
+import os
 import signal
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,7 +37,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import RunError, UserError, raise_if_any, run_main, say, warn
-from configurator import FIELDS, UNREACHED, Config, config_values, launched, read_config, resolve
+from configurator import (
+    FIELDS,
+    NOT_WEIGHTS,
+    UNREACHED,
+    Config,
+    config_values,
+    launched,
+    read_config,
+    resolve,
+)
 from data.loader import Batch, Batches
 from data.missing import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
@@ -47,7 +57,7 @@ from training import checkpoint, hardware, preflight, random_states
 from training.clock import Clock, Position, check_deadline
 from training.compiled import compile_and_check
 from training.hardware import Hardware
-from training.log import Log, say_extension
+from training.log import Log, say_changes, say_extension
 from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process, lost_rank
 
@@ -110,21 +120,34 @@ class Saved:
 # Where the run starts
 
 
-def newest_checkpoint(c: Config) -> Path | None:
+def read_run(c: Config, ranks: Ranks) -> dict | None:
     """
-    Return the newest valid checkpoint of the run that this command resumes, or None for a new run.
-    Raises UserError.
+    Return the state of the run that this command resumes or evaluates, or None for a new run. Rank
+    0 finds the checkpoint and verifies its checksums; then all ranks read it. Raises UserError.
     """
-    # --eval_only without --init_from evaluates out_dir's run
+    state = None
+
+    def find() -> Path | None:
+        nonlocal state
+        path, state = newest_checkpoint(c)
+        return path
+
+    path = ranks.on_main(find)  # called on rank 0; all ranks get the result or the error
+    return state if ranks.is_main or path is None else checkpoint.read(path)
+
+
+def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
+    """Return the newest checkpoint of read_run()'s run, and its state. Raises UserError."""
+    # --eval_only evaluates the weights that init_from names; without init_from, out_dir's run
     evaluates_run = c.eval_only and "init_from" not in c.set_keys
-    if c.init_from not in ("resume", "auto") and not evaluates_run:
-        return None
-    out_dir = Path(c.out_dir)
-    path = checkpoint.find_newest(out_dir)
-    if path is None and c.init_from == "resume":
-        problem = f"init_from: {out_dir} holds no checkpoint (ckpt-*.pt) to resume"
+    is_new = c.init_from == "scratch" or (c.eval_only and c.init_from not in NOT_WEIGHTS)
+    if is_new and not evaluates_run:
+        return None, None
+    path, state = checkpoint.find_newest(Path(c.out_dir))
+    if not path and c.init_from == "resume":
+        problem = f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume"
         raise UserError(f"{problem}; --init_from=auto starts a new run there")
-    return path
+    return path, state
 
 
 def initial_weights(c: Config) -> dict | None:
@@ -155,7 +178,12 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
-        kept = [] if "dataset" in c.set_keys else ["dataset"]
+        first = resumed["config"]["init_from"]  # of the command that began the run
+        is_other = os.path.abspath(c.init_from) != os.path.abspath(first)
+        if is_other and c.init_from not in NOT_WEIGHTS:
+            hint = "--init_from=auto resumes it, another --out_dir starts a new run"
+            problems.append(f"init_from: {c.out_dir} holds a run with init_from={first}; {hint}")
+        kept = ["init_from"] if "dataset" in c.set_keys else ["init_from", "dataset"]
         # Keep the dtype that the run started with, unless it was float16 for the sake of
         # fp16_accumulation, which this command does not ask for.
         if c.dtype == "auto" and not resumed["config"].get("fp16_accumulation"):
@@ -229,6 +257,7 @@ def say_done(c: Config, resumed: dict) -> None:
     it = resumed["progress"]["iter_num"]
     key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
     done = f"all {it:,} iterations are done"
+    say_changes(c, resumed)
     say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, another --out_dir")
     say_extension(c)
 
@@ -585,16 +614,17 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 # Saving and resuming
 
 
-def check_alive(model, progress: Progress, skips: int, c: Config, ranks: Ranks) -> None:
+def check_alive(model, progress: Progress, skips: int, begun: int, c, ranks: Ranks) -> None:
     """
     End the run if it has diverged, before a save could replace a good checkpoint. `skips` counts
-    the updates skipped since the last applied one; float16 may begin with many, which do no harm.
+    the updates skipped since the last applied one. From iteration `begun` on, float16 may begin
+    with many, which do no harm.
     """
     it = progress.iter_num
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
         signs.append(f"the val loss is {progress.val_loss:.4g}")
-    if FEW_SKIPS <= skips < it:
+    if FEW_SKIPS <= skips < it - begun:
         signs.append(f"the last {skips} updates were skipped")
     if signs:
         problem = f"iter {it}: {signs[0]}, so the weights are not saved"
@@ -660,8 +690,12 @@ def keep_best(c: Config, resumed: dict) -> None:
     best = Path(c.out_dir, "best.pt")
     kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
     if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():
-        checkpoint.link(best, kept)
-        say(f"resume: {best} is kept as {kept.name}; later losses are on other validation tokens")
+        others = "later losses are on other validation tokens"
+        try:
+            checkpoint.link(best, kept)
+            say(f"resume: {best} is kept as {kept.name}; {others}")
+        except OSError as error:  # a full disk
+            warn(f"{best}: the next best one will replace it ({error.strerror}); {others}")
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
@@ -691,14 +725,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # then all ranks read it
     ranks = Ranks()
     asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
-    newest = ranks.on_main(newest_checkpoint, asked)
-    resumed = ranks.main_first(checkpoint.read, newest) if newest else None  # the state of this run
+    resumed = read_run(asked, ranks)  # the state of this run; None: it is new
     is_new = resumed is None
-    weights = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
-    c = ranks.on_main(config_of_run, asked, resumed, weights, ranks.world_size)
+    loaded = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
+    c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
 
     # Data and device
-    data = open_data(c, resumed, weights, ranks)
+    data = open_data(c, resumed, loaded, ranks)
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank)
     hw.find_peak_flops(resumed["peak"] if resumed else None)
@@ -709,19 +742,22 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks
     torch.manual_seed(c.seed)
-    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=weights)
+    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=loaded)
     model = build_model(gpt_config).to(hw.device)
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = Progress()
+    scaled_from = 0  # the iteration from which the scaler looks for a scale
     saved = Saved(newest=None)
-    if weights:
-        load_weights(model, weights)
+    if loaded:
+        load_weights(model, loaded)
     if resumed:
         progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         saved.newest = (progress.iter_num, progress.evaluated_at)
+        if scaler.is_enabled() and not resumed["scaler"]:  # the run trained in another dtype
+            scaled_from = progress.iter_num
     # The weights to evaluate, sample and save as "model". If you make this an average, also save
     # the weights of `model` and load them here, or a resume would train the average
     eval_model = model
@@ -737,13 +773,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
     ranks.on_main(log.open, is_new)  # the tracker
     # Print the command, the device, the model, the data, the length of the run, and warnings
-    log.begin(compiles, resumed, weights, optimizer)
+    log.begin(compiles, resumed, loaded, optimizer)
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed)
         ranks.on_main(keep_best, c, resumed)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    del resumed, weights  # frees the loaded checkpoint
+    del resumed, loaded  # frees the loaded checkpoint
     clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop
@@ -803,7 +839,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # save once in a while, and at the end. If the disk is full, train on and try again
         if save_due(c, now, progress, saved, stop):
             clock.lap("steps")
-            check_alive(eval_model, progress, int(skips_in_a_row), c, ranks)
+            check_alive(eval_model, progress, int(skips_in_a_row), scaled_from, c, ranks)
             to_save = progress
             if is_best(progress):  # the checkpoint becomes best.pt too; until then, it is not best
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
@@ -880,8 +916,7 @@ def explain(error: Exception, argv: list[str]) -> str:
     if not hardware.is_out_of_memory(error):
         return lost_rank(error)
     c = read_config(argv)
-    newest = newest_checkpoint(c)
-    resumed = checkpoint.read(newest) if newest else None  # the checkpoint decides some keys
+    _, resumed = newest_checkpoint(c)  # which decides some keys
     world_size = launched("WORLD_SIZE", 1)
     c = config_of_run(c, resumed, resumed, world_size)
     return hardware.out_of_memory_line(c, world_size)

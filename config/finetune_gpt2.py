@@ -4,7 +4,7 @@
 # python sample.py --out_dir=out/finetune_gpt2
 # These are common values for about 1 MB of text. They are not tuned or measured on real text.
 out_dir = "out/finetune_gpt2"
-init_from = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl; --init_from=resume continues the run
+init_from = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl; the same command resumes the run
 dataset = "my_gpt2"  # prepared with --tokenizer=gpt2
 
 batch_size = 4

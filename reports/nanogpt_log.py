@@ -69,6 +69,7 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
         parameters=plain(parameters),
         dtype=config.get("dtype"),
         tokens_per_iter=plain(tokens_per_iter),
+        train_tokens=plain(find_number(r"tokens in an epoch: ([\d,]+)", text)),
         flops_per_token=plain(gpu_flops / tokens_per_iter),  # on one GPU
         world_size=1 if is_all_work else None,
     )

@@ -28,7 +28,7 @@ from common.console import (
     say,
     table_lines,
 )
-from configurator import UNREACHED, Config, resolve
+from configurator import NOT_WEIGHTS, UNREACHED, Config, resolve
 from data.missing import MOST_TOKENS, preparation, vocab_where_missing
 from data.shards import open_dataset
 from data.tokenizer import GPT2_VOCAB
@@ -611,7 +611,7 @@ def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
     Return the config with the model sizes of the weights in init_from, and these sizes in the form
     that model_config() takes. Raises UserError if the weights cannot be read.
     """
-    if config.init_from in ("scratch", "auto", "resume"):
+    if config.init_from in NOT_WEIGHTS:
         return config, None
     block_size = config.block_size if "block_size" in config.set_keys else None
     sizes = load_pretrained(config.init_from, block_size)["model_config"]

@@ -28,6 +28,13 @@ def fsync(file: int) -> None:
 
 
 os.fsync = fsync
+os.sync = lambda: None
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_compiler_cache(tmp_path_factory):
+    """Spare the user's cache of compiled code, because tests make the compiler fail."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import errno
 import json
 
 import pytest
+import torch
 
 from training import checkpoint
 from training.checkpoint import Saver
@@ -56,5 +57,27 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_
         bad.mkdir()
     else:
         bad.symlink_to(tmp_path / "gone")
-    assert checkpoint.find_newest(tmp_path) == good
+    assert checkpoint.find_newest(tmp_path)[0] == good
     assert f"{bad}: cannot be read (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before torch.load", "within torch.load"])
+def test_looks_again_if_a_run_deletes_the_checkpoint(when, tmp_path, monkeypatch):
+    """Read the next checkpoint, which the run wrote before it deleted the one that was found."""
+    old, new = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
+    checkpoint.save(dict(progress=dict(iter_num=2)), old)
+    loads = []
+
+    def open_state(path):
+        loads.append(path)
+        if len(loads) == 2:  # damage() comes first
+            checkpoint.save(dict(progress=dict(iter_num=3)), new)
+            old.unlink()
+            if when == "within torch.load":
+                raise FileNotFoundError(path)
+        return torch.load(path, weights_only=True, mmap=True)
+
+    monkeypatch.setattr(checkpoint, "open_state", open_state)
+    path, state = checkpoint.find_newest(tmp_path)
+    assert path == new and state and state["progress"] == dict(iter_num=3)
+    assert old in loads and new in loads

@@ -858,6 +858,7 @@ BAND = """\
 # eval_tokens = 4096
 # tokens_per_iter = 1000
 # tokens per iteration will be: 1,000
+# tokens in an epoch: 30,000
 iter,loss,ms,mfu,train_loss,val_loss,low,high,sd
 10,,,,,4.00,3.90,4.10,0.02
 20,,,,,3.50,3.45,3.55,0.01
@@ -905,6 +906,8 @@ def test_last_line_says_whether_a_run_is_inside_the_band(losses, said, band, tmp
         (dict(tokens_per_iter=500), dict(tokens_per_iter=500), "train with --tokens_per_iter=1000"),
         (dict(), dict(max_iters=20, eval_tokens=0), "train with --max_iters=30 --eval_tokens=4096"),
         (dict(val_tokens=2000), dict(), "different evaluation settings; choose the same"),
+        (dict(train_tokens=29999), dict(), "an epoch has 29,999 tokens, its runs' at least 30,000"),
+        (dict(train_tokens=30000), dict(), ""),
         (dict(), dict(dataset="elsewhere/d"), ""),
     ],
 )

@@ -3,9 +3,12 @@ Check the comparison of compiled with uncompiled code: it finds what a compiler 
 either model and in every dtype, passes correct code, and changes nothing.
 """
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +23,7 @@ from model import GPTConfig
 from model_fast import FastConfig, build_model
 from training import hardware, random_states
 from training.compiled import (
+    CACHE,
     CompilerError,
     WrongKernels,
     compare_with_eager,
@@ -324,6 +328,121 @@ def test_names_the_missing_package_if_compiling_fails(missing, monkeypatch, tmp_
         problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
     assert missing in problem and "sudo apt install g++ python3-dev" in problem
     assert "cuda_utils" not in problem
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other packages")
+def test_names_a_full_disk_if_compiling_fails(monkeypatch):
+    """Say which disk is full instead of printing gcc's command line."""
+
+    def broken(*batch):
+        raise subprocess.CalledProcessError(1, ["g++", "kernel.cpp"])
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    with mock.patch("torch.compile", lambda call: broken):
+        gpt = build_model(MODELS["gpt2"])
+        problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
+    assert os.environ[CACHE] in problem and "needs 0.20 GB of disk, has 0.00 GB free" in problem
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Give torch's compiler a folder in which an earlier run has compiled."""
+    (tmp_path / "fxgraph").mkdir()
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def gpt():
+    """Return a model that is compiled without faults."""
+    with mock.patch("torch.compile", right):
+        yield build_model(MODELS["gpt2"])
+
+
+def compiles(gpt) -> bool:
+    return try_compiling(gpt, BATCH, 500, hardware_in("float32")) == ""
+
+
+def test_compiles_in_another_folder_after_a_kill(gpt, cache, capfd):
+    """
+    Leave a folder in which a run was killed while it compiled, with one line at the first start
+    after it, and stay in the next one. A marker that is not locked yet is that of a living run.
+    """
+    (cache / "compiling-new").touch()
+    assert compiles(gpt) and os.environ[CACHE] == str(cache)
+    (cache / "compiling-killed").write_text("locked")
+    for _ in range(2):
+        os.environ[CACHE] = str(cache)
+        assert compiles(gpt) and os.environ[CACHE] == str(cache / "2")
+    assert capfd.readouterr().err.count("an earlier run ended while it compiled") == 1
+    assert sorted(path.name for path in cache.rglob("compiling-*")) == [
+        "compiling-killed",
+        "compiling-new",
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Linux and macOS compile in a child")
+def test_shares_the_folder_with_a_run_that_compiles_now(gpt, cache):
+    """Use the same folder as a living run, and leave that run's marker alone."""
+    code = """
+import sys
+from common.files import try_lock
+file = open(sys.argv[1], "wb", buffering=0)
+print(try_lock(file) and file.write(b"locked"), flush=True)
+sys.stdin.read()
+"""
+    marker = cache / "compiling-now"
+    command = [sys.executable, "-c", code, str(marker)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"6\n"
+        assert compiles(gpt) and os.environ[CACHE] == str(cache)
+        assert [*cache.glob("compiling-*")] == [marker]
+
+
+def test_compiles_again_without_damaged_files(cache, capfd):
+    """Train although a file that an earlier run compiled is damaged, and never use it again."""
+
+    def damaged(call):
+        def compiled(*batch):
+            if os.environ[CACHE] == str(cache):
+                raise ImportError("kernel.so: file too short")
+            return call.__self__.forward(*batch)
+
+        return compiled
+
+    with mock.patch("torch.compile", damaged):
+        gpt = build_model(MODELS["gpt2"])
+        assert compiles(gpt) and os.environ[CACHE] == str(cache / "2")
+        assert "file too short" in capfd.readouterr().err
+        os.environ[CACHE] = str(cache)
+        assert compiles(gpt) and not capfd.readouterr().err
+
+
+def test_does_not_blame_damaged_files_if_there_are_none(tmp_path, monkeypatch):
+    """Compile only once if that fails in an empty folder, or in one that takes no marker."""
+    calls = []
+
+    def broken(*batch):
+        calls.append(os.environ[CACHE])
+        raise ImportError("no such compiler")
+
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "empty", tmp_path / "file"):
+        monkeypatch.setenv(CACHE, str(folder))
+        with mock.patch("torch.compile", lambda call: broken):
+            assert not compiles(build_model(MODELS["gpt2"]))
+    assert calls == [str(tmp_path / "empty"), str(tmp_path / "file")]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), WrongKernels("half is wrong")])
+def test_an_error_that_is_not_the_compilers_leaves_no_marker(error, gpt, cache):
+    """Remove the marker, because all files beside it are whole."""
+    with (
+        mock.patch("training.compiled.compare_with_eager", side_effect=error),
+        pytest.raises(type(error)),
+    ):
+        try_compiling(gpt, BATCH, 500, hardware_in("float32"))
+    assert not [*cache.glob("compiling-*")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other compilers")

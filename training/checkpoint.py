@@ -113,7 +113,12 @@ def read(path: Path) -> dict:
 
 
 def open_state(path: Path) -> dict:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Load a file with torch. Raises FileNotFoundError, also if it is deleted just now."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # torch opens the file twice, the second time in C++
+        path.stat()
+        raise
 
 
 # -----------------------------------------------------------------------------
@@ -139,30 +144,34 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration)
 
 
-def find_newest(out_dir: Path) -> Path | None:
+def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     """
-    Return the newest valid checkpoint, or None if out_dir has no checkpoints. Warns about each
-    damaged checkpoint. Raises UserError if all are damaged, so that a run never silently starts
-    again, and for a checkpoint whose name gives another iteration than its content.
+    Return the newest valid checkpoint's path and state, or (None, None) if out_dir has none. Warns
+    about each damaged checkpoint, and looks again if a run that saves there has deleted one. Raises
+    UserError if all are damaged, so that a run never silently starts again, and for a checkpoint
+    whose name gives another iteration than its content.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
+        state: dict = {}
         problem = damage(path)
-        if not os.path.lexists(path):  # the run that saves here has deleted it
+        with contextlib.suppress(FileNotFoundError):
+            state = {} if problem else read(path)
+        if not os.path.lexists(path):
             return find_newest(out_dir)
         if problem:
             warn(f"{path}: {problem}; trying the one before")
             continue
-        it = read(path).get("progress", {}).get("iter_num", iteration(path))
+        it = state.get("progress", {}).get("iter_num", iteration(path))
         if it != iteration(path):
             name = checkpoint_path(out_dir, it).name
             raise UserError(f"{path}: holds iteration {it:,}, so name it {name}, or move it away")
-        return path
+        return path, state
     if paths:
         problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
         raise UserError(f"{out_dir}: {problem}; {hint}")
-    return None
+    return None, None
 
 
 def resume_hint(out_dir: str | Path) -> str:

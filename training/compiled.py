@@ -3,6 +3,8 @@ Compile the model, and check that compiled code computes the same as eager code.
 """
 
 import contextlib
+import importlib
+import itertools
 import os
 import re
 import shutil
@@ -10,13 +12,16 @@ import statistics
 import sys
 import sysconfig
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from common.console import RunError, UserError
+from common.console import RunError, UserError, warn
+from common.files import lack_of_space, try_lock
 from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
@@ -38,6 +43,8 @@ FLOAT32_ERROR = 1e-5
 # Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of
 # its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
+CACHE, CACHE_UTILS = "TORCHINDUCTOR_CACHE_DIR", "torch._inductor.runtime.cache_dir_utils"
+CACHE_BYTES = 200_000_000  # that compiling may write; on a CPU one header takes half of it
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
 
@@ -96,11 +103,75 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
         compile_model(model)
     except Exception as error:  # for example, a Python that torch.compile does not support
         return reason_of(error)
+    if CACHE not in os.environ:  # without a usable home folder torch's choice, in /tmp
+        os.environ[CACHE] = importlib.import_module(CACHE_UTILS).default_cache_dir()
+    base = Path(os.environ[CACHE])
+    while True:
+        marker, may_be_damaged = mark_cache(base)
+        problem = ""
+        try:
+            compare_with_eager(model, batch_size, vocab, hw)
+        except CompilerError as error:
+            problem = str(error)
+        finally:
+            if marker:
+                close_marker(marker, keep=bool(problem))
+        if not (problem and may_be_damaged):
+            return problem
+        warn(f"compile: {problem}; trying again without the files of earlier runs")
+        torch.compiler.reset()
+        importlib.import_module("torch._inductor.utils").clear_caches()  # slow to import
+
+
+def mark_cache(base: Path) -> tuple[BinaryIO | None, bool]:
+    """
+    Let torch's compiler keep its files in `base`, or in the first of base/2, base/3, ... in which
+    no process ended while it compiled. Such a process leaves empty and half files, with which every
+    later one would fail, or train without the CPU's vector instructions.
+
+    A process that compiles holds the lock of a marker in the folder. A marker that nobody holds is
+    that of a process which was killed, lost its power or failed. Returns the marker, None if the
+    disk is full or takes no files, and whether the folder may hold damaged files all the same.
+    """
+    folder = base
+    for n in itertools.count(2):
+        if not any(map(is_left_behind, folder.glob("compiling-*"))):
+            break
+        folder = base / str(n)
     try:
-        compare_with_eager(model, batch_size, vocab, hw)
-    except CompilerError as error:
-        return str(error)
-    return ""
+        if folder != base and not folder.exists():
+            warn(f"compile: an earlier run ended while it compiled, so this one begins {folder}")
+            headers = importlib.import_module(CACHE_UTILS).default_cache_dir()  # always in /tmp
+            for header in Path(headers, "precompiled_headers").rglob("*.?ch"):
+                header.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[CACHE] = str(folder)
+        is_used = any(folder.iterdir())
+        marker = open(folder / f"compiling-{uuid.uuid4()}", "wb", buffering=0)
+        try_lock(marker)
+        marker.write(b"locked")  # an empty marker is not locked yet
+        os.fsync(marker.fileno())
+        return marker, is_used
+    except OSError:
+        return None, False
+
+
+def is_left_behind(marker: Path) -> bool:
+    """Return whether the process that wrote this marker has ended while it compiled."""
+    try:
+        with open(marker, "r+b") as file:
+            return bool(file.read(1)) and try_lock(file)
+    except OSError:  # removed in this moment, or another user's
+        return False
+
+
+def close_marker(marker: BinaryIO, keep: bool) -> None:
+    """Unlock the marker and, unless `keep`, delete it once the files beside it are on the disk."""
+    if sys.platform != "win32":
+        os.sync()
+    marker.close()
+    if not keep:
+        Path(marker.name).unlink(missing_ok=True)
 
 
 def reason_of(error: Exception) -> str:
@@ -114,7 +185,10 @@ def reason_of(error: Exception) -> str:
             return "there is no g++; sudo apt install g++ python3-dev"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "there is no Python.h; sudo apt install g++ python3-dev"
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+        cache = os.environ.get(CACHE, tempfile.gettempdir())
+        for place in (cache, tempfile.gettempdir()):
+            if shortage := lack_of_space(Path(place), CACHE_BYTES):
+                return shortage
         for place in (sys.prefix, cache):
             if re.search(r"[\s'\"]", place):  # torch up to 2.13 does not quote paths
                 return f"torch's compiler cannot use a path with a space or quote: {place}; move it"

@@ -22,7 +22,7 @@ import torch
 from common.child import start_child
 from common.console import UserError, command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
-from configurator import FIELDS, UNREACHED, Config, batch_line, config_values
+from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import checkpoint_path, damage, read
 from training.clock import Clock, Speed, clock_time
@@ -117,12 +117,9 @@ class Log:
                 say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
             return
         it = resumed["progress"]["iter_num"]
-        say(f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}")
-        for name, value in config_values(c).items():
-            before = resumed["config"].get(name, FIELDS[name].default)
-            is_news = name not in ("init_from", "wandb_run_name")
-            if value != before and is_news and UNREACHED not in (value, before):
-                say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+        begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
+        say(f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}")
+        say_changes(c, resumed)
 
     def say_device(self, compiles: bool, is_new: bool) -> None:
         """
@@ -190,6 +187,7 @@ class Log:
             data_fingerprint=data.fingerprint,
             val_fingerprint=data.val_fingerprint,
             val_text_sha256=data.manifest.get("val_text_sha256"),
+            train_tokens=self.train_tokens,
             val_tokens=len(data.val),
             torch=torch.__version__,
         )
@@ -395,7 +393,7 @@ class Log:
             out_dir = f"--out_dir={self.config.out_dir}"
             say(f"sample: {command_line('python', 'sample.py', out_dir)}")
         if not complete and not self.config.eval_only:
-            changes = {} if self.config.init_from == "auto" else dict(init_from="resume")
+            changes = dict(init_from="resume") if self.config.init_from == "scratch" else {}
             say(f"to continue: {launch_command(self.world_size, **changes)}")
         if self.tracker:
             self.tracker.close()
@@ -530,6 +528,14 @@ def launch_command(world_size: int, **changes) -> str:
     script = "python" if world_size == 1 else "torchrun ..."
     kept = [a for a in sys.argv if a.partition("=")[0].removeprefix("--") not in changes]
     return f"{script} {command_line(*kept, *(f'--{k}={v}' for k, v in changes.items()))}"
+
+
+def say_changes(c: Config, resumed: dict) -> None:
+    """Print which keys differ from the checkpoint's."""
+    for name, value in config_values(c).items():
+        before = resumed["config"].get(name, FIELDS[name].default)
+        if value != before and name != "wandb_run_name" and UNREACHED not in (value, before):
+            say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
 
 
 def say_extension(c: Config) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.console import UserError, did_you_mean
 from common.files import read_json
+from configurator import NOT_WEIGHTS
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, fit_tokenizer, read_bpe, read_meta
 from model import GPTConfig
@@ -96,7 +97,7 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
         what += f", but in {', '.join(runs)}"
     hint = "give a checkpoint, a run's folder, gpt2, or a folder in Hugging Face's format"
     hint += ", as hf download ORG/NAME --local-dir=FOLDER makes it"
-    meant = did_you_mean(str(path), ("scratch", "resume", "auto", *HUB_MODELS))
+    meant = did_you_mean(str(path), (*NOT_WEIGHTS, *HUB_MODELS))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
 

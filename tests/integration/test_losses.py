@@ -469,6 +469,19 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
+def test_a_switch_to_float16_saves_while_the_loss_scale_is_too_high(tokens, tmp_path):
+    """Save after each of the first iterations, all of which are skipped, and recover."""
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
+    config = BASE | dict(dataset=tokens, out_dir=tmp_path, eval_interval=100)
+    train(**config | dict(max_iters=4))
+    half = dict(dtype="float16", init_from="resume", checkpoint_interval=1, max_iters=22)
+    with mock.patch("torch.amp.GradScaler", scaler):
+        train(**config | half)
+    norms = column(tmp_path, "step", "grad_norm")
+    assert norms[4:7] == [None] * 3 and norms[-1] is not None
+    assert column(tmp_path, "checkpoint", "iter") == [4, *range(5, 23)]
+
+
 @contextmanager
 def gradient_of_nan(backward_pass: int):
     """Make the gradients of one backward pass NaN; the first one inside the context is 1."""

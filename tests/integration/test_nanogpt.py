@@ -120,6 +120,36 @@ def test_a_resumed_fine_tuning_keeps_the_vocabulary_of_its_initial_weights(token
     assert len(checkpoint(tmp_path / "run", 4)["model"]["lm_head.weight"]) == 61
 
 
+def test_the_same_command_resumes_a_run_from_weights(tokens, tmp_path, monkeypatch):
+    """
+    Resume after an end of any kind, also if another command resumed in between or the path is
+    written in another way, and say from which weights the run began and which keys differ.
+    --eval_only evaluates the weights; other weights, and scratch, are refused.
+    """
+    monkeypatch.chdir(tmp_path)
+    random_gpt2(tmp_path / "hf", vocab_size=61)
+    keys = TINY | dict(n_layer=2, bias=True, dataset=tokens, out_dir="run", max_iters=8)
+    command = keys | dict(init_from="hf")
+    out = train(**command, max_minutes=1e-6).out
+    assert "weights: hf" in out
+    (again,) = re.findall(r"^to continue: python .*", out, re.MULTILINE)
+    assert "--init_from=hf" in again and "--init_from=resume" not in again
+    untouched = train(**command, eval_only=True).out
+    assert "weights: hf" in untouched and "resume:" not in untouched
+
+    for n, way in enumerate((dict(init_from="resume"), dict(init_from=tmp_path / "hf"), {}), 2):
+        out = train(**command | dict(learning_rate=n / 1000, max_minutes=1e-6) | way).out
+        assert re.search("^resume: .*; the run began from hf$", out, re.MULTILINE)
+        assert f"resume: learning_rate = {n / 1000} (the checkpoint had" in out
+        assert "resume: init_from" not in out
+    train(**command)
+    for others in ("scratch", "gpt2"):
+        refused = run("train.py", *flags(**command | dict(init_from=others)))
+        assert refused.code == 2 and "--out_dir" in refused.err
+    done = train(**command | dict(learning_rate=1e-5)).out
+    assert "all 8 iterations are done" in done and "resume: learning_rate = 1e-05" in done
+
+
 # -----------------------------------------------------------------------------
 # Its folder: out-NAME/ckpt.pt, and the characters in data/NAME/meta.pkl
 

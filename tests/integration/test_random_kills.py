@@ -5,6 +5,7 @@ checkpoints. Each run must end like an uninterrupted one.
 
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,31 @@ def test_a_hundred_runs_interrupted_at_random_end_like_an_uninterrupted_one(
     seed, tokens, straight, disk
 ):
     storm(seed, tokens, straight, disk)
+
+
+PROBE = "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(pick_vec_isa())"
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_compiles_restarts_at_full_speed(tokens, tmp_path):
+    """
+    Use none of its files. The compiler's first file here, a test for vector instructions, is empty,
+    and with it later runs would do without these instructions, in silence.
+    """
+    cache = tmp_path / "cache"
+    keys = OPTIONS | dict(compile=True, dataset=tokens, out_dir=tmp_path / "run", max_iters=2)
+    process = start("train.py", *flags(**keys), TORCHINDUCTOR_CACHE_DIR=str(cache))
+    while not [*cache.rglob("*.so")] and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    finish(process)
+    for path in cache.rglob("*.so"):
+        path.write_bytes(b"")
+    again = finish(start("train.py", *flags(**keys), TORCHINDUCTOR_CACHE_DIR=str(cache)), 500)
+    assert again.code == 0, again.err
+    assert "an earlier run ended while it compiled" in again.err
+    found = [
+        finish(start("-c", PROBE, TORCHINDUCTOR_CACHE_DIR=str(folder), only_torch=True)).out
+        for folder in (cache / "2", tmp_path / "new")
+    ]
+    assert found[0] == found[1] != ""
