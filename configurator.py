@@ -42,6 +42,8 @@ from common.files import read_text
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with Muon
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
+# Keys of a config file that loaded weights overrule, so that a GPU's config can start from GPT-2
+YIELDING = ("bias", "pad_vocab_multiple")
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that have only a few
 Tracker = Literal["none", "wandb", "tensorboard"]

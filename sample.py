@@ -25,7 +25,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.console import UserError, print_err, printable, raise_if_any, run_main, warn
+from common.console import (
+    UserError,
+    explain_errors,
+    print_err,
+    printable,
+    raise_if_any,
+    run_main,
+    warn,
+)
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, read_config
 from data.tokenizer import Tokenizer
@@ -190,9 +198,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def explain(error: Exception, argv: list[str]) -> str:
+def explain(error: Exception) -> str:
     return "out of memory; reduce --num_samples" if hardware.is_out_of_memory(error) else ""
 
 
 if __name__ == "__main__":
-    run_main(main, explain)
+    explain_errors(explain)
+    run_main(main)

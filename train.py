@@ -36,14 +36,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import RunError, UserError, raise_if_any, run_main, say, warn
+from common.console import RunError, UserError, explain_errors, raise_if_any, run_main, say, warn
 from configurator import (
     FIELDS,
     NOT_WEIGHTS,
     UNREACHED,
+    YIELDING,
     Config,
     config_values,
-    launched,
     read_config,
     resolve,
 )
@@ -73,8 +73,6 @@ ARCHITECTURE = (
 # unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys have the values of
 # the command, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
-# Keys of a config file that loaded weights overrule, so that a GPU's config can start from GPT-2
-YIELDING = ("bias", "pad_vocab_multiple")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
@@ -174,7 +172,6 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     anything is written.
     """
     problems: list[str] = []
-    asked = c
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
@@ -209,16 +206,6 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
-    yielded = [n for n in YIELDING if n in c.set_keys and getattr(c, n) != getattr(asked, n)]
-    if yielded:
-        line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"
-        line += ", whatever the config file says"
-        if not resumed and "pad_vocab_multiple" in yielded:
-            line += f"; {weights['model_config']['vocab_size']:,} rows cost some speed"
-        if not resumed and "learning_rate" not in c.typed:
-            line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
-            line += "so add --learning_rate=3e-5 --min_lr=3e-6"
-        say(line)
     return c
 
 
@@ -614,17 +601,17 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 # Saving and resuming
 
 
-def check_alive(model, progress: Progress, skips: int, begun: int, c, ranks: Ranks) -> None:
+def check_alive(model, progress: Progress, first_iter: int, skips: int, c, ranks: Ranks) -> None:
     """
     End the run if it has diverged, before a save could replace a good checkpoint. `skips` counts
-    the updates skipped since the last applied one. From iteration `begun` on, float16 may begin
-    with many, which do no harm.
+    the updates skipped since the last applied one. A launch, which begins at `first_iter`, may
+    begin with many in float16; they do no harm, because the weights are still those of its start.
     """
     it = progress.iter_num
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
         signs.append(f"the val loss is {progress.val_loss:.4g}")
-    if FEW_SKIPS <= skips < it - begun:
+    if FEW_SKIPS <= skips < it - first_iter:
         signs.append(f"the last {skips} updates were skipped")
     if signs:
         problem = f"iter {it}: {signs[0]}, so the weights are not saved"
@@ -723,12 +710,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Which run is this? Rank 0 reads the command, finds the checkpoint and verifies its checksums;
     # then all ranks read it
+    explain_errors(lost_rank)
     ranks = Ranks()
     asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
     resumed = read_run(asked, ranks)  # the state of this run; None: it is new
     is_new = resumed is None
     loaded = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
     c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
+    explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Data and device
     data = open_data(c, resumed, loaded, ranks)
@@ -749,15 +738,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = Progress()
-    scaled_from = 0  # the iteration from which the scaler looks for a scale
     saved = Saved(newest=None)
     if loaded:
         load_weights(model, loaded)
     if resumed:
         progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
         saved.newest = (progress.iter_num, progress.evaluated_at)
-        if scaler.is_enabled() and not resumed["scaler"]:  # the run trained in another dtype
-            scaled_from = progress.iter_num
     # The weights to evaluate, sample and save as "model". If you make this an average, also save
     # the weights of `model` and load them here, or a resume would train the average
     eval_model = model
@@ -771,9 +757,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         ranks.on_main(saver.open, resumed)
     clock = Clock(began, hw.synchronize, c, resumed)
     log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
-    ranks.on_main(log.open, is_new)  # the tracker
+    if problem := ranks.on_main(log.open):  # the tracker
+        if is_new:
+            ranks.fail(f"{problem}; --tracker=none trains without it", UserError)
+        log.warn(progress.iter_num, f"{problem}; continuing without it")
     # Print the command, the device, the model, the data, the length of the run, and warnings
-    log.begin(compiles, resumed, loaded, optimizer)
+    log.begin(asked, compiles, resumed, loaded, optimizer)
     if resumed and not c.eval_only:
         ranks.on_main(warn_of_higher_rate, c, clock, resumed)
         ranks.on_main(keep_best, c, resumed)
@@ -785,7 +774,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Compile, and prepare the loop
     if compiles:
         say("compiling: about a minute, or several on few CPU cores")
-        compile_and_check(model, c, data.vocab, hw, ranks, is_new)
+        if problem := compile_and_check(model, c, data.vocab, hw, ranks):
+            # with exit code 1, whatever restarts the run tries again: a full disk passes
+            ranks.fail(problem, UserError if is_new else RunError)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free the garbage that compiling left
     gc.freeze()  # otherwise each collection would scan a million torch objects
@@ -839,7 +830,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # save once in a while, and at the end. If the disk is full, train on and try again
         if save_due(c, now, progress, saved, stop):
             clock.lap("steps")
-            check_alive(eval_model, progress, int(skips_in_a_row), scaled_from, c, ranks)
+            check_alive(eval_model, progress, clock.first_iter, int(skips_in_a_row), c, ranks)
             to_save = progress
             if is_best(progress):  # the checkpoint becomes best.pt too; until then, it is not best
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
@@ -911,16 +902,5 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     return 128 + signal.Signals[stop] if stop == signals.name else 0
 
 
-def explain(error: Exception, argv: list[str]) -> str:
-    """Return the error line for out-of-memory errors and lost ranks, or "" for other errors."""
-    if not hardware.is_out_of_memory(error):
-        return lost_rank(error)
-    c = read_config(argv)
-    _, resumed = newest_checkpoint(c)  # which decides some keys
-    world_size = launched("WORLD_SIZE", 1)
-    c = config_of_run(c, resumed, resumed, world_size)
-    return hardware.out_of_memory_line(c, world_size)
-
-
 if __name__ == "__main__":
-    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), explain, end_process)
+    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), end_process)

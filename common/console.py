@@ -235,15 +235,21 @@ def did_you_mean(name: str, known, dashes: str = "") -> str:
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
+explanations: list[Callable[[Exception], str]] = []
+
+
+def explain_errors(explain: Callable[[Exception], str]) -> None:
+    """Let run_main() print the line explain(error) instead of a traceback, unless it is ""."""
+    explanations.insert(0, explain)
+
+
 def run_main(
-    main: Callable[[list[str]], int | None],
-    explain: Callable[[Exception, list[str]], str] = lambda error, argv: "",
-    end_process: Callable[[int], NoReturn] = sys.exit,
+    main: Callable[[list[str]], int | None], end_process: Callable[[int], NoReturn] = sys.exit
 ) -> None:
     """
     Run a script's main(argv) and exit. A UserError prints one `error:` line per problem and exits
-    with its exit code. An OSError also prints one line, and so does any other error for which
-    explain(error, argv) returns a line; the rest print a traceback. `end_process` gets the exit
+    with its exit code. An OSError also prints one line, and so does any other error that
+    explain_errors() was told to explain; the rest print a traceback. `end_process` gets the exit
     code, unless stdout is a closed pipe.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -270,7 +276,7 @@ def run_main(
         print_err(f"error: {where}{error.strerror or error}")
         code = 2 if error.filename else 1
     except Exception as error:
-        line = explain(error, sys.argv[1:])
+        line = next(filter(None, (explain(error) for explain in explanations)), "")
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
     end_process(code)

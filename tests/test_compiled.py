@@ -23,7 +23,6 @@ from model import GPTConfig
 from model_fast import FastConfig, build_model
 from training import hardware, random_states
 from training.compiled import (
-    CACHE,
     CompilerError,
     WrongKernels,
     compare_with_eager,
@@ -31,6 +30,7 @@ from training.compiled import (
     try_compiling,
 )
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {
     "gpt2": GPTConfig(**SIZES),
@@ -347,9 +347,10 @@ def test_names_a_full_disk_if_compiling_fails(monkeypatch):
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """Give torch's compiler a folder in which an earlier run has compiled."""
-    (tmp_path / "fxgraph").mkdir()
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    return tmp_path
+    folder = tmp_path / "cache"
+    (folder / "fxgraph").mkdir(parents=True)
+    monkeypatch.setenv(CACHE, str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -373,9 +374,9 @@ def test_compiles_in_another_folder_after_a_kill(gpt, cache, capfd):
     (cache / "compiling-killed").write_text("locked")
     for _ in range(2):
         os.environ[CACHE] = str(cache)
-        assert compiles(gpt) and os.environ[CACHE] == str(cache / "2")
+        assert compiles(gpt) and os.environ[CACHE] == f"{cache}-2"
     assert capfd.readouterr().err.count("an earlier run ended while it compiled") == 1
-    assert sorted(path.name for path in cache.rglob("compiling-*")) == [
+    assert sorted(path.name for path in cache.parent.rglob("compiling-*")) == [
         "compiling-killed",
         "compiling-new",
     ]
@@ -412,7 +413,7 @@ def test_compiles_again_without_damaged_files(cache, capfd):
 
     with mock.patch("torch.compile", damaged):
         gpt = build_model(MODELS["gpt2"])
-        assert compiles(gpt) and os.environ[CACHE] == str(cache / "2")
+        assert compiles(gpt) and os.environ[CACHE] == f"{cache}-2"
         assert "file too short" in capfd.readouterr().err
         os.environ[CACHE] = str(cache)
         assert compiles(gpt) and not capfd.readouterr().err

@@ -4,7 +4,6 @@ Compile the model, and check that compiled code computes the same as eager code.
 
 import contextlib
 import importlib
-import itertools
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from common.console import RunError, UserError, warn
+from common.console import warn
 from common.files import lack_of_space, try_lock
 from configurator import Config
 from data.loader import to_batch
@@ -43,7 +42,6 @@ FLOAT32_ERROR = 1e-5
 # Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of
 # its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
-CACHE, CACHE_UTILS = "TORCHINDUCTOR_CACHE_DIR", "torch._inductor.runtime.cache_dir_utils"
 CACHE_BYTES = 200_000_000  # that compiling may write; on a CPU one header takes half of it
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
@@ -65,14 +63,10 @@ def compile_model(model, **options) -> None:
     model.compile(**options)
 
 
-def compile_and_check(
-    model, c: Config, vocab: int, hw: Hardware, ranks: Ranks, is_new: bool
-) -> None:
+def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> str:
     """
-    Compile and check the model on all ranks, which must all call this. If compiling does not work
-    on some rank, raises UserError in a new run. In a resumed run raises RunError, so that whatever
-    restarts the run tries again, because a full disk or a killed compiler process passes. Raises
-    RunError if eager code is wrong on some rank.
+    Compile and check the model on all ranks, which must all call this. Returns why compiling does
+    not work on some rank, or "". Raises RunError if eager code is wrong on some rank.
     """
     wrong = problem = ""
     try:
@@ -84,10 +78,8 @@ def compile_and_check(
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
         ranks.fail(f"{wrong}; python bench.py check says which kernels; {other} may avoid them")
-    if problem:
-        failed = f"compile: torch.compile does not work here ({problem})"
-        hint = "--compile=False trains without it, more slowly"
-        ranks.fail(f"{failed}; {hint}", UserError if is_new else RunError)
+    failed = f"compile: torch.compile does not work here ({problem})"
+    return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
 
 
 def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
@@ -103,49 +95,58 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
         compile_model(model)
     except Exception as error:  # for example, a Python that torch.compile does not support
         return reason_of(error)
-    if CACHE not in os.environ:  # without a usable home folder torch's choice, in /tmp
-        os.environ[CACHE] = importlib.import_module(CACHE_UTILS).default_cache_dir()
-    base = Path(os.environ[CACHE])
-    while True:
-        marker, may_be_damaged = mark_cache(base)
-        problem = ""
-        try:
-            compare_with_eager(model, batch_size, vocab, hw)
-        except CompilerError as error:
-            problem = str(error)
-        finally:
-            if marker:
-                close_marker(marker, keep=bool(problem))
-        if not (problem and may_be_damaged):
-            return problem
-        warn(f"compile: {problem}; trying again without the files of earlier runs")
+    return compare_in_cache(model, batch_size, vocab, hw)
+
+
+def compare_in_cache(model, batch_size: int, vocab: int, hw: Hardware) -> str:
+    """
+    Run compare_with_eager() in a folder that no other process has damaged, and return its problem.
+    If it fails in a folder with files of earlier runs, try again without them.
+    """
+    marker, is_used = mark_cache()
+    is_damaged = False
+    try:
+        compare_with_eager(model, batch_size, vocab, hw)
+        return ""
+    except CompilerError as error:
+        if not (marker and is_used):
+            return str(error)
+        warn(f"compile: {error}; trying again without the files of earlier runs")
+        marker.close()  # from here on, the folder counts as damaged
         torch.compiler.reset()
         importlib.import_module("torch._inductor.utils").clear_caches()  # slow to import
+        problem = compare_in_cache(model, batch_size, vocab, hw)
+        is_damaged = not problem
+        return problem
+    finally:
+        if marker:
+            release(marker, delete=not is_damaged)
 
 
-def mark_cache(base: Path) -> tuple[BinaryIO | None, bool]:
+def mark_cache() -> tuple[BinaryIO | None, bool]:
     """
-    Let torch's compiler keep its files in `base`, or in the first of base/2, base/3, ... in which
-    no process ended while it compiled. Such a process leaves empty and half files, with which every
-    later one would fail, or train without the CPU's vector instructions.
+    Choose the folder of torch's compiler: TORCHINDUCTOR_CACHE_DIR or, if a process ended in it
+    while it compiled, the first of NAME-2, NAME-3, ... in which none did. Such a process leaves
+    empty and half files, with which every later one would fail, or train without the CPU's vector
+    instructions.
 
-    A process that compiles holds the lock of a marker in the folder. A marker that nobody holds is
-    that of a process which was killed, lost its power or failed. Returns the marker, None if the
-    disk is full or takes no files, and whether the folder may hold damaged files all the same.
+    A process that compiles holds the lock of a marker in its folder. A marker that nobody holds is
+    that of a process which was killed, lost its power or failed. Returns the marker, or None if the
+    folder takes no files, and whether the folder has been used before.
     """
-    folder = base
-    for n in itertools.count(2):
-        if not any(map(is_left_behind, folder.glob("compiling-*"))):
-            break
-        folder = base / str(n)
+    torch_cache = importlib.import_module("torch._inductor.runtime.cache_dir_utils")  # slow too
     try:
-        if folder != base and not folder.exists():
+        folder = first = Path(torch_cache.cache_dir())  # the variable, or torch's choice in /tmp
+        while any(map(is_left_behind, folder.glob("compiling-*"))):
+            folder = next_folder(folder)
+        if folder != first and not folder.exists():
             warn(f"compile: an earlier run ended while it compiled, so this one begins {folder}")
-            headers = importlib.import_module(CACHE_UTILS).default_cache_dir()  # always in /tmp
-            for header in Path(headers, "precompiled_headers").rglob("*.?ch"):
+            # torch always keeps these in /tmp
+            headers = Path(torch_cache.default_cache_dir(), "precompiled_headers")
+            for header in headers.rglob("*.?ch"):
                 header.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ[CACHE] = str(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         is_used = any(folder.iterdir())
         marker = open(folder / f"compiling-{uuid.uuid4()}", "wb", buffering=0)
         try_lock(marker)
@@ -154,6 +155,14 @@ def mark_cache(base: Path) -> tuple[BinaryIO | None, bool]:
         return marker, is_used
     except OSError:
         return None, False
+
+
+def next_folder(folder: Path) -> Path:
+    """Return the path of torchinductor-2 for torchinductor, of torchinductor-3 for that."""
+    number = re.search(r"-(\d+)$", folder.name)
+    if not number:
+        return folder.with_name(f"{folder.name}-2")
+    return folder.with_name(f"{folder.name[: number.start()]}-{int(number[1]) + 1}")
 
 
 def is_left_behind(marker: Path) -> bool:
@@ -165,12 +174,12 @@ def is_left_behind(marker: Path) -> bool:
         return False
 
 
-def close_marker(marker: BinaryIO, keep: bool) -> None:
-    """Unlock the marker and, unless `keep`, delete it once the files beside it are on the disk."""
+def release(marker: BinaryIO, delete: bool) -> None:
+    """Unlock a marker and, with `delete`, delete it once the files beside it are on the disk."""
     if sys.platform != "win32":
         os.sync()
     marker.close()
-    if not keep:
+    if delete:
         Path(marker.name).unlink(missing_ok=True)
 
 
@@ -185,7 +194,7 @@ def reason_of(error: Exception) -> str:
             return "there is no g++; sudo apt install g++ python3-dev"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "there is no Python.h; sudo apt install g++ python3-dev"
-        cache = os.environ.get(CACHE, tempfile.gettempdir())
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         for place in (cache, tempfile.gettempdir()):
             if shortage := lack_of_space(Path(place), CACHE_BYTES):
                 return shortage

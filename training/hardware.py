@@ -250,6 +250,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+def explain_memory(error: Exception, config: Config, world_size: int) -> str:
+    """Return the error line of a run whose memory ran out, or "" for other errors."""
+    return out_of_memory_line(config, world_size) if is_out_of_memory(error) else ""
+
+
 def out_of_memory_line(config: Config, world_size: int = 1) -> str:
     """Return the error line for a micro-batch that does not fit, suggesting a smaller one."""
     smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]

@@ -20,9 +20,17 @@ from typing import Any
 import torch
 
 from common.child import start_child
-from common.console import UserError, command_line, count, duration, keep_transcript, say, warn
+from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
-from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, config_values
+from configurator import (
+    FIELDS,
+    NOT_WEIGHTS,
+    UNREACHED,
+    YIELDING,
+    Config,
+    batch_line,
+    config_values,
+)
 from data.shards import Dataset
 from training.checkpoint import checkpoint_path, damage, read
 from training.clock import Clock, Speed, clock_time
@@ -88,20 +96,31 @@ class Log:
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
 
-    def open(self, is_new: bool) -> None:
-        """Start the tracker. Raises UserError if the tracker of a new run does not start."""
+    def open(self) -> str:
+        """Start the tracker. Returns why it does not start, or ""."""
         if not self.has_files:
-            return
+            return ""
+        self.tracker = Tracker(self.config)
         # keep the evaluation at the resumed iteration; the run repeats everything after it
-        purge_from = self.first_iter + 1 if self.first_iter else 0
-        self.tracker = Tracker(self.config, purge_from, is_new)
+        return self.tracker.start(purge_from=self.first_iter + 1 if self.first_iter else 0)
 
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, compiles: bool, resumed: dict | None, weights: dict | None, optimizer) -> None:
-        """Print the opening lines of the run."""
+    def begin(
+        self,
+        asked: Config,
+        compiles: bool,
+        resumed: dict | None,
+        weights: dict | None,
+        optimizer,
+    ) -> None:
+        """
+        Print the opening lines of the run. `asked` is the configuration before the checkpoint or
+        the weights changed it.
+        """
         self.say_start(resumed, weights)
+        self.say_yielded(asked, resumed, weights)
         say(f"command: {launch_command(self.world_size)}")
         self.say_device(compiles, is_new=not resumed)
         self.say_model(optimizer)
@@ -120,6 +139,21 @@ class Log:
         begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
         say(f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}")
         say_changes(c, resumed)
+
+    def say_yielded(self, asked: Config, resumed: dict | None, weights: dict | None) -> None:
+        """Print which keys of a config file the weights overrule, and what to type then."""
+        c = self.config
+        yielded = [n for n in YIELDING if n in c.set_keys and getattr(c, n) != getattr(asked, n)]
+        if not yielded:
+            return
+        line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"
+        line += ", whatever the config file says"
+        if weights and not resumed and "pad_vocab_multiple" in yielded:
+            line += f"; {weights['model_config']['vocab_size']:,} rows cost some speed"
+        if not resumed and "learning_rate" not in c.typed:
+            line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
+            line += "so add --learning_rate=3e-5 --min_lr=3e-6"
+        say(line)
 
     def say_device(self, compiles: bool, is_new: bool) -> None:
         """
@@ -451,30 +485,36 @@ class Log:
 
 class Tracker:
     """
-    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker does
-    not start in a new run, raises UserError; if it fails later or on a resume, warns once and sends
-    nothing more. On a resume, tensorboard discards the curves in out_dir from iteration
-    `purge_from` (0 for a new run), and wandb continues the run whose id is in
-    out_dir/wandb_id.txt, dropping steps at or below its last one.
+    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker fails
+    during the run, warns once and sends nothing more.
     """
 
-    def __init__(self, config: Config, purge_from: int, is_new: bool):
+    def __init__(self, config: Config):
+        self.config = config
         self.kind = config.tracker
         self.writer: Any = None
-        with self.warn_on_failure(or_raise=is_new):
+
+    def start(self, purge_from: int) -> str:
+        """
+        Start the tracker. Returns why it does not start, or "". On a resume, tensorboard discards
+        the curves in out_dir from iteration `purge_from` (0 for a new run), and wandb continues the
+        run whose id is in out_dir/wandb_id.txt, dropping steps at or below its last one.
+        """
+        c = self.config
+        try:
             if self.kind == "wandb":
                 from wandb import init  # not of a mere folder named wandb, which imports too
 
-                id_file = Path(config.out_dir, "wandb_id.txt")
+                id_file = Path(c.out_dir, "wandb_id.txt")
                 run_id = id_file.read_text() if purge_from and id_file.exists() else ""
                 self.writer = init(
                     id=run_id or None,
                     resume="allow",
                     allow_val_change=True,  # keys may change on a resume
-                    project=config.wandb_project,
-                    name=config.wandb_run_name,
-                    dir=config.out_dir,
-                    config=config_values(config),
+                    project=c.wandb_project,
+                    name=c.wandb_run_name,
+                    dir=c.out_dir,
+                    config=config_values(c),
                 )
                 id_file.write_text(self.writer.id)
                 if run_id:
@@ -482,21 +522,26 @@ class Tracker:
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.writer = SummaryWriter(config.out_dir, purge_step=purge_from)
+                self.writer = SummaryWriter(c.out_dir, purge_step=purge_from)
+        except Exception as error:
+            return self.give_up(error)
+        return ""
+
+    def give_up(self, error: Exception) -> str:
+        """Send nothing more. Returns why, as one line."""
+        reason = " ".join(str(error).splitlines()).rstrip(".")
+        if isinstance(error, ImportError):
+            reason += f"; pip install {self.kind}"
+        line = f"tracker: {self.kind} does not work here ({reason})"
+        self.kind = "none"
+        return line
 
     @contextlib.contextmanager
-    def warn_on_failure(self, or_raise: bool = False) -> Iterator[None]:
+    def warn_on_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # once the run has trained, a broken tracker must not end it
-            reason = " ".join(str(error).splitlines()).rstrip(".")
-            if isinstance(error, ImportError):
-                reason += f"; pip install {self.kind}"
-            line = f"tracker: {self.kind} does not work here ({reason})"
-            if or_raise:
-                raise UserError(f"{line}; --tracker=none trains without it") from None
-            warn(f"{line}; continuing without it")
-            self.kind = "none"
+            warn(f"{self.give_up(error)}; continuing without it")
 
     def log(self, record: dict) -> None:
         if self.kind == "none" or record["kind"] not in ("step", "eval"):
