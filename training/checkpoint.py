@@ -368,7 +368,8 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
         if has_begun:
             logs = ", ".join(filter(None, kept))
-            warn(f"{out_dir}: no checkpoint of an earlier run, so this one begins at 0; see {logs}")
+            left = f"{out_dir}: the run that was here left no checkpoint"
+            warn(f"{left}, so this one begins at 0; see {logs}")
         return lock
     path = checkpoint_path(out_dir, progress["best_iter"])
     best = path.with_name("best.pt")
