@@ -17,12 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import (
-    RunError,
-    UserError,
-    raise_if_any,
-    warn,
-)
+from common.console import RunError, UserError, raise_if_any, warn
 from common.files import read_json, replacing, try_lock
 from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
@@ -32,6 +27,7 @@ SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
 NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
+
 # -----------------------------------------------------------------------------
 # Shards
 
