@@ -113,7 +113,7 @@ def read(path: Path) -> dict:
 
 
 def open_state(path: Path) -> dict:
-    """Load a file with torch. Raises FileNotFoundError, also if it is deleted just now."""
+    """Load a file with torch. Raises FileNotFoundError, also if it is deleted meanwhile."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:  # torch opens the file twice, the second time in C++
