@@ -150,7 +150,8 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         is_used = any(folder.iterdir())
-        marker = open(folder / f"compiling-{uuid.uuid4()}", "wb", buffering=0)
+        # "ab": on Windows, try_lock() moves the position to the byte that it locks, at 1 GiB
+        marker = open(folder / f"compiling-{uuid.uuid4()}", "ab", buffering=0)
         try_lock(marker)
         marker.write(b"locked")  # an empty marker is not locked yet
         os.fsync(marker.fileno())
