@@ -213,8 +213,6 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
         until = " to write the first training shard" if stream else ""
         hint = f"wait for its preparation{until}, or run it again, with the same command"
         raise UserError(f"{folder}: unfinished; {hint}")
-    if stream:  # the same shard however many have followed, so that a resume evaluates alike
-        data.train = ShardTokens(data.train.shards[:1], data.vocab)
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
             number = f"00000{int(split == 'train')}"
@@ -222,6 +220,8 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
             raise UserError(f"{folder}: holds no tokens for {split}; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
+    if stream:  # the same shard however many have followed, so that a resume evaluates alike
+        data.train = ShardTokens(data.train.shards[:1], data.vocab)
     data.fingerprint = check_and_fingerprint(data, data.train, data.val)
     data.val_fingerprint = check_and_fingerprint(data, data.val)
     return data
