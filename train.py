@@ -135,7 +135,7 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
 
 
 def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
-    """Return the newest checkpoint of read_run()'s run, and its state. Raises UserError."""
+    """Return what read_run() looks for: a checkpoint's path and state. Raises UserError."""
     # --eval_only evaluates the weights that init_from names; without init_from, out_dir's run
     evaluates_run = c.eval_only and "init_from" not in c.set_keys
     is_new = c.init_from == "scratch" or (c.eval_only and c.init_from not in NOT_WEIGHTS)

@@ -12,15 +12,14 @@ import threading
 
 def start_child(*arguments, **options) -> subprocess.Popen:
     """
-    Start `python ARGUMENTS`, a program that must call end_with_parent(). Its stdin is an unbuffered
-    pipe, and Ctrl-C or Ctrl-Break in the terminal does not reach it. `options` go to Popen; stdout
-    is discarded unless they include one. Raises OSError.
+    Start `python ARGUMENTS`, a program that must call end_with_parent(). Its stdin is a pipe, and
+    Ctrl-C or Ctrl-Break in the terminal does not reach it. `options` go to Popen; stdout is
+    discarded unless they include one. Raises OSError.
     """
     options.setdefault("stdout", subprocess.DEVNULL)
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdin=subprocess.PIPE,
-        bufsize=0,
         env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows defaults to the locale's encoding
         start_new_session=True,
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # does the same on Windows
@@ -36,8 +35,7 @@ def end_with_parent() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def listen() -> None:
-        while os.read(stdin, 1):
-            pass
+        os.read(stdin, 1)  # returns at the parent's end, because nobody writes to the pipe
         os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()

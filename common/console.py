@@ -97,7 +97,7 @@ def opened_anew(console: TextIO) -> int | None:
     """
     if sys.platform != "linux":
         return None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: None, closed by `>&-`
         file = console.fileno()
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)

@@ -62,8 +62,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.source:  # shells do not expand the ~ in --source=~/x
         arguments.source = os.path.expanduser(arguments.source)
-    if not arguments.source:
-        arguments.tokens = arguments.tokens or 10**9
+    elif not arguments.tokens:
+        arguments.tokens = 10**9
     if arguments.source and not arguments.out:
         parser.error("--source: needs a folder to write to; add --out=data/NAME")
     if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:

@@ -17,12 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import (
-    RunError,
-    UserError,
-    raise_if_any,
-    warn,
-)
+from common.console import RunError, UserError, raise_if_any, warn
 from common.files import read_json, replacing, try_lock
 from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
@@ -32,6 +27,7 @@ SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
 NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
+
 # -----------------------------------------------------------------------------
 # Shards
 
@@ -217,8 +213,6 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
         until = " to write the first training shard" if stream else ""
         hint = f"wait for its preparation{until}, or run it again, with the same command"
         raise UserError(f"{folder}: unfinished; {hint}")
-    if stream:  # the same shard however many have followed, so that a resume evaluates alike
-        data.train = ShardTokens(data.train.shards[:1], data.vocab)
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
             number = f"00000{int(split == 'train')}"
@@ -226,6 +220,8 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
             raise UserError(f"{folder}: holds no tokens for {split}; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
+    if stream:  # the same shard however many have followed, so that a resume evaluates alike
+        data.train = ShardTokens(data.train.shards[:1], data.vocab)
     data.fingerprint = check_and_fingerprint(data, data.train, data.val)
     data.val_fingerprint = check_and_fingerprint(data, data.val)
     return data

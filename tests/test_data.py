@@ -348,6 +348,12 @@ def test_a_missing_or_repeated_shard_is_one_line_that_names_it(files, words, tmp
     assert all(word in line for word in words)
 
 
+def test_a_run_in_the_order_of_the_shards_refuses_a_missing_one_too(tmp_path):
+    write_files(tmp_path, fineweb(1, 3))
+    with pytest.raises(UserError, match="get fineweb_train_000002.bin"):
+        open_dataset(str(tmp_path), stream=True)
+
+
 def test_two_shards_that_differ_only_in_the_middle_are_both_read(tmp_path):
     write_files(
         tmp_path,

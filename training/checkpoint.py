@@ -113,7 +113,7 @@ def read(path: Path) -> dict:
 
 
 def open_state(path: Path) -> dict:
-    """Load a file with torch. Raises FileNotFoundError, also if it is deleted just now."""
+    """Load a file with torch. Raises FileNotFoundError, also if it is deleted meanwhile."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:  # torch opens the file twice, the second time in C++
@@ -368,7 +368,8 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
         kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
         if has_begun:
             logs = ", ".join(filter(None, kept))
-            warn(f"{out_dir}: no checkpoint of an earlier run, so this one begins at 0; see {logs}")
+            left = f"{out_dir}: the run that was here left no checkpoint"
+            warn(f"{left}, so this one begins at 0; see {logs}")
         return lock
     path = checkpoint_path(out_dir, progress["best_iter"])
     best = path.with_name("best.pt")

@@ -42,7 +42,7 @@ FLOAT32_ERROR = 1e-5
 # Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of
 # its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
-CACHE_BYTES = 200_000_000  # that compiling may write; on a CPU one header takes half of it
+CACHE_BYTES = 200_000_000  # disk that compiling may need; on a CPU one header takes half of it
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
 
@@ -127,20 +127,22 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
     """
     Choose the folder of torch's compiler: TORCHINDUCTOR_CACHE_DIR or, if a process ended in it
     while it compiled, the first of NAME-2, NAME-3, ... in which none did. Such a process leaves
-    empty and half files, with which every later one would fail, or train without the CPU's vector
-    instructions.
+    empty and half-written files, with which every later one would fail, or train without the CPU's
+    vector instructions.
 
-    A process that compiles holds the lock of a marker in its folder. A marker that nobody holds is
-    that of a process which was killed, lost its power or failed. Returns the marker, or None if the
-    folder takes no files, and whether the folder has been used before.
+    A process that compiles holds the lock of a marker in its folder. If nobody holds a marker's
+    lock, its process was killed, lost power or failed. Returns the marker, or None if the folder
+    takes no files, and whether the folder has been used before.
     """
     torch_cache = importlib.import_module("torch._inductor.runtime.cache_dir_utils")  # slow too
     try:
         folder = first = Path(torch_cache.cache_dir())  # the variable, or torch's choice in /tmp
+        number = 1
         while any(map(is_left_behind, folder.glob("compiling-*"))):
-            folder = next_folder(folder)
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
         if folder != first and not folder.exists():
-            warn(f"compile: an earlier run ended while it compiled, so this one begins {folder}")
+            warn(f"compile: {first} may hold half-written files, so this run begins {folder}")
             # torch always keeps these in /tmp
             headers = Path(torch_cache.default_cache_dir(), "precompiled_headers")
             for header in headers.rglob("*.?ch"):
@@ -148,7 +150,8 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         is_used = any(folder.iterdir())
-        marker = open(folder / f"compiling-{uuid.uuid4()}", "wb", buffering=0)
+        # "ab": on Windows, try_lock() moves the position to the byte that it locks, at 1 GiB
+        marker = open(folder / f"compiling-{uuid.uuid4()}", "ab", buffering=0)
         try_lock(marker)
         marker.write(b"locked")  # an empty marker is not locked yet
         os.fsync(marker.fileno())
@@ -157,20 +160,12 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
         return None, False
 
 
-def next_folder(folder: Path) -> Path:
-    """Return the path of torchinductor-2 for torchinductor, of torchinductor-3 for that."""
-    number = re.search(r"-(\d+)$", folder.name)
-    if not number:
-        return folder.with_name(f"{folder.name}-2")
-    return folder.with_name(f"{folder.name[: number.start()]}-{int(number[1]) + 1}")
-
-
 def is_left_behind(marker: Path) -> bool:
-    """Return whether the process that wrote this marker has ended while it compiled."""
+    """Return whether the process that wrote this marker ended while it compiled."""
     try:
         with open(marker, "r+b") as file:
             return bool(file.read(1)) and try_lock(file)
-    except OSError:  # removed in this moment, or another user's
+    except OSError:  # removed just now, or another user's
         return False
 
 

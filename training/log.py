@@ -100,9 +100,10 @@ class Log:
         """Start the tracker. Returns why it does not start, or ""."""
         if not self.has_files:
             return ""
-        self.tracker = Tracker(self.config)
+        self.tracker = Tracker(self.config.tracker)
         # keep the evaluation at the resumed iteration; the run repeats everything after it
-        return self.tracker.start(purge_from=self.first_iter + 1 if self.first_iter else 0)
+        purge_from = self.first_iter + 1 if self.first_iter else 0
+        return self.tracker.start(self.config, purge_from)
 
     # -------------------------------------------------------------------------
     # The beginning
@@ -489,18 +490,16 @@ class Tracker:
     during the run, warns once and sends nothing more.
     """
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.kind = config.tracker
+    def __init__(self, kind: str):
+        self.kind = kind
         self.writer: Any = None
 
-    def start(self, purge_from: int) -> str:
+    def start(self, c: Config, purge_from: int) -> str:
         """
         Start the tracker. Returns why it does not start, or "". On a resume, tensorboard discards
         the curves in out_dir from iteration `purge_from` (0 for a new run), and wandb continues the
         run whose id is in out_dir/wandb_id.txt, dropping steps at or below its last one.
         """
-        c = self.config
         try:
             if self.kind == "wandb":
                 from wandb import init  # not of a mere folder named wandb, which imports too

@@ -659,6 +659,21 @@ say("a line")
 
 
 @needs_signals
+def test_prints_to_the_log_alone_where_stdout_is_closed(tmp_path):
+    """With `>&-` sys.stdout is None."""
+    code = """
+import sys
+from common.console import keep_transcript, say
+keep_transcript(open(sys.argv[1], "w"))
+say("a line")
+"""
+    log = tmp_path / "log.txt"
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code, log]
+    done = subprocess.run(closed, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, log.read_text()) == (0, "", "a line\n")
+
+
+@needs_signals
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback():
     process = start("-X", "importtime", "train.py", "config/quickstart.py")
     for line in process.stderr:
