@@ -85,6 +85,8 @@ def test_a_run_ends_with_its_figures_one_per_line(tokens, tmp_path):
     assert float(found["bits_per_byte"]) == pytest.approx(last["bits_per_byte"], abs=1e-4)
     assert int(found["tokens"]) == end["tokens"]
     assert float(found["epochs"]) == pytest.approx(end["tokens"] / 900, abs=0.01)
+    for tokens_before, epoch in column(out_dir, "step", "tokens", "epoch"):
+        assert epoch == pytest.approx(tokens_before / 900)
     assert float(found["hours_per_epoch"]) == pytest.approx(
         end["hours"] / end["tokens"] * 900, 0.01
     )
