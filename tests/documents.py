@@ -27,11 +27,11 @@ CARD = (
 )
 
 
-def documents(count: int, seed: int = 0, words: int = 60) -> list[str | None]:
+def documents(count: int, seed: int = 0) -> list[str | None]:
     """Return documents of very different lengths, one in 200 of them null or empty."""
     rng = random.Random(seed)
     made = [
-        " ".join(["a", *rng.choices(WORDS, k=rng.randint(1, words) ** 2 // words + 1)])
+        " ".join(["a", *rng.choices(WORDS, k=rng.randint(1, 60) ** 2 // 60 + 1)])
         for _ in range(count)
     ]
     # in the second half, and few: more of what has been read would be a warning

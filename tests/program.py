@@ -422,9 +422,7 @@ def before_disk_calls(action: Callable[[], None]):
 # What a run reads and leaves
 
 
-def write_tokens(
-    folder: Path, train: list[int], val: list[int], vocab: int = 61, bytes_per_token: int = 3
-) -> Path:
+def write_tokens(folder: Path, train: list[int], val: list[int], vocab: int = 61) -> Path:
     """
     Write a dataset of random tokens with a little structure to learn, in shards of the given sizes.
     Its bytes must never change, because the checkpoints in tests/golden resume on them.
@@ -439,7 +437,7 @@ def write_tokens(
         content = header.tobytes() + ids.astype("<u2").tobytes()
         (folder / name).write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
-        shards.append(dict(name=name, tokens=size, bytes=bytes_per_token * size, sha256=sha256))
+        shards.append(dict(name=name, tokens=size, bytes=3 * size, sha256=sha256))
     manifest = dict(tokenizer="byte", vocab=vocab, eot=0, shards=shards)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

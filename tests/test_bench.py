@@ -16,9 +16,9 @@ from pathlib import Path
 
 import fork_server
 import pytest
-from program import FAST, ROOT, column, flags, records, run, start, wait_for_line, write_tokens
+from program import FAST, ROOT, column, flags, records, run, write_tokens
 
-from bench import ladder, measure_in_turn
+from bench import ladder
 from configurator import Config
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
@@ -217,21 +217,6 @@ def test_a_stopped_ladder_prints_and_writes_the_rows_that_are_already_measured(
         assert re.search(line, result.out, re.MULTILINE)
 
 
-def test_rounds_measure_all_rows_in_turn(monkeypatch, capsys):
-    measured = []
-
-    def measure(config, seconds) -> dict:
-        measured.append(config.seed)
-        return dict(step_ms=1.0, machine=dict(peak_tflops=1.0))
-
-    monkeypatch.setattr("bench.measure", measure)
-    rows = [(f"row {i}", Config(seed=i)) for i in range(3)]
-    options = Namespace(trials=2, seconds=0, json=None)
-    measure_in_turn(rows, options, lambda measured: dict(rows=measured))
-    assert measured == [0, 1, 2, 0, 1, 2]
-    assert "row 4 of 6: row 0" in capsys.readouterr().out
-
-
 def test_several_rounds_show_the_median_speedup_and_its_range(monkeypatch, capsys):
     """Compare rounds of 100, 110 and 100 tokens/s with three of 50: 2.00 times, 2.00 to 2.20."""
     speeds = iter([50.0, 100.0, 50.0, 110.0, 50.0, 100.0])
@@ -309,27 +294,3 @@ def test_the_measured_process_exits_when_bench_dies(tmp_path):
     assert child.poll() is None
     child.stdin.close()
     assert child.wait(60) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["terminate", "kill"])
-def test_killing_bench_leaves_no_process_running(way, tmp_path):
-    """Terminate or kill a bench.py that a fresh Python runs with real processes."""
-    psutil = pytest.importorskip("psutil")
-    keys = flags(**TINY | dict(compile=False, dataset="none"))
-    process = start("bench.py", *keys, "--seconds=600", cold=True, cwd=ROOT)
-    wait_for_line(process, "measuring")
-    bench_process = psutil.Process(process.pid)
-    while not (found := bench_process.children()):
-        assert process.poll() is None
-    getattr(process, way)()
-    process.communicate(timeout=120)
-    _, alive = psutil.wait_procs(found, timeout=120)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-
-
-@pytest.mark.parametrize(("mode", "flag"), [("sweep", "--write"), ("", "--json")])
-def test_help_lists_the_flags_of_the_given_mode(mode, flag):
-    """List --seconds too, but no config key such as --n_layer."""
-    code, out, _ = run("bench.py", *mode.split(), "--help")
-    assert code == 0 and flag in out and "--seconds" in out and "--n_layer" not in out

@@ -81,14 +81,6 @@ def assert_refused(result: Result, *words: str) -> None:
     assert all(word in result.err for word in words), result.err
 
 
-def loaded(path: Path) -> GPT | FastGPT:
-    """Return the model of a checkpoint."""
-    state = torch.load(path, weights_only=True)
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    model.load_state_dict(state["model"])
-    return model
-
-
 def imported(source: Path) -> GPT | FastGPT:
     """Return the model that --init_from=SOURCE gives."""
     state = load_pretrained(str(source))
@@ -134,18 +126,6 @@ def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias
     assert_same_logits(model, exported, vocab)
     assert (tmp_path / "hf" / "model.safetensors").stat().st_mode & 0o044  # for colleagues too
     assert_same_logits(imported(tmp_path / "hf"), exported, vocab)
-
-
-@pytest.mark.parametrize("model", [random_gpt, random_fast])
-def test_exports_a_model_whose_blocks_share_their_weights(model, tmp_path):
-    """Write a copy for each block, because safetensors stores no tensor under two names."""
-    state = torch.load(save(model(), tmp_path / "x.pt"), weights_only=True)
-    for name in list(state["model"]):
-        state["model"][name] = state["model"][name.replace(".h.1.", ".h.0.")]
-    torch.save(state, tmp_path / "shared.pt")
-    convert("ckpt-to-hf", tmp_path / "shared.pt", tmp_path / "hf")
-    if model is random_gpt:
-        assert_same_logits(loaded(tmp_path / "shared.pt"), opened(tmp_path / "hf"), 128)
 
 
 def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_path, monkeypatch):
@@ -247,20 +227,6 @@ def test_exports_the_weights_alone_if_gpt2s_tokenizer_cannot_be_fetched(tmp_path
     assert sorted(os.listdir(tmp_path / "hf")) == files
 
 
-def test_a_file_too_large_to_write_gives_one_error_line_and_no_partial_export(tmp_path):
-    """Exit with code 1 under a limit on the size of files, and export once it is lifted."""
-    resource = pytest.importorskip("resource", reason="needs a limit to what a file may hold")
-    path = save(random_gpt(), tmp_path / "x.pt")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
-        result = run("convert.py", "ckpt-to-hf", path, tmp_path / "hf")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert result == (1, "", "error: File too large\n")
-    convert("ckpt-to-hf", path, tmp_path / "hf")  # once more, where there is room
-
-
 # -----------------------------------------------------------------------------
 # A model.py that somebody has changed
 
@@ -283,31 +249,12 @@ def run_copy(folder: Path, *arguments) -> Result:
         sys.modules.update(ours)
 
 
-# a file, a text in it and what it becomes, and words of the refusal
-EXACT_GELU = """
-plain_init = MLP.__init__
-
-def init_exactly(self, config):
-    plain_init(self, config)
-    self.gelu = nn.GELU()
-
-MLP.__init__ = init_exactly
-"""
 # the last token does not see the first
 WINDOW = """
 def attend(q, k, v, flash, scale, dropout=0.0):
     seen = torch.ones(q.size(2), k.size(2)).tril().triu(-14).bool()
     scores = (q * scale @ k.mT).masked_fill(~seen, -math.inf)
     return F.softmax(scores, dim=-1) @ v
-"""
-AFTER_THE_END = """
-plain_forward = GPT.forward
-
-def forward(self, idx, targets=None):
-    out = plain_forward(self, idx, targets)
-    return out + (idx == 0).cumsum(1)[..., None] if targets is None else out
-
-GPT.forward = forward
 """
 TEMPERATURE = """
 plain_init = GPT.__init__
@@ -330,9 +277,7 @@ def forward(self, idx, targets=None):
 FastGPT.forward = forward
 """
 CHANGES = {  # -> file, code, words of the error
-    "the exact GELU": ("model.py", EXACT_GELU, "differ transformers GPT-2"),
     "a window of 15 in a context of 16": ("model.py", WINDOW, "differ transformers GPT-2"),
-    "something else after an end-of-text": ("model.py", AFTER_THE_END, "differ transformers GPT-2"),
     "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature GPT-2"),
     "a fast model that does more in forward": (
         "model_fast.py",
@@ -360,16 +305,6 @@ def test_refuses_to_export_a_model_that_transformers_could_not_reproduce(name, t
         torch.save(state, path)
     assert_refused(run_copy(folder, "ckpt-to-hf", path, tmp_path / "hf"), *words.split())
     assert not (tmp_path / "hf").exists()
-
-
-def test_exports_a_rewritten_model_that_still_computes_gpt2(tmp_path):
-    """Judge model.py by what it computes, up to rounding, and not by its code."""
-    gelu = "h / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))"
-    forward = f"MLP.forward = lambda self, x: self.c_proj((lambda h: {gelu})(self.c_fc(x)))"
-    folder = changed(tmp_path / "copy", {"model.py": forward})
-    path = save(random_gpt(), tmp_path / "x.pt", 100)
-    assert run_copy(folder, "ckpt-to-hf", path, tmp_path / "hf").code == 0
-    assert_same_logits(loaded(path), opened(tmp_path / "hf"), 100)
 
 
 def test_refuses_to_export_without_transformers(tmp_path, monkeypatch):
@@ -441,18 +376,6 @@ def test_an_exported_fast_model_gives_the_logits_and_text_of_model_fast(fast_exp
     assert last.shape == (8, 2, 100)
     # 1e-4: as above
     assert (last - model(idx)[:, -2:, :100]).abs().max() < 1e-4
-
-
-@torch.no_grad()
-def test_an_exported_fast_model_generates_beyond_its_block_size(fast_export):
-    """
-    Keep all tokens visible past 256, as model_fast.py does; rotary positions have no last one.
-    """
-    model, exported, _ = fast_export
-    idx = random_ids(1, 250)
-    longer = exported.generate(idx, max_new_tokens=20, do_sample=False, pad_token_id=0)
-    expected = model(longer)[0, 249:-1, :100].argmax(dim=-1)
-    assert torch.equal(longer[0, 250:], expected)
 
 
 IDS = random_ids(2, 8)

@@ -289,19 +289,6 @@ BAD_FILES = {
 }
 
 
-def test_refuses_int32_tokens_even_if_a_space_may_follow_each_word(tmp_path):
-    """
-    Refuse a train.bin in which every second uint16 is 0, although every second one of correct
-    tokens may be 0 too: the space between words.
-    """
-    meta = pickle.dumps(dict(vocab_size=5, itos=WORDS))
-    ids = np.tile(WORD_IDS, 9)
-    files = {"train.bin": ids.astype("<i4").tobytes(), "val.bin": ids.astype("<u2").tobytes()}
-    write_files(tmp_path, files | {"meta.pkl": meta})
-    with pytest.raises(RunError, match="train.bin: every second token is near 0"):
-        open_dataset(str(tmp_path))
-
-
 @pytest.mark.parametrize("problem", BAD_FILES)
 def test_a_bad_data_file_gives_one_line_that_says_what_is_wrong(problem, tmp_path):
     """Refuse bad shards, raw files, meta.pkl and manifests."""
@@ -352,14 +339,6 @@ def test_a_run_in_the_order_of_the_shards_refuses_a_missing_one_too(tmp_path):
     write_files(tmp_path, fineweb(1, 3))
     with pytest.raises(UserError, match="get fineweb_train_000002.bin"):
         open_dataset(str(tmp_path), stream=True)
-
-
-def test_two_shards_that_differ_only_in_the_middle_are_both_read(tmp_path):
-    write_files(
-        tmp_path,
-        fineweb(1) | {"fineweb_train_000002.bin": shard([*range(1, 1500), 7, *range(1501, 3001)])},
-    )
-    assert len(open_dataset(str(tmp_path)).train) == 6000
 
 
 def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, capsys):

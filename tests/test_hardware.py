@@ -35,21 +35,16 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 PEAKS = [
-    ("NVIDIA GeForce RTX 4070", 46, "float32", True, 29.1),
     ("NVIDIA GeForce RTX 4070 Ti", 60, "bfloat16", True, 80.2),  # not the 4070 in its name
     ("A100-SXM4-40GB", 108, "bfloat16", True, 312),  # older drivers leave out "NVIDIA "
-    ("NVIDIA A10", 72, "bfloat16", True, 125),
     ("NVIDIA A10G", 80, "bfloat16", True, 70),
-    ("NVIDIA H200", 132, "bfloat16", True, 989.4),
     ("Tesla T4", 40, "bfloat16", True, None),  # only emulated
     ("Tesla T4", 40, "float32", True, 8.1),  # no TF32 on Turing: plain fp32
     ("NVIDIA GeForce RTX 3080", 68, "bfloat16", True, 59.5),
     ("NVIDIA GeForce RTX 3080", 70, "bfloat16", True, 61.3),  # the 12 GB part of the same name
-    ("NVIDIA A40", 84, "bfloat16", True, 149.7),
     # cut down, partitioned, of another number of SMs, with a power limit of their own, unverified
     ("NVIDIA GeForce RTX 4070 Laptop GPU", 36, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 4070", 40, "bfloat16", True, None),
-    ("NVIDIA H100", 132, "bfloat16", True, None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bfloat16", True, None),
     ("nvidia a10", 72, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 5090 D", 170, "bfloat16", True, None),
@@ -100,13 +95,6 @@ def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
     assert count_flops(config) == 6 * n + 12 * 2 * 96 * 40
 
 
-def test_reports_the_most_gpu_memory_that_was_in_use(monkeypatch):
-    """Report the peak of allocated memory in GiB, not the memory reserved or in use at the end."""
-    for name, gib in dict(memory_allocated=1, max_memory_allocated=3, memory_reserved=5).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, gib=gib: gib * 2**30)
-    assert Hardware(torch.device("cuda"), BF16, "a card", None, None).peak_memory_gib() == 3
-
-
 def test_saves_and_restores_a_gpus_random_state(monkeypatch):
     """Restore the state from which dropout draws. Two functions of torch stand for the GPU."""
     here = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
@@ -116,29 +104,6 @@ def test_saves_and_restores_a_gpus_random_state(monkeypatch):
     here[0] = torch.zeros(3, dtype=torch.uint8)
     random_states.set_rng_state(states, torch.device("cuda"))
     assert here[-1].tolist() == [1, 2, 3]
-
-
-def test_computes_the_mfu_of_two_users_runs_on_an_rtx_4070():
-    """
-    Compute 69.2% and 82.3% of the 4070's own 58.3 TFLOP/s; the users' logs say 12.9% and 15.4%, of
-    an A100's 312.
-    """
-    wide = count_flops(GPTConfig(bias=False))
-    narrow = count_flops(GPTConfig(bias=False, n_embd=384, n_head=6))
-    assert hw(58.3).mfu(narrow, 524288 / 3.900) == pytest.approx(0.692, abs=0.0005)
-    assert hw(58.3).mfu(wide, 524288 / 9.340) == pytest.approx(0.823, abs=0.0005)
-    assert hw(312).mfu(narrow, 524288 / 3.900) == pytest.approx(0.129, abs=0.0005)
-
-
-def test_a_resume_keeps_the_peak_that_the_run_measured(monkeypatch):
-    speeds = iter([0.5, 0.6])
-    monkeypatch.setattr(hardware, "measure_matmul", lambda *_: next(speeds))
-    first, resumed = hw(None), hw(None)
-    first.find_peak_flops(None)
-    assert (first.peak_tflops, first.peak_source) == (0.5, "measured")
-    resumed.find_peak_flops(first.peak_to_save())
-    assert resumed.peak_tflops == 0.5
-    assert next(speeds) == 0.6
 
 
 def test_a_resume_in_another_dtype_or_on_another_machine_measures_the_peak_again(monkeypatch):
@@ -164,17 +129,6 @@ def test_warns_once_if_training_is_faster_than_the_measured_peak(capsys):
         machine = Hardware(torch.device("cpu"), BF16, "test", 1e-3, source)
         assert [machine.mfu(1e6, n) for n in (500, 1710, 1710)] == [0.5, 1.71, 1.71]
         assert capsys.readouterr().err.count("busy") == warnings
-
-
-def test_names_a_cpu_by_its_model(monkeypatch):
-    """Read the model from /proc/cpuinfo, or fall back to the architecture, as on an ARM CPU."""
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(Path, "read_text", lambda _: "model\t: 85\nmodel name\t: AMD EPYC 9554\n")
-    assert hardware.set_up(Config(device="cpu", dtype="float32")).name == "AMD EPYC 9554"
-    monkeypatch.setattr(Path, "read_text", lambda _: "CPU part: 0xd0c\n")  # of an ARM
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert hardware.set_up(Config(device="cpu", dtype="float32")).name == "aarch64"
 
 
 # get_arch_list() of PyPI's torch 2.13.0
@@ -285,16 +239,6 @@ def test_refuses_bfloat16_on_a_gpu_that_only_emulates_it(card):
     card("Tesla T4", 40, (7, 5))
     (problem,) = preflight.check_device(Config(dtype="bfloat16"))
     assert "emulates bfloat16" in problem and "--dtype=float16" in problem
-
-
-def test_an_integrated_amd_gpu_may_use_all_memory_that_it_reports(card, monkeypatch):
-    """Let torch use all of the 8 GB that the GPU reports if the system has more to spare."""
-    limits = card("AMD Radeon 890M", 16, (11, 5), is_integrated=True)
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(Path, "read_text", lambda path: "MemAvailable:   24000000 kB\n")
-    found = hardware.set_up(Config(device="cuda"))
-    assert limits == [1.0]
-    assert (found.dtype, found.peak_tflops) == (BF16, None)
 
 
 def test_measures_the_peak_on_random_numbers_without_changing_the_random_state(monkeypatch):
@@ -500,35 +444,23 @@ TOO_OLD = """The NVIDIA driver on your system is too old (found version 12080). 
 GPU driver by downloading and installing a new version from the URL: \
 http://www.nvidia.com/Download/index.aspx Alternatively, go to: https://pytorch.org to install a \
 PyTorch version that has been compiled with your version of the CUDA driver."""
-NONE = """Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and \
-installed a driver from http://www.nvidia.com/Download/index.aspx"""
 
 
 @pytest.fixture
-def driver(monkeypatch):
-    """Return driver(said), after which torch, built for CUDA 13, sees no GPU and says why."""
-
-    def make(said: str) -> None:
-        monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(said)))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-
-    return make
+def old_driver(monkeypatch):
+    """Let torch, built for CUDA 13, see no GPU because of an old driver."""
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(TOO_OLD)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
-@pytest.mark.parametrize(
-    "said, words", [(TOO_OLD, "too old (found version 12080)"), (NONE, "check the driver with")]
-)
-def test_says_what_to_do_about_a_driver_that_is_too_old(said, words, driver):
-    """Repeat what torch says about an old driver; suggest nvidia-smi for any other trouble."""
-    driver(said)
+def test_repeats_what_torch_says_about_a_driver_that_is_too_old(old_driver):
     (problem,) = preflight.check_device(Config(device="cuda"))
-    assert words in problem
+    assert "too old (found version 12080)" in problem
 
 
-def test_a_tiny_run_warns_of_a_driver_that_is_too_old(driver, tokens, tmp_path):
+def test_a_tiny_run_warns_of_a_driver_that_is_too_old(old_driver, tokens, tmp_path):
     """Warn that the run trains on the CPU, which tiny runs otherwise do without a word."""
-    driver(TOO_OLD)
     result = train(**TINY | dict(device="auto", max_iters=0), dataset=tokens, out_dir=tmp_path)
     (warning,) = (line for line in result.err.splitlines() if "CUDA" in line)
     assert "trains on the CPU" in warning and "too old" in warning
@@ -623,15 +555,15 @@ def test_out_of_memory_suggests_a_smaller_batch_with_as_many_tokens(asked, small
 
 
 @contextlib.contextmanager
-def memory_for(rows: int, error: Exception):
-    """Raise `error` in the forward pass of each micro-batch of more than `rows` sequences."""
+def memory_for(rows: int):
+    """Run out of memory in the forward pass of each micro-batch of more than `rows` sequences."""
 
     def before_forward(module, arguments):
         idx = arguments[0] if arguments else None
         # (B, T) ids; where FLOPs are counted, they are of another type
         is_batch = type(idx) is torch.Tensor and idx.dtype == torch.int64 and idx.dim() == 2
         if is_batch and len(idx) > rows:
-            raise error
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     handle = register_module_forward_pre_hook(before_forward)
     try:
@@ -647,23 +579,15 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        pytest.param(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), marks=pytest.mark.slow),
-    ],
-    ids=lambda error: type(error).__name__,
-)
 @pytest.mark.parametrize("asked", slow_but("two keys", of=ASKED))
-def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(error, asked, tokens, tmp_path):
+def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(asked, tokens, tmp_path):
     """
     Add the suggested flags to the command until it fits, and train on as many tokens as at first.
     """
     places = map(str, itertools.count())  # a folder has a lock until this process ends
     command = flags(**TINY | ASKED[asked] | dict(max_iters=1), dataset=tokens)
     sizes = []
-    with memory_for(2, error):
+    with memory_for(2):
         while True:
             out_dir = tmp_path / next(places)
             result = run("train.py", *command, f"--out_dir={out_dir}")
@@ -677,16 +601,6 @@ def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(error, asked
             assert len(sizes) < 5
     assert sizes[-1] == "--batch_size=2"
     assert column(out_dir, "end", "tokens") == [192]
-
-
-def test_out_of_memory_advice_on_a_resume_uses_the_checkpoints_block_size(tokens, tmp_path):
-    """Suggest sizes for the saved block_size of 16, at which 192 tokens are twelve sequences."""
-    train(**TINY, dataset=tokens, out_dir=tmp_path)
-    keys = TINY | dict(batch_size=12, tokens_per_iter=192, max_iters=3, init_from="resume")
-    del keys["block_size"]
-    with memory_for(2, MemoryError()):
-        result = run("train.py", *flags(**keys, dataset=tokens, out_dir=tmp_path))
-    assert "--batch_size=6 --gradient_accumulation_steps=2 " in result.err
 
 
 # -----------------------------------------------------------------------------
@@ -744,8 +658,8 @@ def test_keeps_the_users_own_allocator_setting(name, fresh_linux):
     """Set no variable of the allocator if the user has set either."""
     os.environ[name] = "max_split_size_mb:64"
     set_environment()
-    found = {key: value for key, value in os.environ.items() if key in ALLOCATOR_NAMES}
-    assert found == {name: "max_split_size_mb:64"}
+    assert [os.environ.get(key) for key in ALLOCATOR_NAMES if key != name] == [None]
+    assert os.environ[name] == "max_split_size_mb:64"
 
 
 SWITCH = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"

@@ -133,11 +133,3 @@ def test_every_script_imports_all_it_needs_to_print_its_help():
     for name, process in started.items():
         code, out, err = finish(process)
         assert code == 0 and out and not err, f"{name}: {err}"
-
-
-def test_a_virtual_environment_in_the_clone_is_skipped_whatever_its_name(tmp_path):
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    (tmp_path / "env").mkdir()
-    for name in ("env/pyvenv.cfg", "env/theirs.py", "ours.py"):
-        (tmp_path / name).write_text("")
-    assert [*project_code(tmp_path)] == ["ours.py"]

@@ -3,14 +3,11 @@ Check the file that people with a GPU send: dev/measure_gpu.py makes it here on 
 models, and with rows that fail, hang or have run before.
 """
 
-import contextlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from program import ROOT
 
@@ -93,70 +90,6 @@ def test_the_file_hides_the_senders_name_and_home_folder(measured, tmp_path, mon
     assert (home, root) == (f"~{os.sep}cache", f".{os.sep}train.py")
     assert doubled.startswith("~") and other.endswith("somebodyelse")
     assert temporary == "/tmp/pytest-of-USER/b" and short == "C:\\TEMP\\USER\\c"
-
-
-def test_measures_what_matters_most_first():
-    """Check, time, train and resume before longer rows such as plan and sweep."""
-    options = measure_gpu.parse_arguments(["4070", "--modded=../train_gpt_simple.py"])
-    names = list(measure_gpu.rows(options, "a card", Path("work")))
-    first = [
-        "check",
-        "matmul",
-        "step",
-        "step_twice_the_batch",
-        "fast_step",
-        "train",
-        "resume",
-        "exact",
-    ]
-    assert names[:10] == ["machine", "driver", *first]
-    assert {"plan", "sweep"} < {*names[10:]}
-    names = list(measure_gpu.rows(options, "NVIDIA GeForce RTX 4070", Path("work")))
-    assert names.index("fp16_accumulation") == names.index("fast_step") + 1
-
-
-def test_copies_the_file_to_a_folder_after_each_row(measured, tmp_path):
-    """
-    Write it to --copy_to as well, because only one folder may come back from a rented machine.
-    """
-    folder = tmp_path / "back" / "here"
-    look = says(f"import os; print(*os.listdir({str(folder)!r}))")
-    _, found = measured(
-        {"first": (60, says("print(1)")), "then": (60, look)}, f"--copy_to={folder}"
-    )
-    (copied,) = folder.glob("*.json")
-    assert found["then"]["log"] == [copied.name]
-    assert json.loads(copied.read_text("utf-8"))["rows"] == found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
-def test_records_clocks_power_and_memory_beside_each_row(measured, tmp_path, monkeypatch):
-    """Ask nvidia-smi while the row runs."""
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho $1\nexec sleep 60\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
-    _, found = measured({"row": (60, says("import time; time.sleep(1)"))})
-    (line,) = found["row"]["nvidia_smi"]
-    assert {"clocks.sm", "power.draw", "memory.used"} < {*line.partition("=")[2].split(",")}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="process groups are POSIX")
-def test_ending_a_row_also_ends_its_workers(measured):
-    """Kill the processes of a hanging test too, whose GPU memory the next row needs."""
-    sleep = "import time; time.sleep(100)"
-    start = f"print(subprocess.Popen([sys.executable, '-c', '{sleep}']).pid, flush=True)"
-    _, found = measured({"row": (3, says(f"import subprocess, sys; {start}; {sleep}"))})
-    assert found["row"]["exit"] == "ended after 3 s"
-    with contextlib.suppress(psutil.NoSuchProcess):
-        worker = psutil.Process(int(found["row"]["log"][0]))
-        deadline = time.monotonic() + 20  # a killed process takes a moment to end
-        while worker.status() != psutil.STATUS_ZOMBIE:  # it has exited, but is not reaped yet
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 def test_says_so_if_torch_sees_no_gpu(monkeypatch, capsys):

@@ -77,22 +77,6 @@ def test_logits_equal_transformers_gpt2(name, flash):
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "n_layer, n_head, n_embd, parameters",
-    [
-        (12, 12, 768, 124_439_808),
-        (24, 16, 1024, 354_823_168),
-        (36, 20, 1280, 774_030_080),
-        (48, 25, 1600, 1_557_611_200),
-    ],
-)
-def test_the_four_gpt2_sizes_have_openais_parameter_counts(n_layer, n_head, n_embd, parameters):
-    """Build models with 124,439,808 to 1,557,611,200 parameters."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=50257, n_layer=n_layer, n_head=n_head, n_embd=n_embd))
-    assert sum(p.numel() for p in model.parameters()) == parameters
-
-
 @pytest.mark.parametrize("cap", [None, 15.0])
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32(chunk, cap):
@@ -110,17 +94,6 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32(chunk, cap):
     loss = mean_loss(x, head, targets, GPTConfig(loss_chunk=chunk), cap)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_targets_of_minus_one_do_not_count():
-    """Average the loss over the other targets."""
-    model = perturbed(GPTConfig(**SMALL))
-    block = tokens(2, 33, SMALL["vocab_size"])
-    x, y = block[:, :-1], block[:, 1:].clone()
-    with torch.no_grad():
-        alone = model(x[:1], y[:1])
-        y[1] = -1
-        assert model(x, y).item() == pytest.approx(alone.item(), abs=1e-6)
 
 
 def compile_function(function, **options):
@@ -462,15 +435,6 @@ def test_settings_that_a_resume_may_change_alter_no_logits(model, field):
     idx = tokens(2, 24, 61)
     # float32 sums in another order
     torch.testing.assert_close(other.eval()(idx), one(idx), atol=1e-4, rtol=1e-4)
-
-
-def test_a_full_kv_cache_raises_an_error():
-    """Fill the cache, then append again, as a block that is called twice with it would do."""
-    cache = KVCache(20)
-    of_a_run = torch.zeros(1, 4, 20, 12)
-    cache.extend(of_a_run, of_a_run)
-    with pytest.raises(ValueError, match="KVCache is full"):
-        cache.extend(of_a_run, of_a_run)
 
 
 @pytest.mark.parametrize("config", [GPTConfig(**BASE), FastConfig(**BASE)])

@@ -1,7 +1,5 @@
 """Read a run's time and losses from nanoGPT's console output and from CSV files."""
 
-import json
-
 import pytest
 from program import ROOT, run
 
@@ -121,14 +119,6 @@ def test_warns_if_a_log_does_not_show_how_long_evaluations_take(log, time, tmp_p
     assert line.split() == ["time", "of", "both", "n/a"]
 
 
-def test_the_mfu_of_a_resumed_run_is_read_before_its_next_evaluation(tmp_path):
-    text = launch(200, 8400, start=4000)
-    spoilt = text.index("step 4500")
-    text = text[:spoilt] + text[spoilt:].replace("mfu 10.00%", "mfu 8.00%")
-    flops = read(tmp_path, text).start["flops_per_token"] * 524_288
-    assert flops == pytest.approx(0.10 * 312e12 * STEP_MS / 1000)
-
-
 # -----------------------------------------------------------------------------
 # Other people's runs
 
@@ -190,25 +180,6 @@ def test_the_mean_of_ten_public_runs_has_a_loss_band_and_no_hours():
     assert seen.start["parameters"] == size
     at_250 = {key: seen.eval[key][1] for key in ("iter", "val_loss", "low", "high")}
     assert at_250 == dict(iter=250, val_loss=4.09784, low=4.05795, high=4.13773)
-
-
-def test_compares_a_run_with_a_public_one_at_the_evaluations_they_share(tmp_path):
-    """Warn that their validation tokens differ, and draw both."""
-    out = tmp_path / "gpt124m"
-    out.mkdir()
-    lines = [dict(kind="start", config=dict(dataset="fineweb_edu"), tokens_per_iter=524_288)]
-    for it, loss in ((0, 11.0), (500, 5.1), (1000, 3.9), (1500, 3.7)):
-        tokens = it * 524_288
-        lines.append(dict(kind="eval", iter=it, tokens=tokens, hours=it / 360, val_loss=loss))
-    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    theirs = ROOT / "results/public_runs/edu_124m_rtx4070.csv"
-    png, table = tmp_path / "both.png", tmp_path / "both.json"
-    result = run("compare.py", out, theirs, f"--png={png}", f"--json={table}")
-    assert result.code == 0 and "other validation tokens" in result.err
-    assert png.read_bytes().startswith(b"\x89PNG")
-    rows = json.loads(table.read_text())["runs"]
-    at_1000 = [rows[name]["val_loss_at_iter/1000"] for name in ("gpt124m", "edu_124m_rtx4070")]
-    assert at_1000 == [3.9, 4.0375]
 
 
 @pytest.mark.parametrize(

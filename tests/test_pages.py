@@ -5,11 +5,8 @@ they name exist, and their code runs.
 
 import itertools
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -141,12 +138,6 @@ def test_every_torch_pin_is_the_tested_version_and_constraints_txt_has_none_for_
     assert len(versions) >= 4 and {*versions} == {tested.version}
 
 
-def test_the_install_pages_powershell_block_asks_no_question():
-    """Use -Force, or PowerShell would ask, and read the next pasted line as the answer no."""
-    (policy,) = re.findall("^Set-ExecutionPolicy .*$", read("docs/install.md"), re.MULTILINE)
-    assert policy.endswith(" -Force")
-
-
 def test_readme_contributing_install_page_and_ci_give_the_same_test_command():
     """Check also that the scripts in the issue form for measurements exist."""
     (command,) = re.findall("^pytest .*$", read(README), re.MULTILINE)
@@ -215,33 +206,6 @@ def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, mo
     assert len(data.train) == len(TEXT * 20) * 9 // 10
     meta = pickle.loads(Path("data/shakespeare_char/meta.pkl").read_bytes())
     assert meta["vocab_size"] == data.vocab
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a script for clusters")
-def test_the_slurm_script_starts_one_torchrun_per_machine_with_a_port_from_its_job_id(tmp_path):
-    """
-    Run it with stand-ins for Slurm's commands: srun starts its command once for each of two
-    machines.
-    """
-    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", read("docs/several_gpus.md"), re.S)
-    stand_ins = dict(
-        scontrol="printf 'first\\nsecond\\n'",
-        srun='for n in 0 1; do SLURM_NODEID=$n "${@:2}"; done',
-        torchrun='echo "$@"',
-    )
-    for name, line in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "train.sh").write_text(script)
-    given = dict(SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="4012345", SLURM_NNODES="2")
-    given |= dict(SLURM_CPUS_PER_TASK="32", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    command = ["bash", "-eu", tmp_path / "train.sh"]
-    out = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
-    assert out.splitlines() == [
-        f"--nnodes=2 --node_rank={rank} --master_addr=first --master_port=22345 --nproc_per_node=8 "
-        "--shutdown-timeout=100 train.py config/gpt124m_a100.py"
-        for rank in (0, 1)
-    ]
 
 
 RULE = read("data/own_config.template")

@@ -38,7 +38,6 @@ from program import ROOT, Result, finish, run, start, wait_for_line
 
 from common.console import UserError
 from data import prepare_fineweb, prepare_text, writer
-from data.tokenizer import Tokenizer
 
 FINEWEB = "data/prepare_fineweb.py"
 EOT = 50256
@@ -104,20 +103,6 @@ def test_shards_hold_every_document_once_in_order(vocabulary, tmp_path, form):
         assert np.frombuffer(content[:12], "<i4").tolist() == [20240520, 1, shard["tokens"]]
         assert hashlib.sha256(content).hexdigest() == shard["sha256"]
         assert np.frombuffer(content[1024:], "<u2")[0] == EOT
-
-
-SAMPLE = ROOT.parent / "shared" / "corpora" / "fineweb_sample.parquet"
-
-
-@pytest.mark.skipif(not SAMPLE.exists(), reason="the FineWeb sample is not beside this checkout")
-def test_a_real_fineweb_sample_has_its_published_number_of_tokens_and_documents(
-    vocabulary, tmp_path
-):
-    out = tmp_path / "out"
-    prepare(f"--source={SAMPLE}", f"--out={out}", "--val_tokens=20k", "--shard_tokens=100k")
-    counts = 346_497, 387  # GPT-2 tokens and documents, as counted by those who made the file
-    assert sum(len(stored(out, split)) for split in ("train", "val")) == sum(counts)
-    assert sum(shard["documents"] for shard in manifest_of(out)["shards"]) == counts[1]
 
 
 @pytest.mark.parametrize(
@@ -212,18 +197,6 @@ def test_the_hash_of_the_validation_text_does_not_depend_on_the_tokenizer(tmp_pa
             hashes[tokenizer, len(names)] = manifest_of(out)["val_text_sha256"]
     assert hashes["byte", 1] == chained_sha256(stored_texts(tmp_path / "byte1", "val"))
     assert hashes["byte", 1] == hashes["bpe:300", 1] != hashes["byte", 2] == hashes["bpe:300", 2]
-
-
-def test_preparation_needs_no_torch(tmp_path):
-    """Prepare on a machine where torch cannot be imported."""
-    write_sources(tmp_path)
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.path.insert(0, 'data')\n"
-    code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    for name in ("rows.parquet", "rows.jsonl"):
-        script, *arguments = command(f"{name} --val_tokens=2k", tmp_path / f"out_{name}")
-        arguments[0] = f"--source={tmp_path / name}"
-        result = finish(start("-c", code, script, *arguments, cold=True))
-        assert (result.code, result.err) == (0, "")
 
 
 # -----------------------------------------------------------------------------
@@ -548,21 +521,6 @@ def test_a_source_file_may_get_a_new_date_but_not_another_size(
     assert run(script, *arguments).code == 2 and contents(Path("out")) == before
 
 
-def test_order_records_is_refused_in_one_line_that_names_the_download(tmp_path, monkeypatch):
-    """Also to continue a folder that an earlier version began in that order."""
-    monkeypatch.chdir(tmp_path)
-    write_sources(tmp_path)
-    flags = ["--source=rows.jsonl", "--tokenizer=byte", "--val_tokens=2k", "--out=out"]
-    typed = run(FINEWEB, *flags, "--order=records")
-    assert not Path("out").exists()
-    prepare(*flags, "--order=prefix")
-    manifest = manifest_of(Path("out")) | dict(order="records")
-    Path("out/manifest.json").write_text(json.dumps(manifest))
-    for code, _, err in (typed, run(FINEWEB, *flags)):
-        assert code == 2 and err.startswith("error: --order=records: ") and err.count("\n") == 1
-        assert "removed in 0.4.0" in err and "README.md" in err
-
-
 def test_warns_if_validation_takes_much_of_a_small_source(tmp_path):
     """Suggest a --val_tokens that gives no warning."""
     source = write_jsonl(tmp_path / "a.jsonl", [f"document {n:04d}" for n in range(1000)])
@@ -677,28 +635,6 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
     assert manifest_of(out)["revision"] == REVISION
 
 
-HOPELESS = ON_THE_HUB.replace(
-    'lambda seconds: seconds >= 5 and print("slept", seconds)',
-    'lambda seconds, sleep=time.sleep: seconds >= 5 and print("sleeps", seconds) or sleep(300)',
-)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_WINDOWS, reason="Windows sends no process a signal that it could answer")
-def test_ctrl_c_ends_a_preparation_that_waits_for_the_hub(tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    source.mkdir()
-    pq.write_table(pa.table({"text": TEXTS * 3}), source / "a.parquet", row_group_size=50)
-    with serve_hub(source) as address:
-        Hub.allowed = {"small/a.parquet": 110}  # so that it fails in a window of the shuffle
-        process = from_hub(address, out, code=HOPELESS)
-        wait_for_line(process, "sleeps")
-        process.send_signal(signal.SIGINT)
-        code, _, err = finish(process)
-    assert code == 128 + signal.SIGINT
-    assert "stopped: the same command continues" in err
-
-
 @pytest.mark.parametrize(
     "flags, asked",
     [
@@ -790,43 +726,3 @@ def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatc
     assert dataset in last
     train = run("train.py", dataset, "--device=cpu", "--eval_only=True", "--n_layer=1", *SMALL)
     assert train.code == 0 and "data: my notes, " in train.out, train
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_writes_the_dataset_even_if_stdout_is_full(tmp_path):
-    """End with exit code 0 and nothing on stderr, even if stdout is a log file on a full disk."""
-    (tmp_path / "a.txt").write_text("a line\n" * 400)
-    code = "import runpy, sys; sys.stdout = sys.full = open('/dev/full', 'w')\n"
-    code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    words = [str(ROOT / "data/prepare_text.py"), f"{tmp_path}/a.txt", f"--out={tmp_path / 'out'}"]
-    result = finish(start("-c", code, *words))
-    assert (result.code, result.err) == (0, "")
-    assert len(stored(tmp_path / "out", "train")) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not os.path.exists("/proc/self/status"), reason="needs Linux's /proc for the peak of memory"
-)
-def test_a_document_of_50_megabytes_is_prepared_within_a_gigabyte_of_memory(vocabulary, tmp_path):
-    """Run the whole command, with ordinary documents around the long one."""
-    sentence = "the quick brown fox jumps over the lazy dog, "
-    count = 50_000_000 // len(sentence)
-    source = write_parquet(tmp_path / "a.parquet", ["before", sentence * count, "after"])
-    code = "import re, runpy, sys; sys.argv = sys.argv[1:]\n"
-    code += "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nfinally:\n"
-    code += "    print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])"
-    out = tmp_path / "out"
-    words = [str(ROOT / FINEWEB), f"--source={source}", f"--out={out}", "--val_tokens=1"]
-    # cold: torch, which a warm process holds, would count as memory
-    result = finish(start("-c", code, *words, cold=True))
-    assert result.code == 0, result.err
-    tokenizer = Tokenizer(dict(kind="gpt2"))
-    once, twice = (len(tokenizer.encode(sentence * n)) for n in (1, 2))
-    short = sum(len(tokenizer.encode(text)) for text in ("before", "after"))
-    # each repetition but the first begins with the space before it; three ends of text
-    total = once + (twice - once) * (count - 1) + short + 3
-    assert len(stored(out, "train")) + len(stored(out, "val")) == total
-    # not ru_maxrss, which begins with what the parent had in use
-    peak_bytes = int(result.out.split()[-1]) * 1024
-    assert peak_bytes < 1e9

@@ -4,7 +4,6 @@ people have. integration/test_samples.py samples whole runs.
 """
 
 import io
-import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,18 +184,6 @@ def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(made):
     with first_batch_raises(KeyboardInterrupt):
         result = run("sample.py", f"--out_dir={made}", *SHORT, "--start=a")
     assert result.code == 128 + signal.SIGINT
-
-
-def test_samples_use_a_runs_checkpoints_even_if_its_folder_holds_an_export(made, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(made, folder)
-    assert run("convert.py", "ckpt-to-hf", made, tmp_path / "hf").code == 0
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(tmp_path / "hf" / name, folder)
-    for name in ("best.pt", "ckpt-00000002.pt"):
-        result = run("sample.py", f"--out_dir={folder}", *SHORT)
-        assert result.code == 0 and f"{folder / name}, iteration 2" in result.err
-        (folder / name).unlink()
 
 
 def test_text_appears_token_by_token_but_only_in_whole_characters(capsys):

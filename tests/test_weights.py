@@ -3,7 +3,6 @@ Load other people's weights: which tokenizer belongs to them, names from wrapper
 another kind. transformers is the reference for tokenizers. test_convert.py tests convert.py.
 """
 
-import json
 import os
 import pickle
 import re
@@ -135,23 +134,6 @@ def test_warns_if_the_weights_tokenizer_changes_the_prompt(tmp_path):
     assert "reads it as '<unk>'" in result.err
 
 
-def test_an_export_with_more_rows_than_tokens_keeps_its_vocabulary(tmp_path):
-    random_gpt2(tmp_path, **SMALL, vocab_size=260)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= dict(tokenizer_spec=dict(kind="byte"))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    state = load_pretrained(str(tmp_path))
-    assert (state["vocab"], state["tokenizer"]) == (256, dict(kind="byte"))
-
-
-def test_a_config_json_without_model_type_is_read(tmp_path):
-    random_gpt2(tmp_path, **SMALL)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["model_type"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_pretrained(str(tmp_path))["model_config"]["n_embd"] == 8
-
-
 # -----------------------------------------------------------------------------
 # nanoGPT's checkpoints
 
@@ -280,11 +262,3 @@ def test_a_file_that_is_no_usable_checkpoint_is_refused_with_the_reason(name, wo
     (line,) = error.value.args
     assert str(tmp_path / name) in line
     assert re.search(words, line, re.DOTALL), line
-
-
-def test_a_meta_pkl_of_another_program_above_the_weights_is_ignored(tmp_path):
-    """Ignore data/meta.pkl in a parent folder, such as ~/data for weights in the hub's cache."""
-    random_gpt2(tmp_path / "cache" / "m", **SMALL, vocab_size=50257)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "meta.pkl").write_bytes(pickle.dumps([1, 2]))
-    assert load_pretrained(str(tmp_path / "cache" / "m"))["tokenizer"] == dict(kind="gpt2")

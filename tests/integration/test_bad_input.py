@@ -265,6 +265,7 @@ PREPARATION = [
     (f"{ROWS}=empty.jsonl", "empty.jsonl 0 more text"),
     (f"{ROWS}=lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
     (f"{ROWS}=good.jsonl --token=1M", "--token"),
+    (f"{ROWS}=good.jsonl --order=records", "--order=records removed README.md"),
 ]
 
 

@@ -42,12 +42,6 @@ def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tokens,
     assert checkpoint(out_dir, 4)["peak"]["tflops"] == pytest.approx(first["peak_tflops"])
 
 
-def test_peak_tflops_replaces_the_measured_peak(tokens, tmp_path):
-    train(**TINY, dataset=tokens, out_dir=tmp_path / "run", peak_tflops=2.5)
-    (start,) = records(tmp_path / "run", "start")
-    assert (start["peak_tflops"], start["peak_source"]) == (2.5, "peak_tflops")
-
-
 def test_console_and_log_begin_with_the_command_in_a_form_to_paste(tokens, tmp_path):
     out_dir, config = tmp_path / "a run", tmp_path / "mine.py"
     config.write_text(f"dataset = {str(tokens)!r}\n", "utf-8")
@@ -79,12 +73,16 @@ def test_a_run_ends_with_its_figures_one_per_line(tokens, tmp_path):
     keys = TINY | dict(peak_tflops=1e-6)
     result = trainer.launch(**keys, dataset=tokens, out_dir=out_dir)
     found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
+    (begun,) = records(out_dir, "start")
+    assert (begun["peak_tflops"], begun["peak_source"]) == (1e-6, "peak_tflops")
     (end,) = records(out_dir, "end")
     last = records(out_dir, "eval")[-1]
     assert float(found["val_loss"]) == pytest.approx(last["val_loss"], abs=1e-4)
     assert float(found["bits_per_byte"]) == pytest.approx(last["bits_per_byte"], abs=1e-4)
     assert int(found["tokens"]) == end["tokens"]
     assert float(found["epochs"]) == pytest.approx(end["tokens"] / 900, abs=0.01)
+    for tokens_before, epoch in column(out_dir, "step", "tokens", "epoch"):
+        assert epoch == pytest.approx(tokens_before / 900)
     assert float(found["hours_per_epoch"]) == pytest.approx(
         end["hours"] / end["tokens"] * 900, 0.01
     )

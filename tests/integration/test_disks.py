@@ -8,7 +8,6 @@ InProcessRun, fault_injection.py and mocks.
 """
 
 import errno
-import itertools
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import reference_gpt2
 import torch
 from cases import slow_but
 from fault_injection import fill, free, watched
@@ -42,7 +40,6 @@ from program import (
     start,
     train,
     wait_for_line,
-    write_tokens,
 )
 
 fcntl = pytest.importorskip("fcntl", reason="disks and signals of POSIX")
@@ -60,7 +57,6 @@ TINY = TINY_RUN | dict(
     warmup_iters=6,
 )
 FALLING = dict(learning_rate=0.01, warmup_iters=2)  # then the newest is the best
-REAL_LINK = os.link
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
@@ -111,25 +107,6 @@ def best_logged(out_dir: Path) -> int:
 
 # -----------------------------------------------------------------------------
 # Full disks
-
-
-def test_a_checkpoint_above_the_disks_file_size_limit_ends_the_run_with_one_line(tokens, tmp_path):
-    """
-    End at once, because waiting for room would not help. FAT32, for example, limits files to 4 GB.
-    """
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-    try:
-        result = run_tiny(tokens, tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert result.code == 1
-    (error,) = lines(result.err, "error: ")
-    end = r"takes no file of ([\d,]+) bytes; give another --out_dir"
-    found = re.search(rf"checkpoint 4 is not saved: .* {end}", error)
-    assert found and int(found[1].replace(",", "")) > 30_000
-    assert not leftovers(tmp_path / "run")
 
 
 def seems_empty():
@@ -216,23 +193,6 @@ def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
     assert_same_run(straight, disk / "run", 8)
 
 
-def test_an_exceeded_quota_that_is_reported_late_is_treated_as_a_full_disk(
-    tokens, straight, tmp_path
-):
-    """Raise the error when the folder is synced, after the file has its final name."""
-    refused = []
-
-    def sync(file):
-        if is_folder(file) and checkpoints(tmp_path / "run")[-1] == 8 and not refused:
-            refused.append(file)
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    with mock.patch("os.fsync", sync):
-        result = train_tiny(tokens, tmp_path / "run", InProcessRun(fake_clock=True))
-    assert lines(result.err, "warning: iter 8:")
-    assert_same_run(straight, tmp_path / "run", 8)
-
-
 def is_folder(file) -> bool:
     return isinstance(file, int) and stat.S_ISDIR(os.fstat(file).st_mode)
 
@@ -285,34 +245,6 @@ def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
     train_tiny(tokens, disk / "run", no_wait(), **options)
     assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert best_iter(disk / "run") == 4
-
-
-def test_log_records_kept_in_a_checkpoint_are_not_written_twice(tokens, make_disk, tmp_path):
-    """Save while the disk of metrics.jsonl is full, make room, and then crash the run."""
-    options = dict(max_iters=50, eval_interval=20, keep_checkpoints=3)
-    disk, out_dir, there = make_disk(1 << 20), tmp_path / "run", []
-    out_dir.mkdir()
-    (out_dir / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
-
-    def look():
-        there.append(39 in column(out_dir, "step", "iter"))
-
-    def look_and_free():
-        look()
-        free(disk)
-
-    def look_and_die():
-        look()
-        raise ValueError("as good as killed")
-
-    trainer = InProcessRun()
-    trainer.at["update", 2] = lambda: fill(disk)
-    trainer.at |= {("update", 42): look_and_free, ("update", 45): look_and_die}
-    assert run_tiny(tokens, out_dir, trainer, **options).code == 1
-    assert there == [False, True]
-    train_tiny(tokens, out_dir, **options, init_from="resume")
-    train_tiny(tokens, tmp_path / "straight", **options)
-    assert_same_run(tmp_path / "straight", out_dir, 50)
 
 
 def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tokens, straight, make_disk):
@@ -506,29 +438,6 @@ def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
     assert_same_run(tmp_path / "straight", out_dir, 12)
 
 
-def test_a_run_trains_up_to_the_damaged_tokens_of_a_shard(tmp_path):
-    """
-    Finish the earlier iterations, although the thread that reads ahead meets the damage sooner.
-    """
-    data = write_tokens(tmp_path / "tokens", [1200], [250])
-    options = dict(eval_tokens=16, eval_interval=10**6, seed=5)
-    *_, eleventh = itertools.islice(reference_gpt2.batches(data, TINY | options), 11)
-    ids = reference_gpt2.split(data, "train")
-    (place,) = (n for n in range(len(ids) - 16) if (ids[n : n + 17] == eleventh[0]).all())
-
-    def spoil():
-        with open(data / "train_000001.bin", "r+b") as file:
-            file.seek(1024 + 2 * (place + 8))
-            file.write(b"\xff\xff")
-
-    trainer = InProcessRun()
-    trainer.at["update", 1] = spoil
-    result = run_tiny(data, tmp_path / "run", trainer, **options | dict(max_iters=12))
-    assert result.code == 1
-    assert checkpoints(tmp_path / "run") == [10]
-    assert column(tmp_path / "run", "step", "iter") == [*range(10)]
-
-
 # -----------------------------------------------------------------------------
 # The folder, and who else is in it
 
@@ -591,51 +500,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_a_line_and_k
     assert "begins at 0" in line and "log.txt.1" in line
     assert (tmp_path / "run" / "log.txt.1").read_bytes() == log
     assert column(tmp_path / "run", "step", "iter") == [*range(8)]
-
-
-def test_a_run_is_refused_in_a_folder_that_may_be_written_but_not_listed(
-    straight, tokens, tmp_path
-):
-    """Do not take it for an empty folder, in which a new run would replace the checkpoints."""
-    out_dir = tmp_path / "run"
-    shutil.copytree(straight, out_dir)
-    before = contents(out_dir)
-
-    def denied(path="."):
-        if Path(path) == out_dir:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return listdir(path), scandir(path)
-
-    listdir, scandir = os.listdir, os.scandir
-    for init_from in ("auto", "scratch", "resume"):
-        with (
-            mock.patch("os.listdir", lambda path: denied(path)[0]),
-            mock.patch("os.scandir", lambda path: denied(path)[1]),
-        ):
-            result = run_tiny(tokens, out_dir, init_from=init_from)
-        assert (result.code, len(lines(result.err, "error:"))) == (2, 1)
-        assert str(out_dir) in result.err
-    assert contents(out_dir) == before
-
-
-def test_a_best_pt_that_cannot_be_linked_fails_no_save_and_is_linked_later(tokens, tmp_path):
-    """Keep the checkpoint with the lowest loss, iteration 4, until best.pt holds it."""
-    refusal = OSError(errno.EIO, "Input/output error")
-    trainer, kept = no_wait(), []
-    with mock.patch("os.link", side_effect=refusal) as link:
-        with mock.patch("shutil.copyfileobj", side_effect=refusal):
-
-            def mend():
-                kept.extend(checkpoints(tmp_path))
-                link.side_effect = REAL_LINK
-
-            trainer.at["update", 9] = mend
-            result = train_tiny(tokens, tmp_path, trainer, eval_interval=2, max_iters=10)
-    assert column(tmp_path, "checkpoint", "iter") == [2, 4, 6, 8, 10]
-    assert kept == [4, 6, 8]
-    assert checkpoints(tmp_path) == [4, 8, 10]
-    assert lines(result.err, "warning: best.pt: ")
-    assert best_iter(tmp_path) == best_logged(tmp_path) == 4
 
 
 def test_a_checkpoint_named_after_another_iteration_is_refused_with_its_right_name(
@@ -802,16 +666,6 @@ def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(
         assert not lines(train_tiny(tokens, disk / "run", **more).err, "warning:")
 
 
-def test_a_checkpoint_that_just_fits_is_saved(tokens, tmp_path):
-    """Count a weight with two names, such as the tied embedding, once when checking for room."""
-    wide = dict(pad_vocab_multiple=4096)  # a table that is larger than all else
-    train_tiny(tokens, tmp_path / "before", **wide)
-    size = (tmp_path / "before" / "ckpt-00000008.pt").stat().st_size
-    with mock.patch("shutil.disk_usage", lambda path: mock.Mock(free=size)):
-        train_tiny(tokens, tmp_path / "run", no_wait(), **wide)
-    assert column(tmp_path / "run", "checkpoint", "iter") == [4, 8]
-
-
 @pytest.mark.parametrize("other", slow_but(3, of=[3, None]))
 def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tokens, tmp_path):
     """Do not continue from an older one, which would silently lose iterations."""
@@ -823,22 +677,3 @@ def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, 
     before = contents(tmp_path)
     code, _, err = run_tiny(tokens, tmp_path, init_from="auto", max_iters=10)
     assert code == 2 and "another version" in err and contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("is_refused", slow_but(False, of=[False, True]))
-def test_a_save_on_a_mac_also_flushes_the_drives_cache(is_refused, tokens, straight, tmp_path):
-    """
-    Call fcntl with F_FULLFSYNC, because fsync leaves data in the drive's cache. Save even if the
-    disk refuses this call.
-    """
-    synced = []
-
-    def control(file, command):
-        synced.append((command, os.fstat(file.fileno()).st_size))
-        if is_refused:
-            raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    with mock.patch("fcntl.F_FULLFSYNC", 51, create=True), mock.patch("fcntl.fcntl", control):
-        train_tiny(tokens, tmp_path / "run")
-    assert (51, (tmp_path / "run" / "ckpt-00000008.pt").stat().st_size) in synced
-    assert_same_run(straight, tmp_path / "run", 8)

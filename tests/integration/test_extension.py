@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import slow_but
-from fault_injection import fill, free, watched, with_faults
+from fault_injection import watched, with_faults
 from program import (
     TINY_RUN,
     InProcessRun,
@@ -191,23 +191,6 @@ def test_an_unfinished_run_can_be_decayed_in_a_copy_and_then_continued(planned, 
     assert files(tmp_path / "night") == before
     launch(ranks, *flags(**keys))
     assert_same_run(longer, tmp_path / "night", 24)
-
-
-@pytest.mark.slow
-def test_a_run_is_extended_from_an_earlier_checkpoint_if_the_last_before_the_decay_was_not_saved(
-    tokens, make_disk, tmp_path
-):
-    disk = make_disk(1 << 20)
-    keys = NIGHT | dict(dataset=tokens, out_dir=disk / "run", keep_checkpoints=1)
-    train(**keys | dict(max_iters=24, out_dir=tmp_path / "planned"))
-    trainer = InProcessRun()
-    trainer.at["update", 6] = lambda: fill(disk)
-    trainer.at["update", 8] = lambda: free(disk)
-    assert trainer.launch(**keys).code == 0
-    assert checkpoints(disk / "run") == [12] and peak_iter(disk / "run") == 4
-    asked = launch(1, *flags(**keys))
-    launch(1, *flags(**keys | copy_for_longer(asked.out, disk / "run_24")))
-    assert_same_run(tmp_path / "planned", disk / "run_24", 24)
 
 
 def test_a_wsd_run_fits_on_a_disk_for_as_many_checkpoints_as_bench_plan_counts(

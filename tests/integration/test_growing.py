@@ -199,14 +199,3 @@ def test_where_there_is_no_prepared_folder_the_error_shows_the_two_commands(data
     out = prepare.split("--out=")[1]
     assert "prepare_fineweb.py" in prepare and f"--dataset={out} --stream=True" in train
     assert (f"--source={dataset}" in prepare) == (dataset != "nowhere")
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_only_on_the_same_text_and_in_the_same_order():
-    prepare()
-    keys = dict(dataset="finished", init_from="resume", max_iters=40)
-    train(**TINY | keys | dict(init_from="auto", max_iters=20), out_dir="out")
-    assert "stream: " in refusal(**keys | dict(stream=False))
-    arguments = flags(source=write_jsonl(Path("b.jsonl"), documents(40, seed=5)), out="b", **SIZES)
-    assert run("data/prepare_fineweb.py", *arguments).code == 0
-    assert "b is not what" in refusal(**keys | dict(dataset="b"))

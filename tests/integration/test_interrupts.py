@@ -3,16 +3,12 @@ Interrupt runs by signals, kills and errors, and damage their checkpoints. A res
 uninterrupted one, and the interrupted run's exit code and folder tell what happened.
 """
 
-import errno
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 from cases import slow_but
@@ -20,7 +16,6 @@ from fault_injection import watched
 from program import (
     EVAL,
     FAST,
-    ROOT,
     TINY_RUN,
     InProcessRun,
     assert_same_run,
@@ -36,7 +31,6 @@ from program import (
     same,
     sigterm,
     start,
-    started,
     train,
     wait_for_line,
     write_tokens,
@@ -202,17 +196,6 @@ def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny,
             assert column(tmp_path / "cut", kind, name) == expected
 
 
-@pytest.mark.slow
-def test_a_stopped_and_resumed_run_in_order_equals_an_uninterrupted_one(tiny, tmp_path):
-    keys = tiny | dict(stream=True, dropout=0.2)
-    train(**keys, out_dir=tmp_path / "unbroken")
-    trainer = InProcessRun()
-    trainer.at["iteration", 6] = sigterm
-    assert trainer.launch(**keys, out_dir=tmp_path / "stopped").code == 143
-    assert trainer.launch(**keys, out_dir=tmp_path / "stopped", init_from="auto").code == 0
-    assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", 12)
-
-
 def test_a_run_saved_before_its_first_iteration_resumes(tiny, unbroken, tmp_path):
     """Resume from a checkpoint with initial weights and no optimizer state."""
     keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
@@ -301,16 +284,6 @@ def test_best_pt_starts_anew_if_a_resume_evaluates_on_other_tokens(key, tiny, tm
     assert same(torch.load(kept), checkpoint(tmp_path, number))
     later = {number: losses[number] for number in (16, 20, 24)}
     assert best(tmp_path)["progress"]["iter_num"] == min(later, key=later.get)
-
-
-def test_a_resume_warns_if_the_disk_has_no_room_for_the_old_best_pt(tiny, tmp_path):
-    """Train on, as at any save on a full disk."""
-    train(**tiny, out_dir=tmp_path)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch("training.checkpoint.link", side_effect=full):
-        result = train(**tiny | dict(eval_tokens=64) | WORSE, out_dir=tmp_path)
-    assert f"{tmp_path / 'best.pt'}: the next best one will replace it (No space" in result.err
-    assert not [*tmp_path.glob("best-*.pt")]
 
 
 def test_best_pt_survives_resumes_with_another_batch_size(tiny, tmp_path):
@@ -447,21 +420,6 @@ def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
     assert_same_run(unbroken, tmp_path, 12)
 
 
-@pytest.mark.parametrize("scale, perplexity", [(1e4, None), (1.0, pytest.approx(128, rel=0.1))])
-def test_a_perplexity_is_logged_unless_it_would_overflow(scale, perplexity, tiny, tmp_path):
-    """Log the loss in either case. Above 710, its exponential overflows a float."""
-    train(**tiny | dict(max_iters=0, tie_weights=False), out_dir=tmp_path / "first")
-    state = checkpoint(tmp_path / "first", 0)
-    state["model"]["lm_head.weight"] *= scale
-    torch.save(state, tmp_path / "scaled.pt")
-    keys = dict(init_from=tmp_path / "scaled.pt", max_iters=0, out_dir=tmp_path / "run")
-    train(**tiny | keys)
-    (record,) = records(tmp_path / "run", "eval")
-    assert (record["val_loss"] > 710) == (scale > 1)
-    assert record["perplexity"] == perplexity
-    assert record["bits_per_byte"] > 0
-
-
 SKIPPED = {
     "19": (range(3, 22), 0),
     "20": (range(3, 23), 1),
@@ -502,29 +460,6 @@ def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, tmp
     trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
     assert trainer.launch(**tiny, out_dir=tmp_path).code == 0
     assert checkpoints(tmp_path)[-1] == 12
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("unshare"), reason="needs Linux's namespaces")
-def test_a_signal_ends_the_first_process_of_a_container_before_the_loop():
-    """Send it during the imports. Without a handler, the system would not end this process."""
-    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-X", "importtime"]
-    outer = subprocess.Popen(
-        [*command, "train.py", "config/quickstart.py"],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    started.append(outer)
-    for line in outer.stderr:
-        if "torch" in line:
-            break
-    else:
-        pytest.skip("needs to be root")
-    (process,) = psutil.Process(outer.pid).children()
-    process.terminate()
-    assert finish(outer, timeout=60).code == 143
 
 
 @needs_signals
@@ -575,31 +510,6 @@ def test_a_stop_sent_as_two_signals_still_saves(sender, tiny, tmp_path):
     assert checkpoints(tmp_path) == [3]
 
 
-@needs_signals
-@pytest.mark.slow
-def test_a_cpu_limit_lets_a_slow_save_finish_although_sigxcpu_repeats(tiny, tmp_path):
-    """Reach the limit, after which the kernel sends SIGXCPU every second, also during the save."""
-    limited = """
-        if n == 1:
-            import resource, torch
-            save = torch.save
-            def slow(*arguments):
-                end = time.process_time() + 1.2
-                while time.process_time() < end:
-                    pass
-                save(*arguments)
-            torch.save = slow
-            limit = int(time.process_time()) + 1
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-    """
-    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
-    result = finish(start_watched(limited, **keys))
-    assert result.code == 152
-    (end,) = records(tmp_path, "end")
-    assert end["reason"] == "SIGXCPU"
-    assert checkpoints(tmp_path) == [end["iters"]]
-
-
 @pytest.mark.skipif(not hasattr(os, "login_tty"), reason="needs pseudo-terminals")
 def test_a_run_saves_and_ends_if_its_terminal_is_closed(tiny, tmp_path):
     """Save even though every further line printed to the terminal fails."""
@@ -641,21 +551,6 @@ def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(conso
     assert len(lines) == end["iters"] == checkpoints(tmp_path)[-1]
     os.close(its_end)
     os.close(terminal)
-
-
-def test_prints_where_no_pipe_can_be_opened_without_blocking(tmp_path):
-    """Windows has no O_NONBLOCK."""
-    code = """
-import os, sys
-sys.platform = "win32"
-del os.O_NONBLOCK, os.O_NOCTTY
-from common.console import keep_transcript, say
-keep_transcript(open(sys.argv[1], "w"))
-say("a line")
-"""
-    command = [sys.executable, "-c", code, tmp_path / "log.txt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("a line\n", "")
 
 
 @needs_signals

@@ -40,8 +40,6 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from data.loader import Batches
-
 T = 16  # context
 V = 61  # vocabulary; padded to 128
 TRAIN = [700, 37, 500]  # tokens of the shards: 77 windows, of which 12 iterations take 144
@@ -289,25 +287,6 @@ def test_a_run_iterates_evaluates_and_saves_at_the_expected_iterations(kind, tok
     assert column(tmp_path, "checkpoint", "iter") == expected["saves"]
     losses = column(tmp_path, "eval", "val_loss")
     assert (losses == sorted(losses, reverse=True)) == (kind != "the best alone")
-
-
-@pytest.mark.parametrize("grad_clip", slow_but(0.01, of=[0.01, 1e9, 0]))
-def test_gradients_are_clipped_to_a_norm_of_grad_clip(grad_clip, tokens, tmp_path):
-    """Replace AdamW by plain gradient descent, which moves the weights by the clipped gradient."""
-    config = BASE | dict(grad_clip=grad_clip, lr_schedule="constant", learning_rate=1.0)
-    config |= dict(warmup_iters=0, weight_decay=0.0, dataset=tokens)
-    train(**config | dict(max_iters=0), out_dir=tmp_path / "before")
-    descent = mock.patch("torch.optim.AdamW", lambda groups, fused: torch.optim.SGD(groups))
-    with descent:
-        train(**config | dict(max_iters=1), out_dir=tmp_path / "after")
-    before, after = (
-        reference_gpt2.weights(checkpoint(tmp_path / name, it)["model"])
-        for name, it in (("before", 0), ("after", 1))
-    )
-    moved = math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in before))
-    [norm] = column(tmp_path / "after", "step", "grad_norm")  # before clipping
-    assert norm > 0.1
-    assert moved == pytest.approx(min(norm, grad_clip or norm), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -590,38 +569,6 @@ def test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_
     evaluations = column(tmp_path, "eval", "seconds")
     assert evaluations == pytest.approx([spent["evaluation"] / 4] * 4)
     assert column(tmp_path, "checkpoint", "seconds") == pytest.approx([1.0] * 3)
-
-
-def test_tokens_speed_and_epochs_count_the_batches_really_trained_on(tokens, tmp_path):
-    """Double the micro-batches from iteration 10 on, and resume the run."""
-    out_dir = tmp_path / "run"
-    keys = BASE | dict(peak_tflops=PEAK_TFLOPS, dataset=tokens, out_dir=out_dir)
-    take = Batches.take
-
-    def doubled(self, count):
-        is_late = self.consumed >= 10 * TOKENS // T
-        return take(self, 2 * count if is_late else count)
-
-    with mock.patch.object(Batches, "take", doubled):
-        out = train(**keys).out
-        out += train(**keys | dict(max_iters=14, init_from="resume")).out
-
-    sizes = [TOKENS] * 10 + [2 * TOKENS] * 4
-    positions = [sum(sizes[:it]) for it in range(14)]
-    assert column(out_dir, "step", "tokens") == positions
-    assert_speeds(out_dir, sizes)
-    printed = re.findall(r"^iter .* tokens ([^\s,]+)", out, re.MULTILINE)
-    lines = [*zip(printed, column(out_dir, "step", "epoch"), strict=True)]
-    for (count, epoch), position in zip(lines, positions, strict=True):
-        assert float(epoch) == pytest.approx(position / sum(TRAIN), abs=0.005)  # two decimals
-        assert number(count) == pytest.approx(position, rel=0.005)  # three digits
-    progress = checkpoint(out_dir, 14)["progress"]
-    assert (progress["tokens"], progress["sequences"]) == (sum(sizes), sum(sizes) // T)
-
-
-def number(count: str) -> float:
-    """Convert 1.15k to 1150."""
-    return float(count.replace("k", "e3"))
 
 
 # -----------------------------------------------------------------------------

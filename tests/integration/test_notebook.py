@@ -35,12 +35,6 @@ def test_the_notebook_is_stored_without_outputs():
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-def test_the_notebook_installs_without_constraints_txt():
-    """Keep the installed torch: the pinned one takes 3 GB and may not fit the GPU's driver."""
-    installs = [command for command in shell_commands() if command[0] == "pip"]
-    assert installs and not [words for words in installs if "constraints.txt" in words]
-
-
 def test_the_notebook_states_the_minutes_that_bench_plan_computes():
     """Plan the notebook's training command on a T4. It also fits in 8 GiB of GPU memory."""
     command = next(c for c in shell_commands() if "config/fast40m_4070.py" in c)
@@ -187,24 +181,6 @@ def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, monkeyp
     (by_path,) = edit([own], BOOK=str(fresh_folder / "a book.txt"))
     trained, _ = run_cells(["import os", by_path])
     assert "iterations are done" in trained and len([*(clone / "out").iterdir()]) == 1
-
-
-@pytest.mark.slow
-def test_the_notebook_trains_a_new_model_if_a_text_of_the_same_name_changed(
-    fresh_folder, monkeypatch
-):
-    """Also change the encoding of the text, and set it in TEXT_FLAGS."""
-    monkeypatch.setenv("BOOK_FLAGS", TINY)
-    cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"))
-    install, _, own = cells
-    write_book(fresh_folder / "book.txt")
-    run_cells([install, own])
-    book = fresh_folder / "book.txt"
-    book.write_bytes((book.read_text("utf-8") + "é" * 4000).encode("cp1252", errors="replace"))
-    (own,) = edit([own], TEXT_FLAGS="--encoding=cp1252")
-    _, trained, _ = run_cells(["import os", own])
-    assert "end: max_iters after 4 iterations" in trained
-    assert len([*(fresh_folder / "nightshift" / "out").iterdir()]) == 2
 
 
 @pytest.mark.slow

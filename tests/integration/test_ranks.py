@@ -24,7 +24,6 @@ import psutil
 import pytest
 import torch
 from cases import slow_but
-from documents import GrowingFolder
 from fault_injection import watched
 from program import (
     FAST,
@@ -73,7 +72,6 @@ TINY = TINY_RUN | dict(
     eval_interval=6,
     eval_tokens=320,
 )
-FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
 @pytest.fixture
@@ -255,16 +253,6 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks(row, tokens, world):
     for word in words.split():
         assert word in line
     assert sorted(world.rglob("*.pt")) == saved
-
-
-@pytest.mark.slow
-def test_a_resume_ends_in_one_line_on_a_machine_without_the_shared_out_dir(tokens, world):
-    arguments = flags(**TINY | dict(dataset=tokens, out_dir="old", init_from="resume"))
-    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=APART), cwd=world))
-    assert [result.code for result in results] == [1, 2], results
-    assert error_lines(results[1].err) == ["error: old/ckpt-00000002.pt: No such file or directory"]
-    (line,) = error_lines(results[0].err)
-    assert "another rank is gone" in line
 
 
 @pytest.mark.parametrize("n", slow_but(2, of=[1, 2]))
@@ -575,14 +563,6 @@ def test_restarted_ranks_resume_from_the_checkpoint(tiny, alone, tmp_path):
 # A folder that grows
 
 
-def wait_for_waiting(ranks: list) -> None:
-    """Read the first rank's console up to the line that says for how many tokens it is waiting."""
-    for line in ranks[0].stdout:
-        if "waiting for" in line:
-            return
-    raise AssertionError(finish_ranks(ranks))
-
-
 def wait_for_record(out_dir: Path, count: int, process) -> None:
     """Wait until metrics.jsonl has this many lines."""
     deadline = time.monotonic() + 120
@@ -590,52 +570,6 @@ def wait_for_record(out_dir: Path, count: int, process) -> None:
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
         time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_two_ranks_on_a_growing_folder_train_like_one_on_the_finished_folder(tokens, tmp_path):
-    """Let both wait for each of the shards."""
-    keys = TINY | dict(stream=True)
-    train(**keys, dataset=tokens, out_dir=tmp_path / "alone")
-    growing = GrowingFolder(tokens, tmp_path / "growing")
-    words = flags(**keys, dataset=tmp_path / "growing", out_dir=tmp_path / "run")
-    ranks = start_ranks(2, *words)
-    while growing.left:
-        wait_for_waiting(ranks)
-        growing.add()
-    wait_for_waiting(ranks)
-    growing.finish()
-    results = finish_ranks(ranks)
-    assert [result.code for result in results] == [0, 0], results
-    for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
-        expected = pytest.approx(column(tmp_path / "alone", kind, name), abs=1e-6)
-        assert column(tmp_path / "run", kind, name) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ["a signal", "the preparation's end", "a rank's death"])
-def test_all_ranks_end_while_they_wait_for_a_growing_folder(ending, tokens, tmp_path):
-    growing = GrowingFolder(tokens, tmp_path / "growing")
-    words = flags(**TINY, stream=True, dataset=tmp_path / "growing", out_dir=tmp_path / "run")
-    ranks = start_ranks(2, *words)
-    wait_for_waiting(ranks)
-    time.sleep(1)  # they train on what they have read
-    if ending == "a signal":
-        ranks[1].send_signal(signal.SIGTERM)
-    elif ending == "a rank's death":
-        ranks[1].kill()
-    else:
-        growing.release()
-    results = finish_ranks(ranks)
-    errors = error_lines(*(result.err for result in results))
-    if ending == "a signal":
-        assert [result.code for result in results] == [143, 143] and not errors, results
-    else:
-        assert {result.code for result in results} <= {1, -signal.SIGKILL}
-        (line,) = {*errors}  # each rank may notice that the preparation has ended
-        assert ("another rank" if "rank" in ending else "its preparation has ended") in line
-    if ending != "a rank's death":
-        assert checkpoints(tmp_path / "run")[-1] > 1
 
 
 # -----------------------------------------------------------------------------
@@ -675,21 +609,6 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, alone, tmp_p
     text = log.read_text()
     assert text.count("\niter 9:") == text.count(f"checkpoint {end['iters']}: ") == 1  # one voice
     assert_same_numbers(alone, tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS_OUT)
-def test_ranks_of_torchrun_end_without_a_warning_about_their_process_group(way, tiny, tmp_path):
-    script, arguments, code = way_out(way, tiny)
-    program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script[1]}"
-    (tmp_path / "watched.py").write_text(program)
-    log = tmp_path / "log"
-    process = start_torchrun(2, log, "--standalone", str(tmp_path / "watched.py"), *arguments)
-    assert process.wait(timeout=120) == (code and 1)
-    text = log.read_text()
-    assert "destroy_process_group" not in text
-    # after an error torchrun may end the second rank before it has left
-    assert text.count("has left False") in ((1, 2) if code else (2,)), text
 
 
 @pytest.mark.slow

@@ -10,12 +10,9 @@ import sys
 import pytest
 from char_dataset import SHORT_RUN
 from program import (
-    FAST,
     ROOT,
     assert_same_run,
-    checkpoint,
     checkpoints,
-    column,
     finish,
     flags,
     run,
@@ -207,44 +204,6 @@ def test_on_windows_ctrl_c_saves_a_run_and_a_second_run_in_its_folder_is_refused
     code, out, err = finish(process)
     assert code == 130 and "stopping after this iteration" in err
     assert f"checkpoint {checkpoints(tmp_path / 'my run')[-1]}: " in out
-
-
-HELD = """
-save, held = torch.save, []
-
-def hold(*arguments):  # to the end: somebody's own program; not what best.pt is a name of
-    save(*arguments)
-    if os.path.exists("my run/ckpt-00000005.pt") and not held:
-        held.append(open("my run/ckpt-00000005.pt", "rb"))
-
-torch.save = hold
-sys.exit(run("train", *sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-@simulated
-def test_on_windows_a_run_keeps_saving_while_another_program_has_a_checkpoint_open(
-    started, tmp_path
-):
-    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
-    keys = SMALL | dict(checkpoint_interval=1, keep_checkpoints=1)
-    code, _, err = finish(started(HELD, *flags(**keys)))
-    assert code == 0 and column(tmp_path / "my run", "checkpoint", "iter") == [*range(1, 9)]
-    assert checkpoint(tmp_path / "my run", 8)["progress"]["best_iter"] == 8
-    warnings = err.splitlines()
-    assert warnings and all("ckpt-00000005.pt: cannot be deleted now" in w for w in warnings)
-
-
-@pytest.mark.slow
-@simulated
-def test_the_fast_recipe_trains_in_order_and_resumes_on_windows(started, tmp_path):
-    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
-    keys = SHORT_RUN | FAST | dict(dataset="tokens", stream=True, out_dir="out")
-    for more in ({}, dict(init_from="resume", max_iters=12)):
-        result = finish(started(RUN, *flags(**keys | more)))
-        assert result.code == 0, result.err
-    assert checkpoints(tmp_path / "out")[-1] == 12
 
 
 # -----------------------------------------------------------------------------
