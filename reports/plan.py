@@ -339,7 +339,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         c = fit_into_hours(config, hours, seconds, checkpoint_gb) if hours else config
         runs.append(time_run(c, seconds, checkpoint_gb))
     times, fastest, slowest = runs
-    hours_total = times["hours_total"]
+    hours_total = min(times["hours_total"], hours or math.inf)  # intervals are rounded
     ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
     tokens, rate = times["total_tokens"], times["tokens_per_sec"]
 
