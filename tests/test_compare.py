@@ -982,16 +982,17 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_p
 
 def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tmp_path):
     """
-    Average 40 losses, 5, 3, 5, 3, ..., with up to three on either side: none for the first four,
-    one for the next four, all three from the thirteenth.
+    Average 40 losses, 5, 3, 5, 3, ..., with up to two on either side: none for the first four, one
+    for the next four. Of 19 losses, average none.
     """
     raw, mean, *_ = drawn(write_run(tmp_path / "a", {0: 8.0, 40: 4.0}))
     assert [*raw[1]] == [5, 3] * 20
     assert [*mean[0]] == [*raw[0]]
     assert [*mean[1][:6]] == pytest.approx([5, 3, 5, 3, 11 / 3, 13 / 3])
-    # of seven losses, three are 5; or of the last four, two
-    assert mean[1][12] == pytest.approx((4 * 3 + 3 * 5) / 7)
-    assert mean[1][39] == pytest.approx(4)
+    assert mean[1][12] == pytest.approx((3 * 5 + 2 * 3) / 5)
+    assert mean[1][39] == pytest.approx((2 * 3 + 5) / 3)
+    raw, mean, *_ = drawn(write_run(tmp_path / "short", {0: 8.0, 19: 4.0}))
+    assert [*mean[1]] == [*raw[1]] and len(raw[1]) == 19
 
 
 def test_draws_the_seeds_of_one_side_in_one_colour(tmp_path):
