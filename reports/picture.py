@@ -80,7 +80,7 @@ def draw(figure, groups: list[list[Run]]) -> None:
     finish(panels["losses"], "tokens", "loss, nats per token")
     if len(shown := np.concatenate(settled)):
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
-    how = "markers: val loss; lines: train loss, smoothed; pale: train loss as logged"
+    how = "markers: val loss; lines: train loss, smoothed from 20 points on; pale: as logged"
     panels["losses"].set_title(how, fontsize=9, loc="left")
     if band:
         finish(panels["right"], "tokens", "val loss minus the band's mean")
@@ -113,10 +113,10 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def smooth(losses: np.ndarray) -> np.ndarray:
     """
-    Average each loss with its neighbours, up to a twentieth of the run on either side. Near the
-    start, where losses fall fast, fewer are averaged.
+    Average each loss with its neighbours, up to a twentieth of the run on either side: none of
+    fewer than 20 losses. Near the start, where losses fall fast, fewer are averaged.
     """
-    most = len(losses) // 20 + 1
+    most = len(losses) // 20
     reach = [min(i // 4, most) for i in range(len(losses))]
     return np.array([losses[i - n : i + n + 1].mean() for i, n in enumerate(reach)])
 

@@ -339,8 +339,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         c = fit_into_hours(config, hours, seconds, checkpoint_gb) if hours else config
         runs.append(time_run(c, seconds, checkpoint_gb))
     times, fastest, slowest = runs
-    hours_total = times["hours_total"]
-    minutes = 60 * min(hours_total, hours or math.inf)  # the estimate may be seconds over the hours
+    hours_total = min(times["hours_total"], hours or math.inf)  # intervals are rounded
     ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
     tokens, rate = times["total_tokens"], times["tokens_per_sec"]
 
@@ -374,7 +373,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         hours_range=[fastest["hours"], slowest["hours"]],
         ends=f"{ends:%Y-%m-%d %H:%M}",
         max_minutes=config.max_minutes,
-        launches=math.ceil(minutes / (config.max_minutes or math.inf)) or 1,
+        launches=math.ceil(60 * hours_total / (config.max_minutes or math.inf)) or 1,
         **memory_figures(config, model, card, n),
         checkpoint_gb=checkpoint_gb,
         checkpoints_kept=kept,

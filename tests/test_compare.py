@@ -903,6 +903,21 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_p
     assert [*rate[1]] == [0.1] * 10
 
 
+def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tmp_path):
+    """
+    Average 40 losses, 5, 3, 5, 3, ..., with up to two on either side: none for the first four, one
+    for the next four. Of 19 losses, average none.
+    """
+    raw, mean, *_ = drawn(write_run(tmp_path / "a", {0: 8.0, 40: 4.0}))
+    assert [*raw[1]] == [5, 3] * 20
+    assert [*mean[0]] == [*raw[0]]
+    assert [*mean[1][:6]] == pytest.approx([5, 3, 5, 3, 11 / 3, 13 / 3])
+    assert mean[1][12] == pytest.approx((3 * 5 + 2 * 3) / 5)
+    assert mean[1][39] == pytest.approx((2 * 3 + 5) / 3)
+    raw, mean, *_ = drawn(write_run(tmp_path / "short", {0: 8.0, 19: 4.0}))
+    assert [*mean[1]] == [*raw[1]] and len(raw[1]) == 19
+
+
 @pytest.mark.parametrize(
     "line", [dict(kind="eval", iter=0, val_loss=3), dict(kind="step", iter=0, loss=math.nan)]
 )

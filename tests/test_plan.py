@@ -405,7 +405,9 @@ def test_max_minutes_shows_how_many_launches_a_run_takes():
         p = plan("gpt124m_4070", *flags, f"--max_minutes={minutes}")
         assert p["launches"] == launches  # 167 minutes, and checkpoints
         assert ("launches" in p["out"]) is (launches > 1)
-    assert plan("gpt124m_4070", "--gpu=4070", "--hours=10", "--max_minutes=300")["launches"] == 2
+    for hours, minutes, launches in ((10, 300, 2), (16, 480, 2), (8, 480, 1), (10, 299, 3)):
+        p = plan("gpt124m_4070", "--gpu=4070", f"--hours={hours}", f"--max_minutes={minutes}")
+        assert p["launches"] == launches
 
 
 # the run's settings as flags of plan, and its MFU as a share of a compiled run's

@@ -5,6 +5,7 @@ uninterrupted one, and the interrupted run's exit code and folder tell what happ
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from unittest import mock
@@ -16,6 +17,7 @@ from fault_injection import watched
 from program import (
     EVAL,
     FAST,
+    ROOT,
     TINY_RUN,
     InProcessRun,
     assert_same_run,

@@ -38,7 +38,7 @@ def test_the_notebook_is_stored_without_outputs():
 def test_the_notebook_states_the_minutes_that_bench_plan_computes():
     """Plan the notebook's training command on a T4. It also fits in 8 GiB of GPU memory."""
     command = next(c for c in shell_commands() if "config/fast40m_4070.py" in c)
-    flags = [w for w in command[3:] if not w.startswith(("--dataset", "$", "--out", "--max_min"))]
+    flags = [w for w in command[3:] if not w.startswith(("--dataset", "--out", "--max_min"))]
     p = plan("fast40m_4070", *flags, "--gpu=T4", "--dataset_tokens=100M")
     text = "".join("".join(cell["source"]) for cell in ALL_CELLS)
     (minutes,) = re.findall(r"(\d+) minutes by `bench.py plan`", text)
@@ -123,26 +123,31 @@ def edit(cells: list[str], **lines: str) -> list[str]:
     return cells
 
 
-def run_cells(cells: list[str]) -> list[str]:
+def run_cells(cells: list[str], **flags: str) -> list[str]:
     """
     Run the cells as one program and return what each of their shell commands printed. No command
-    may fail.
+    may fail. `flags` are added to the commands that contain their name.
     """
     outputs = []
     names = dict(run_command=run_command, outputs=outputs)
+
+    def call(match: re.Match) -> str:
+        added = " ".join(["", *(more for name, more in flags.items() if name in match[2])])
+        return f"{match[1]}run_command(r'''{match[2]}{added}''', outputs)"
+
     for source in cells:
-        exec(SHELL.sub(r"\1run_command(r'''\2''', outputs)", source), names)
+        exec(SHELL.sub(call, source), names)
     return outputs
 
 
 @pytest.fixture
 def fresh_folder(tmp_path, monkeypatch):
     """
-    Change to an empty folder. Give pip no package index, the quickstart a tiny model, and the cells
-    none of the variables that they set.
+    Change to an empty folder. Give pip no package index, and the cells none of the variables that
+    they set.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    names = dict(QUICK_FLAGS=TINY, PATH=path, PIP_NO_INDEX="1", OMP_NUM_THREADS="1")
+    names = dict(PATH=path, PIP_NO_INDEX="1", OMP_NUM_THREADS="1")
     for name in "REPOSITORY BOOK TEXT TEXT_FLAGS OWN ITERS OUT".split():  # which the cells set
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -157,18 +162,18 @@ def write_book(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, monkeypatch, capsys):
+def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, capsys):
     """
     Train with the config that prepare_text.py writes for the text, for 11 seconds instead of nine
     minutes. Naming the text by its full path finds the same run.
     """
-    monkeypatch.setenv("BOOK_FLAGS", "--hours=0.003 --device=cpu --sample_tokens=8")
+    flags = "--hours=0.003 --device=cpu --sample_tokens=8"
     cells = edit(CELLS[:3], REPOSITORY=commit_tree(fresh_folder / "source"), BOOK="a book.txt")
     install, _, own = cells
     assert len(run_cells([install, own])) == 2  # git and pip
     assert "There is no a book.txt yet" in capsys.readouterr().out
     write_book(fresh_folder / "a book.txt")  # beside the clone, as on Colab
-    prepared, trained, samples = run_cells(["import os", own])
+    prepared, trained, samples = run_cells(["import os", own], ITERS=flags)
     assert "tokens for training" in prepared and "end: the schedule is complete" in trained
     assert samples.count("The ") >= 2
     clone = fresh_folder / "nightshift"
@@ -179,7 +184,7 @@ def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, monkeyp
     assert "--hours=0.15 " in own
     # by its whole path it is the same text
     (by_path,) = edit([own], BOOK=str(fresh_folder / "a book.txt"))
-    trained, _ = run_cells(["import os", by_path])
+    trained, _ = run_cells(["import os", by_path], ITERS=flags)
     assert "iterations are done" in trained and len([*(clone / "out").iterdir()]) == 1
 
 
@@ -196,19 +201,20 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     parquet = write_parquet(fresh_folder / "fineweb.parquet", documents(300))
     write_book(fresh_folder / "book.txt")
     flags = dict(
-        BOOK_FLAGS=TINY,
-        DATA_FLAGS=f"--source={parquet} --tokens=4000 --val_tokens=600 --workers=1",
-        TRAIN_FLAGS=f"{TINY} --tokens_per_iter=256",
+        quickstart=TINY,
+        ITERS=TINY,
+        prepare_fineweb=f"--source={parquet} --tokens=4000 --val_tokens=600 --workers=1",
+        fast40m=f"{TINY} --tokens_per_iter=256",
     )
-    for name, value in flags.items():
-        monkeypatch.setenv(name, value)
     pictures = []
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=pictures.append))
 
     cells = edit(CELLS, REPOSITORY=commit_tree(fresh_folder / "source"))
-    _, _, quickstart, book, read, wrote, prepared, trained, figures, samples = run_cells(cells)
+    _, _, quickstart, book, read, wrote, prepared, trained, figures, samples = run_cells(
+        cells, **flags
+    )
     clone = fresh_folder / "nightshift"
     assert Path.cwd() == clone
     assert "end: max_iters after 4 iterations" in quickstart
@@ -223,7 +229,7 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     assert [(clone / name).read_bytes()[:4] for name in pictures] == [b"\x89PNG"]
     assert samples.count("The sun is") == 3
     # once more, as somebody does whose browser was closed: nothing is lost and nothing fails
-    _, quickstart, read, _, prepared, trained = run_cells(cells[:5])
+    _, quickstart, read, _, prepared, trained = run_cells(cells[:5], **flags)
     assert all("all 4 iterations are done" in out for out in (quickstart, read))
     assert "nothing to do" in prepared
     assert "all 4 iterations are done" in trained
