@@ -176,7 +176,7 @@ def begin_or_continue(plan: Plan) -> dict:
     if manifest["complete"] and not (manifest.get("next") and has_room):
         say(f"{folder}: complete, nothing to do")
     elif manifest["complete"]:
-        say(f"{folder}: adding tokens; runs that began with fewer cannot be resumed on it")
+        say(f"{folder}: adding tokens; runs that started on the smaller dataset cannot be resumed")
         manifest["complete"] = False
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")

@@ -544,7 +544,7 @@ def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
     return [
         *table_lines(rows),
         "mfu: see docs/plan.md; batch_size: the largest that fits, estimated",
-        "another GPU: give its pace, --iter_seconds=S",
+        "for any other GPU, give its pace: --iter_seconds=S",
     ]
 
 

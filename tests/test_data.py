@@ -298,7 +298,7 @@ def test_refuses_int32_tokens_even_if_a_space_may_follow_each_word(tmp_path):
     ids = np.tile(WORD_IDS, 9)
     files = {"train.bin": ids.astype("<i4").tobytes(), "val.bin": ids.astype("<u2").tobytes()}
     write_files(tmp_path, files | {"meta.pkl": meta})
-    with pytest.raises(RunError, match="train.bin: every second token is near 0"):
+    with pytest.raises(RunError, match="train.bin: every second value is near 0"):
         open_dataset(str(tmp_path))
 
 

@@ -84,7 +84,7 @@ ROWS = {
     "5090-fast": Row("5090", "fast124m_4090", whole=True),
 }
 
-# What a compiled kernel is for, by the first of these whose words are in its name
+# What a compiled kernel is for: the first entry with a word that occurs in the kernel's name
 KINDS = {
     "cross-entropy": ["log_softmax", "nll_loss"],
     "sines": ["_sin_"],
@@ -152,7 +152,7 @@ def fingerprint(row: Row) -> str:
 
 
 def run_row(name: str, python: Path, folder: Path, nanogpt: Path | None) -> dict | None:
-    """The row's figures, from a process of its own. None where it failed: its log tells."""
+    """Measure a row in its own process. Returns its figures, or None if that failed: see the log."""
     began, log, figures = time.time(), folder / f"{name}.log", folder / "figures.json"
     figures.unlink(missing_ok=True)
     command = [python, "-X", "faulthandler", __file__, name, f"--figures={figures}"]
