@@ -282,8 +282,8 @@ def as_document(text: object) -> str | None:
 
 def decode(content: bytes, given: str | None) -> str:
     """
-    Decode a text: as UTF-16 if it begins with that byte-order mark, else as UTF-8, and only if it
-    is neither in the `given` encoding. Raises UserError if it is not text.
+    Decode a text as UTF-16 if it begins with a UTF-16 byte-order mark, else as UTF-8. If that
+    fails, use the `given` encoding. Raises UserError if it is not text.
     """
     problem = ""
     unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"

@@ -78,7 +78,7 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     if STEP.search(text) and any(map(math.isnan, pauses)):
         warnings.append(
             f"{path}: the time of evaluations and checkpoints is unknown, because the log lacks "
-            "iterations with them or without them; `time` is n/a or does not include them"
+            "iterations either with or without them; `time` is n/a or leaves them out"
         )
     return [start, *records], warnings
 

@@ -132,13 +132,15 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
     empty and half files, with which every later one would fail, or train without the CPU's vector
     instructions.
 
-    A process that compiles holds the lock of a marker in its folder. A marker that nobody holds is
-    that of a process which was killed, lost its power or failed. Returns the marker, or None if the
-    folder takes no files, and whether the folder has been used before.
+    A process that compiles locks a marker in its folder. An unlocked marker was left behind by a
+    process that was killed, lost its power or failed. Returns the marker, or None if the folder
+    takes no files, and whether the folder has been used before.
     """
     torch_cache = importlib.import_module("torch._inductor.runtime.cache_dir_utils")  # slow too
     try:
-        folder = first = Path(torch_cache.cache_dir())  # the variable, or torch's choice in /tmp
+        folder = first = Path(
+            torch_cache.cache_dir()
+        )  # TORCHINDUCTOR_CACHE_DIR, or torch's default in /tmp
         while any(map(is_left_behind, folder.glob("compiling-*"))):
             folder = next_folder(folder)
         if folder != first and not folder.exists():
