@@ -444,7 +444,7 @@ def write_config(path: Path, config: Config, swept: dict) -> None:
     lines = [
         f"# The fastest micro-batch, measured on {machine['date']} with",
         f"# {machine_text(machine)}: {pace(fastest):,.0f} tokens/s, {gib(fastest['mem_gib'])}.",
-        "# All other keys except out_dir are those of the measured configuration.",
+        "# All other keys except out_dir come from the measured configuration.",
     ]
     for name, value in values.items():
         is_default = value in (FIELDS[name].default, UNREACHED)

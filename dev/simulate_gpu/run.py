@@ -195,9 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     python = prepare(folder)
     failed = []
     for number, name in enumerate(names, 1):
-        asked = fingerprint(
-            ROWS[name]
-        )  # before the row runs, because the code may change while it runs
+        asked = fingerprint(ROWS[name])  # before the row runs: its code may change later
         print(f"{name} ({number} of {len(names)})", end=": ", flush=True)
         figures = run_row(name, python, folder, nanogpt)
         if figures is None:
