@@ -673,7 +673,7 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
 
 
 def keep_best(c: Config, resumed: dict) -> None:
-    """Keep best.pt under another name if its loss is not comparable with those of this launch."""
+    """Keep best.pt under another name if its loss cannot be compared with this launch's losses."""
     best = Path(c.out_dir, "best.pt")
     kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
     if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():

@@ -149,7 +149,7 @@ class Log:
         line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"
         line += ", whatever the config file says"
         if weights and not resumed and "pad_vocab_multiple" in yielded:
-            line += f"; {weights['model_config']['vocab_size']:,} rows cost some speed"
+            line += f"; {weights['model_config']['vocab_size']:,} rows are a little slower"
         if not resumed and "learning_rate" not in c.typed:
             line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
             line += "so add --learning_rate=3e-5 --min_lr=3e-6"

@@ -3,9 +3,9 @@ Train on GPUs that are not here: `python dev/simulate_gpu/run.py [ROW...]`.
 
 Each row trains a shipped configuration for a few iterations, in a process of its own, on a card
 that counts instead of computing (nullgpu.c). KERNELS ARE NOT RUN: nothing here is a time, a loss or
-a gradient. Finished rows are kept in results/nullgpu.json with a fingerprint of the code that they
-ran; the command runs those that are missing or stale, or the ones that are named. What it tells and
-what not: dev/simulate_gpu/results.md.
+a gradient. Finished rows are kept in results/nullgpu.json with a fingerprint of their code. The
+command runs the rows that it names, or else all that are missing or stale. What this can and cannot
+show: dev/simulate_gpu/results.md.
 """
 
 import argparse
