@@ -62,7 +62,7 @@ class Plan:
 
     folder: Path
     made_from: dict  # everything that determines the shards: see made_from()
-    documents: Callable[[Place], Iterator[Document]]  # yields them, starting at a place
+    documents: Callable[[Place], Iterator[Document]]  # yields the documents, starting at a place
     tokenizer: Tokenizer
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     val_tokens: int = 0  # hold out whole documents from the start; 0: the source holds out its own

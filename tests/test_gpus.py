@@ -264,7 +264,7 @@ def saved_bytes(compiled: bool = False, **keys) -> tuple[int, GPTConfig]:
     parameters, and the model's config.
     """
     t = TrainingSetup(**keys, n_embd=256, tie_weights=False, loss_chunk="off")
-    # the part of the compiler that decides it, without its kernels
+    # this backend decides which tensors are saved, and compiles no kernels
     backend = "aot_eager_decomp_partition"
     forward = torch.compile(t.model, backend=backend) if compiled else t.model
     storages = {}

@@ -282,7 +282,7 @@ class Saver:
         except OSError as error:
             problem = f"checkpoint {it} is not saved: {error.strerror or error}"
             if error.errno == errno.EFBIG:  # waiting for room would not help
-                limit = f"{self.out_dir} takes no file of {size_of(state):,} bytes"
+                limit = f"{self.out_dir} cannot hold a file of {size_of(state):,} bytes"
                 hint = f"give another --out_dir, or raise ulimit -f; {resume_hint(self.out_dir)}"
                 raise RunError(f"{problem}; {limit}; {hint}") from None
             return problem

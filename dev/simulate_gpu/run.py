@@ -29,7 +29,8 @@ TORCH = "2.13.0"
 NANOGPT = "https://github.com/karpathy/nanoGPT"
 GIB = 2**30
 
-# name, compute capability, SMs, GiB, KiB of shared memory a block and SM, MiB of L2, threads on it
+# name, compute capability, SMs, GiB, KiB of shared memory per block and per SM, MiB of L2,
+# threads per SM
 CARDS = {
     "4070": "NVIDIA GeForce RTX 4070|8|9|46|12|99|100|36|1536",
     "t4": "Tesla T4|7|5|40|15|64|64|4|1024",

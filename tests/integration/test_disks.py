@@ -126,7 +126,7 @@ def test_a_checkpoint_above_the_disks_file_size_limit_ends_the_run_with_one_line
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.code == 1
     (error,) = lines(result.err, "error: ")
-    end = r"takes no file of ([\d,]+) bytes; give another --out_dir"
+    end = r"cannot hold a file of ([\d,]+) bytes; give another --out_dir"
     found = re.search(rf"checkpoint 4 is not saved: .* {end}", error)
     assert found and int(found[1].replace(",", "")) > 30_000
     assert not leftovers(tmp_path / "run")

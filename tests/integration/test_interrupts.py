@@ -304,7 +304,7 @@ def test_best_pt_starts_anew_if_a_resume_evaluates_on_other_tokens(key, tiny, tm
 
 
 def test_a_resume_warns_if_the_disk_has_no_room_for_the_old_best_pt(tiny, tmp_path):
-    """Train on, as at any save on a full disk."""
+    """Keep training, as a run does whenever a save finds the disk full."""
     train(**tiny, out_dir=tmp_path)
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("training.checkpoint.link", side_effect=full):
