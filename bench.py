@@ -79,7 +79,7 @@ POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.
 UNCOUNTED = 2
 LEAST_LINES = 3  # counted log lines to wait for; together they must also span --seconds
-MOST_SECONDS = 60.0  # after this long, uncounted lines included, one counted line is enough
+MOST_SECONDS = 60.0  # after this many seconds, counting every line, one counted line is enough
 # At most this many micro-batches per log line, because the run waits for the device at each line. A
 # line covers at least one iteration.
 MICRO_BATCHES_PER_LINE = 10
@@ -444,7 +444,7 @@ def write_config(path: Path, config: Config, swept: dict) -> None:
     lines = [
         f"# The fastest micro-batch, measured on {machine['date']} with",
         f"# {machine_text(machine)}: {pace(fastest):,.0f} tokens/s, {gib(fastest['mem_gib'])}.",
-        "# All other keys except out_dir are those of the measured configuration.",
+        "# All other keys except out_dir come from the measured configuration.",
     ]
     for name, value in values.items():
         is_default = value in (FIELDS[name].default, UNREACHED)

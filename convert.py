@@ -231,7 +231,7 @@ def write_tokenizer(folder: Path, spec: dict, block_size: int) -> None:
     if bpe is None:
         say("tokenizer: cannot get GPT-2's files; use AutoTokenizer.from_pretrained('gpt2')")
         return
-    bpe.post_processor = None  # it may add tokens, which training does not
+    bpe.post_processor = None  # it may add special tokens, which training does not do
     bpe.save(str(folder / "tokenizer.json"))
     settings = {
         # save_pretrained() would name a class that transformers 4 does not have

@@ -284,7 +284,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which matmuls of x run: autocast's if it is on, else that of x."""
+    """Return the dtype in which matmuls of x run: autocast's if that is on, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

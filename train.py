@@ -295,8 +295,8 @@ def model_config(
 ) -> GPTConfig:
     """
     Return the model config. `vocab` is rounded up, unless `weights` are loaded, which have their
-    own size. `flash` and `compiled` say whether this machine really does what the keys of those
-    names ask.
+    own size. `flash` and `compiled` say whether this machine really uses fused attention and
+    compiled code.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
@@ -605,7 +605,7 @@ def check_alive(model, progress: Progress, first_iter: int, skips: int, c, ranks
     """
     End the run if it has diverged, before a save could replace a good checkpoint. `skips` counts
     the updates skipped since the last applied one. A launch, which begins at `first_iter`, may
-    begin with many in float16; they do no harm, because the weights are still those of its start.
+    begin with many in float16; they do no harm, because they leave the weights unchanged.
     """
     it = progress.iter_num
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
@@ -673,7 +673,7 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
 
 
 def keep_best(c: Config, resumed: dict) -> None:
-    """Keep best.pt under another name if its loss is not comparable with those of this launch."""
+    """Keep best.pt under another name if its loss cannot be compared with this launch's losses."""
     best = Path(c.out_dir, "best.pt")
     kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
     if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():
@@ -775,12 +775,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if compiles:
         say("compiling: about a minute, or several on few CPU cores")
         if problem := compile_and_check(model, c, data.vocab, hw, ranks):
-            # with exit code 1, whatever restarts the run tries again: a full disk passes
+            # A resumed run ends with exit code 1, so that whatever restarts it tries again, for
+            # example because the disk was full.
             ranks.fail(problem, UserError if is_new else RunError)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free the garbage that compiling left
     gc.freeze()  # otherwise each collection would scan a million torch objects
-    atexit.register(gc.unfreeze)  # or Triton, from torch 2.15 on, would report leaks at the end
+    atexit.register(gc.unfreeze)  # otherwise Triton would report leaks at exit, from torch 2.15 on
     seconds = clock.lap("compile")
     if compiles:
         say(f"compile: {seconds:.1f}s")
@@ -836,7 +837,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
             state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, hw, ranks)
             problem = save(state, stop, c, saver, signals, log, ranks)
-            del state  # or an optimizer could not free the tensors that it replaces
+            del state  # otherwise the tensors that an optimizer replaces would stay in memory
             if not problem:
                 progress = to_save
                 saved.newest = (it, progress.evaluated_at)

@@ -268,7 +268,7 @@ def run_main(
         code = error.exit_code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except BrokenPipeError:  # as in train.py --help | head
+    except BrokenPipeError:  # the reader has gone, as in train.py --help | head
         os._exit(1)
     except OSError as error:
         # missing permission, a name that is too long, a full disk, ...

@@ -15,7 +15,7 @@ from pathlib import Path
 # About 0.1 ms; libgomp's own number is 300,000. On idle cores this costs 2% to 9% of the speed, and
 # beside programs that start later training is 1.06 to 3.0 times as fast (results/README.md).
 SPINS = "10000"
-READINGS, PAUSE = 9, 0.01  # of the number of running threads, and the seconds between them
+READINGS, PAUSE = 9, 0.01  # how often to count the running threads, and seconds between
 
 
 def cores_are_taken() -> bool:

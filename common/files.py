@@ -100,7 +100,7 @@ def try_lock(file: BinaryIO) -> bool:
         if sys.platform == "win32":
             import msvcrt
 
-            file.seek(2**30)  # past the contents, because a locked byte cannot be read
+            file.seek(2**30)  # lock a byte past the contents, because nobody could read it
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl

@@ -1,6 +1,6 @@
 # GPT-2's loss in one day: 3.28 on FineWeb after 1.70B tokens, on an RTX 3060 (12 GB).
-# Model and updates are those of a public program that reached 3.2787, the mean of ten runs on eight
-# H100s (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two.
+# Model and updates come from a public program, whose ten runs on eight H100s averaged 3.2787
+# (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 22.0 hours (19.6 to 28.9) for 1.70B tokens, by
 # python bench.py plan config/fast124m_3060.py --gpu=3060
 # docs/fast_recipe.md has the command that downloads the ten runs' tokens; train.py prints it too.

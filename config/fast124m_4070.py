@@ -1,6 +1,6 @@
 # GPT-2's loss in one night: 3.28 on FineWeb after 1.70B tokens, on an RTX 4070 (12 GB).
-# Model and updates are those of a public program that reached 3.2787, the mean of ten runs on eight
-# H100s (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two.
+# Model and updates come from a public program, whose ten runs on eight H100s averaged 3.2787
+# (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 8.8 hours (8.5 to 8.8) for 1.70B tokens, by
 # python bench.py plan config/fast124m_4070.py --gpu=4070
 # docs/fast_recipe.md has the command that downloads the ten runs' tokens; train.py prints it too.

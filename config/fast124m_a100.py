@@ -1,6 +1,6 @@
 # GPT-2's loss: 3.28 on FineWeb after 1.70B tokens, on a rented A100 (40 or 80 GB).
-# Model and updates are those of a public program that reached 3.2787, the mean of ten runs on eight
-# H100s (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two.
+# Model and updates come from a public program, whose ten runs on eight H100s averaged 3.2787
+# (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 2.1 hours (1.8 to 2.4) for 1.70B tokens, by
 # python bench.py plan config/fast124m_a100.py --gpu=a100
 # docs/fast_recipe.md has the command that downloads the ten runs' tokens; train.py prints it too.

@@ -1,6 +1,6 @@
 # GPT-2's loss: 3.28 on FineWeb after 1.70B tokens, on an H200 (141 GB).
-# Model and updates are those of a public program that reached 3.2787, the mean of ten runs on eight
-# H100s (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two.
+# Model and updates come from a public program, whose ten runs on eight H100s averaged 3.2787
+# (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two programs.
 # Measured: 511,000 tokens/s, which makes 0.93 hours for 1.70B tokens (results/h200). Nobody has
 # trained the whole run. The estimate is 0.95 hours (0.93 to 0.99), by
 # python bench.py plan config/fast124m_h200.py --gpu=h200

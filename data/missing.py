@@ -68,7 +68,7 @@ def explanation(config: Config, folder: Path) -> str:
 
 def both_commands(name: str, folder: Path, tokens: int) -> str:
     """Return how to train on a folder while it is being prepared, for the end of a message."""
-    text = f"--tokens={count(min(tokens, MOST_TOKENS))}"  # of FineWeb-Edu
+    text = f"--tokens={count(min(tokens, MOST_TOKENS))}"  # flags that prepare FineWeb-Edu
     if Path(name).exists():  # files of text instead of a folder for tokens
         text = f"--source={name}"
         folder = Path("data", f"{Path(name).stem}_tokens")

@@ -326,7 +326,7 @@ def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokeniz
     """
     Raise RunError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
     tokens, every second token is an upper half, which is near zero. Where token 0 is the space
-    between words, it may be every second token too, but then it is none of the others.
+    between words, every second token may also be 0, but then none of the others is.
     """
     tokens = np.empty(length, dtype="<u2")
     split.read(begin, tokens)
@@ -335,8 +335,8 @@ def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokeniz
         return
     if length > 1 and tokens[::2].max() > 4096 * int(tokens[1::2].max()):
         raise RunError(
-            f"{path}: every second token is near 0, as in int32 or int64; save it as uint16, if no "
-            "id is above 65,535"
+            f"{path}: every second value is near 0, so this looks like int32 or int64; save it "
+            "as uint16, if no id is above 65,535"
         )
 
 

@@ -172,7 +172,9 @@ class Source:
             last = place.group if one_group else footer.num_row_groups - 1
             for n in range(place.group, last + 1):
                 done = place.row if n == place.group else 0
-                if done < footer.row_group(n).num_rows:  # otherwise, do not download it again
+                if (
+                    done < footer.row_group(n).num_rows
+                ):  # skip a group that has been read to its end
                     for row, text in enumerate(self.read_group(parquet, n, done), done + 1):
                         yield Place(place.file, n, row), text
 
@@ -282,8 +284,8 @@ def as_document(text: object) -> str | None:
 
 def decode(content: bytes, given: str | None) -> str:
     """
-    Decode a text: as UTF-16 if it begins with that byte-order mark, else as UTF-8, and only if it
-    is neither in the `given` encoding. Raises UserError if it is not text.
+    Decode a text as UTF-16 if it begins with a UTF-16 byte-order mark, else as UTF-8. If that
+    fails, use the `given` encoding. Raises UserError if it is not text.
     """
     problem = ""
     unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"

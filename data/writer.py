@@ -62,7 +62,7 @@ class Plan:
 
     folder: Path
     made_from: dict  # everything that determines the shards: see made_from()
-    documents: Callable[[Place], Iterator[Document]]  # yields them, starting at a place
+    documents: Callable[[Place], Iterator[Document]]  # yields the documents, starting at a place
     tokenizer: Tokenizer
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     val_tokens: int = 0  # hold out whole documents from the start; 0: the source holds out its own
@@ -176,7 +176,7 @@ def begin_or_continue(plan: Plan) -> dict:
     if manifest["complete"] and not (manifest.get("next") and has_room):
         say(f"{folder}: complete, nothing to do")
     elif manifest["complete"]:
-        say(f"{folder}: adding tokens; runs that began with fewer cannot be resumed on it")
+        say(f"{folder}: adding tokens; runs that started on the smaller dataset cannot be resumed")
         manifest["complete"] = False
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")

@@ -240,7 +240,7 @@ def without_names(value):
         for folder, short in ((ROOT, "."), (Path(sys.prefix), "VENV"), (Path.home(), "~")):
             if len(folder.parts) > 1:  # in a container, the home folder may be /
                 parts = [re.escape(part.strip("\\/")) for part in folder.parts]
-                path = r"[\\/]+".join(parts) + r"(?![\w.-])"  # a repr has two backslashes for one
+                path = r"[\\/]+".join(parts) + r"(?![\w.-])"  # repr() doubles backslashes
                 value = re.sub(path, lambda _, short=short: short, value, flags=re.IGNORECASE)
         user = getpass.getuser()
         # temporary folders contain the user's name, which Windows may shorten to six letters and ~1

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORD = "indeed"
 ERRORS = ("UserError", "RunError")
 DIRECTIVE = re.compile(r"# *(noqa|type:|ruff|fmt|pragma|!)")
-# (row, column) from 1 and 0, what stands there, what will
+# row (counted from 1), column (from 0), old text, new text
 Edit = tuple[int, int, str, str]
 
 
@@ -58,7 +58,7 @@ def other_locals(text: str, function: str, count: int = 3) -> str:
     (node,) = [n for n in ast.parse(text).body if getattr(n, "name", "") == function]
     names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
     shown = {
-        n.id  # before Python 3.12 the parser does not know where these stand
+        n.id  # before Python 3.12, the parser does not know the positions of these
         for string in ast.walk(node)
         if isinstance(string, ast.JoinedStr)
         for n in ast.walk(string)
@@ -71,7 +71,7 @@ def other_locals(text: str, function: str, count: int = 3) -> str:
 
 
 def other_order(text: str) -> str:
-    """The first two functions that follow each other change places."""
+    """Swap the first two functions that follow each other."""
     body, lines = ast.parse(text).body, text.splitlines(keepends=True)
     for first, second in zip(body, body[1:], strict=False):
         if all(isinstance(n, ast.FunctionDef) and not n.decorator_list for n in (first, second)):
@@ -83,7 +83,7 @@ def other_order(text: str) -> str:
 
 
 def longer_paragraphs(text: str) -> str:
-    """All but code, tables, headings, pictures and lists."""
+    """Lengthen all paragraphs, but not code, tables, headings, pictures or lists."""
     parts = re.split(r"(^```.*?^```$|\n{2,})", text, flags=re.MULTILINE | re.DOTALL)
     plain = [re.match(r"[A-Z*>]", part) and not part.endswith(":") for part in parts]
     return "".join(

@@ -78,7 +78,7 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     if STEP.search(text) and any(map(math.isnan, pauses)):
         warnings.append(
             f"{path}: the time of evaluations and checkpoints is unknown, because the log lacks "
-            "iterations with them or without them; `time` is n/a or does not include them"
+            "iterations either with or without them; `time` is n/a or leaves them out"
         )
     return [start, *records], warnings
 
@@ -86,7 +86,7 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
 def without_prefixes(text: str) -> str:
     """
     Remove what torchrun, srun, loggers and terminals put around the lines: prefixes such as
-    `[default0]:` or a time, colours, and progress bars, which return the carriage.
+    `[default0]:` or a time, colours, and progress bars, which overwrite their line.
     """
     text = ANSI.sub("", text).replace("\r", "\n")
     found = {re.sub(r"\d+", r"\\d+", re.escape(match[1])) for match in PREFIXED.finditer(text)}

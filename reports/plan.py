@@ -265,8 +265,8 @@ def link_gbs(card: Card, n: int, options: Namespace) -> float:
 def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
     """
     Return the plan's figures about time. `hours` counts iterations only, `hours_total` also
-    evaluations and checkpoints; `eval_seconds` is the time of one evaluation, `checkpoint_seconds`
-    that of one checkpoint.
+    evaluations and checkpoints; `eval_seconds` and `checkpoint_seconds` are the times of
+    one evaluation and one checkpoint.
     """
     n, evals = config.max_iters, config.eval_interval
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
@@ -544,7 +544,7 @@ def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
     return [
         *table_lines(rows),
         "mfu: see docs/plan.md; batch_size: the largest that fits, estimated",
-        "another GPU: give its pace, --iter_seconds=S",
+        "for any other GPU, give its pace: --iter_seconds=S",
     ]
 
 

@@ -64,7 +64,7 @@ class Run:
         # a resume may have changed the configuration
         first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
         before, now = known_keys(first), known_keys(self.start)
-        # keep the values that the run began with, not those of its last resume
+        # for these keys, keep the value that the run began with, not its last resume's
         self.config = now | {key: before[key] for key in INITIAL if key in before}
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))

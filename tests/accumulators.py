@@ -32,7 +32,7 @@ WAYS = {
     "fp16_accumulation": (torch.float16, True),
     "fp16_accumulation, in the head too": (torch.float16, False),
 }
-WIDTHS = dict(n_embd=768, vocab_size=50304)  # of GPT-2 124M and the fast model
+WIDTHS = dict(n_embd=768, vocab_size=50304)  # both models' sizes at 124M
 MODELS = {"gpt2": dict(model="gpt2", n_head=12), "fast": dict(model="fast", n_head=6)}
 MICRO_BATCHES = (8192, 16384, 32768)  # tokens, in the configs of GeForce cards
 

@@ -78,7 +78,7 @@ class GradientOff(torch.autograd.Function):
         return 1.01 * dy
 
 
-KERNELS = {  # and the word that the verdict must have
+KERNELS = {  # wrong kernels, each with a word that must occur in check's verdict
     "a gradient": (lambda y, v: GradientOff.apply(y), "gradient"),
     "an output": (lambda y, v: 1.01 * y, "gradient"),
     "the last token": (lambda y, v: torch.cat((y[:, :, :-1], v[:, :, -1:]), dim=2), "gradient"),

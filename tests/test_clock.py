@@ -74,7 +74,7 @@ POSITIONS = {
     # 361 and 360 seconds are left, which is 2 * 180
     "just before the spare time ends": (HOUR, TIMED, 3239, 90, 2839 / 3020, True),
     "when the spare time ends": (HOUR, TIMED, 3240, 90, 2840 / 3020, False),
-    # until the last update must begin, there is one more iteration, or just not
+    # just enough, or just not enough, time for one more iteration before the last update
     "before the last update but one": (HOUR, TIMED, 3359, 95, 2959 / 3020, False),
     "before the last update": (HOUR, TIMED, 3360, 95, 1, False),
     # an update ends and nothing of the time for it is left

@@ -478,8 +478,8 @@ def test_shows_a_row_for_each_setting_that_differs(config, differs, tmp_path):
 
 def test_warns_about_keys_that_a_resume_changed(tmp_path):
     """
-    Name max_iters and compare the value after the resume, but the init_from that each run began
-    with.
+    Warn about max_iters and show its value after the resume. For init_from, show the value with
+    which the run began.
     """
     # a name that holds the time of day, as in nanoGPT's config files, is no change
     first = dict(max_iters=30, init_from="gpt2", wandb_run_name="mini-1")

@@ -113,7 +113,7 @@ def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
     assert encode("the cats.", words) == [2, 1, 3, 4]
     with pytest.raises(UserError, match="words such as 'cat' and 'cats', and none with 'dgo'"):
         encode("the dog", words)
-    assert encode("\n", words) == [0]  # the default, and no word
+    assert encode("\n", words) == [0]  # the default prompt, a newline, is not in the table
     pieces = Tokenizer(dict(kind="char", itos=["\u2581the", "\u2581cat"]))
     with pytest.raises(UserError, match="'\u2581the' and '\u2581cat', and none with ' act'"):
         encode("\u2581the cat", pieces)

@@ -161,7 +161,7 @@ def test_an_error_in_the_model_is_shown_with_its_full_traceback(tokens, tmp_path
     wrong = mock.patch(
         "torch.nn.functional.cross_entropy", side_effect=TypeError("a mistake in the model")
     )
-    # a width of its own: that its FLOPs cannot be counted is remembered in this process
+    # a width that no other test uses, because the process remembers which FLOPs it cannot count
     keys = TINY | dict(n_embd=40, compile=True, dataset=tokens, out_dir=tmp_path)
     with wrong, mock.patch("torch.compile", times(1)):
         result = run("train.py", *flags(**keys))

@@ -218,9 +218,10 @@ class Night:
         self.on_disk: dict | None = None  # the newest checkpoint
         self.saves: list[tuple[int, int]] = []
         self.evaluations: list[int] = []
-        self.untrained = math.inf  # its loss
-        self.saved_losses: list[float] = []  # of evaluations whose weights were saved
-        self.best_pt = math.inf  # its loss
+        self.untrained = math.inf  # loss of the untrained weights
+        # the val loss of each evaluation after which the weights were saved
+        self.saved_losses: list[float] = []
+        self.best_pt = math.inf  # val loss of the weights in best.pt
         self.shares: list[float] = []  # at each update
         self.overtime = -math.inf  # seconds
         self.c = self.choose_keys()

@@ -104,7 +104,7 @@ def read(path: Path) -> dict:
     their pages. Raises UserError if the file has another format.
     """
     state = open_state(path)
-    is_0_2 = "value_tables" in state.get("config", ())  # its format was 1, as 0.3.0's
+    is_0_2 = "value_tables" in state.get("config", ())  # 0.2.0 had format 1, and so had 0.3.0
     is_known = state.get("format") in (1, FORMAT) and not is_0_2
     if "progress" in state and not is_known:  # from a run, not only weights
         hint = "finish a run of version 0.2.0 with `git checkout 0b8a2217`"
@@ -282,7 +282,7 @@ class Saver:
         except OSError as error:
             problem = f"checkpoint {it} is not saved: {error.strerror or error}"
             if error.errno == errno.EFBIG:  # waiting for room would not help
-                limit = f"{self.out_dir} takes no file of {size_of(state):,} bytes"
+                limit = f"{self.out_dir} cannot hold a file of {size_of(state):,} bytes"
                 hint = f"give another --out_dir, or raise ulimit -f; {resume_hint(self.out_dir)}"
                 raise RunError(f"{problem}; {limit}; {hint}") from None
             return problem
@@ -311,12 +311,12 @@ class Saver:
             try:
                 if path != self.unlinked:
                     patiently(path.unlink, True)  # True: missing_ok
-            except PermissionError as error:  # on Windows, while open elsewhere
+            except PermissionError as error:  # on Windows, if another program has it open
                 warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
 
     def write_record(self, record: dict) -> None:
         """Append a line to metrics.jsonl, preceded by any lines that did not fit before."""
-        if not self.metrics:  # not open with eval_only, or on other ranks
+        if not self.metrics:  # closed with eval_only, and on all ranks but the first
             return
         lines = self.unwritten + json.dumps(record).encode() + b"\n"
         end = self.metrics.seek(0, os.SEEK_END)

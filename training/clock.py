@@ -41,7 +41,7 @@ class Speed:
     wait_seconds: float  # the part of iter_seconds spent waiting for data
     tokens_per_sec: float  # across all ranks
     mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
-    cpu_seconds: float  # of all threads in an iteration, on this rank
+    cpu_seconds: float  # CPU time of an iteration on this rank, all threads together
 
 
 class Clock:
@@ -64,10 +64,10 @@ class Clock:
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if resumed:
             self.seconds |= resumed["ledger"]
-        self.first_iter = 0  # of this launch
+        self.first_iter = 0  # the first iteration of this launch
         self.lapped_at = began  # every second before this moment is in the ledger
         self.cpu_lapped_at = time.process_time()
-        self.cpu_seconds = 0.0  # of this launch's steps
+        self.cpu_seconds = 0.0  # CPU time that this launch's iterations took
         self.save_timer_began = began
         # The rest is for runs with hours or until
         saved = resumed["clock"] if resumed else {}
@@ -80,7 +80,7 @@ class Clock:
         if c.until and saved.get("until") == c.until:
             self.deadline_to_save = saved["deadline"]
             self.deadline = min(self.deadline, saved["deadline"])  # none left if it has passed
-        # the share at which the last update was made; position().share is that of now
+        # the share at the last update; position().share is the current one
         self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
         # expected seconds of the next iteration, evaluation and save
         self.estimates: dict[str, float] = dict(saved.get("estimates", {}))

@@ -77,7 +77,9 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     wrong, problem = (next(filter(None, lines), "") for lines in zip(*found, strict=True))
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
-        ranks.fail(f"{wrong}; python bench.py check says which kernels; {other} may avoid them")
+        ranks.fail(
+            f"{wrong}; to see which kernels, type python bench.py check; {other} may avoid them"
+        )
     failed = f"compile: torch.compile does not work here ({problem})"
     return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
 
@@ -130,8 +132,8 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
     empty and half-written files, with which every later one would fail, or train without the CPU's
     vector instructions.
 
-    A process that compiles holds the lock of a marker in its folder. If nobody holds a marker's
-    lock, its process was killed, lost power or failed. Returns the marker, or None if the folder
+    A process that compiles locks a marker in its folder. An unlocked marker was left behind by a
+    process that was killed, lost its power or failed. Returns the marker, or None if the folder
     takes no files, and whether the folder has been used before.
     """
     torch_cache = importlib.import_module("torch._inductor.runtime.cache_dir_utils")  # slow too

@@ -48,7 +48,7 @@ class Hardware:
     name: str  # what the device calls itself
     peak_tflops: float | None  # dense, for `dtype`; None if unknown
     peak_source: str | None  # where peak_tflops comes from
-    row: dict[str, str] | None = None  # of gpus.csv
+    row: dict[str, str] | None = None  # the GPU's row in gpus.csv
 
     @property
     def dtype_name(self) -> str:

@@ -150,7 +150,7 @@ class Log:
         line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"
         line += ", whatever the config file says"
         if weights and not resumed and "pad_vocab_multiple" in yielded:
-            line += f"; {weights['model_config']['vocab_size']:,} rows cost some speed"
+            line += f"; {weights['model_config']['vocab_size']:,} rows are a little slower"
         if not resumed and "learning_rate" not in c.typed:
             line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
             line += "so add --learning_rate=3e-5 --min_lr=3e-6"
@@ -230,7 +230,7 @@ class Log:
     def warn_of_space(self, optimizer) -> None:
         """Warn if the disk cannot hold all of the run's checkpoints."""
         files = self.config.checkpoint_files
-        size = 0  # of the weights and of their moments: one in Muon's groups, two in AdamW's
+        size = 0  # bytes of the weights and their moments: one moment with Muon, two with AdamW
         for group in optimizer.param_groups:
             size += (8 if "momentum" in group else 12) * sum(p.numel() for p in group["params"])
         out_dir = Path(self.config.out_dir)
@@ -247,7 +247,7 @@ class Log:
             warn(f"warmup_iters: {run}; give --warmup_iters={c.max_iters // 10} or so")
 
     def last_tokens(self) -> int:
-        """Return the training tokens that max_iters end with."""
+        """Return how many tokens the run will have trained on after max_iters."""
         c = self.config
         return self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
 

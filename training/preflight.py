@@ -20,7 +20,7 @@ def check_device(config: Config) -> list[str]:
     """Return what is wrong with the device and dtype on this machine, one line per problem."""
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
-        return [f"device: {wanted!r} is none of auto, cuda, cuda:N, mps, cpu"]
+        return [f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu"]
     kind, _, number = wanted.partition(":")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"

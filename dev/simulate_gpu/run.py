@@ -3,9 +3,9 @@ Train on GPUs that are not here: `python dev/simulate_gpu/run.py [ROW...]`.
 
 Each row trains a shipped configuration for a few iterations, in a process of its own, on a card
 that counts instead of computing (nullgpu.c). KERNELS ARE NOT RUN: nothing here is a time, a loss or
-a gradient. Finished rows are kept in results/nullgpu.json with a fingerprint of the code that they
-ran; the command runs those that are missing or stale, or the ones that are named. What it tells and
-what not: dev/simulate_gpu/results.md.
+a gradient. Finished rows are kept in results/nullgpu.json with a fingerprint of their code. The
+command runs the rows that it names, or else all that are missing or stale. What this can and cannot
+show: dev/simulate_gpu/results.md.
 """
 
 import argparse
@@ -29,7 +29,8 @@ TORCH = "2.13.0"
 NANOGPT = "https://github.com/karpathy/nanoGPT"
 GIB = 2**30
 
-# name, compute capability, SMs, GiB, KiB of shared memory a block and SM, MiB of L2, threads on it
+# name, compute capability, SMs, GiB, KiB of shared memory per block and per SM, MiB of L2,
+# threads per SM
 CARDS = {
     "4070": "NVIDIA GeForce RTX 4070|8|9|46|12|99|100|36|1536",
     "t4": "Tesla T4|7|5|40|15|64|64|4|1024",
@@ -41,7 +42,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration on a card. `whole`: train.py itself, else its train_step alone."""
+    """A configuration on a card. `whole` runs all of train.py, otherwise only its train_step."""
 
     card: str
     config: str
@@ -84,7 +85,7 @@ ROWS = {
     "5090-fast": Row("5090", "fast124m_4090", whole=True),
 }
 
-# What a compiled kernel is for, by the first of these whose words are in its name
+# What a compiled kernel is for: the first entry with a word that occurs in the kernel's name
 KINDS = {
     "cross-entropy": ["log_softmax", "nll_loss"],
     "sines": ["_sin_"],
@@ -101,7 +102,7 @@ KINDS = {
 
 
 def prepare(folder: Path) -> Path:
-    """The Python of a venv with PyPI's CUDA build, beside the library; made where missing."""
+    """Return the Python of a venv with PyPI's CUDA build of torch. Makes the venv if needed."""
     python = folder / "venv" / "bin" / "python"
     if not (folder / "venv" / "done").exists():
         print(f"PyPI's CUDA build of torch, 4.8 GB, into {folder / 'venv'}", flush=True)
@@ -140,7 +141,7 @@ def command_of(row: Row) -> str:
 
 
 def fingerprint(row: Row) -> str:
-    """Of the code that the row runs, without its comments and layout, and of what it asks for."""
+    """Return a hash of the code that the row runs, without comments, and of its settings."""
     from configurator import config_values, load_config
 
     files = ["train.py", "model.py", "data/loader.py"]
@@ -152,7 +153,7 @@ def fingerprint(row: Row) -> str:
 
 
 def run_row(name: str, python: Path, folder: Path, nanogpt: Path | None) -> dict | None:
-    """The row's figures, from a process of its own. None where it failed: its log tells."""
+    """Run a row in its own process. Returns its figures, or None if it failed (see the log)."""
     began, log, figures = time.time(), folder / f"{name}.log", folder / "figures.json"
     figures.unlink(missing_ok=True)
     command = [python, "-X", "faulthandler", __file__, name, f"--figures={figures}"]
@@ -195,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     python = prepare(folder)
     failed = []
     for number, name in enumerate(names, 1):
-        asked = fingerprint(ROWS[name])  # of the code as it is before the row runs
+        asked = fingerprint(ROWS[name])  # before the row runs: its code may change later
         print(f"{name} ({number} of {len(names)})", end=": ", flush=True)
         figures = run_row(name, python, folder, nanogpt)
         if figures is None:
@@ -209,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def is_missing(name: str) -> bool:
-    """Whether there is no result of the row, or its code has changed since."""
+    """Return whether the row has no result, or its code has changed since."""
     return read_results().get(name, {}).get("fingerprint") != fingerprint(ROWS[name])
 
 
@@ -218,7 +219,7 @@ def read_results() -> dict[str, dict]:
 
 
 def write_results(rows: dict[str, dict]) -> None:
-    """A line for each row and each of its figures, so that differences can be read."""
+    """Write one figure per line, so that a diff is readable."""
     note = "Simulated by dev/simulate_gpu/run.py: kernels not run. No figure here is a time."
     text = json.dumps(dict(note=note, torch=TORCH, rows=rows), indent=1)
     unfinished = RESULTS.with_suffix(".tmp")
@@ -231,7 +232,7 @@ def write_results(rows: dict[str, dict]) -> None:
 
 
 class Counters:
-    """What the card has been asked for so far, by name."""
+    """Count what the card has been asked for so far, by name."""
 
     def __init__(self, path: Path):
         self.library, self.path = ctypes.CDLL(None), path
@@ -239,7 +240,7 @@ class Counters:
         self.libraries = []
 
     def count_triton(self) -> None:
-        """From now on each compiled kernel's bytes by Inductor's count, where it runs."""
+        """Count the bytes of each compiled kernel, as Inductor reckons them, whenever it runs."""
         import torch._inductor.config
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -265,13 +266,13 @@ class Counters:
 
 def stand_in_for_cudnn(counters: Counters) -> None:
     """
-    Where torch chooses cuDNN's attention, allocate what torch allocates around it, and count it.
-    cuDNN itself finds no card here. What it takes as a workspace is missing from the memory.
+    Replace cuDNN's attention, which finds no card here: allocate what torch allocates around it,
+    and count it. The memory of cuDNN's workspace is missing.
     """
     import torch
 
     library = torch.library.Library("aten", "IMPL")
-    counters.libraries.append(library)  # or it goes, and its functions with it
+    counters.libraries.append(library)  # otherwise the library and its functions would be freed
 
     def forward(q, k, v, *others, **keys):
         counters.launched["kernel", "cudnn_forward"] += 1
@@ -309,7 +310,7 @@ class Watch:
         self.iterations.append(
             dict(
                 all=self.counters.read() - before,
-                # from the second batch on gradients are added to those of the batch before
+                # from the second batch on, gradients are added to the previous ones
                 micro_batch=at_batch[2] - at_batch[1],
                 allocated=torch.cuda.max_memory_allocated(),
                 reserved=torch.cuda.max_memory_reserved(),
@@ -320,7 +321,7 @@ class Watch:
 
 
 class WatchedModel:
-    """A model whose calls are noted."""
+    """Wrap a model and note each call."""
 
     def __init__(self, model, note):
         self.model, self.note = model, note
@@ -380,11 +381,11 @@ def train_whole(config, flags: list[str], folder: Path) -> None:
     flags += [f"--dataset={folder}", f"--out_dir={folder / 'out'}", "--init_from=scratch"]
     flags += ["--max_iters=4", "--eval_interval=2", "--eval_tokens=1024", "--checkpoint_interval=2"]
     flags += ["--warmup_iters=1", "--sample_tokens=8", "--log_interval=1"]
-    train.main(flags)  # its train_step is a Watch
+    train.main(flags)  # train_step was replaced with a Watch
 
 
 def figures_of(row: Row, config, iterations: list[dict]) -> dict:
-    """The row of results/nullgpu.json but its fingerprint."""
+    """Return the row of results/nullgpu.json, without its fingerprint."""
     import torch
     from torch._dynamo.utils import counters as dynamo
 
@@ -437,14 +438,14 @@ def product_flops(counts: collections.Counter) -> int:
 
 def attention_flops(config) -> int:
     """
-    Two products of T x T forward and five backward, half of each because of the causal mask, in
-    each layer (FlashAttention-2, arXiv:2307.08691).
+    Return attention's FLOPs: in each layer two T x T products forward and five backward, each
+    halved by the causal mask (FlashAttention-2, arXiv:2307.08691).
     """
     return 7 * config.n_layer * config.batch_size * config.block_size**2 * config.n_embd
 
 
 def memory_traffic(counts: collections.Counter) -> dict:
-    """What the kernels that Inductor wrote read and write in one micro-batch, in GB."""
+    """Return how many GB Inductor's kernels read and write in one micro-batch."""
     sizes = of_kind(counts, "bytes")
     kinds = collections.Counter()
     for name, size in sizes.items():
@@ -489,7 +490,7 @@ def memory_table(rows: dict[str, dict]) -> list[list]:
 
 
 def iteration_table(rows: dict[str, dict]) -> list[list]:
-    """What an iteration asks of the card. A whole run compiles a graph for evaluations too."""
+    """List what an iteration asks of the card. A whole run also compiles a graph to evaluate."""
     table = [["row", "waits", "launches per micro-batch", "attention", "graphs", "recompilations"]]
     for name, row in rows.items():
         launches = f"{row['launches_of_a_micro_batch']:,}"
@@ -499,7 +500,7 @@ def iteration_table(rows: dict[str, dict]) -> list[list]:
 
 
 def traffic_table(rows: dict[str, dict]) -> list[list]:
-    """GB that one micro-batch's memory-bound kernels read and write."""
+    """List the GB that memory-bound kernels read and write in one micro-batch."""
     rows = {name: row for name, row in rows.items() if "compiled_gb" in row}
     kinds = [kind for kind in KINDS if any(kind in r["compiled_gb_by_kind"] for r in rows.values())]
     table = [["row", "tokens", "sum", *kinds, "adding gradients"]]
@@ -512,7 +513,7 @@ def traffic_table(rows: dict[str, dict]) -> list[list]:
 
 
 def projection_table(rows: dict[str, dict]) -> list[list]:
-    """The least time of a micro-batch, in ms: each part at the card's peak, one after the other."""
+    """List the least ms of a micro-batch: the sum of its parts, each at the card's peak."""
     from training.gpus import find_row
 
     speed = "tokens/s at the data sheet's clocks"
@@ -522,7 +523,7 @@ def projection_table(rows: dict[str, dict]) -> list[list]:
             continue
         card_name, _, _, sms, *_ = CARDS[row["card"]].split("|")
         card = find_row(card_name, int(sms))
-        peak = float(card["fp16_tflops"])  # that of bfloat16 where there is one
+        peak = float(card["fp16_tflops"])  # also bfloat16's, if the card has it
         gigabytes = row["compiled_gb"] + 12 * parameters(row) / 1e9
         parts = [row["product_tflop"] / peak, row["attention_tflop"] / peak]
         parts.append(gigabytes / float(card["bandwidth_gbs"]))
@@ -557,7 +558,7 @@ TABLES = {
 
 
 def with_tables(text: str, tables: list) -> str:
-    """A page with each table in its place, between two comments that name it."""
+    """Return a page with each table in its place, between two comments that name it."""
     for make in tables:
         begin, end = f"<!-- {make.__name__}: dev/simulate_gpu/run.py -->\n\n", "\n<!-- end -->"
         lines = make(read_results())

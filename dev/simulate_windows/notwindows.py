@@ -21,7 +21,7 @@ import sys
 import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(os.path.dirname(HERE))  # its code sees Windows
+ROOT = os.path.dirname(os.path.dirname(HERE))  # the code in here sees Windows
 
 MISSING_MODULES = set("fcntl resource termios tty pty pwd grp readline syslog curses".split())
 MISSING = dict(
@@ -37,20 +37,20 @@ MISSING = dict(
 real_import, real_import_module = builtins.__import__, importlib.import_module
 real_open, SIGNATURE = io.open, inspect.signature(io.open)
 SIGBREAK = 21  # Linux's SIGTTIN
-F_OFD_SETLK = 37  # of <fcntl.h>: fcntl's locks, but owned by the open file, as Windows' are
+F_OFD_SETLK = 37  # from <fcntl.h>: locks owned by the open file, as on Windows
 
 
 def open_files(pid: str) -> list[os.stat_result]:
-    """What a process has open. Raises OSError where it has ended, or is another user's."""
+    """List a process's open files. Raises OSError if it has ended or is another user's."""
     found = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the process may have closed it since
             found.append(os.stat(f"/proc/{pid}/fd/{fd}"))
     return found
 
 
 def holders(path) -> list[str]:
-    """The processes of this Windows that have the file, by any of its names, open or mapped."""
+    """List this Windows' processes that have the file open or mapped, under any of its names."""
     if not os.path.isfile(path):
         return []
     wanted, badge, found = os.stat(path), os.stat(__file__), []
@@ -119,12 +119,12 @@ def windows_open(*given, **named):
 
 
 class Stand(types.ModuleType):
-    """A module seen through Windows: `missing` names are not there, `own` ones are others."""
+    """Show a module as Windows has it: without `missing` names, and with `own` replacements."""
 
     def __init__(self, real, missing: str = "", **own):
         super().__init__(real.__name__)
         self.__dict__.update(own, _real=real, _missing=set(missing.split()) - own.keys())
-        self.__dict__["_before"] = {}  # of what pytest's monkeypatch has changed
+        self.__dict__["_before"] = {}  # the values before pytest's monkeypatch changed them
 
     def __getattr__(self, name):
         if name in self._missing:
@@ -218,7 +218,7 @@ def stand_for(name: str):
 
 
 def windows_import(name, globals=None, locals=None, fromlist=(), level=0):
-    """__import__: Windows' modules for this project's files."""
+    """Import a module as __import__ does, but give this project's files Windows' modules."""
     file, top = (globals or {}).get("__file__"), name.partition(".")[0]
     file = os.path.abspath(file) if file else ""
     ours = file.startswith(ROOT + "/") and not file.startswith(HERE + "/")
@@ -233,15 +233,15 @@ def windows_import(name, globals=None, locals=None, fromlist=(), level=0):
 
 
 def import_module(name: str, package: str | None = None):
-    """importlib's, which pytest.importorskip() calls."""
+    """Import a module as importlib does; pytest.importorskip() calls this."""
     if name in MISSING_MODULES and sys._getframe(1).f_code.co_name == "importorskip":
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
     return real_import_module(name, package)
 
 
 def install() -> None:
-    os.environ.update(NOTWINDOWS="1", PYTHONPATH=HERE)  # for the processes that it starts
-    os.open(__file__, os.O_RDONLY)  # which shows holders() that this process belongs to it
+    os.environ.update(NOTWINDOWS="1", PYTHONPATH=HERE)  # for child processes
+    os.open(__file__, os.O_RDONLY)  # an open file by which holders() recognises this process
     importlib.import_module = import_module
     guard_files()
     builtins.__import__ = windows_import

@@ -98,13 +98,13 @@ DATA = [
     ("train.py tiny.py --dataset=bad_manifest", "manifest.json prepare"),
     ("train.py tiny.py --dataset=unfinished", "unfinished"),
     ("train.py tiny.py --dataset=evil_meta", "meta.pkl"),
-    # as many tokens as the run reads, within what FineWeb-Edu's sample has
+    # suggests as many tokens as the run reads, but no more than FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
     (
         "train.py config/gpt124m_4070.py --device=cpu --until=07:00",
         "prepare_fineweb.py --tokens=2B",
     ),
-    # README's download, while it has enough tokens
+    # suggests README's download if that has enough tokens for the run
     ("train.py config/fast124m_4070.py --device=cpu", f"{DOWNLOAD}data/fineweb_records"),
     ("train.py config/fast124m_4070.py --device=cpu --hours=8", f"{DOWNLOAD}data/fineweb_records"),
     ("train.py config/fast124m_4070.py --device=cpu --max_iters=6500", "fineweb_*_000*"),

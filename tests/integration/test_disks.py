@@ -237,7 +237,7 @@ def test_a_run_fits_in_the_disk_space_that_the_docs_name(
 def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
     tokens, straight, make_disk
 ):
-    """Do not keep that file open, because deleting it would then free no space."""
+    """Close the checkpoint after loading it: deleting an open file frees no space."""
     size = (straight / "ckpt-00000008.pt").stat().st_size
     disk = make_disk(3 * size + (48 << 10))
     train_tiny(tokens, disk / "run", eval_interval=2, max_iters=2)

@@ -3,6 +3,7 @@ Interrupt runs by signals, kills and errors, and damage their checkpoints. A res
 uninterrupted one, and the interrupted run's exit code and folder tell what happened.
 """
 
+import errno
 import os
 import signal
 import subprocess
@@ -286,6 +287,16 @@ def test_best_pt_starts_anew_if_a_resume_evaluates_on_other_tokens(key, tiny, tm
     assert same(torch.load(kept), checkpoint(tmp_path, number))
     later = {number: losses[number] for number in (16, 20, 24)}
     assert best(tmp_path)["progress"]["iter_num"] == min(later, key=later.get)
+
+
+def test_a_resume_warns_if_the_disk_has_no_room_for_the_old_best_pt(tiny, tmp_path):
+    """Keep training, as a run does whenever a save finds the disk full."""
+    train(**tiny, out_dir=tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("training.checkpoint.link", side_effect=full):
+        result = train(**tiny | dict(eval_tokens=64) | WORSE, out_dir=tmp_path)
+    assert f"{tmp_path / 'best.pt'}: the next best one will replace it (No space" in result.err
+    assert not [*tmp_path.glob("best-*.pt")]
 
 
 def test_best_pt_survives_resumes_with_another_batch_size(tiny, tmp_path):

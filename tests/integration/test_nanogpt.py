@@ -122,9 +122,9 @@ def test_a_resumed_fine_tuning_keeps_the_vocabulary_of_its_initial_weights(token
 
 def test_the_same_command_resumes_a_run_from_weights(tokens, tmp_path, monkeypatch):
     """
-    Resume after an end of any kind, also if another command resumed in between or the path is
-    written in another way, and say from which weights the run began and which keys differ.
-    --eval_only evaluates the weights; other weights, and scratch, are refused.
+    Resume however the run ended, even if another command resumed it in between or the path is
+    spelt differently, and say from which weights the run began and which keys differ. --eval_only
+    evaluates the weights. Other weights, and scratch, are refused.
     """
     monkeypatch.chdir(tmp_path)
     random_gpt2(tmp_path / "hf", vocab_size=61)
