@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 from cases import slow_but
+from documents import GrowingFolder
 from fault_injection import watched
 from program import (
     FAST,
@@ -570,6 +571,34 @@ def wait_for_record(out_dir: Path, count: int, process) -> None:
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
         time.sleep(0.01)
+
+
+def wait_for_waiting(ranks: list) -> None:
+    """Read the first rank's console up to the line that says for how many tokens it is waiting."""
+    for line in ranks[0].stdout:
+        if "waiting for" in line:
+            return
+    raise AssertionError(finish_ranks(ranks))
+
+
+@pytest.mark.slow
+def test_two_ranks_on_a_growing_folder_train_like_one_on_the_finished_folder(tokens, tmp_path):
+    """Let both wait for each of the shards."""
+    keys = TINY | dict(stream=True)
+    train(**keys, dataset=tokens, out_dir=tmp_path / "alone")
+    growing = GrowingFolder(tokens, tmp_path / "growing")
+    words = flags(**keys, dataset=tmp_path / "growing", out_dir=tmp_path / "run")
+    ranks = start_ranks(2, *words)
+    while growing.left:
+        wait_for_waiting(ranks)
+        growing.add()
+    wait_for_waiting(ranks)
+    growing.finish()
+    results = finish_ranks(ranks)
+    assert [result.code for result in results] == [0, 0], results
+    for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
+        expected = pytest.approx(column(tmp_path / "alone", kind, name), abs=1e-6)
+        assert column(tmp_path / "run", kind, name) == expected
 
 
 # -----------------------------------------------------------------------------
