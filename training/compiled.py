@@ -77,9 +77,7 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     wrong, problem = (next(filter(None, lines), "") for lines in zip(*found, strict=True))
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
-        ranks.fail(
-            f"{wrong}; to see which kernels, type python bench.py check; {other} may avoid them"
-        )
+        ranks.fail(f"{wrong}; python bench.py check names the kernels; {other} may avoid them")
     failed = f"compile: torch.compile does not work here ({problem})"
     return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
 
@@ -138,9 +136,7 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
     """
     torch_cache = importlib.import_module("torch._inductor.runtime.cache_dir_utils")  # slow too
     try:
-        folder = first = Path(
-            torch_cache.cache_dir()
-        )  # TORCHINDUCTOR_CACHE_DIR, or torch's default in /tmp
+        folder = first = Path(torch_cache.cache_dir())  # from the variable, or torch's own in /tmp
         while any(map(is_left_behind, folder.glob("compiling-*"))):
             folder = next_folder(folder)
         if folder != first and not folder.exists():
