@@ -172,9 +172,7 @@ class Source:
             last = place.group if one_group else footer.num_row_groups - 1
             for n in range(place.group, last + 1):
                 done = place.row if n == place.group else 0
-                if (
-                    done < footer.row_group(n).num_rows
-                ):  # skip a group that has been read to its end
+                if done < footer.row_group(n).num_rows:  # the group has rows left to read
                     for row, text in enumerate(self.read_group(parquet, n, done), done + 1):
                         yield Place(place.file, n, row), text
 

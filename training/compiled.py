@@ -77,9 +77,7 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     wrong, problem = (next(filter(None, lines), "") for lines in zip(*found, strict=True))
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
-        ranks.fail(
-            f"{wrong}; to see which kernels, type python bench.py check; {other} may avoid them"
-        )
+        ranks.fail(f"{wrong}; python bench.py check names the kernels; {other} may avoid them")
     failed = f"compile: torch.compile does not work here ({problem})"
     return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
 
