@@ -109,6 +109,25 @@ def best_logged(out_dir: Path) -> int:
 # Full disks
 
 
+def test_a_checkpoint_above_the_disks_file_size_limit_ends_the_run_with_one_line(tokens, tmp_path):
+    """
+    End at once, because waiting for room would not help. FAT32, for example, limits files to 4 GB.
+    """
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        result = run_tiny(tokens, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.code == 1
+    (error,) = lines(result.err, "error: ")
+    end = r"cannot hold a file of ([\d,]+) bytes; give another --out_dir"
+    found = re.search(rf"checkpoint 4 is not saved: .* {end}", error)
+    assert found and int(found[1].replace(",", "")) > 30_000
+    assert not leftovers(tmp_path / "run")
+
+
 def seems_empty():
     """Make a full disk report free space, as under a quota, so that a write fails midway."""
     statvfs = os.statvfs
