@@ -76,7 +76,7 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     if others := sorted({*shown} - {*readable}):
         kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
         what = f"{len(others):,} files of other types ({kinds}), such as {others[0]}"
-        warn(f"skipping {what}; to include them, save them as text")
+        warn(f"skipping {what}; only {', '.join(endings)} are read here")
     if hidden:
         warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
     if tests:

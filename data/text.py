@@ -194,6 +194,8 @@ class Source:
                 text = parse_line(line).get(self.field, MISSING)
             except (ValueError, AttributeError, RecursionError) as error:
                 problem = f"is not a JSON object ({first_line(error)})"
+                if isinstance(error, UnicodeDecodeError):
+                    problem = "is not UTF-8; convert the file with iconv"
                 if line.lstrip().startswith(b"["):
                     problem = "holds an array, not an object"
                 raise UserError(f"{name}: line {number:,} {problem}") from None
@@ -254,7 +256,11 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     try:
         text = decode(Path(name).read_bytes(), encoding)
     except UserError as error:
-        hint = "another" if encoding else "its encoding, most likely --encoding=cp1252"
+        hint = (
+            "another"
+            if encoding
+            else "its encoding: --encoding=cp1252 in Western Europe, cp1250 in Central"
+        )
         raise UserError(f"{name}: {error}; leave it out, or give {hint}") from None
     # Normalise line endings, so that every operating system produces the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")

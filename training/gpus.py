@@ -92,7 +92,8 @@ def resolve_gpu(typed: str) -> dict[str, str]:
         options = [
             f"--gpu='{short_name(row)} {row['memory_gib']}GB'" for row in found or candidates
         ]
-        raise UserError(f"gpu: {typed!r} is more than one card; type {' or '.join(options)}")
+        problem = "is more than one card" if found else "is not known with that memory"
+        raise UserError(f"gpu: {typed!r} {problem}; type {' or '.join(options)}")
     return found[0]
 
 
