@@ -35,6 +35,7 @@ from common.console import (
     did_you_mean,
     print_err,
     raise_if_any,
+    removed,
     run_main,
 )
 from common.files import read_text
@@ -313,7 +314,8 @@ def read_flag(
     if name in ("local-rank", "local_rank"):
         raise UserError(f"--{name}: set by torch.distributed.launch; start with torchrun instead")
     if name not in known:
-        meant = did_you_mean(OTHER_NAMES.get(name, name), [*known, *other_flags], "--")
+        names = [*known, *other_flags]
+        meant = removed(name) or did_you_mean(OTHER_NAMES.get(name, name), names, "--")
         raise UserError(f"--{name}: unknown key{meant}")
     kind: Any = known[name].type
     if not equals and (text or kind is not bool):
@@ -363,7 +365,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
             except UserError as error:
                 problems.append(f"{path}: {error}")
         elif not (is_code or name in defaults or name in used or name.startswith("_")):
-            meant = did_you_mean(OTHER_NAMES.get(name, name), known)
+            meant = removed(name) or did_you_mean(OTHER_NAMES.get(name, name), known)
             hint = "start names of your own with _"
             problems.append(f"{path}: {name}: unknown key{meant or f'; {hint}'}")
     raise_if_any(problems)

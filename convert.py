@@ -52,7 +52,7 @@ def ckpt_to_hf(source: str, out: str) -> None:
     except ImportError:
         problem = "an export needs transformers 5; install it"
         raise UserError(f"{problem}{COMMAND}pip install 'transformers>=5'") from None
-    transformers.utils.logging.set_verbosity_error()  # our own error names tensors that do not fit
+    transformers.utils.logging.set_verbosity_error()  # we name tensors that do not fit
     transformers.utils.logging.disable_progress_bar()
     state = read_weights(source, best=True)
     model = build_model(config_from_dict(state["model_config"])).eval()

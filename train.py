@@ -70,8 +70,8 @@ ARCHITECTURE = (
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
 # the dtype unless the command sets them, and the tokens per iteration if batch_size is a flag,
-# unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys have the values of
-# the command, or their defaults
+# unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys take the command's
+# values, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
@@ -137,9 +137,11 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
 def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
     """Return what read_run() looks for: a checkpoint's path and state. Raises UserError."""
     # --eval_only evaluates the weights that init_from names; without init_from, out_dir's run
-    evaluates_run = c.eval_only and "init_from" not in c.set_keys
-    is_new = c.init_from == "scratch" or (c.eval_only and c.init_from not in NOT_WEIGHTS)
-    if is_new and not evaluates_run:
+    if c.eval_only:
+        wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
+    else:
+        wants_run = c.init_from != "scratch"
+    if not wants_run:
         return None, None
     path, state = checkpoint.find_newest(Path(c.out_dir))
     if not path and c.init_from == "resume":
@@ -713,9 +715,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     explain_errors(lost_rank)
     ranks = Ranks()
     asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
-    resumed = read_run(asked, ranks)  # the state of this run; None: it is new
+    resumed = read_run(asked, ranks)  # this run's state, or None for a new run
     is_new = resumed is None
-    loaded = resumed or ranks.main_first(initial_weights, asked)  # None: start from random weights
+    loaded = resumed or ranks.main_first(initial_weights, asked)  # None for random weights
     c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 

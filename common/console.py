@@ -97,7 +97,7 @@ def opened_anew(console: TextIO) -> int | None:
     """
     if sys.platform != "linux":
         return None
-    with contextlib.suppress(OSError, AttributeError):  # AttributeError: None, closed by `>&-`
+    with contextlib.suppress(OSError, AttributeError):  # stdout is None after `>&-`
         file = console.fileno()
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -204,7 +204,7 @@ def raise_if_any(problems: list[str]) -> None:
         raise UserError(*dict.fromkeys(problems))
 
 
-# Flags and keys of earlier versions, and what to do instead
+# Flags, keys and an order of earlier versions, and what to do instead
 REMOVED = dict(
     from_run="give --iter_seconds=S, an iteration's seconds in that run's log",
     profile="docs/plan.md shows how to profile an iteration",
@@ -227,14 +227,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name
 
 
+def removed(name: str) -> str:
+    """Return what replaces a flag, key or value of an earlier version, as a hint, or ""."""
+    return f"; removed in 0.4.0: {REMOVED[name]}" if name in REMOVED else ""
+
+
 def did_you_mean(name: str, known, dashes: str = "") -> str:
-    """Return what replaces a removed flag or key, or the closest known name, as a hint or ""."""
-    if name in REMOVED:
-        return f"; removed in 0.4.0: {REMOVED[name]}"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
+# What run_main() asks about an error, the newest first
 explanations: list[Callable[[Exception], str]] = []
 
 

@@ -28,7 +28,17 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import Parser, UserError, count, did_you_mean, parse_count, run_main, say, warn
+from common.console import (
+    Parser,
+    UserError,
+    count,
+    did_you_mean,
+    parse_count,
+    removed,
+    run_main,
+    say,
+    warn,
+)
 from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
@@ -86,7 +96,7 @@ def order_of(asked: str | None, out: Path, started: dict) -> str:
     """Return the order asked for, or else the one that the folder was begun in."""
     order = asked or started.get("order", "shuffled")
     if order not in ORDERS:
-        hint = did_you_mean(order, ORDERS)
+        hint = removed(order) or did_you_mean(order, ORDERS)
         raise UserError(f"--order={order}: give {' or '.join(ORDERS)}{hint}")
     if order != (asked or "shuffled"):
         say(f"{out}: continuing in the order {order}, in which it was begun")

@@ -35,7 +35,7 @@ END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
 # Seconds to wait before each retry of a file on the hub, an hour in all. Reading resumes at the row
 # where it failed. The hub's own library has retried several times before that.
 PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
-CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # except tab, newline and page break
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # all but tab, newline and page break
 MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
 
 
@@ -60,7 +60,7 @@ class Source:
 
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
-    encoding: str | None = None  # of text files that are neither UTF-8 nor UTF-16
+    encoding: str | None = None  # for text files that are neither UTF-8 nor UTF-16
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # parquet, compressed
 
     def rows(self, begin: Place) -> Iterator[Row]:

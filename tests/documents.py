@@ -105,7 +105,7 @@ class GrowingFolder:
         self.left = self.left[shards:]
         there = [shard for shard in self.manifest["shards"] if shard["name"] not in self.left]
         for shard in there:
-            if not (self.folder / shard["name"]).exists():  # a run may be reading the others
+            if not (self.folder / shard["name"]).exists():  # a run may be reading it
                 shutil.copy(self.finished / shard["name"], self.folder)
         self.write(self.manifest | dict(shards=there, complete=False))
 

@@ -469,7 +469,7 @@ def test_check_passes_torchs_compiler_on_random_weights_and_batches(name, dtype)
 
 
 def test_a_marker_stays_small_where_a_lock_moves_the_position(cache, monkeypatch):
-    """Write no gigabyte of zeros on Windows, where the locked byte is far behind the content."""
+    """Keep the marker small on Windows, where try_lock() moves to a byte at 1 GiB."""
     monkeypatch.setattr("training.compiled.try_lock", lambda file: bool(file.seek(2**30)))
     marker, _ = mark_cache()
     with marker:

@@ -3,7 +3,6 @@ Compile the model, and check that compiled code computes the same as eager code.
 """
 
 import contextlib
-import importlib
 import os
 import re
 import shutil
@@ -114,7 +113,9 @@ def compare_in_cache(model, batch_size: int, vocab: int, hw: Hardware) -> str:
         warn(f"compile: {error}; trying again without the files of earlier runs")
         marker.close()  # from here on, the folder counts as damaged
         torch.compiler.reset()
-        importlib.import_module("torch._inductor.utils").clear_caches()  # slow to import
+        from torch._inductor.utils import clear_caches  # slow to import
+
+        clear_caches()
         problem = compare_in_cache(model, batch_size, vocab, hw)
         is_damaged = not problem
         return problem
@@ -131,12 +132,13 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
     vector instructions.
 
     A process that compiles locks a marker in its folder. An unlocked marker was left behind by a
-    process that was killed, lost its power or failed. Returns the marker, or None if the folder
+    process that was killed, lost power or failed. Returns the marker, or None if the folder
     takes no files, and whether the folder has been used before.
     """
-    torch_cache = importlib.import_module("torch._inductor.runtime.cache_dir_utils")  # slow too
+    from torch._inductor.runtime import cache_dir_utils  # slow to import
+
     try:
-        folder = first = Path(torch_cache.cache_dir())  # the variable, or torch's choice in /tmp
+        folder = first = Path(cache_dir_utils.cache_dir())  # the variable, or torch's /tmp
         number = 1
         while any(map(is_left_behind, folder.glob("compiling-*"))):
             number += 1
@@ -144,7 +146,7 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
         if folder != first and not folder.exists():
             warn(f"compile: {first} may hold half-written files, so this run begins {folder}")
             # torch always keeps these in /tmp
-            headers = Path(torch_cache.default_cache_dir(), "precompiled_headers")
+            headers = Path(cache_dir_utils.default_cache_dir(), "precompiled_headers")
             for header in headers.rglob("*.?ch"):
                 header.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)

@@ -513,7 +513,7 @@ def traffic_table(rows: dict[str, dict]) -> list[list]:
 
 
 def projection_table(rows: dict[str, dict]) -> list[list]:
-    """List the least ms of a micro-batch: the sum of its parts, each at the card's peak."""
+    """List a lower bound for a micro-batch's ms: the sum of its parts, each at the card's peak."""
     from training.gpus import find_row
 
     speed = "tokens/s at the data sheet's clocks"

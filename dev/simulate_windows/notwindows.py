@@ -124,7 +124,7 @@ class Stand(types.ModuleType):
     def __init__(self, real, missing: str = "", **own):
         super().__init__(real.__name__)
         self.__dict__.update(own, _real=real, _missing=set(missing.split()) - own.keys())
-        self.__dict__["_before"] = {}  # the values before pytest's monkeypatch changed them
+        self.__dict__["_before"] = {}  # values from before pytest's monkeypatch
 
     def __getattr__(self, name):
         if name in self._missing:
