@@ -70,6 +70,7 @@ def test_the_example_in_memory_model_md_shows_plans_figures():
         ("4070", "GeForce RTX 4070"),
         ("RTX 3080 10 GB", "GeForce RTX 3080, 10GB"),
         ("a100 80 gb", "A100-SXM4-80GB"),
+        ("4060 Ti 16 GB", "GeForce RTX 4060 Ti, 16GB"),
     ],
 )
 def test_recognises_a_gpu_in_many_spellings(typed, meant):
