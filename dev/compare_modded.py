@@ -40,7 +40,7 @@ from train import build_optimizer, get_lr, model_config, train_step
 from training import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
-TOLERANCE = 1e-5  # in nats; both sum in float32, but in another order
+TOLERANCE = 1e-5  # in nats; both sum in float32, but in a different order
 SMALL = """
     --n_layer=3 --n_embd=256 --n_head=2 --block_size=128 --batch_size=8 --max_iters=40
     --gradient_accumulation_steps=2 --tf32=False --compile=False --dataset=random

@@ -3,8 +3,9 @@ Make the checkpoints in tests/golden, one per model, and the losses of the itera
 
     python dev/make_golden.py
 
-tests/integration/test_golden.py resumes the checkpoints, which are of the oldest version whose runs
-can be continued, 0.3.0. If that changes, run this again in a clone of the new one.
+tests/integration/test_golden.py resumes the checkpoints. They were made with 0.3.0, the oldest
+version whose runs can be continued. If that changes, run this again in a clone of the new oldest
+version.
 """
 
 import json

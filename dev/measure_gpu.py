@@ -7,8 +7,8 @@ include commands of docs/first_hour.md.
     python dev/measure_gpu.py --minutes=50   all rows, for example on a rented card
     python dev/measure_gpu.py --dry_run      check on a CPU, with tiny models, that the rows run
 
-Needs requirements-dev.txt, 4 GB of disk and no network. Each row is a command in its own process,
-and beside it stand the GPU's clocks, power and memory by nvidia-smi. If a row fails or takes too
+Needs requirements-dev.txt, 4 GB of disk and no network. Each row runs a command in its own process
+and records the GPU's clocks, power and memory by nvidia-smi beside it. If a row fails or takes too
 long, the next still runs. The file is written after each row. Run the command again to measure the
 missing rows.
 """
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "measured"
 PYTHON = sys.executable
 # Twice the micro-batch of the card's GPT-2 config, and tokens per iteration. With fewer tokens the
-# optimizer would weigh more than in a real run, above all Muon.
+# optimizer, above all Muon, would take a larger share of the time than in a real run.
 CARDS = {
     "4070": (16, 262144),
     "3060": (16, 262144),
@@ -250,7 +250,7 @@ def without_names(value):
 
 
 def output_of(*command: str) -> str:
-    """Return a program's output, "" if it fails."""
+    """Return a program's output, or "" if it fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     except OSError:

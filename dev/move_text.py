@@ -1,7 +1,7 @@
 """
-Do the tests depend on the wording? Writes a copy of the repository whose text has moved: a word
-more in each comment, error and paragraph; three locals of train.main renamed; two functions of
-train.py in the other order.
+Do the tests depend on the wording? Writes a copy of the repository with one more word in each
+comment, error and paragraph, three locals of train.main renamed, and two functions of train.py
+swapped.
 
     python dev/move_text.py ../moved && cd ../moved && pytest -m "not slow" -n 2 -q
 

@@ -26,7 +26,7 @@ from training.compiled import LOSS_SCALE, errors, moved_weights, take_gradients
 aten = torch.ops.aten
 PRODUCTS = 16  # that a tensor core adds at once: the k of mma.m16n8k16
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-# each way to train: its dtype, and the key
+# each way to train: its dtype, and its value of the key fp16_accumulation
 WAYS = {
     "bfloat16": (torch.bfloat16, False),
     "fp16_accumulation": (torch.float16, True),
@@ -104,7 +104,7 @@ def gradient_errors(
 
 def weight_gradient_errors(tokens: int) -> dict[str, float]:
     """
-    Return the relative error of dy^T x of random x and dy, which sums over all tokens of a
+    Return the relative error of dy^T x for random x and dy, which sums over all tokens of a
     micro-batch, with float16 accumulators and in bfloat16.
     """
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Choose the cases of a test that `pytest -m "not slow"` leaves out, and another value of a key."""
+"""Choose which cases of a test `pytest -m "not slow"` leaves out, and another value of a key."""
 
 from collections.abc import Iterable
 from dataclasses import Field

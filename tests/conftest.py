@@ -13,10 +13,11 @@ import torch
 
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Under nohup they ignore SIGHUP. A handler outlives the terminal too, and is not inherited.
+# Under nohup, those processes would ignore SIGHUP too. With a handler the tests still outlive the
+# terminal, but child processes do not inherit it.
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
-# Models this small only wait for further threads, the longer the busier the machine.
+# With more threads, models this small only wait, the longer the busier the machine.
 torch.set_num_threads(1)
 
 
@@ -43,15 +44,15 @@ def restored_process_state(request):
     names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
-    # A fixture of a whole file may have trained, and left the handler of that run.
+    # A fixture of module scope may have trained, and left the handler of that run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.node.get_closest_marker("slow"):
-        torch._dynamo.reset()  # after some compiled models it would run the next one uncompiled
+        torch._dynamo.reset()  # after some compiled models, Dynamo would run the next one eagerly
     yield
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+    if torch.are_deterministic_algorithms_enabled():  # the call takes a second, for an import
         torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 

@@ -18,7 +18,7 @@ GUIDES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "dev/simulate_gpu/results.md",
 ]
-PAGES = [*GUIDES, *sorted((ROOT / "results").glob("*.md"))]  # of results: names of older versions
+PAGES = [*GUIDES, *sorted((ROOT / "results").glob("*.md"))]  # results may name older files
 
 
 def page_name(page: Path) -> str:

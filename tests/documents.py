@@ -34,7 +34,8 @@ def documents(count: int, seed: int = 0) -> list[str | None]:
         " ".join(["a", *rng.choices(WORDS, k=rng.randint(1, 60) ** 2 // 60 + 1)])
         for _ in range(count)
     ]
-    # in the second half, and few: more of what has been read would be a warning
+    # few, and only in the second half, because a preparation complains if many of the rows that it
+    # has read hold no text
     for at in rng.sample(range(count // 2, count), count // 200):
         made[at] = rng.choice([None, ""])
     return made
@@ -82,7 +83,7 @@ class GrowingFolder:
 
     def __init__(self, finished: Path, folder: Path):
         self.finished, self.folder = finished, folder
-        # which write_tokens() does not record
+        # write_tokens() records no order
         self.manifest = dict(order="prefix") | manifest_of(finished)
         folder.mkdir(exist_ok=True)
         self.lock = open(folder / "lock", "ab")
@@ -150,9 +151,9 @@ class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
     newest = REVISION
-    troubles: dict[int, str | int] = {}  # by the number of the request for a range: what happens
-    ranges = 0  # the number of such requests
-    allowed: dict[str, int] = {}  # of some files: how often they are sent before it refuses
+    troubles: dict[int, str | int] = {}  # what happens at the n-th range request
+    ranges = 0  # the number of range requests so far
+    allowed: dict[str, int] = {}  # range requests until it refuses a file
 
     def log_message(self, *_):
         pass

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from program import ROOT, InProcessRun
 
-PAGE = 1 << 12  # what a tmpfs gives out
+PAGE = 1 << 12  # bytes, in which a tmpfs hands out space
 
 
 # -----------------------------------------------------------------------------

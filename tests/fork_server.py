@@ -2,10 +2,10 @@
 Start processes quickly, by forking a warm Python that has already imported torch and this project.
 
 A cold `python train.py` spends three seconds on imports, and the tests start about a hundred
-processes. The server below imports once. For each request it forks a child, and the child then
-does what a fresh Python would do: it runs the script, or the code given with -c, as __main__. So
-it is a real process with its own signals, pipes and exit code, ready after some 20 ms. A second
-server, forked from the first one when that has imported torch alone, has nothing of the project.
+processes. The server below imports once. For each request it forks a child, and the child then does
+what a fresh Python would do: it runs the script, or the code given with -c, as __main__. So it is a
+real process with its own signals, pipes and exit code, ready after some 20 ms. A second server,
+forked from the first before that imports the project, has imported only torch.
 
 A forked child cannot show anything about importing itself, environment variables that torch reads
 when it is imported, or Python's own options. Start a cold process for those. Nor does it show how
@@ -48,7 +48,7 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, *map(str, files)],
                 pass_fds=files,
-                # one thread for each process: models this small only wait for more
+                # one thread for each process: with more, models this small only wait
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
@@ -222,7 +222,7 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
             raise
     if "WHOLE_END" in environment:
         sys.exit(code)
-    # what Python does at its end, but for taking a million objects down
+    # what Python does at exit, except for freeing a million objects
     threading._shutdown()
     atexit._run_exitfuncs()
     os._exit(code)

@@ -50,7 +50,7 @@ needs_signals = pytest.mark.skipif(
     sys.platform == "win32", reason="Windows sends no process a signal that it could answer"
 )
 
-# of a run of some milliseconds; each test module says what else its runs need
+# the keys of a run of some milliseconds; each test module adds what else its runs need
 TINY_RUN = dict(
     n_layer=2,
     n_head=2,
@@ -298,8 +298,8 @@ class InProcessRun:
         self.seconds = dict(iteration=10.0, evaluation=4.0, save=1.0)
         self.now = 0.0
         self.fake_clock = fake_clock
-        self.doing = ""  # what the model's last batch was for, or an update
-        self.embedding: torch.nn.Embedding  # the last that was looked up
+        self.doing = ""  # what the model's last batch was for; "update" during an update
+        self.embedding: torch.nn.Embedding  # the last one that was looked up
         self.optimizer: torch.optim.Optimizer
 
     def happens(self, what: str, seconds: float | None = None) -> None:
@@ -488,7 +488,8 @@ def assert_same_run(left: Path, right: Path, iter_num: int, log_has_gaps: bool =
     a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
     for key in ("model", "scaler", "rng", "progress"):
         assert same(a[key], b[key]), key
-    # its groups hold hyperparameters, which are the config's, and the rate of the last update
+    # not the optimizer's groups: they hold hyperparameters, which are the config's, and the last
+    # update's rate
     assert same(a["optimizer"]["state"], b["optimizer"]["state"])
     for kind, names in (("step", STEP), ("eval", EVAL)):
         ours, theirs = column(left, kind, *names), column(right, kind, *names)

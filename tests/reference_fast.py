@@ -128,7 +128,7 @@ class FastGPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return each target's loss in nats, (B, T), for idx and targets (B, T)."""
         x = self.transformer.ln_e(self.transformer.wte(idx))  # (B, T, C)
-        x = x.to(self.dtype)  # from here on the residual stream and all matmuls
+        x = x.to(self.dtype)  # from here on, for the residual stream and all matmuls
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x)).float()  # (B, T, V)

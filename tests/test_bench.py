@@ -86,7 +86,7 @@ def test_bench_reports_the_figures_of_the_training_log(recipe, children, monkeyp
     """Report the median of the log lines from the third on; an iteration has 2 x 4 x 16 tokens."""
     (tmp_path / "kept").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "kept"))
-    # its folder is not removed
+    # keep bench.py's temporary folder
     monkeypatch.setattr(tempfile.TemporaryDirectory, "__exit__", lambda self, *_: self.detach())
     monkeypatch.setattr(
         tempfile.TemporaryDirectory, "detach", lambda self: self._finalizer.detach(), raising=False
@@ -105,7 +105,7 @@ def test_bench_reports_the_figures_of_the_training_log(recipe, children, monkeyp
     (begun,) = records(run_dir, "start")
     assert begun["config"]["dataset"] == "tokens"
     assert found["parameters"] == begun["parameters"]
-    # an iteration computes and prints, so the process is busy about all the time, in one thread
+    # an iteration computes and prints, so the process is busy almost all the time, in one thread
     cpu_ms = column(run_dir, "step", "cpu_ms")[2:]
     assert found["cpu_ms"] == pytest.approx(statistics.median(cpu_ms))
     assert 0 < found["cpu_ms"] < 1.5 * max(step_ms)
@@ -125,7 +125,7 @@ def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cp
 
 
 # -----------------------------------------------------------------------------
-# Several
+# Several configurations
 
 
 def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
@@ -184,8 +184,8 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
         assert row["total_gain"] == pytest.approx(rows[0]["cpu_ms"] / row["cpu_ms"])
     gains = math.prod(row["gain"] for row in rows)
     assert gains == pytest.approx(rows[-1]["total_gain"])
-    # 61 -> 128 rows of 32 in the embedding and in the head, whose bias is FAST's; tied, one of the
-    # two goes
+    # 61 -> 128 rows of 32 in the embedding and in the head, whose bias is FAST's; with tied
+    # weights, one of the two goes
     parameters = [row["parameters"] for row in rows]
     assert parameters[4] - parameters[3] == (128 - 61) * (2 * 32 + bool(recipe))
     assert parameters[4] - parameters[-1] == (0 if recipe else 128 * 32)
@@ -237,7 +237,7 @@ def test_several_rounds_show_the_median_speedup_and_its_range(monkeypatch, capsy
 
 
 # -----------------------------------------------------------------------------
-# Runs that fail, and ends
+# Runs that fail, and interruptions
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ KERNELS = {  # wrong kernels, each with a word that must occur in check's verdic
     "a gradient": (lambda y, v: GradientOff.apply(y), "gradient"),
     "an output": (lambda y, v: 1.01 * y, "gradient"),
     "the last token": (lambda y, v: torch.cat((y[:, :, :-1], v[:, :, -1:]), dim=2), "gradient"),
-    # as Metal's kernel, pytorch #195910
+    # like Metal's kernel, pytorch #195910
     "without gradients alone": (
         lambda y, v: y if y.requires_grad else v.mean(dim=2, keepdim=True).expand_as(y),
         "evaluation",

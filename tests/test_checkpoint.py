@@ -70,7 +70,7 @@ def test_looks_again_if_a_run_deletes_the_checkpoint(when, tmp_path, monkeypatch
 
     def open_state(path):
         loads.append(path)
-        if len(loads) == 2:  # damage() comes first
+        if len(loads) == 2:  # the first one is damage()'s
             checkpoint.save(dict(progress=dict(iter_num=3)), new)
             old.unlink()
             if when == "within torch.load":

@@ -67,17 +67,17 @@ POSITIONS = {
     # an evaluation and a save take 36 seconds each unless they were timed
     "not timed yet": (HOUR, {}, 1400, 50, 1000 / (3200 - 72), True),
     "one of them timed": (HOUR, dict(checkpoints=20), 1400, 50, 1000 / (3200 - 56), True),
-    # max_iters are nearer than the hour
+    # max_iters is nearer than the hour
     "before max_iters": (Config(hours=1, max_iters=101), TIMED, 1400, 50, 0.5, True),
     "at the last of two iterations": (Config(hours=1, max_iters=2), TIMED, 1400, 1, 1, True),
     "at one iteration in all": (Config(hours=1, max_iters=1), {}, 400, 0, 0, True),
-    # 361 and 360 seconds are left, which is 2 * 180
+    # 361 and 360 seconds are left; 360 is 2 * 180
     "just before the spare time ends": (HOUR, TIMED, 3239, 90, 2839 / 3020, True),
     "when the spare time ends": (HOUR, TIMED, 3240, 90, 2840 / 3020, False),
     # just enough, or just not enough, time for one more iteration before the last update
     "before the last update but one": (HOUR, TIMED, 3359, 95, 2959 / 3020, False),
     "before the last update": (HOUR, TIMED, 3360, 95, 1, False),
-    # an update ends and nothing of the time for it is left
+    # an update ends just when the last one must begin
     "when the last update must begin": (HOUR, TIMED, 3420, 95, 1, False),
     "after the hour": (HOUR, TIMED, 3700, 95, 1, False),
 }
@@ -210,8 +210,7 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
 
 class Slower:
     """
-    Stand in for two ranks, of which the other takes and waits twice as long and uses half the
-    memory.
+    Stand in for two ranks. The other one takes and waits twice as long, and uses half the memory.
     """
 
     def max(self, elapsed, waited, mem_gib):

@@ -140,13 +140,13 @@ def test_compares_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
     assert table.values("tokens_to_loss") == [50_000, 80_000]
     assert table.values("hours_to_loss") == pytest.approx([1804 / 3600, 2884 / 3600])
     assert table.verdicts["tokens_to_loss"] == "a 1.60x less"
-    assert "step_ms_p50" not in table.verdicts  # 36 and 72 s of unequal tokens
+    assert "step_ms_p50" not in table.verdicts  # 36 and 72 s, but for unequal tokens
 
 
 @pytest.mark.parametrize(
     "one, other, size, expected",
     [
-        # evaluations of the one and of the other, and the iterations that both have
+        # the iterations evaluated in one run and in the other, and those that both have
         ([0, 10, 20, 25, 30], [0, 10, 15, 20, 30], 1000, [10, 20, 30]),
         # at most eight, evenly spaced, the last among them
         (range(0, 401, 10), range(0, 401, 5), 1000, range(50, 401, 50)),
@@ -165,7 +165,7 @@ def test_shows_at_most_eight_evaluations_that_all_runs_share(one, other, size, e
     table = Table(a, b)
     axis = "iter" if size == 1000 else "tokens"
     keys = table.keys(f"val_loss_at_{axis}/")
-    # the last one is that of the row at equal iterations or tokens
+    # the last one is in the row at equal iterations or tokens
     assert [int(key.partition("/")[2]) for key in keys] == list(expected)[:-1]
     for key in keys:
         at = int(key.partition("/")[2]) / (1000 if axis == "tokens" else 1)
@@ -407,7 +407,7 @@ def test_reports_and_draws_a_real_run(tokens_of_a_text, tmp_path):
     assert figures["pause_seconds"] == pytest.approx(sum(pauses))
     (end,) = records(out_dir, "end")
     in_run = sum(end["ledger"][name] for name in ("steps", "evaluation", "checkpoints"))
-    # nine digits of a record, and what ends after the last lap
+    # allows for a record's nine digits, and for what ends after the last lap
     assert figures["hours"] == pytest.approx(in_run / 3600, rel=1e-2)
 
 
@@ -463,7 +463,7 @@ def test_ignores_broken_and_empty_records(line, tmp_path):
     "config, differs",
     [
         (dict(compile=False), ["config/compile"]),
-        (dict(dropout=0.1), ["config/dropout"]),  # a run before there was this key has its default
+        (dict(dropout=0.1), ["config/dropout"]),  # a run from before this key has its default
         (dict(out_dir="b", wandb_run_name="b", old_key=1), []),
     ],
 )
@@ -513,8 +513,8 @@ def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result,
     return result, lines, json.loads((folder / "seeds.json").read_text())
 
 
-# Three and three losses whose variances are 0.01: the error of a difference is sqrt(0.02 / 3), and
-# Student's t with 4 degrees of freedom 2.776 (any table).
+# Each side has three losses with a variance of 0.01: the error of a difference is sqrt(0.02 / 3),
+# and Student's t is 2.776 with 4 degrees of freedom (any table).
 @pytest.mark.parametrize(
     "first, verdict",
     [(1.7, "better"), (1.9, "inconclusive"), (2.1, "inconclusive"), (2.4, "worse")],
@@ -688,12 +688,12 @@ def test_keeps_nanogpts_evaluations_out_of_the_iteration_time(logs):
     """Count an evaluation of 20 s as a pause, and leave out the compile time in iteration 0."""
     figures = Table(*logs).runs["old"]
     assert figures["step_ms_p50"] == 3900
-    # 801 iterations, and an evaluation of 20 s; compilation in iteration 0 is none of them
+    # 801 iterations, and an evaluation of 20 s; compilation in iteration 0 is not counted
     assert figures["hours"] == pytest.approx((20 + 801 * 3.9) / 3600)
     assert figures["pause_seconds"] == pytest.approx(20)
     assert (figures["evaluations"], figures["checkpoints"]) == (2, 1)
     assert figures["tokens"] == 801 * 524_288
-    assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is one of an A100
+    assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is a share of an A100's
 
 
 @pytest.mark.parametrize(

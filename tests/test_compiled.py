@@ -124,7 +124,7 @@ def cast(function):
     return lambda x, *rest, **more: function(x.bfloat16().type_as(x), *rest, **more)
 
 
-# name: (what the model must have, the wrong compiler)
+# name: (the models in which it can occur, the wrong compiler)
 FAULTS = {
     "a loss 1% off": ("gpt2 fast", of_loss(lambda loss: loss + 0.01 * loss.detach())),
     "a loss that is not a number": ("gpt2 fast", of_loss(lambda loss: loss * torch.nan)),
@@ -171,7 +171,7 @@ def wrong_kernel(name: str, kernel: str):
 
 
 def hardware_in(dtype: str) -> hardware.Hardware:
-    with mock.patch.object(hardware, "keep_freed_memory"):  # for this process's other tests
+    with mock.patch.object(hardware, "keep_freed_memory"):  # it would stay for other tests
         return hardware.set_up(Config(device="cpu", dtype=dtype))
 
 
@@ -327,8 +327,8 @@ def compiles(gpt) -> bool:
 
 def test_compiles_in_another_folder_after_a_kill(gpt, cache, capfd):
     """
-    Leave a folder in which a run was killed while it compiled, with one line at the first start
-    after it, and stay in the next one. A marker that is not locked yet is that of a living run.
+    Move on from a folder in which a run was killed while it compiled, say so once, and stay in the
+    next folder. A marker that is not locked yet belongs to a living run.
     """
     (cache / "compiling-new").touch()
     assert compiles(gpt) and os.environ[CACHE] == str(cache)

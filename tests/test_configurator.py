@@ -371,9 +371,8 @@ def test_min_lr_becomes_a_tenth_of_a_peak_rate_that_is_below_it():
 
 
 def test_expands_a_tilde_in_a_flag_to_the_home_folder(monkeypatch):
-    """Expand ~ in --out_dir=~/runs, which shells leave alone behind a =."""
+    """Expand ~ in --out_dir=~/runs, which shells leave alone after a =."""
     monkeypatch.setenv("HOME", "/home/somebody")
-    # shells leave it alone behind a =
     assert load_config(["--out_dir=~/runs/a"]).out_dir == "/home/somebody/runs/a"
 
 

@@ -130,7 +130,8 @@ def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias
 
 def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_path, monkeypatch):
     """
-    Run the Python code of docs/sampling.md on a model with the context of README's first one, 64.
+    Run the Python code of docs/sampling.md on a model with a context of 64, like README's first
+    one.
     """
     monkeypatch.chdir(tmp_path)
     save(random_gpt(vocab_size=256, block_size=64), tmp_path / "x.pt", 256)
@@ -144,7 +145,7 @@ def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_pat
     assert names["text"].startswith("The ")
     assert 4 < len(names["ids"]) <= 64
     assert names["model"].generation_config.eos_token_id == 0
-    with pytest.raises(ValueError):  # and no empty GPT-2 tokenizer
+    with pytest.raises(ValueError):  # rather than an empty GPT-2 tokenizer
         AutoTokenizer.from_pretrained("anna-hf")
 
 
@@ -265,7 +266,7 @@ def init_with_temperature(self, config):
 
 GPT.__init__ = init_with_temperature
 """
-# the export calls hidden and logits
+# the export calls hidden and logits, not forward
 FORWARD = """
 plain_forward = FastGPT.forward
 
@@ -370,11 +371,11 @@ def test_an_exported_fast_model_gives_the_logits_and_text_of_model_fast(fast_exp
     options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
     assert torch.equal(exported.generate(idx, **options), expected)
     options["max_new_tokens"] = 10
-    for cache in (dict(use_cache=False), dict(cache_implementation="static")):  # it uses none
+    for cache in (dict(use_cache=False), dict(cache_implementation="static")):  # it has none
         assert torch.equal(exported.generate(idx, **cache, **options), expected[:, :20])
     last = exported(idx, logits_to_keep=2).logits
     assert last.shape == (8, 2, 100)
-    # 1e-4: as above
+    # 1e-4: as in assert_same_logits()
     assert (last - model(idx)[:, -2:, :100]).abs().max() < 1e-4
 
 
@@ -412,7 +413,7 @@ def test_an_exported_fast_model_ignores_padding_after_the_tokens(fast_export):
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
     padded = exported(IDS, attention_mask=mask).logits
-    # 1e-4: as above
+    # 1e-4: as in assert_same_logits()
     assert (padded[1, :5] - exported(IDS[1:, :5]).logits[0]).abs().max() < 1e-4
 
 
@@ -424,7 +425,7 @@ def test_an_exported_fast_model_computes_the_loss_and_gradients_for_fine_tuning(
     logits = model(IDS)[:, :-1, :100]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
     loss = exported(IDS, labels=labels).loss
-    assert abs(loss - expected) < 1e-5  # float32, in another order of additions
+    assert abs(loss - expected) < 1e-5  # float32 sums, in a different order
     loss.backward()
     assert exported.get_output_embeddings().weight.grad.any()
     assert exported.get_input_embeddings().weight.grad.any()

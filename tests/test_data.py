@@ -86,7 +86,7 @@ def test_reads_every_window_exactly_once_per_epoch(tokens, block_size, seed):
         assert starts[0] < block_size  # no window is left out at the start
         # nor in between, and none comes twice
         assert all(b - a == block_size for a, b in pairwise(starts))
-        # only the tail is
+        # only the tail is left out
         assert starts[-1] + block_size + 1 <= tokens < starts[-1] + 2 * block_size + 1
 
 
@@ -126,11 +126,11 @@ def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool
         for rank in range(world_size)
     ]
     seen = []
-    # equally many batches on each rank, or one would wait for another's for ever
+    # equally many batches on each rank, or one would wait for another's forever
     for batches in zip(*ranks, strict=True):
         for x, y in batches:
             assert x.shape == y.shape == (batch_size, 10)
-            counted = y[:, 0] != -1  # a window counts whole, or fills up the last batches
+            counted = y[:, 0] != -1  # a window counts as a whole, or only fills up a last batch
             assert torch.equal(x[counted, 1:], y[counted, :-1])
             assert (y[~counted] == -1).all()
             seen += y[counted].flatten().tolist()
@@ -183,7 +183,7 @@ LETTERS = {i: chr(65 + i) for i in range(40)}
 GPT2 = (50257, "gpt2")
 WORDS = dict(enumerate([" ", "cat", "sat", "the", "."]))
 WORD_IDS = [3, 0, 1, 0, 2, 0]
-# its files, and what is read there: tokens of train and val, vocabulary, tokenizer
+# a folder's files, and what is read there: tokens of train and val, vocabulary, tokenizer
 FOLDERS = {
     "llm.c's": (
         {
@@ -261,7 +261,7 @@ def test_reads_datasets_made_by_other_programs(name, tmp_path):
     assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == expected
 
 
-# beside a good val_000000.bin; more of them in test_bad_input.py
+# each is beside a good val_0.bin; test_bad_input.py has more of them
 BAD_FILES = {
     "wrong version": ("train_1.bin", shard(range(10), 20240520, 7, 10), "20240520 and 7"),
     "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "11 tokens take"),
@@ -326,7 +326,7 @@ GAP = ["_train_000003.bin", "_train_000004.bin", "_train_000005.bin and 1 more"]
         ({"val.bin": RAW}, ["tokens for train", "train.bin", "fineweb_train_000001.bin"]),
     ],
 )
-def test_a_missing_or_repeated_shard_is_one_line_that_names_it(files, words, tmp_path):
+def test_a_missing_or_repeated_shard_gives_one_line_that_names_it(files, words, tmp_path):
     """Refuse an incomplete download, and a browser's second copy."""
     write_files(tmp_path, files)
     with pytest.raises(UserError) as error:
@@ -359,7 +359,7 @@ def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_p
     ours = open_dataset(str(folder)).fingerprint
     assert open_dataset(str(write_tokens(tmp_path / "b", [500], [100]))).fingerprint == ours
     assert open_dataset(str(write_tokens(tmp_path / "c", [501], [100]))).fingerprint != ours
-    # as of a folder of nanoGPT's, whose names and sizes stay
+    # as in a folder of nanoGPT's, whose file names and sizes stay
     (folder / "manifest.json").unlink()
     before = open_dataset(str(folder)).fingerprint
     (folder / "train_000001.bin").write_bytes(shard(np.arange(500) % 61))
@@ -378,7 +378,7 @@ def test_bytes_per_token_are_counted_on_the_validation_split(counted, expected, 
 
 
 # -----------------------------------------------------------------------------
-# Data that do not come
+# Data that does not come
 
 
 def test_a_signal_stops_a_run_that_waits_for_a_disk(tokens, tmp_path):
@@ -420,7 +420,7 @@ def slow(block):
     return read(block)
 def fail():
     raise SystemExit(7)
-torch.from_numpy, gc.freeze = slow, fail  # of the reader, and a little later of the start
+torch.from_numpy, gc.freeze = slow, fail  # in the reader, and a little later in the start-up
 runpy.run_path("train.py", run_name="__main__")
 """
 

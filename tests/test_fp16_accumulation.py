@@ -84,7 +84,9 @@ def test_other_dtypes_refuse_the_key(dtype):
 
 
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
-def test_a_run_trains_resumes_and_leaves_float16_without_the_two_flags(recipe, data, tmp_path):
+def test_a_run_trains_resumes_and_leaves_float16_once_the_two_flags_are_dropped(
+    recipe, data, tmp_path
+):
     """
     Follow float32's losses within 0.02, resume bit for bit, and then continue in the dtype that
     this machine trains in by default.
@@ -127,5 +129,5 @@ def test_gpu_adds_in_float16_where_the_key_asks_for_it():
             torch.bmm(a[None], b[None])[0],
             torch.baddbmm(torch.zeros_like(a)[None], a[None], b[None])[0],
         ):
-            # a kernel may sum parts of a row apart, and so lose less than all
+            # a kernel may sum parts of a row separately, and so lose only some of it
             assert (found[0, 0].item() < exact - 2) == key

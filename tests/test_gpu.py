@@ -69,8 +69,8 @@ def random_batch(device: str, batch_size: int, model: GPTConfig) -> tuple:
 
 def random_model(device: str, c: Config, vocab: int) -> torch.nn.Module:
     """
-    Return a model with random numbers in the matrices that start as zeros, behind which no weight
-    would have a gradient.
+    Return a model with random numbers in the matrices that start as zeros, because no weight before
+    a zero matrix has a gradient.
     """
     torch.manual_seed(0)
     model = build_model(model_config(c, vocab, flash=True, compiled=True)).to(device)
@@ -269,7 +269,7 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
             model_config(config, 50257, flash=True, compiled=compile),
             hardware.set_up(config).dtype_name,
         )
-        # the allocator knows nothing of CUDA's own
+        # the allocator knows nothing of CUDA's own memory
         modelled = memory_needed(config, model, dtype, config.batch_size) - CONTEXT_BYTES
         assert modelled == pytest.approx(reserved, rel=0.1)
 

@@ -29,7 +29,7 @@ N = 124_373_760  # parameters of GPT-2 124M
 CONFIG_FILES = [
     path for path in sorted((ROOT / "config").glob("*.py")) if "# estimated: " in read(path)
 ]
-# rows of dev/simulate_gpu/run.py, but nanoGPT's
+# the rows of dev/simulate_gpu/run.py except nanoGPT's
 SIMULATED = json.loads(read("results/nullgpu.json"))["rows"]
 SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] != "nanoGPT"}
 
@@ -108,7 +108,7 @@ def test_memory_sizes_in_config_comments_are_plans_estimates(path):
     for batch_size, gib in claims.items():
         needed = memory_needed(config, model_of(config), config.dtype, batch_size)
         assert gib == pytest.approx(needed / 2**30, abs=0.06)
-        assert batch_size * config.block_size * 50304 < 2**31  # logits, for 32-bit indices
+        assert batch_size * config.block_size * 50304 < 2**31  # 32-bit indices reach all logits
 
 
 # -----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
 # The memory model on a CPU
 
 
-VOCAB = 8190  # the logits are most of the memory, and a sixth of GPT-2's to compute
+VOCAB = 8190  # the logits are most of the memory, at a sixth of GPT-2's time
 
 
 class TrainingSetup:
@@ -186,7 +186,7 @@ class TrainingSetup:
 
 SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
 HALF = dict(n_layer=4, n_embd=128, dtype="bfloat16")
-# without gains, because a CPU composes the gradient of a norm with gains of several tensors
+# without gains, because on a CPU the gradient of a norm with gains takes several tensors
 NO_GAINS = FAST | dict(bias=False)
 SHAPES = [
     SMALL | dict(loss_chunk=256),
@@ -221,8 +221,8 @@ SLOW_SHAPES += [
 )
 def test_plan_estimates_the_tensors_alive_in_an_iteration(changes):
     """
-    Estimate the most bytes that they take within 1% for eager code, and within 10% for compiled
-    code, whose fused operations vary.
+    Estimate their peak in bytes within 1% for eager code, and within 10% for compiled code, whose
+    fused operations vary.
     """
     t = TrainingSetup(**changes)
     modelled = tensor_bytes(t.config, t.model.config, t.hw.dtype_name, 4)

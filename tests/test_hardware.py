@@ -42,7 +42,7 @@ PEAKS = [
     ("Tesla T4", 40, "float32", True, 8.1),  # no TF32 on Turing: plain fp32
     ("NVIDIA GeForce RTX 3080", 68, "bfloat16", True, 59.5),
     ("NVIDIA GeForce RTX 3080", 70, "bfloat16", True, 61.3),  # the 12 GB part of the same name
-    # cut down, partitioned, of another number of SMs, with a power limit of their own, unverified
+    # no peak: cut down, partitioned, another number of SMs, a power limit of its own, unverified
     ("NVIDIA GeForce RTX 4070 Laptop GPU", 36, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 4070", 40, "bfloat16", True, None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bfloat16", True, None),
@@ -138,8 +138,8 @@ WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 @pytest.fixture
 def card(monkeypatch):
     """
-    Return card(), which imitates a machine with such GPUs and returns a list that collects the
-    memory limits set on them, as fractions.
+    Return card(), which imitates a machine with the GPUs that its arguments describe, and returns a
+    list that collects the memory limits set on them, as fractions.
     """
 
     def make(
@@ -218,7 +218,9 @@ def test_float16_accumulators_double_the_peak_of_a_geforce(name, sm_count, peak,
 
 
 @pytest.mark.parametrize("name", ["cpu", "mps", "Tesla T4", "GeForce RTX 2080 Ti", "Radeon"])
-def test_refuses_float16_accumulators_without_a_bfloat16_gpu_of_nvidia(name, card, monkeypatch):
+def test_refuses_float16_accumulators_without_an_nvidia_gpu_that_has_bfloat16(
+    name, card, monkeypatch
+):
     """
     Name the GPUs that work and the flag to type. torch has no such option for other makers' GPUs.
     """
@@ -359,8 +361,8 @@ def test_picks_bfloat16_only_on_cpus_where_it_is_faster(
     assert hardware.best_dtype(torch.device("cpu")) == dtype
 
 
-# what torch finds, the key, and what it takes: the key decides before the dtype does (nanoGPT #281,
-# #304)
+# what torch finds, the device key, and the device and dtype that it leads to: the key is resolved
+# before the dtype (nanoGPT #281, #304)
 DEVICES = [
     (dict(cuda=True, mps=True), "auto", "cuda", BF16),
     (dict(cuda=False, mps=True), "auto", "mps", FP32),
@@ -525,7 +527,7 @@ def test_recognises_out_of_memory_in_many_errors(name):
     assert hardware.is_out_of_memory(error) == is_one
 
 
-ITERATIONS = {  # batch_size, accumulation, processes -> the next smaller that does as much
+ITERATIONS = {  # batch_size, accumulation, processes -> the next smaller pair that does as much
     "half": ((8, 4, 1), (4, 8)),
     "the next divisor": ((12, 3, 1), (9, 4)),
     "of a prime": ((7, 2, 1), (2, 7)),
@@ -584,7 +586,7 @@ def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(asked, token
     """
     Add the suggested flags to the command until it fits, and train on as many tokens as at first.
     """
-    places = map(str, itertools.count())  # a folder has a lock until this process ends
+    places = map(str, itertools.count())  # a folder stays locked until this process ends
     command = flags(**TINY | ASKED[asked] | dict(max_iters=1), dataset=tokens)
     sizes = []
     with memory_for(2):
@@ -617,7 +619,7 @@ def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(asked, token
         ("cpu", FP32, 1024, False, False),
         ("cuda", BF16, 64, True, True),
         ("cuda", BF16, 64, False, False),
-        # pytorch #195910: its kernel may look at later tokens
+        # pytorch #195910: MPS's kernel may look at later tokens
         ("mps", BF16, 1024, True, False),
         ("mps", FP32, 1024, True, False),
     ],

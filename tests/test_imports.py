@@ -128,7 +128,7 @@ def test_every_script_imports_all_it_needs_to_print_its_help():
     """
     scripts = ["train", "sample", "compare", "convert", "bench", "configurator"]
     scripts += ["data/prepare_text", "data/prepare_fineweb"]
-    # all at once, as most of their time is one processor's
+    # all at once, because each uses mostly one core
     started = {name: start(f"{name}.py", "--help", only_torch=True) for name in scripts}
     for name, process in started.items():
         code, out, err = finish(process)

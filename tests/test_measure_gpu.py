@@ -23,7 +23,7 @@ def measured(tmp_path, monkeypatch, capsys):
     and the file's rows.
     """
     monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
-    # asks a fresh Python for torch, and git for the commit: seconds
+    # the real one asks a fresh Python for torch and git for the commit, which takes seconds
     monkeypatch.setattr(measure_gpu, "output_of", lambda *_: "there")
 
     def run(rows: dict[str, tuple[int, list[str]]], *flags: str) -> tuple[str, dict]:

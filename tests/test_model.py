@@ -73,7 +73,7 @@ def test_logits_equal_transformers_gpt2(name, flash):
     idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
     with torch.no_grad():
         expected = as_transformers(model)(idx).logits
-        # 1e-4 of fp32 rounding on logits of size ~10, in another order of operations
+        # 1e-4 allows for fp32 rounding of logits of about 10, in a different order of operations
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -111,7 +111,7 @@ def loss_and_gradients(
 ):
     torch.manual_seed(0)
     model = build_model(config)
-    # the fast model's projections are born as zeros, which hide gradients
+    # the fast model's projections start as zeros, which hide gradients
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
     idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
@@ -153,7 +153,7 @@ def test_chunks_change_neither_the_loss_nor_its_gradients(
     whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in (0, 23))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
-    # float32 sums in another order
+    # float32 sums, in a different order
     loss_tolerance = tolerance if compiled else 1e-6
     assert chunked_loss.item() == pytest.approx(loss.item(), rel=loss_tolerance)
     assert (chunked_gradients - gradients).norm() / gradients.norm() < tolerance
@@ -318,7 +318,7 @@ def test_the_residual_stream_is_bfloat16_only_if_compiled_under_bfloat16_autocas
             assert found[-1] == torch.float32
 
 
-COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in another order
+COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in a different order
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_dropout_acts_on_embeddings_attention_and_block_outputs_only_in_training
     assert embedded == pytest.approx(0.4, abs=0.01)
     # attention and MLP both add nothing
     assert added == [pytest.approx(0.16, abs=0.01)] * 2
-    # attention's weights, beside what it adds
+    # dropout on attention's weights, besides that on what it adds
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -416,7 +416,7 @@ def test_logits_with_kv_caches_equal_those_without(model, field):
         caches = [KVCache(24) for _ in model.transformer.h]
         for end in range(first, 25):
             logits = model.logits(model.hidden(idx[:, :end], caches))
-            # float32 sums in another order
+            # float32 sums, in a different order
             start = 0 if end == first else end - 1
             torch.testing.assert_close(logits, expected[:, start:end], atol=1e-4, rtol=1e-4)
 
@@ -433,7 +433,7 @@ def test_settings_that_a_resume_may_change_alter_no_logits(model, field):
     one, other = random_model(config), build_model(replace(config, **{field: ANOTHER[field]}))
     other.load_state_dict(one.state_dict())  # strict: names and shapes
     idx = tokens(2, 24, 61)
-    # float32 sums in another order
+    # float32 sums, in a different order
     torch.testing.assert_close(other.eval()(idx), one(idx), atol=1e-4, rtol=1e-4)
 
 

@@ -48,7 +48,7 @@ def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
             continue
         is_zero = name.endswith(("c_proj.weight", "lm_head.weight"))
         std = 0 if is_zero else 1 if "wte" in name else math.sqrt(0.33 / 128)
-        # 8,192 numbers and more: three of their standard errors, which are 1 / sqrt(2 n)
+        # this allows three standard errors, 1 / sqrt(2 n) each, for 8,192 numbers or more
         assert p.std().item() == pytest.approx(std, rel=0.025), name
 
 
@@ -132,13 +132,13 @@ def test_the_compiled_fast_model_looks_up_its_rotary_sines():
     torch.testing.assert_close(model(idx), expected)
     (graph,) = graphs
     assert not [node for node in graph.graph.nodes if "sin" in str(node.target).split("_")]
-    # as generation reads them: of the tokens that the cache does not hold yet
+    # as generation reads the tables: for the tokens that the cache does not hold yet
     model.eval()
     caches = [KVCache(24) for _ in model.transformer.h]
     model.hidden(idx[:, :23], caches)
     last = model.logits(model.hidden(idx, caches))
     torch.testing.assert_close(last, expected[:, 23:], atol=1e-5, rtol=1e-5)
-    # there are tables up to block_size; they are no part of a checkpoint
+    # the tables end at block_size, but longer inputs work too; a checkpoint holds no tables
     torch.testing.assert_close(model(tokens(2, 30)), longer)
     assert model.state_dict().keys() == FastGPT(SMALL).state_dict().keys()
 

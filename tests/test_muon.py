@@ -1,6 +1,6 @@
 """
 Compare Muon with modded-nanogpt's formulas and torch's AdamW. Check which weights are in which
-group, and that updates are skipped on overflow. test_recipe.py compares it with a second
+group, and that updates are skipped on overflow. test_recipe.py compares Muon with a second
 implementation.
 """
 

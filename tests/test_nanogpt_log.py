@@ -103,7 +103,7 @@ def test_compile_time_is_not_read_as_an_evaluation_if_a_resume_repeats_the_last_
     assert [*seen.eval["seconds"][1:]] == pytest.approx([PAUSE_MS / 1000] * 2)
 
 
-# 3,500 is the first iteration that 7 and 500 share; all of 1,000's have an evaluation in them
+# 3,500 is the first iteration that 7 and 500 share; every multiple of 1,000 has an evaluation in it
 @pytest.mark.parametrize("log, time", [(7, hours(3000, 0)), (1000, None)])
 def test_warns_if_a_log_does_not_show_how_long_evaluations_take(log, time, tmp_path):
     """

@@ -63,7 +63,8 @@ def test_every_command_on_a_page_has_scripts_configs_and_flags_that_exist(page):
         configs = [word for word in words if word.startswith("config/")]
         assert all(config in made or (ROOT / config).is_file() for config in configs), command
         if script == "train.py" and flags != ["--help"] and page.name != "hacking.md":
-            # a config that the page makes is one of prepare_text.py's, which this one resembles
+            # a config that the page makes is one that prepare_text.py writes, much like
+            # shakespeare_char.py
             files = [
                 "config/shakespeare_char.py" if config in made else config for config in configs
             ]
@@ -105,7 +106,7 @@ def test_the_sampling_page_lists_the_flags_and_defaults_of_sample_py():
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", section, re.MULTILINE)
     shown = {name: default for names, default in rows for name in re.findall(r"--(\w+)", names)}
     keys = find_keys(SampleConfig)
-    assert shown.keys() == keys.keys() - {"init_from", "out_dir"}  # in the table before
+    assert shown.keys() == keys.keys() - {"init_from", "out_dir"}  # in an earlier table
     for name, default in shown.items():
         assert default.replace("a line end", "\n") == str(keys[name].default), name
 

@@ -19,7 +19,7 @@ N = 124_373_760
 GIB = 2**30
 COPIES = 2 * 12 * 768**2  # autocast's bfloat16 copies of one block's matrices
 BLOCKS = 1 - 6 * 768 * 50304 / 854.7e6  # the blocks' share of the FLOPs
-LINK = 2 * 4 * N  # bytes that all gradients are, there and back
+LINK = 2 * 4 * N  # bytes of all gradients, sent and received
 OF_1000 = ("--iter_seconds=1", "--max_iters=1000", "--eval_interval=300", "--eval_tokens=524288")
 TINY = ("quickstart", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16")
 
@@ -186,7 +186,8 @@ MEMORY = {
         ),
     ),
     # 1.01 (18 N + B T (12 * 36.08 C + 6 C + k V)) + 0.55 GB, k = 12 eager and 2 compiled; compiled
-    # another 2 C V = 0.08 GB, and the stream in 2 bytes, B T 26 C less; eager a gap of 2 B T V
+    # code takes another 2 C V = 0.08 GB, and B T 26 C less because its stream has 2 bytes; eager
+    # code leaves a gap of 2 B T V
     **{
         f"in all, {'compiled' if compiled else 'eager'} with a micro-batch of {batch}": (
             (f"--compile={compiled}", f"--batch_size={batch}", "--loss_chunk=off"),

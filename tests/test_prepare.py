@@ -140,8 +140,8 @@ def test_order_prefix_ends_a_split_or_shard_with_the_document_that_reaches_its_s
     assert ("the source has no more" in said) == (tokens == 10**6)
 
 
-# The shards that these files have always had by these flags. A checkpoint knows its
-# dataset by their names and sha256, so it resumes on a folder that is prepared again.
+# The shards that these files and flags have always made. A checkpoint knows its dataset by the
+# shards' names and sha256, so it resumes on a folder that is prepared again.
 SHARDS = {
     "rows.parquet --val_tokens=2k --shard_tokens=5k --tokens=12k": "fd30bf40a054b2cb",
     "rows.jsonl --val_tokens=2k --shard_tokens=5k": "4b0beba292ad9f7d",
@@ -306,8 +306,8 @@ def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size(
 # -----------------------------------------------------------------------------
 # Interrupted, and run again
 
-# A preparation that kills itself as it is about to rename its n-th file: the manifest that begins,
-# a shard, the manifest that lists it, ...
+# A preparation that kills itself as it is about to rename its n-th file: the first manifest, a
+# shard, the manifest that lists it, ...
 KILLED = """
 import os, runpy, signal, sys
 moment, replace = int(os.environ["MOMENT"]), os.replace
@@ -324,7 +324,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # kills of one preparation
+THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # the moments at which one preparation is killed
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # kills of one preparation
         pytest.param(
             "many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k",
             THIRTEEN,
-            marks=pytest.mark.slow,  # a row of jsonl is shuffled by default
+            marks=pytest.mark.slow,  # the default tests shuffle rows.jsonl instead
         ),
         ("rows.jsonl --order=shuffled --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 5)),
     ],
@@ -440,7 +440,7 @@ def test_a_source_may_be_repaired_until_the_folder_is_complete(tmp_path, monkeyp
     finished folder.
     """
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps(dict(text=text)) for text in TEXTS * 4]  # more than are looked at before
+    lines = [json.dumps(dict(text=text)) for text in TEXTS * 4]  # more than are read in advance
     flags = [
         "--source=a.jsonl",
         "--order=prefix",
@@ -464,7 +464,7 @@ def test_a_source_may_be_repaired_until_the_folder_is_complete(tmp_path, monkeyp
     assert "delete out and begin again" in err
     assert digests(Path("out")) == digests(Path("straight"))
     assert "complete, nothing to do" in prepare(*flags, "--out=out").out
-    # of a finished folder nobody knows which text it holds then, or of other files or flags
+    # after a change of text, files or flags, nobody would know what a finished folder holds
     before = contents(Path("out"))
     for change in ("--shard_tokens=8k", "--tokenizer=bpe:300", "--text_field=id"):
         result = run(FINEWEB, *flags, change, "--out=out")
@@ -581,8 +581,8 @@ def test_a_second_preparation_in_one_folder_is_refused(tmp_path, monkeypatch):
 # -----------------------------------------------------------------------------
 # The hub
 
-# On Windows there are no symbolic links, of which the hub's library would warn at length. No pause
-# lasts, but each is said.
+# As on Windows, there are no symbolic links, about which the hub's library would warn at length.
+# Pauses take no time, but each is printed.
 ON_THE_HUB = """
 import os, runpy, sys, time
 def refuse(*_, **__):
@@ -603,7 +603,7 @@ def from_hub(address: str, out: Path, *more: str, code: str = ON_THE_HUB):
         "--tokenizer=byte",
         f"--out={out}",
     ]
-    sizes = ["--val_tokens=2k", "--shard_tokens=4k", "--workers=1"]  # a thread reads less ahead
+    sizes = ["--val_tokens=2k", "--shard_tokens=4k", "--workers=1"]  # one thread reads less ahead
     hub = dict(HF_ENDPOINT=address, HF_HOME=str(out.parent), HF_HUB_OFFLINE="0")
     return start("-c", code, str(ROOT / FINEWEB), *flags, *sizes, *more, **hub)
 
@@ -718,7 +718,7 @@ def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatc
     gpt2 = dict(manifest_of(Path("data/my notes")), tokenizer="gpt2")
     writer.say_what_it_holds(Path("data/my notes"), gpt2)
     assert "config/finetune_gpt2.py " in capsys.readouterr().out.splitlines()[-1]
-    # beside a data/NAME the folder is not taken for it
+    # where data/NAME exists too, ./NAME is not taken for it
     flags = ["--source=my notes.jsonl", "--tokenizer=byte", "--val_tokens=100", "--out=my notes"]
     write_jsonl(Path("my notes.jsonl"), TEXTS)
     *_, last = prepare(*flags).out.splitlines()

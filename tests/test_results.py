@@ -24,7 +24,7 @@ PEERS = [  # files of one row of results/README.md; a set-up may have been measu
     ("compare_124m",),
     ("peer_T1024",),
 ]
-# the same of nanoGPT as shipped and with our malloc setting, in one run
+# the same, but with nanoGPT both as shipped and with our malloc setting in one file
 BOTH = ["compare_124m", "compare_124m_compiled"]
 
 
@@ -140,7 +140,7 @@ def test_a_fast_config_has_all_settings_of_the_public_runs(path):
 
 
 # -----------------------------------------------------------------------------
-# Estimated. A table's row that names a config for a GPU: a word of a column's head, and its values
+# Estimated, in table rows that name a config for a GPU: words of a column's head, and its values
 
 
 def hours_with_range(p: dict) -> list[float]:
@@ -170,7 +170,7 @@ def cells_of(row: str) -> list[str]:
 def planned_cells():
     """
     Yield (page, config and flags, column, cell) for each cell that plan computes, in the table rows
-    that name a config. A cell that says so has a measured figure instead.
+    that name a config. A cell that says "measured" is left out.
     """
     for page in GUIDES:
         for table in re.findall(r"(?:^\|.*\n)+", read(page), re.MULTILINE):

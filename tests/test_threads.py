@@ -28,8 +28,8 @@ TINY = dict(
     dtype="float32",
     compile=False,
 )
-# Imports common.environment where `running` threads run and the machine has `cpus`, 2 to a core if
-# SMT.
+# Imports common.environment as on a machine on which `running` threads run and which has `cpus`
+# CPUs, `per_core` of them to a core.
 DECIDE = """
 import os, pathlib, sys
 running, cpus, per_core = map(int, sys.argv[1:])

@@ -34,7 +34,7 @@ from data.tokenizer import Tokenizer, split_long, train_bpe
 TEXT, FINEWEB = "data/prepare_text.py", "data/prepare_fineweb.py"
 TEXTS = [text for text in documents(300, seed=3) if text]
 OTHER_TEXTS = [text[::-1] for text in TEXTS]
-# as large as the models of tests need it
+# as large as the tests' models need
 VOCAB = 300
 
 
@@ -178,7 +178,7 @@ def test_ctrl_c_while_a_tokenizer_trains_ends_the_preparation_at_once(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Training with it
+# Training with your own tokenizer
 
 
 def train_on(dataset, out_dir, **options) -> Result:

@@ -50,17 +50,17 @@ def test_training_waits_for_the_device_only_at_log_lines(tokens, tmp_path):
             event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent)
         )
 
-    # counts what is counted once: FLOPs, and what the optimizer keeps
+    # a first run counts what a process counts only once: FLOPs, and what the optimizer keeps
     train(**TINY | dict(max_iters=0), dataset=tokens, out_dir=tmp_path / "first")
     few = waits(3, 100)
-    assert waits(6, 100) == few  # two log lines each: three more iterations, not one more wait
+    assert waits(6, 100) == few  # both print two log lines: three more iterations add no wait
     # four more lines: no more than one wait for each number of a record
     numbers = len(records(tmp_path / "6 iterations, a line each 100", "step")[-1])
     assert few < waits(6, 1) <= few + 4 * numbers
 
 
 def test_grad_clip_0_logs_the_gradient_norm_but_does_not_rescale_gradients(tokens, tmp_path):
-    """Save the multiplication by 1.0, which would take a millisecond of each iteration on a GPU."""
+    """Skip the multiplication by 1.0, which would take a millisecond of each iteration on a GPU."""
 
     def multiplied(grad_clip: float) -> bool:
         out_dir = tmp_path / f"{grad_clip}"

@@ -186,7 +186,7 @@ def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
         c = Config(**keys, max_iters=max_iters, lr_decay_iters=lr_decay_iters)
         longer = Config(**keys | dict(decay_fraction=0.0), max_iters=1000)
         assert twice(peak_end, c) == last
-        for it in range(last):  # the iterations of a checkpoint there
+        for it in range(last):  # the iterations before that checkpoint
             assert get_lr(it, c, 0.0, 1.0) == get_lr(it, longer, 0.0, 1.0)
         assert get_lr(last + 1, c, 0.0, 1.0) < 1
     wsd = Config(lr_schedule="wsd", max_iters=100)

@@ -1,6 +1,6 @@
 """
-Faults that plant.py plants: those that no tool makes, such as a file order, a missing fsync, a
-race, a wrong unit or a swapped rank. mutmut makes the others (CONTRIBUTING.md).
+The faults that plant.py plants. No tool makes such faults: files written in the wrong order, a
+missing fsync, a race, a wrong unit or a swapped rank. mutmut makes the others (CONTRIBUTING.md).
 """
 
 from typing import NamedTuple

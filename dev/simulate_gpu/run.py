@@ -355,7 +355,7 @@ def measure_row(row: Row, path: Path, nanogpt: Path | None) -> None:
 
 
 def train_steps(config, nanogpt: Path | None) -> None:
-    """Four iterations of train.py's step."""
+    """Run four iterations of train.py's step."""
     from compare_nanogpt import nanogpts
     from training_setup import TrainingSetup
 
@@ -368,7 +368,9 @@ def train_steps(config, nanogpt: Path | None) -> None:
 
 
 def train_whole(config, flags: list[str], folder: Path) -> None:
-    """train.py: two iterations, an evaluation, a sample and a checkpoint, and all of it again."""
+    """
+    Run train.py: two iterations, an evaluation, a sample and a checkpoint, then all of it again.
+    """
     import numpy as np
 
     import train
@@ -464,7 +466,7 @@ def memory_traffic(counts: collections.Counter) -> dict:
 
 
 def memory_table(rows: dict[str, dict]) -> list[list]:
-    """GiB at the peak: simulated, and by the memory model without what CUDA itself takes."""
+    """List the peak GiB, simulated and by the memory model without what CUDA itself takes."""
     from reports.memory import memory_bytes
 
     compared = ["estimated", "difference"]

@@ -74,7 +74,10 @@ def refuse(path, code: str) -> None:
 
 
 def guard_files() -> None:
-    """os.remove, os.replace and os.rename for everybody, pathlib and shutil included."""
+    """
+    Make os.remove, os.replace and os.rename refuse files that are in use, for every caller, pathlib
+    and shutil included.
+    """
 
     def deleting(real):
         @functools.wraps(real)
@@ -101,7 +104,7 @@ def guard_files() -> None:
 
 
 def windows_open(*given, **named):
-    """open() with Windows' default encoding and line ends; folders cannot be opened."""
+    """Open a file with Windows' default encoding and line ends; folders cannot be opened."""
     call = SIGNATURE.bind(*given, **named)
     call.apply_defaults()
     a = call.arguments
@@ -144,7 +147,7 @@ class Stand(types.ModuleType):
 
 
 class Recorder:
-    """windll: every function returns 1; its arguments are kept in `calls`."""
+    """Stand in for windll: every function returns 1, and its arguments are kept in `calls`."""
 
     calls: list[tuple] = []
 
@@ -187,7 +190,9 @@ def only_sockets(*files_and_timeout):
 
 
 def lock_region(file: int, mode: int, size: int) -> None:
-    """msvcrt.locking: so many bytes from where the file stands, for this handle alone."""
+    """
+    Lock `size` bytes from the file's position for this handle alone, as msvcrt.locking() does.
+    """
     fcntl = importlib.import_module("fcntl")
     kind = fcntl.F_UNLCK if mode == 0 else fcntl.F_WRLCK
     region = struct.pack("hhqqi4x", kind, os.SEEK_SET, os.lseek(file, 0, os.SEEK_CUR), size, 0)

@@ -132,7 +132,7 @@ FOLDERS = [
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
         "dataset run",
     ),
-    # with another text or model a finished run is not done, but another run
+    # with another text or model it is another run, even if the one in the folder is finished
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other", "dataset run --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "n_layer 2 3 --out_dir"),
     (
@@ -459,7 +459,7 @@ def test_device_cuda_without_a_gpu_is_refused_with_the_flag_for_the_cpu(script, 
     check(world, monkeypatch, f"{script} --device=cuda", "device cuda --device=cpu")
 
 
-# root may look anywhere: all of its privileges are given up first
+# root may look into any folder, so this gives up all of its privileges first
 UNPRIVILEGED = """
 import ctypes
 version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

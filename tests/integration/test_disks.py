@@ -56,7 +56,7 @@ TINY = TINY_RUN | dict(
     learning_rate=0.3,
     warmup_iters=6,
 )
-FALLING = dict(learning_rate=0.01, warmup_iters=2)  # then the newest is the best
+FALLING = dict(learning_rate=0.01, warmup_iters=2)  # the loss falls, so the newest is the best
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
@@ -179,7 +179,7 @@ def test_the_last_save_waits_until_the_disk_has_room(
 ):
     disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
     trainer.at["update", 5] = lambda: fill(disk)
-    trainer.at["sleep", 151] = lambda: free(disk)  # each of a second, and more than one try
+    trainer.at["sleep", 151] = lambda: free(disk)  # sleeps of a second, so more than one try
     if begins == "full":
         fill(disk)
         free(disk, 64 << 10)  # for the log
@@ -470,7 +470,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(toke
         result = run_tiny(tokens, out_dir, **options | dict(init_from=init_from, max_iters=3))
         assert result.code == 2
         assert len(lines(result.err, "error:")) == 1
-    # reading is free
+    # evaluating the run there is not refused
     train_tiny(tokens, out_dir, **options | dict(init_from="resume", eval_only=True))
     first.send_signal(signal.SIGTERM)
     assert finish(first).code == 143
@@ -533,8 +533,10 @@ def test_a_checkpoint_named_after_another_iteration_is_refused_with_its_right_na
 
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])
-def test_a_checkpoint_that_a_saving_run_deletes_is_not_missed(script, straight, tokens, tmp_path):
-    """Delete the newest one, and save a newer one, as another process reads the folder."""
+def test_a_reader_survives_a_run_that_deletes_the_newest_checkpoint(
+    script, straight, tokens, tmp_path
+):
+    """Delete the newest checkpoint and save another one while the script reads the folder."""
     out_dir = tmp_path / "run"
     shutil.copytree(straight, out_dir)
     (out_dir / "ckpt-00000004.pt").rename(tmp_path / "ckpt-00000004.pt")

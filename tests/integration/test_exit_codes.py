@@ -1,6 +1,6 @@
 """
-Check how a run starts that cannot do what it was asked, the documented exit codes, and the systemd
-unit and the script that act on them.
+Check what a run does at its start if it cannot do what it was asked, the documented exit codes, and
+the systemd unit and the script that act on them.
 """
 
 import os
@@ -58,8 +58,8 @@ def no_compiler(*batch):
 
 BPE = SimpleNamespace(n_vocab=61, eot_token=0, decode=lambda ids: "a sample")
 WANDB = SimpleNamespace(id="a run", log=lambda *_, **__: None, finish=lambda: None)
-# what is asked -> what to patch so that it works here, the same so that it does not, the flag that
-# the line must name, and the exit code of a resume, which 0 lets train on after a warning
+# what is asked -> a patch with which it works here, a patch with which it does not, the flag that
+# the error must name, and a resume's exit code (0: the resume warns and trains on)
 ASKED = {
     ("compile", True): (
         mock.patch("torch.compile", lambda call: call),
@@ -134,7 +134,7 @@ def test_a_run_does_what_it_was_asked_or_ends_before_training_with_a_flag_that_s
 (CODES,) = [text for text in map(read, GUIDES) if "\n| 137 | " in text]
 # code -> what it comes after
 ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|", CODES, re.M)}
-# those after which a run is saved
+# the codes of the signals that save a run
 SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 143: "SIGTERM", 152: "SIGXCPU"}
 
 

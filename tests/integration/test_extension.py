@@ -83,7 +83,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def named(out: str) -> list[tuple[str, str]]:
-    """Return the checkpoint that a run says a longer one begins from, and its copy's name."""
+    """
+    Return the checkpoint that a run's output names for a longer run, and the name of its copy.
+    """
     return re.findall(r"resume a copy of (.*\.pt) that you name (.*\.pt): see docs/hours.md", out)
 
 
@@ -107,7 +109,7 @@ def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens,
     trainer.at["update", None] = lambda: peaks.append((tmp_path / "run" / "peak.pt").exists())
     trainer.launch(**NIGHT, dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=keep)
     assert checkpoints(tmp_path / "run") == [10, 12][-keep:]
-    assert peaks[:7] == [False] * 7  # none more while the rate is at its peak
+    assert peaks[:7] == [False] * 7  # none of its own while the rate is at its peak
     assert peaks[8:] == [True] * 4
     assert peak_iter(tmp_path / "run") == 6
 
@@ -160,7 +162,7 @@ def test_a_run_extended_from_the_named_checkpoint_equals_one_planned_for_that_le
     result = launch(ranks, *arguments)
     assert "raises" not in result.err
     assert_same_run(longer, tmp_path / "a run_24", 24)
-    assert files(out_dir) == before  # the finished run stays
+    assert files(out_dir) == before  # the finished run stays as it was
 
 
 def test_a_resume_that_raises_the_learning_rate_names_the_checkpoint_for_a_longer_run(

@@ -72,8 +72,8 @@ def wait_until_it_waits(process) -> None:
 @pytest.mark.parametrize("killed", slow_but(True, of=[False, True]), ids=["straight", "killed"])
 def test_a_run_on_a_growing_folder_equals_one_on_the_finished_folder(killed):
     """
-    Let the run wait for each shard, also for only the last target of a window. Kill it with kill -9
-    while it waits for some of them. It reads the 1,763 tokens more than four times.
+    Let the run wait for each shard, even if only the last target of a window is missing. Kill it
+    with kill -9 while it waits for some of them. It reads the 1,763 tokens more than four times.
     """
     finished = write_tokens(Path("finished"), [8 * 16, 8 * 16, 1000, 7, 500], [300, 200])
     train(**TINY, dataset=finished, out_dir="whole")
@@ -115,7 +115,7 @@ def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number):
     growing = GrowingFolder(prepare(), Path("x"))
     process = start_run()
     wait_until_it_waits(process)
-    time.sleep(0.5)  # it trains on what was read before
+    time.sleep(0.5)  # it still trains on what it has read
     process.send_signal(number)
     result = finish(process)
     assert result.code == 128 + number and "stopping after" in result.err
@@ -125,7 +125,9 @@ def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["prefix", "shuffled"])
-def test_a_run_beside_a_real_preparation_that_is_killed_and_continued(order, work):
+def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finished_folder(
+    order, work
+):
     write_parquet(work / "source/a.parquet", documents(3000))
     command = [
         str(ROOT / "data/prepare_fineweb.py"),
@@ -153,7 +155,7 @@ def test_a_run_beside_a_real_preparation_that_is_killed_and_continued(order, wor
 
 
 def test_a_longer_preparation_does_not_change_a_run_that_has_not_read_all():
-    """Resume after a larger --tokens."""
+    """Resume after preparing more of the source with a larger --tokens."""
     prepare(tokens="3k")
     keys = TINY | dict(max_iters=20, dataset="finished")
     train(**keys, out_dir="out")

@@ -50,7 +50,7 @@ SAMPLE = dict(num_samples=1, max_new_tokens=30, start="ab", device="cpu", dtype=
 # -----------------------------------------------------------------------------
 # The changes
 
-# a factor of what the head gets
+# a factor on what the head gets
 NEW_KEY = {
     "configurator.py": "class Config:\n    scale: float = 1.0",
     "model.py": """
@@ -292,7 +292,7 @@ def test_an_unfused_optimizer_skips_the_update_if_a_gradient_is_nan(tokens, tmp_
 # -----------------------------------------------------------------------------
 # Changed models
 
-# of TINY, with its vocabulary of 61 padded to 128
+# FLOPs of TINY, with its vocabulary of 61 padded to 128
 TINY_LAYER, TINY_HEAD, TINY_ATTENTION = 6 * 12 * 32**2, 6 * 32 * 128, 12 * 32 * 16
 
 WINDOWS = """
@@ -300,7 +300,7 @@ def attend(q, k, v, flash, scale, dropout=0.0):
     q, k, v = (part.unflatten(2, (-1, 4)) for part in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3)
 """
-# as a kernel that needs a GPU, or numbers that the model reads on the host
+# like a kernel that needs a GPU, or a model that reads numbers on the host
 NEEDS_MEMORY = """
 plain_hidden = GPT.hidden
 
@@ -311,7 +311,7 @@ def hidden(self, *idx):
 
 GPT.hidden = hidden
 """
-MODELS = {  # code in model.py, and the FLOPs of a token then
+MODELS = {  # code in model.py, and the FLOPs per token with it
     # each token meets a quarter of the keys
     "attention in windows": (WINDOWS, 3 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD),
     "does not run without memory": (NEEDS_MEMORY, None),
@@ -332,8 +332,8 @@ def test_the_flops_of_a_changed_model_are_counted_from_what_it_computes(name, to
     assert ("mfu n/a, tok/s" in result.out) == (flops is None)
 
 
-# an MLP that draws by each of the three sources of random numbers, counts its calls, and holds a
-# mask of infinities: only weights that have become infinite are not saved
+# an MLP that draws with rand and randn besides dropout, counts its calls, and holds a mask of
+# infinities, which may be saved: only weights that have become infinite are refused
 NOISY = {
     "model.py": """
 plain_init, plain_forward = MLP.__init__, MLP.forward
@@ -353,8 +353,8 @@ def forward(self, x):
 MLP.__init__, MLP.forward = init, forward
 """
 }
-# several launches in one process, as importing the changed program takes two seconds; in between
-# the random numbers are somewhere else. The last one has a compiler, which computes the same.
+# several launches in one process, because importing the changed program takes two seconds; each
+# begins with another random state. The last one has a compiler that computes the same.
 LAUNCHES = """
 import runpy, sys
 import torch
@@ -399,7 +399,7 @@ LOSS, OPTIMIZER, SCHEDULE = (
     for function in ("loss_sum", "build_optimizer", "get_lr")
 )
 Z = 1e-4
-# with the key that the page makes of the number
+# with the key into which the page turns the number
 Z_LOSS_KEY = {
     "configurator.py": "class Config:\n    z_loss: float = 0.0",
     "model.py": LOSS["model.py"].replace("1e-4", "config.z_loss")
@@ -425,7 +425,7 @@ def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(token
         assert result.code == 0, result.err
         trained[way] = weights(tmp_path / way)
         losses, stock = (column(tmp_path / name, "step", "loss")[0] for name in (way, "without"))
-        # an untrained model has all of 128 ids for about as likely
+        # to an untrained model all 128 ids are about equally likely
         assert losses - stock == pytest.approx(2 * Z * math.log(128) ** 2, rel=0.02)
         evaluations = [column(tmp_path / name, "eval", "val_loss")[0] for name in (way, "without")]
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
@@ -453,7 +453,7 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
     assert result.code == 0, result.err
     moved = (weights(whole, 4) - weights(whole, 3)).abs()
     lr = dict(column(whole, "step", "iter", "lr"))[3]
-    # float32 weights of about 1; padded ids have a gradient, too
+    # allows for float32 rounding of weights of about 1; padded ids have a gradient, too
     assert ((moved - lr).abs() < 1e-6).float().mean() > 0.9
     assert (((moved - lr).abs() < 1e-6) | (moved == 0)).all()
     losses = column(whole, "eval", "val_loss")
@@ -512,7 +512,7 @@ def test_the_documented_loop_trains_both_versions_and_ends_with_a_verdict(tokens
     path.write_text(with_definitions(path.read_text("utf-8"), LOSS["model.py"]), "utf-8")
     out = bash(loop)
     assert out.count("verdict: ") == 1
-    losses = re.findall(r"^val_loss: (\S+)$", out, re.M)  # the run prints each line, and grep does
+    losses = re.findall(r"^val_loss: (\S+)$", out, re.M)  # each line twice: by the run and by grep
     assert len(losses) == 2 * 2 * 2
     base, changed_loss = (
         column(here / "out" / name, "step", "loss")[0] for name in ("base-1", "zloss-1")

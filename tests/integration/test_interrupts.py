@@ -139,7 +139,7 @@ def test_a_signal_before_or_during_the_last_evaluation_leaves_it_to_the_resumed_
     assert result.code == 143
     assert "end: max_iters" not in result.out
     assert column(tmp_path, "eval", "iter") == [0, 4, 8]
-    # all iterations are kept meanwhile
+    # but all iterations are saved
     assert checkpoints(tmp_path)[-1] == 12
     assert trainer.launch(**keys, init_from="auto").code == 0
     assert trainer.count["iteration"] == 12
@@ -194,7 +194,7 @@ def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny,
     train(**tiny | cut_otherwise, out_dir=tmp_path / "cut")
     for kind, names in (("step", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("val_loss",))):
         for name in names:
-            # float32 sums in another order; other windows differ by some 0.1
+            # float32 sums, in a different order; other windows would differ by about 0.1
             expected = pytest.approx(column(tmp_path / "unbroken", kind, name), abs=1e-4)
             assert column(tmp_path / "cut", kind, name) == expected
 
@@ -209,7 +209,7 @@ def test_a_run_saved_before_its_first_iteration_resumes(tiny, unbroken, tmp_path
 
 def test_a_resume_does_not_repeat_the_evaluation_of_its_checkpoint(tiny, tmp_path):
     train(**tiny | dict(max_iters=8), out_dir=tmp_path)
-    # the newest is the one of the most iterations, also if another one was touched since
+    # the newest is the one with the most iterations, even if another was touched since
     os.utime(tmp_path / "ckpt-00000004.pt")
     trainer = InProcessRun()
     trainer.launch(**tiny, out_dir=tmp_path, init_from="resume")
@@ -363,7 +363,7 @@ def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, tmp_path):
 
     trainer = InProcessRun()
     trainer.at["iteration", 6] = lambda: spoil(trainer.embedding)
-    # evaluated first, but no text is drawn from such a model
+    # such a model is evaluated first, but no text is drawn from it
     keys = tiny | dict(eval_interval=6, sample_tokens=4, checkpoint_interval=2, out_dir=tmp_path)
     result = trainer.launch(**keys)
     assert result.code == 1
@@ -371,7 +371,7 @@ def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, tmp_path):
     assert "Traceback" not in result.err
     assert checkpoints(tmp_path) == [2, 4]
     assert column(tmp_path, "eval", "iter", "val_loss")[-1] == (6, None)
-    # a resume goes on from the good weights
+    # a resume continues from the good weights
     train(**tiny, out_dir=tmp_path, init_from="auto")
     assert column(tmp_path, "step", "iter") == [*range(12)]
 
@@ -391,7 +391,7 @@ SPOILT = """
 def test_a_diverged_state_replaces_no_checkpoint_and_the_error_names_the_one_to_resume(
     sign, tiny, tmp_path
 ):
-    """Resume from there with the rate of before, without moving any file."""
+    """Resume from there with the earlier rate, without moving any file."""
     keys = tiny | dict(max_iters=20, eval_interval=4, keep_checkpoints=2, out_dir=tmp_path)
     train(**keys | dict(max_iters=4))
     changes, action = DEAD[sign]
@@ -426,7 +426,7 @@ def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
     trainer.at["iteration", 6] = fail
     result = trainer.launch(**keys)
     assert result.code == 1
-    # of the error that a user can do something about, one line
+    # one line for the error that a user can do something about
     assert ("Traceback" in result.err) == (error != "out of memory")
     assert checkpoints(tmp_path) == [4]
     train(**keys, init_from="auto")
@@ -488,7 +488,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tiny, tmp_path):
     process.send_signal(signal.SIGINT)
     # the answer to the first one
     assert "stopping" in process.stderr.readline()
-    time.sleep(0.6)  # two within half a second are one, which torchrun or Slurm passes on twice
+    time.sleep(0.6)  # two within half a second count as one that torchrun sent twice
     process.send_signal(signal.SIGINT)
     result = finish(process, timeout=60)
     assert result.code == 130

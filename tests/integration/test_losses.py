@@ -42,7 +42,7 @@ from torch.nn.modules.module import (
 
 T = 16  # context
 V = 61  # vocabulary; padded to 128
-TRAIN = [700, 37, 500]  # tokens of the shards: 77 windows, of which 12 iterations take 144
+TRAIN = [700, 37, 500]  # tokens of the shards: 77 windows; 12 iterations take 144
 VAL = [250, 150]
 BASE = TINY_RUN | dict(
     bias=True,
@@ -115,7 +115,7 @@ KINDS = dict(
     all_of_val=dict(eval_tokens=10**6),
     # clipped to 1e-5, most gradients are near Adam's eps of 1e-8, which then decides on the step
     tiny_gradients=dict(grad_clip=1e-5),
-    # with what changes rounding alone; a chunk of the loss is not even half a micro-batch
+    # with keys that change only rounding; a chunk of the loss is less than half a micro-batch
     computed_otherwise=dict(flash=False, loss_chunk="24", recompute=True),
     compiled=dict(compile=True),
 )
@@ -152,8 +152,8 @@ def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, train
 
     last = reference_gpt2.weights(checkpoint(tmp_path, 12)["model"])
     before = reference_gpt2.weights(torch.load(weights)["model"])
-    # Adam turns the gradient of a weight that is nothing but rounding into a whole step, so a few
-    # weights may differ. Decay on norms would be 6 % of the way.
+    # Where a weight's gradient is nothing but rounding, Adam still makes a whole step of it, so a
+    # few weights may differ. Decay on norms would make 6 % of the way.
     assert distance(last, w) < 0.004 * distance(before, w)
 
 
@@ -322,7 +322,7 @@ def windows_of_training():
     windows: list[list[int]] = []
 
     def before_forward(module, arguments):
-        # the whole model gets two; where FLOPs are counted, they are of another type
+        # the whole model gets two arguments; while FLOPs are counted, they are of another type
         if len(arguments) == 2 and type(arguments[1]) is torch.Tensor and torch.is_grad_enabled():
             x, y = arguments
             assert torch.equal(x[:, 1:], y[:, :-1])
@@ -419,8 +419,8 @@ def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
         result = train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
         assert ("--dtype=float32" in result.err) == (dtype == "float16")  # which is slow on a CPU
     whole = tmp_path / "float32"
-    # A single number is rounded by 2**-9 or 2**-12 of itself. A loss is a mean of many, but what
-    # training makes of them adds up: to a third of this in a loss, more in a norm.
+    # A single number is rounded by 2**-9 or 2**-12 of itself. A loss is a mean of many numbers, but
+    # over the iterations the rounding adds up: to a third of this in a loss, more in a norm.
     for dtype, near in (("bfloat16", 2**-9), ("float16", 2**-12)):
         half = tmp_path / dtype
         for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
@@ -639,7 +639,7 @@ def test_a_compiled_run_with_dropout_equals_the_eager_run_even_when_resumed(
     tokens, trained, tmp_path
 ):
     """Use a compiler that changes nothing, to test the code around it."""
-    # weights so large that a loss with this much dropout is another one by far
+    # weights so large that this much dropout changes a loss by far
     config = BASE | dict(dropout=0.7, init_from=trained(), dataset=tokens)
     train(**config, out_dir=tmp_path / "eager")
     compiled = config | dict(compile=True, out_dir=tmp_path / "compiled")
@@ -651,7 +651,7 @@ def test_a_compiled_run_with_dropout_equals_the_eager_run_even_when_resumed(
 
 def test_a_run_resumed_from_an_older_checkpoint_drops_later_warnings_from_its_log(tokens, tmp_path):
     config = BASE | dict(dataset=tokens, out_dir=tmp_path)
-    with gradient_of_nan(backward_pass=6 * 3 + 2):  # of iteration 6, behind its checkpoint
+    with gradient_of_nan(backward_pass=6 * 3 + 2):  # in iteration 6, after its checkpoint
         train(**config)
     assert column(tmp_path, "event", "iter") == [6]
     (tmp_path / "ckpt-00000012.pt").unlink()

@@ -120,7 +120,7 @@ def test_a_resumed_fine_tuning_keeps_the_vocabulary_of_its_initial_weights(token
     assert len(checkpoint(tmp_path / "run", 4)["model"]["lm_head.weight"]) == 61
 
 
-def test_the_same_command_resumes_a_run_from_weights(tokens, tmp_path, monkeypatch):
+def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path, monkeypatch):
     """
     Resume however the run ended, even if another command resumed it in between or the path is
     spelt differently, and say from which weights the run began and which keys differ. --eval_only
@@ -151,7 +151,7 @@ def test_the_same_command_resumes_a_run_from_weights(tokens, tmp_path, monkeypat
 
 
 # -----------------------------------------------------------------------------
-# Its folder: out-NAME/ckpt.pt, and the characters in data/NAME/meta.pkl
+# nanoGPT's folder: out-NAME/ckpt.pt, and the characters in data/NAME/meta.pkl
 
 CHARACTERS = sorted(set("to be or not to be, that is the question:\n"))
 
@@ -211,7 +211,7 @@ def test_fine_tuning_a_nanogpt_checkpoint_keeps_its_vocabulary_unpadded(nanogpt)
 
 
 # -----------------------------------------------------------------------------
-# Its users' code, with docs/nanogpt_model.py and as docs/from_nanogpt.md says
+# Code of nanoGPT's users, with docs/nanogpt_model.py and as docs/from_nanogpt.md says
 
 
 @pytest.fixture

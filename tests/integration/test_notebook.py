@@ -24,7 +24,7 @@ from data.tokenizer import Tokenizer
 NOTEBOOK = ROOT / "notebook.ipynb"
 ALL_CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CELLS = ["".join(cell["source"]) for cell in ALL_CELLS if cell["cell_type"] == "code"]
-# what IPython gives to the shell: a line that begins with !, and those that it is continued on
+# what IPython gives to the shell: a line that begins with !, and its continuation lines
 SHELL = re.compile(r"^( *)!((?:.*\\\n)*.*)$", re.MULTILINE)
 TINY = "--n_layer=6 --n_head=1 --n_embd=16 --block_size=32 --batch_size=4 --max_iters=4 "
 TINY += "--eval_interval=2 --eval_tokens=256 --sample_tokens=8 --device=cpu --compile=False"
@@ -182,7 +182,7 @@ def test_the_notebook_trains_on_a_users_text_without_a_gpu(fresh_folder, capsys)
     tokens = int(re.search(r"([\d,]+) tokens", prepared)[1].replace(",", ""))
     assert keys["max_iters"] == 1 + 10 * tokens // 2048 and keys["n_embd"] == 128
     assert "--hours=0.15 " in own
-    # by its whole path it is the same text
+    # named by its whole path, it is the same text
     (by_path,) = edit([own], BOOK=str(fresh_folder / "a book.txt"))
     trained, _ = run_cells(["import os", by_path], ITERS=flags)
     assert "iterations are done" in trained and len([*(clone / "out").iterdir()]) == 1
@@ -228,7 +228,7 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     assert "best val loss" in figures
     assert [(clone / name).read_bytes()[:4] for name in pictures] == [b"\x89PNG"]
     assert samples.count("The sun is") == 3
-    # once more, as somebody does whose browser was closed: nothing is lost and nothing fails
+    # once more, as after closing the browser: nothing is lost and nothing fails
     _, quickstart, read, _, prepared, trained = run_cells(cells[:5], **flags)
     assert all("all 4 iterations are done" in out for out in (quickstart, read))
     assert "nothing to do" in prepared

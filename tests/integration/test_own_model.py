@@ -20,7 +20,7 @@ from program import (
 
 # step 1 of docs/from_nanogpt.md
 OWN_MODEL = {"model_fast.py": "from mine import GPT"}
-# the likeliest letters without a cache
+# continues with the likeliest letters, without a cache
 PLAINLY = """
 import sys, torch
 from mine import GPT

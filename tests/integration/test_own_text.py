@@ -64,7 +64,7 @@ def test_the_end_held_out_from_a_single_document_starts_at_a_paragraph_line_or_w
     prepare(tmp_path / "book.txt", f"--out={tmp_path / 'out'}", "--val_fraction=0.25")
     (val,) = validation_of(tmp_path / "out", [text])
     assert val.startswith(begins)
-    # up to half as much again is taken for a good place
+    # up to half as much again is held out, to begin at a good place
     assert 0.25 <= len(val) / len(text) <= 0.375
 
 
@@ -100,7 +100,7 @@ def test_validation_is_spread_over_the_whole_text(write, tmp_path):
     prepare(tmp_path, f"--out={tmp_path / 'out'}")
     val = validation_of(tmp_path / "out", texts)
     assert {text[0] for text in val} == {text[0] for text in texts}
-    # at most a sixteenth of it is still owed at the end
+    # at the end, up to a sixteenth of the 5% for validation is still owed
     assert 0.046 <= sum(map(len, val)) / sum(map(len, texts)) < 0.055
     if write == write_rows:  # short documents are held out whole
         assert set(val) < set(texts)
@@ -138,7 +138,7 @@ def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_dataset(
 
 
 # -----------------------------------------------------------------------------
-# A config for it
+# A config for your text
 
 
 @pytest.mark.parametrize("tokenizer", slow_but("byte", of=["byte", "bpe:300"]))
@@ -156,7 +156,7 @@ def test_the_documented_commands_prepare_train_and_sample_your_own_text(
     written = Path("config/my.py").read_text()
     result = run("train.py", "config/my.py", "--max_iters=2", "--sample_tokens=5", *CPU)
     assert result.code == 0
-    # the end of each file is held out: none of the orders of prepare_fineweb.py
+    # the end of each file is held out, which is none of the orders of prepare_fineweb.py
     assert ", order " not in re.findall("^data: .*$", result.out, re.MULTILINE)[0]
     (command,) = re.findall("^# python (sample.*)$", written, re.MULTILINE)
     words = shlex.split(command)
@@ -246,7 +246,7 @@ def test_a_written_config_trains_on_the_smallest_text_that_is_accepted(tmp_path)
     """Train for one iteration with one window per split. One byte less of text is refused."""
     path, least = tmp_path / "my.py", prepare_text.LEAST_TOKENS_WRITTEN
     text, flags = tmp_path / "a.txt", [f"--out={tmp_path / 'a'}", f"--write={path}"]
-    text.write_text("x" * (2 * least - 3))  # and two ends of text
+    text.write_text("x" * (2 * least - 3))  # plus two end-of-text tokens
     half = [str(text), "--val_fraction=0.5", *flags]
     result = run("data/prepare_text.py", *half)
     assert result.code == 2 and f"each needs at least {least}; give more text" in result.err
@@ -267,7 +267,7 @@ def test_a_run_that_is_never_better_than_its_initial_weights_leaves_no_best_pt(t
 
 
 # -----------------------------------------------------------------------------
-# Fine-tuning on it
+# Fine-tuning on your text
 
 
 def fine_tuning(weights: str) -> list[list[str]]:

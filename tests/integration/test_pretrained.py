@@ -128,8 +128,8 @@ def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
     evaluation = ("--eval_only=True", f"--eval_tokens={20 * T}")
     result = run("train.py", "letters.py", *where, *evaluation)
     assert result.code == 0, result.err
-    # nanoGPT's GELU, which is not transformers', moves the loss by less than this: the program
-    # computes GPT-2's
+    # the program computes GPT-2's GELU, as transformers does; nanoGPT's would move the loss by less
+    # than this
     assert evaluation_in(result.out) == pytest.approx(expected, abs=1e-4)
     assert files(tmp_path) == before  # an evaluation writes nothing
 
@@ -142,7 +142,7 @@ def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
 
 
 def test_a_files_bias_and_padding_yield_to_loaded_weights_at_every_launch(tmp_path, monkeypatch):
-    """Say so in one line. Sizes in a file, and a flag, are still errors."""
+    """Say so in one line. Other sizes in a file, and either key as a flag, are still errors."""
     monkeypatch.chdir(tmp_path)
     data = write_letters(Path("letters"))
     ckpt = write_nanogpts_checkpoint(Path("nanoGPT/ckpt.pt"))
@@ -189,7 +189,7 @@ def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, t
     assert losses[-1] < before - 0.5
     result = run("convert.py", "ckpt-to-hf", tmp_path / "tuned", tmp_path / "tuned-hf")
     assert result.code == 0, result.err
-    # the model of the best evaluation; float32, in another order of additions
+    # the model of the best evaluation; float32 sums, in a different order
     after = loss_by_transformers(tmp_path / "tuned-hf", val)
     assert after == pytest.approx(min(losses), abs=1e-5)
 

@@ -42,7 +42,7 @@ OPTIONS = TINY_RUN | dict(
     init_from="auto",
 )
 LAUNCHES = 4
-# how often each happens in the first 14 iterations of a launch, about
+# about how often each happens in the first 14 iterations of a launch
 MOMENTS = dict(update=14, lookup=24, disk=250, saved=6)
 
 
@@ -105,7 +105,8 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
         result = finish(start(*with_faults(disk, *steps), *arguments))
         print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
         number = getattr(signal, steps[-1][2])
-        # 0: it came to its end before. -number: before the loop. 1: it was stopped on a full disk
+        # 0: the run ended before the signal. -number: SIGKILL, or a signal before the loop. 1: it
+        # was stopped on a full disk
         assert result.code in (0, -number, 128 + number, 1)
         assert "Traceback" not in result.err
         if result.code == 1:
@@ -121,7 +122,8 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
     assert_same_run(straight, out_dir, END, log_has_gaps)
     assert best(out_dir)["progress"]["iter_num"] == END
     saved = column(out_dir, "checkpoint", "iter")
-    # twice if a signal ended the evaluation there: without the evaluation, and with it
+    # an iteration is there twice if a signal ended its evaluation: without the evaluation, and with
+    # it
     assert saved == sorted(saved)
     assert [record["reason"] for record in records(out_dir, "end")][-1] == "max_iters"
 
@@ -145,8 +147,8 @@ PROBE = "from torch._inductor.cpu_vec_isa import pick_vec_isa; print(pick_vec_is
 @pytest.mark.slow
 def test_a_run_killed_while_it_compiles_restarts_at_full_speed(tokens, tmp_path):
     """
-    Use none of its files. The compiler's first file here, a test for vector instructions, is empty,
-    and with it later runs would do without these instructions, in silence.
+    Use none of the killed run's files. The compiler's first file, a test for vector instructions,
+    is left empty here. A later run that used it would silently do without these instructions.
     """
     cache = tmp_path / "cache"
     keys = OPTIONS | dict(compile=True, dataset=tokens, out_dir=tmp_path / "run", max_iters=2)

@@ -96,8 +96,8 @@ def error_lines(*texts: str) -> list[str]:
 
 def assert_same_numbers(left: Path, right: Path) -> None:
     """
-    Compare two logs as far as the left run went. Several ranks sum in another order than one, so
-    allow for rounding.
+    Compare two logs as far as the left run went. Several ranks sum in a different order than one,
+    so allow for rounding.
     """
     for kind, names in (("step", ("loss", "tokens")), ("eval", ("val_loss",))):
         iterations = column(left, kind, "iter")
@@ -121,7 +121,8 @@ HOLDS = """
     print("holds", hashlib.sha256(content).hexdigest(), file=sys.stderr)
 """
 CHANGES = {
-    # of the 15 windows of an evaluation, one by one, the second rank has none in the last batch
+    # with one window per batch, the second rank has none of an evaluation's 15 windows in the last
+    # batch
     "fast recipe, 2 ranks and then 1": (
         FAST | dict(batch_size=1, eval_tokens=15 * 16),
         (2, 1),
@@ -178,7 +179,8 @@ def test_gradients_are_exchanged_once_per_iteration(tiny):
     for code, _, err in results:
         assert code == 0, err
         exchanged = [int(size) for size in re.findall(r"^bucket \d+ (\d+)", err, re.MULTILINE)]
-        # of two micro-batches on each rank; and once before the first, to arrange them
+        # once for the two micro-batches of each rank, and once before the first iteration, to
+        # arrange the buckets
         assert sum(exchanged) == (4 + 1) * 4 * parameters
 
 
@@ -207,7 +209,7 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, alone, tmp_path):
 # -----------------------------------------------------------------------------
 # Bad starts
 
-# a second rank on a machine of its own, where other folders are
+# each rank in a folder of its own, as on another machine
 APART = "os.chdir(RANK)"
 NO_GPU = "torch.cuda.is_available = lambda: False"
 # what each rank does first, its keys, and the words of the one error line
@@ -372,18 +374,18 @@ def test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs(t
 
 
 def test_gradient_buckets_are_arranged_before_the_first_iteration(tiny):
-    """Otherwise three ranks would sum gradients in another order after a resume."""
+    """Otherwise three ranks would sum gradients in a different order after a resume."""
     arguments = flags(**tiny | dict(max_iters=3))
     results = finish_ranks(start_ranks(2, *arguments, script=watched(before=BUCKETS)))
     for code, _, err in results:
         assert code == 0, err
         before, *iterations = re.findall("^bucket .*$", err, re.MULTILINE)
         assert iterations == [iterations[0]] * 3
-        assert before != iterations[0]  # else torch arranges nothing any more, and nor need we
+        assert before != iterations[0]  # else torch no longer rearranges them, and nor need we
 
 
 # -----------------------------------------------------------------------------
-# What happens to one of them ends all of them
+# What ends one rank ends all of them
 
 WHO = {
     "all": "if n == 5",
@@ -415,7 +417,7 @@ def test_a_signal_to_one_or_all_ranks_saves_and_ends_all_of_them(who, tiny, alon
     iteration = 6 if in_evaluation else 5
     assert (end["reason"], end["iters"]) == ("SIGTERM", iteration)
     assert checkpoints(tmp_path / "run")[-1] == iteration
-    # the evaluation that was broken off is made by the resumed run
+    # the resumed run makes the evaluation that was interrupted
     assert column(tmp_path / "run", "eval", "iter") == [0]
     train(**tiny, init_from="resume")
     assert_same_numbers(alone, tmp_path / "run")
@@ -487,7 +489,7 @@ def test_a_signal_to_the_second_rank_ends_the_wait_for_disk_space(tiny, make_dis
     assert checkpoints(disk / "run") == [6]
 
 
-# torch's own patience is the program's, until the second rank hangs
+# torch's own timeout is the program's, until the second rank hangs
 PATIENCE = """
     import torch.distributed
     begin = torch.distributed.init_process_group
@@ -517,7 +519,7 @@ def test_a_rank_gives_up_with_one_line_if_another_rank_hangs(tiny):
         hanging.kill()
         finish(hanging)
     assert result.code == 1
-    assert "waits 3600.0\n" in result.err  # rank 0 may download for long
+    assert "waits 3600.0\n" in result.err  # rank 0 may download for a long time
     (line,) = error_lines(result.err)
     assert "another rank" in line
 
@@ -539,7 +541,7 @@ FIRST = dict(TORCHELASTIC_RESTART_COUNT="0")
 @pytest.mark.parametrize("victim", slow_but(1, of=[0, 1]))
 def test_a_rank_ends_with_one_line_if_another_rank_is_killed(victim, tiny):
     processes = start_ranks(2, *flags(**tiny), script=dying(victim), **FIRST)
-    # torch's own patience is ten minutes
+    # torch's own timeout is ten minutes
     results = finish_ranks(processes)
     assert results[victim].code == -signal.SIGKILL
     other = results[1 - victim]
@@ -636,7 +638,7 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, alone, tmp_p
     assert end["reason"] == "SIGTERM"
     assert checkpoints(tmp_path / "run")[-1] == end["iters"]
     text = log.read_text()
-    assert text.count("\niter 9:") == text.count(f"checkpoint {end['iters']}: ") == 1  # one voice
+    assert text.count("\niter 9:") == text.count(f"checkpoint {end['iters']}: ") == 1  # once
     assert_same_numbers(alone, tmp_path / "run")
 
 

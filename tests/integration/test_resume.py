@@ -31,7 +31,7 @@ def test_ctrl_c_ends_a_run_with_code_130_and_the_printed_command_continues_it(co
     result = finish(process)
     assert result.code == 128 + signal.SIGINT, result.err
     assert column(tmp_path / "run", "end", "reason") == ["SIGINT"]
-    assert "second signal" in result.out + result.err  # and what it would cost
+    assert "second signal" in result.out + result.err  # and what one would do
     (saved,) = column(tmp_path / "run", "end", "iters")
     assert checkpoints(tmp_path / "run")[-1] == saved
     (line,) = re.findall(r"^to continue: python (.*)$", result.out, re.MULTILINE)
@@ -42,7 +42,7 @@ def test_ctrl_c_ends_a_run_with_code_130_and_the_printed_command_continues_it(co
 
 
 def test_a_resume_verifies_its_checkpoint_only_once(corpus, tmp_path):
-    """Save the second check, which takes seconds for a checkpoint of gigabytes."""
+    """Skip a second check, which takes seconds for a checkpoint of gigabytes."""
     arguments = dict(SHORT_RUN, dataset=corpus, out_dir=tmp_path / "run")
     train(**arguments | dict(max_iters=2))
     verified, testzip = [], zipfile.ZipFile.testzip

@@ -74,7 +74,7 @@ def end_of(out_dir) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# The schedule of a run by the clock
+# The schedule of a timed run
 
 BY_CLOCK = {
     "hours": dict(hours=HOURS),
@@ -202,7 +202,7 @@ def test_a_run_by_hours_ends_on_time_in_real_time(busy, tiny, tmp_path):
         other.kill()
         finish(other)
     assert result.code == 0, result.err
-    # The run is over with its last record. To leave Python takes 0.3 s, and 2 s on a busy machine.
+    # The run is over at its last record. Leaving Python takes 0.3 s, and 2 s on a busy machine.
     took = (tmp_path / "metrics.jsonl").stat().st_mtime - began
     # the process needs up to 0.3 s to begin; a busy machine may hold up a last save
     assert 0.9 * seconds <= took <= 1.1 * seconds + 0.5
@@ -210,7 +210,7 @@ def test_a_run_by_hours_ends_on_time_in_real_time(busy, tiny, tmp_path):
     # the schedule begins with the first iteration, not with the start-up
     assert rates(tmp_path)[0] == 0.01
     assert rates(tmp_path)[-1] == 0.0
-    # what is left when an iteration begins; a busy machine holds up a few of them
+    # rates follow the time left when an iteration begins; a busy machine holds up a few iterations
     *begins, end = 0.0, *column(tmp_path, "step", "hours")
     pairs = zip(begins, rates(tmp_path), strict=True)
     assert statistics.median(abs(lr - 0.01 * (1 - at / end)) for at, lr in pairs) < 0.0005
@@ -243,12 +243,12 @@ def test_all_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
     assert [result.code for result in results] == [0, 0]
     assert len(rates(tmp_path)) in (35, 36)
     assert rates(tmp_path)[-1] == 0.0
-    # of an iteration, that of the slowest rank
+    # the slowest rank's time for an iteration
     assert set(column(tmp_path, "step", "step_ms")) == {10_000}
 
 
 # -----------------------------------------------------------------------------
-# Resumed by the clock
+# Resuming timed runs
 
 MORE = {
     "hours": (dict(hours=0.1), dict(hours=0.2)),
@@ -265,7 +265,7 @@ def test_a_finished_run_resumes_only_if_it_is_given_more_time_or_iterations(
     tiny |= dict(eval_interval=1000)
     trainer.launch(**tiny | first)
     iterations = len(rates(tmp_path))
-    assert rates(tmp_path)[-1] == pytest.approx(0.0, abs=0.04)  # by iterations: a thirtieth
+    assert rates(tmp_path)[-1] == pytest.approx(0.0, abs=0.04)  # with max_iters: a thirtieth
     log = (tmp_path / "metrics.jsonl").read_bytes()
     result = trainer.launch(**tiny | first, init_from="auto")
     assert result.code == 0
@@ -372,7 +372,7 @@ def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, t
 
 
 # -----------------------------------------------------------------------------
-# Other things by the clock
+# What else follows the clock
 
 
 def test_max_minutes_ends_a_launch_and_the_same_command_resumes_the_run(trainer, tiny, tmp_path):
@@ -395,7 +395,7 @@ def test_max_minutes_ends_a_launch_and_the_same_command_resumes_the_run(trainer,
 def test_a_checkpoint_is_saved_every_ten_minutes_by_default(trainer, tiny, tmp_path):
     trainer.seconds |= dict(iteration=60.0, save=30.0)
     trainer.launch(**tiny, max_iters=35, eval_interval=1000)
-    # from the end of the first evaluation or save on
+    # ten minutes after the first evaluation, and after each save
     assert column(tmp_path, "checkpoint", "iter") == [10, 20, 30, 35]
 
 
@@ -435,7 +435,7 @@ def test_eta_counts_the_evaluations_and_saves_to_come_at_this_launchs_speed(trai
     second = etas(trainer.launch(**keys, init_from="auto").out)
     assert second[50] == 49 * 20 + 3 * 5
     assert second[95] == 4 * 20 + 1 * 5
-    # at most what the clock leaves
+    # no eta is longer than the time that max_minutes leaves
     more = keys | dict(max_iters=200, max_minutes=2)
     assert etas(trainer.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20
 
@@ -492,8 +492,8 @@ def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(
     with mock.patch("torch.compile", compile_slowly):
         trainer.launch(**tiny | dict(compile=True), max_iters=5)
     end = end_of(tmp_path)
-    # and two evaluations, eager and compiled, which check what it made
+    # and two evaluations, eager and compiled, which check the compiled code
     assert end["ledger"]["compile"] == 100 + 2 * 4
-    # five iterations, the evaluation at their end, and a save; the hand is not turned again for the
-    # one at their beginning, which follows the check
+    # five iterations, the evaluation at their end, and a save; InProcessRun takes the evaluation at
+    # their beginning for a part of the check before it, so the fake clock stands still
     assert 3600 * end["hours"] == pytest.approx(5 * 10 + 4 + 1)

@@ -55,7 +55,7 @@ def warnings(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("warning: ")]
 
 
-# under which nanoGPT's dashboards find them; its mfu is in percent
+# the names by which nanoGPT's dashboards find these numbers; its mfu is in percent
 NANOGPTS = {
     "step/lr": "lr",
     "step/mfu": "mfu",
@@ -83,7 +83,7 @@ def test_tensorboard_shows_the_numbers_of_metrics_jsonl_even_after_a_resume(tiny
     accumulator = pytest.importorskip(module)
     keys = tiny | dict(tracker="tensorboard", peak_tflops=0.01)
     train(**keys)
-    # as if killed before: iterations 4 to 7 are made again
+    # as if killed before that save: iterations 4 to 7 are repeated
     (tmp_path / "run" / "ckpt-00000008.pt").unlink()
     train(**keys, init_from="resume")
     events = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
@@ -92,7 +92,7 @@ def test_tensorboard_shows_the_numbers_of_metrics_jsonl_even_after_a_resume(tiny
         for tag in events.Tags()["scalars"]
         for event in events.Scalars(tag)
     }
-    # it keeps float32
+    # TensorBoard keeps float32
     assert found == pytest.approx(expected_numbers(tmp_path / "run"), rel=1e-6)
     assert [event.step for event in events.Scalars("val/loss")] == [0, 4, 8]
 
@@ -159,7 +159,7 @@ def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, 
     assert result.code == 0, result.err
     assert not warnings(result.err)
     (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
-    content = file.read_bytes()  # records of protobuf, their values as JSON texts
+    content = file.read_bytes()  # protobuf records, with values as JSON text
     for (name, _), value in expected_numbers(tmp_path / "run").items():
         assert name.encode() in content
         assert json.dumps(value).encode() in content
@@ -179,7 +179,7 @@ def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(
     assert checkpoints(tmp_path / "run")[-1] == 8
 
 
-@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder's
+@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder wandb/
 @pytest.mark.parametrize("tracker", slow_but("wandb", of=["wandb", "tensorboard"]))
 def test_the_error_of_a_tracker_that_is_not_installed_names_the_package(
     tracker, found, tiny, monkeypatch

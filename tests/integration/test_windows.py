@@ -28,7 +28,7 @@ from common import child
 simulated = pytest.mark.skipif(sys.platform != "linux", reason="simulates Windows on Linux")
 
 # run(SCRIPT, ARGUMENT, ...) does what `python SCRIPT.py ARGUMENT ...` does, and returns its exit
-# code. This code itself is none of the project's and sees Linux.
+# code. This code itself is not the project's, so it sees Linux.
 BEGIN = f"""
 import importlib, os, signal, sys, threading, time
 import torch
