@@ -86,8 +86,8 @@ def test_compiled_bfloat16_gradients_are_those_of_float32(
 ):
     """
     Compute each gradient within 3% of float32's; at 124M and 8 x 1024 tokens these are the kernels
-    of a real run. Rounding to bfloat16 alone gives 1.05% (GPT-2) and 2.2% (a gate of the fast
-    model) on a CPU, at 12 layers of 768 and 2 x 256 tokens.
+    of a real run. Rounding to bfloat16 alone gave 1.05% (GPT-2) and 2.2% (an earlier fast model)
+    on a CPU, at 12 layers of 768 and 2 x 256 tokens.
     """
     c = load_config([*flags, f"--batch_size={batch_size}"])
     model = random_model(device, c, vocab)

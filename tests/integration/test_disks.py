@@ -553,7 +553,7 @@ def test_a_reader_survives_a_run_that_deletes_the_newest_checkpoint(
     with mock.patch("zipfile.ZipFile.testzip", save_another):
         result = run(script, *flags(**keys, out_dir=out_dir))
     assert "ckpt-00000004.pt" in result.out + result.err
-    assert result.code == 0 or "tokenizer" in result.err
+    assert result.code == 0, result.err
 
 
 def test_a_log_emptied_during_a_run_continues_from_its_beginning(tokens, tmp_path):

@@ -330,7 +330,7 @@ LEAVING = """
 
     torch.distributed.destroy_process_group = leaves
 """
-# what a rank does after its fifth update, its keys, and the exit code; torchrun passes 1 on
+# what a rank does after its fifth update, its keys, and its exit code
 WAYS_OUT = {
     "the end": ("", dict(), 0),
     "the end, once more": ("", dict(init_from="auto"), 0),
