@@ -334,10 +334,10 @@ def judge_by_band(run: Run, band: Run) -> str:
     if other:
         problem = f"train with {' '.join(other)}"
     elif ours and least and ours < least:
-        problem = f"an epoch has {ours:,} tokens, its runs' at least {least:,.0f}; get all shards"
+        problem = f"an epoch has {ours:,} tokens and needs at least {least:,.0f}; get all shards"
     elif not len(its):
         often = band.eval["iter"][0]
-        problem = f"no evaluation yet at an iteration of both; set --eval_interval={often:.0f}"
+        problem = f"no iteration yet where both were evaluated; set --eval_interval={often:.0f}"
     else:
         problem = why_losses_do_not_compare([run, band])
     if problem:

@@ -278,7 +278,7 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
     theirs, ours = weights["tokenizer"], data.tokenizer
     if not same_tokenizer(theirs, ours):
         kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
-        raise UserError(f"dataset: {data.source} has {kinds}; give data made with that one")
+        raise UserError(f"dataset: {data.source} has {kinds}; give data made with the latter")
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         hint = "or has changed since; for a new run give another --out_dir"
@@ -684,7 +684,8 @@ def keep_best(c: Config, resumed: dict) -> None:
             checkpoint.link(best, kept)
             say(f"resume: {best} is kept as {kept.name}; {others}")
         except OSError as error:  # a full disk
-            warn(f"{best}: the next best one will replace it ({error.strerror}); {others}")
+            problem = f"could not be kept as {kept.name} ({error.strerror})"
+            warn(f"{best}: {problem}, so the next best checkpoint will replace it; {others}")
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:

@@ -206,7 +206,7 @@ def raise_if_any(problems: list[str]) -> None:
 
 # Flags, keys and an order of earlier versions, and what to do instead
 REMOVED = dict(
-    from_run="give --iter_seconds=S, an iteration's seconds in that run's log",
+    from_run="give --iter_seconds=S, the seconds per iteration in that run's log",
     profile="docs/plan.md shows how to profile an iteration",
     tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
     data_workers="give --workers to data/prepare_fineweb.py",

@@ -60,7 +60,9 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     dead = [f for f in shown if f.is_symlink() and not f.exists()]
     if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
         link = f"{dead[0]}: links to {os.readlink(dead[0])}, which does not exist"
-        raise UserError(f"{link} (one of {len(dead):,}); get that file, or delete the link")
+        raise UserError(
+            f"{link} (one of {len(dead):,} such links); get that file, or delete the link"
+        )
     readable = [f for f in shown if is_read(f, endings)]
     tests = evaluation_files(readable, root)
     if not readable:
@@ -192,7 +194,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # offline, gated, misspelt
-        raise UserError(f"{dataset}: {first_line(error)}; or give local files") from None
+        raise UserError(f"{dataset}: {first_line(error)}; fix that, or give local files") from None
     if not files or not all(file.endswith(ROW_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision

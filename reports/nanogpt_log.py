@@ -77,8 +77,8 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     pauses = [record["seconds"] for record in records if record["kind"] == "eval"]
     if STEP.search(text) and any(map(math.isnan, pauses)):
         warnings.append(
-            f"{path}: the time of evaluations and checkpoints is unknown, because the log lacks "
-            "iterations either with or without them; `time` is n/a or leaves them out"
+            f"{path}: the time of evaluations and checkpoints is unknown, because the log has "
+            "no iterations with them, or none without; `time` is n/a or leaves them out"
         )
     return [start, *records], warnings
 
