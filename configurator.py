@@ -543,8 +543,9 @@ def config_text(config: Config) -> str:
 
 def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
     """
-    Return each key's default, as its line in the dataclass writes it, and its meaning, from the
-    comment of that line, by heading and name. A default that switches something off is "off".
+    Return each key's default and meaning, by heading and name. The default is written as in the
+    key's line in the dataclass, and the meaning is that line's comment. A default that switches
+    something off is "off".
     """
     known = find_keys(keys)
     heading = ""  # sample.py's keys have none

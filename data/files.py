@@ -44,8 +44,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
 
 def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     """
-    List the files of one path, folder or pattern, sorted by name. Warns about what it holds
-    besides: files with other endings, hidden ones, and the test and validation files beside
+    List the files of one path, folder or pattern, sorted by name. Warns about what else it
+    holds: files with other endings, hidden ones, and the test and validation files beside
     training files. Raises UserError if there is nothing to read, and for dead links, git-lfs
     pointers and tables with a log.
     """
@@ -163,8 +163,8 @@ def file_id(name: str) -> tuple:
 def is_read(file: Path, endings: tuple[str, ...]) -> bool:
     """
     Return True if a file is one to read. A .json file is read if its first two lines are objects,
-    as in jsonl, or its only line if its name is of a numbered part; most other .json files hold one
-    object or one list.
+    as in jsonl; if its name is that of a numbered part, one line is enough. Most other .json files
+    hold one object or one list.
     """
     name = file.name.lower()
     if not (name.endswith(endings) and file.is_file()):
@@ -210,14 +210,14 @@ def is_parquet(name: str) -> bool:
 
 
 def parse_line(line: bytes) -> Any:
-    """Parse a line of jsonl. Files from Windows, also where joined, begin with byte-order marks."""
+    """Parse a line of jsonl. Lines of files from Windows may begin with byte-order marks."""
     return json.loads(line.decode().lstrip("\ufeff").strip())
 
 
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """
-    Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Unpacks
-    gzip and zstd by a file's first bytes, because downloads may unpack it and keep its name.
+    Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Detects
+    gzip and zstd by a file's first bytes, because a download may unpack a file but keep its name.
     """
     import fsspec
 

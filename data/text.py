@@ -72,7 +72,7 @@ class Source:
         """
         Yield the rows of a file, or only of the row group, from `begin` on. Raises UserError for a
         file that cannot be read, for a broken line, and if most of the first FIRST_ROWS rows have
-        no text, or text full of control characters. A smaller row group is not enough to judge by.
+        no text, or text full of control characters. A shorter row group is not enough to judge by.
         """
         name = self.files[begin.file]
         rows = self.read_with_retries(begin, one_group)

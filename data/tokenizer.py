@@ -294,7 +294,7 @@ def same_tokenizer(theirs: dict, ours: dict) -> bool:
 
 
 def identity(spec: dict) -> dict:
-    """Return what makes a tokenizer another one: its kind and its tokens."""
+    """Return what identifies a tokenizer: its kind and its tokens."""
     if spec["kind"] != "bpe":
         return spec
     vocab, _ = vocabulary(spec)

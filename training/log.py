@@ -502,7 +502,7 @@ class Tracker:
         """
         try:
             if self.kind == "wandb":
-                from wandb import init  # not of a mere folder named wandb, which imports too
+                from wandb import init  # fails for a mere folder named wandb
 
                 id_file = Path(c.out_dir, "wandb_id.txt")
                 run_id = id_file.read_text() if purge_from and id_file.exists() else ""
