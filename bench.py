@@ -296,7 +296,7 @@ def measure_in_turn(
     say(f"{len(turns)} measurements; Ctrl-C ends with the table of the rows so far")
     found: dict[str, list[dict]] = {}
     measured: Measured = []
-    # By dtype and tf32. A peak is measured once and reused, so that the rows' MFUs are comparable.
+    # Peaks by dtype and tf32. Each is measured once and reused, so that rows' MFUs are comparable.
     peaks: dict[tuple[str, bool], float] = {}
     try:
         for number, (name, config) in enumerate(turns, 1):
@@ -345,7 +345,7 @@ def pace(r: dict) -> float:
 def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
     """
     Return the median speedup over `base`, and the [lowest, highest] ratio of any turn to any turn
-    of `base`. If only noise differs, the range of three turns still excludes 1 one time in ten.
+    of `base`. If only noise differs, the range of three turns still misses 1.0 in 10% of cases.
     """
     # strict=False, because Ctrl-C may come between the last turns of the two
     ratios = [pace(ours) / pace(theirs) for ours, theirs in zip(runs, base, strict=False)]

@@ -12,10 +12,10 @@ Time includes iterations, evaluations and checkpoints, but not startup and compi
 Losses are comparable if the runs evaluate on the same validation tokens with the same settings;
 bits per byte if they evaluate on the same text. The training data may differ.
 
-Losses are compared at the latest evaluation of any run at which every run's loss is known. Between
-two evaluations, losses are interpolated linearly. A loss is unknown where the gap between two
-evaluations exceeds a fifth of the progress so far, and before the first evaluation after iteration
-0, where the loss falls steeply.
+Losses are compared at the last point at which one of the runs was evaluated and every run's loss
+is known. Between two evaluations, losses are interpolated linearly. A loss is unknown where the gap
+between two evaluations exceeds a fifth of the progress so far, and before the first evaluation
+after iteration 0, where the loss falls steeply.
 """
 
 import json
@@ -222,7 +222,7 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
 
 
 def equal_points(runs: list[Run]) -> list[Point]:
-    """Return for each axis the latest evaluation of any run at which all losses are known."""
+    """Return for each axis the last evaluation, of any run, where every run has a known loss."""
     points = []
     for axis in PLACES:
         curves = [learning_curve(run, axis) for run in runs]
@@ -316,14 +316,14 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# Beside a band
+# A run beside the band of published runs
 
 
 def judge_by_band(run: Run, band: Run) -> str:
     """
     Say whether a run's val losses are inside the band at all evaluations that both have, or what to
-    set so that they can be compared: all settings in the band's CSV must be the run's too, and an
-    epoch must have at least as many tokens.
+    set so that they can be compared: all settings in the band's CSV must be the run's too, and the
+    run's epoch must have at least as many tokens as those of the band's runs.
     """
     name = f"the band of {band.name}"
     config = run.config | dict(dataset=dataset_name(run))
@@ -334,10 +334,10 @@ def judge_by_band(run: Run, band: Run) -> str:
     if other:
         problem = f"train with {' '.join(other)}"
     elif ours and least and ours < least:
-        problem = f"an epoch has {ours:,} tokens, its runs' at least {least:,.0f}; get all shards"
+        problem = f"an epoch has {ours:,} tokens and needs at least {least:,.0f}; get all shards"
     elif not len(its):
         often = band.eval["iter"][0]
-        problem = f"no evaluation yet at an iteration of both; set --eval_interval={often:.0f}"
+        problem = f"no iteration yet where both were evaluated; set --eval_interval={often:.0f}"
     else:
         problem = why_losses_do_not_compare([run, band])
     if problem:

@@ -103,7 +103,7 @@ class Config:
     learning_rate: float = 6e-4  # peak rate; with Muon: the hidden matrices' (0.025 if unset)
     head_lr: float = 0.004  # with Muon: peak rate of the output head
     muon_momentum: float = 0.95  # momentum of Muon's updates
-    weight_decay: float = 0.1  # of matrices; with Muon: embeddings, head, model=fast's vectors
+    weight_decay: float = 0.1  # for matrices; with Muon: for embeddings, head, model=fast's vectors
     beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
     beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
@@ -543,8 +543,9 @@ def config_text(config: Config) -> str:
 
 def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
     """
-    Return each key's default, as its line in the dataclass writes it, and its meaning, from the
-    comment of that line, by heading and name. A default that switches something off is "off".
+    Return each key's default and meaning, by heading and name. The default is written as in the
+    key's line in the dataclass, and the meaning is that line's comment. A default that switches
+    something off is "off".
     """
     known = find_keys(keys)
     heading = ""  # sample.py's keys have none

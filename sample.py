@@ -100,7 +100,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
     Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
     a char tokenizer does not know are left out with a warning. Raises UserError if its table holds
-    words, which cannot spell the prompt. Warns if a tokenizer.json changes it.
+    words, which cannot spell the prompt. Warns if a tokenizer.json changes the prompt.
     """
     if unknown := text.unknown(prompt):
         words = [word for word in text.spec["itos"] if len(word) > 1]

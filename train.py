@@ -28,7 +28,7 @@ if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch counts towards the run's time
     from common.console import end_on_signals
 
-    end_on_signals()  # until the loop answers them; Ctrl-C during imports prints no traceback
+    end_on_signals()  # until the loop handles them; Ctrl-C during imports prints no traceback
 
 import common.environment  # before torch  # noqa: F401  isort: skip
 import torch
@@ -79,7 +79,7 @@ LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
-MAX_SKIPS = 20  # skips in a row that end the run, seen at log lines; float16 may need 16 at first
+MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 FEW_SKIPS = 3  # skips in a row that forbid a save; float16 makes one or two now and then
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; a uniform guess among 65,536 ids has 11
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
@@ -110,7 +110,7 @@ class Progress:
 class Saved:
     """Records what is on the disk. Rank 0 saves, and all ranks learn whether that worked."""
 
-    newest: tuple[int, int] | None  # newest checkpoint: its iteration, that of its last evaluation
+    newest: tuple[int, int] | None  # iterations of the newest checkpoint and its evaluation
     failed: bool = False  # whether the last attempt to save failed
 
 
@@ -183,8 +183,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             hint = "--init_from=auto resumes it, another --out_dir starts a new run"
             problems.append(f"init_from: {c.out_dir} holds a run with init_from={first}; {hint}")
         kept = ["init_from"] if "dataset" in c.set_keys else ["init_from", "dataset"]
-        # Keep the dtype that the run started with, unless it was float16 for the sake of
-        # fp16_accumulation, which this command does not ask for.
+        # Keep the dtype that the run started with, unless the run had to use float16 because of
+        # fp16_accumulation, which this command may not ask for.
         if c.dtype == "auto" and not resumed["config"].get("fp16_accumulation"):
             kept.append("dtype")
         c = replace(c, **{name: resumed["config"][name] for name in kept})
@@ -253,7 +253,7 @@ def say_done(c: Config, resumed: dict) -> None:
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
     """Open the dataset. Raises UserError if the run cannot use it."""
-    ranks.on_main(make_or_explain, c)  # if it is missing
+    ranks.on_main(make_or_explain, c)  # if the dataset is missing
     data = ranks.main_first(open_dataset, c.dataset, c.stream)
     ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
     ranks.on_main(check_data, c, data, resumed, weights)
@@ -278,7 +278,7 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
     theirs, ours = weights["tokenizer"], data.tokenizer
     if not same_tokenizer(theirs, ours):
         kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
-        raise UserError(f"dataset: {data.source} has {kinds}; give data made with that one")
+        raise UserError(f"dataset: {data.source} has {kinds}; give data made with the latter")
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         hint = "or has changed since; for a new run give another --out_dir"
@@ -389,7 +389,7 @@ def wsd_decay_start(c: Config, decay_end: float, warmup: float) -> float:
 def peak_end(c: Config) -> int:
     """
     Return the last iteration at which a run with wsd has the rate that a longer one would have, so
-    that a checkpoint up to there can be extended. Returns -1 for runs that keep none.
+    that a checkpoint up to there can be extended. Returns -1 for runs that keep no peak.pt.
     """
     if not c.keeps_peak:
         return -1
@@ -422,7 +422,7 @@ def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
         return "eval_only"
     if progress.iter_num >= c.max_iters:  # with hours or until, only a max_iters flag counts
         return "max_iters"
-    if now.time_is_up:  # of all launches together; the final evaluation and save still fit
+    if now.time_is_up:  # counting all launches; the final evaluation and save still fit
         return "until" if c.until else "hours"
     if c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save comes on top
         return "max_minutes"
@@ -461,7 +461,7 @@ def save_due(c: Config, now: Position, progress: Progress, saved: Saved, stop: s
         return False
     if stop:
         return True
-    # The retry saves these weights, so a best whose save failed does not become best.pt
+    # The retry saves the present weights, so best weights that could not be saved are lost
     if saved.failed and now.seconds_since_save >= RETRY_SECONDS:
         return True
     if it == 0 or not now.has_spare_time:  # the final save must fit afterwards
@@ -606,8 +606,8 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 def check_alive(model, progress: Progress, first_iter: int, skips: int, c, ranks: Ranks) -> None:
     """
     End the run if it has diverged, before a save could replace a good checkpoint. `skips` counts
-    the updates skipped since the last applied one. A launch, which begins at `first_iter`, may
-    begin with many in float16; they do no harm, because they leave the weights unchanged.
+    the updates skipped since the last applied one. In float16 a launch, which begins at
+    `first_iter`, may begin with many skips; they do no harm, because the weights stay unchanged.
     """
     it = progress.iter_num
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
@@ -684,7 +684,8 @@ def keep_best(c: Config, resumed: dict) -> None:
             checkpoint.link(best, kept)
             say(f"resume: {best} is kept as {kept.name}; {others}")
         except OSError as error:  # a full disk
-            warn(f"{best}: the next best one will replace it ({error.strerror}); {others}")
+            problem = f"could not be kept as {kept.name} ({error.strerror})"
+            warn(f"{best}: {problem}, so the next best checkpoint will replace it; {others}")
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
@@ -835,7 +836,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             clock.lap("steps")
             check_alive(eval_model, progress, clock.first_iter, int(skips_in_a_row), c, ranks)
             to_save = progress
-            if is_best(progress):  # the checkpoint becomes best.pt too; until then, it is not best
+            if is_best(progress):  # becomes best.pt too, and counts as the best once it is saved
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
             state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, hw, ranks)
             problem = save(state, stop, c, saver, signals, log, ranks)

@@ -204,9 +204,9 @@ def raise_if_any(problems: list[str]) -> None:
         raise UserError(*dict.fromkeys(problems))
 
 
-# Flags, keys and an order of earlier versions, and what to do instead
+# Flags, keys and values of earlier versions, and what to do instead
 REMOVED = dict(
-    from_run="give --iter_seconds=S, an iteration's seconds in that run's log",
+    from_run="give --iter_seconds=S, the seconds per iteration in that run's log",
     profile="docs/plan.md shows how to profile an iteration",
     tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
     data_workers="give --workers to data/prepare_fineweb.py",
@@ -256,7 +256,7 @@ def run_main(
     code, unless stdout is a closed pipe.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a sample may hold what it cannot encode
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -287,8 +287,8 @@ def run_main(
 
 def end_on_signals() -> None:
     """
-    Let a signal end this process at once and quietly, until the training loop answers it. Process 1
-    of a container needs handlers for that. A signal that was ignored at the start stays ignored,
+    Let signals end this process at once and quietly, until the training loop handles them. Process
+    1 of a container needs handlers for that. A signal that was ignored at the start stays ignored,
     such as Ctrl-C after `&` in a script.
     """
     for name in ("SIGINT", "SIGTERM", "SIGHUP") if os.getpid() == 1 else ("SIGINT",):

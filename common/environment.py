@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-# About 0.1 ms; libgomp's own number is 300,000. On idle cores this costs 2% to 9% of the speed, and
-# beside programs that start later training is 1.06 to 3.0 times as fast (results/README.md).
+# About 0.1 ms; libgomp's own number is 300,000. On idle cores this costs 2% to 9% of the speed; if
+# other programs start later, training is 1.06 to 3.0 times as fast (results/README.md).
 SPINS = "10000"
 READINGS, PAUSE = 9, 0.01  # how often to count the running threads, and seconds between
 
@@ -44,8 +44,8 @@ def how_threads_wait() -> tuple[str | None, str | None]:
     Choose libgomp's OMP_WAIT_POLICY and GOMP_SPINCOUNT. In each matmul or other operation, a thread
     that has finished its share first spins and then sleeps until the others have finished theirs.
     Spinning is faster on idle cores. Beside other programs it can keep a core from the very thread
-    that is waited for. No result depends on it, and a run on a GPU has no such operations in its
-    loop.
+    that is waited for. No result depends on this, and a run on a GPU has no such operations in
+    its loop.
     """
     if sys.platform != "linux" or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         return None, None
@@ -92,7 +92,7 @@ VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     # torch's default is in /tmp, which is emptied at reboot.
     "TORCHINDUCTOR_CACHE_DIR": cache_folder(),
-    # On Windows a path may have 260 characters.
+    # On Windows a path may have at most 260 characters.
     "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "0" if WINDOWS else None,
     # Otherwise Intel's runtime, part of some numpy builds, kills the process on Ctrl-C.
     "FOR_DISABLE_CONSOLE_CTRL_HANDLER": "1" if WINDOWS else None,

@@ -44,8 +44,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
 
 def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     """
-    List the files of one path, folder or pattern, sorted by name. Warns about what it holds
-    besides: files with other endings, hidden ones, and the test and validation files beside
+    List the files of one path, folder or pattern, sorted by name. Warns about what else it
+    holds: files with other endings, hidden ones, and the test and validation files beside
     training files. Raises UserError if there is nothing to read, and for dead links, git-lfs
     pointers and tables with a log.
     """
@@ -60,7 +60,9 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     dead = [f for f in shown if f.is_symlink() and not f.exists()]
     if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
         link = f"{dead[0]}: links to {os.readlink(dead[0])}, which does not exist"
-        raise UserError(f"{link} (one of {len(dead):,}); get that file, or delete the link")
+        raise UserError(
+            f"{link} (one of {len(dead):,} such links); get that file, or delete the link"
+        )
     readable = [f for f in shown if is_read(f, endings)]
     tests = evaluation_files(readable, root)
     if not readable:
@@ -161,8 +163,8 @@ def file_id(name: str) -> tuple:
 def is_read(file: Path, endings: tuple[str, ...]) -> bool:
     """
     Return True if a file is one to read. A .json file is read if its first two lines are objects,
-    as in jsonl, or its only line if its name is of a numbered part; most other .json files hold one
-    object or one list.
+    as in jsonl; if its name is that of a numbered part, one line is enough. Most other .json files
+    hold one object or one list.
     """
     name = file.name.lower()
     if not (name.endswith(endings) and file.is_file()):
@@ -192,7 +194,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # offline, gated, misspelt
-        raise UserError(f"{dataset}: {first_line(error)}; or give local files") from None
+        raise UserError(f"{dataset}: {first_line(error)}; fix that, or give local files") from None
     if not files or not all(file.endswith(ROW_FILES) for file in files):
         raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
     return files, revision
@@ -208,14 +210,14 @@ def is_parquet(name: str) -> bool:
 
 
 def parse_line(line: bytes) -> Any:
-    """Parse a line of jsonl. Files from Windows, also where joined, begin with byte-order marks."""
+    """Parse a line of jsonl. Lines of files from Windows may begin with byte-order marks."""
     return json.loads(line.decode().lstrip("\ufeff").strip())
 
 
 def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """
-    Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Unpacks
-    gzip and zstd by a file's first bytes, because downloads may unpack it and keep its name.
+    Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Detects
+    gzip and zstd by a file's first bytes, because a download may unpack a file but keep its name.
     """
     import fsspec
 

@@ -61,7 +61,7 @@ def explanation(config: Config, folder: Path) -> str:
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
-        return f"{problem}; docs/own_text.md makes it, or give nanoGPT's: --dataset=PATH"
+        return f"{problem}; docs/own_text.md says how to make it, or give nanoGPT's: --dataset=PATH"
     ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or get it with"
     return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
 

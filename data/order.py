@@ -33,7 +33,7 @@ ORDERS = ("shuffled", "prefix")
 WINDOW_ROWS = 2**13
 WINDOW_CHARACTERS = 2**24
 GROUP_TOKENS = 250_000  # validation tokens taken from one row group; FineWeb's hold about 700,000
-LEAST_GROUPS = 16  # row groups that validation is taken from, at least
+LEAST_GROUPS = 16  # the fewest row groups to take validation from
 # largest fraction of the row groups, and of their text, to hold out; beyond it validation is made
 # of single documents
 MOST_HELD_OUT = 1 / 20

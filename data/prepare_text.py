@@ -179,7 +179,7 @@ def main(argv: list[str]) -> None:
     if not tokenizer:  # train one, on the training text only
         texts = (document.text for document in documents)
         tokenizer = train_bpe(arguments.tokenizer, texts, total=size)
-    bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3: a cautious guess of the disk space
+    bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
     least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
     least_in_all = 100 * math.ceil(least / arguments.val_fraction / 100)
     settings = {key: vars(arguments)[key] for key in SETTINGS}

@@ -250,7 +250,7 @@ def check_ends(shard: Shard, ends: np.ndarray, seen: dict[bytes, str]) -> None:
     twin = seen.setdefault(hashlib.sha256(ends.tobytes()).digest(), shard.path.name)
     if twin != shard.path.name:
         raise UserError(f"{shard.path}: holds the same tokens as {twin}; delete one of them")
-    # nanoGPT's files have no header; in one of characters, a long run of one may be right
+    # Skip nanoGPT's files, which have no header: one character may rightly fill their end.
     last = ends[-1, -1024:]
     if shard.header_bytes and len(last) == 1024 and (last == last[0]).all():
         problem = f"the last 1,024 tokens are all {last[0]}, as in an unfinished download"

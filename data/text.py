@@ -72,7 +72,7 @@ class Source:
         """
         Yield the rows of a file, or only of the row group, from `begin` on. Raises UserError for a
         file that cannot be read, for a broken line, and if most of the first FIRST_ROWS rows have
-        no text, or text full of control characters. A smaller row group is not enough to judge by.
+        no text, or text full of control characters. A shorter row group is not enough to judge by.
         """
         name = self.files[begin.file]
         rows = self.read_with_retries(begin, one_group)
@@ -91,7 +91,7 @@ class Source:
         if 2 * without <= len(readable):
             return
         rows = f"{without:,} of the first {len(first):,} rows"
-        held = f"{rows} hold no text in the field {self.field} that can be read"
+        held = f"{rows} hold no text that can be read in the field {self.field}"
         raise UserError(f"{name}: {held}; give --text_field=NAME")
 
     def row_groups(self) -> list[int]:
@@ -257,11 +257,11 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
         text = decode(Path(name).read_bytes(), encoding)
     except UserError as error:
         hint = (
-            "another"
+            "another --encoding"
             if encoding
             else "its encoding: --encoding=cp1252 in Western Europe, cp1250 in Central"
         )
-        raise UserError(f"{name}: {error}; leave it out, or give {hint}") from None
+        raise UserError(f"{name}: {error}; leave the file out, or give {hint}") from None
     # Normalise line endings, so that every operating system produces the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     whole = re.sub("(?m)^\ufeff", "", text)  # byte-order marks; joined files may have several

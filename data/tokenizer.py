@@ -237,7 +237,7 @@ def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int 
     bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
-        hint = "a smaller N, less validation, or more text"
+        hint = "give a smaller N, less validation, or more text"
         raise UserError(f"{name}: the training text is enough for only {ids} ids; {hint}")
     return Tokenizer(dict(kind="bpe", json=bpe.to_str()))
 
@@ -294,7 +294,7 @@ def same_tokenizer(theirs: dict, ours: dict) -> bool:
 
 
 def identity(spec: dict) -> dict:
-    """Return what makes a tokenizer another one: its kind and its tokens."""
+    """Return what identifies a tokenizer: its kind and its tokens."""
     if spec["kind"] != "bpe":
         return spec
     vocab, _ = vocabulary(spec)

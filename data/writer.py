@@ -39,7 +39,7 @@ READ_AHEAD = 2  # batches in flight per thread
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
 SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.7B tokens, the GPT-2 recipe 10B
-FFFD = "\ufffd".encode()  # the letter that stands for broken UTF-8
+FFFD = "\ufffd".encode()  # the character that stands for broken UTF-8
 
 CONTINUE = "the same command continues after the last finished shard"
 

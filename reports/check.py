@@ -44,7 +44,7 @@ RECIPES = {
     "gpt2": dict(),
     "fast": dict(model="fast", bias=True, optimizer="muon"),
 }
-HEAD_SIZES = {"gpt2": 64, "fast": 128}  # as shipped, because other head sizes run other kernels
+HEAD_SIZES = {"gpt2": 64, "fast": 128}  # as in config/, because other head sizes run other kernels
 VOCAB = 1000
 ITERATIONS = 3
 SEED = 1

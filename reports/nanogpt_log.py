@@ -77,8 +77,8 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     pauses = [record["seconds"] for record in records if record["kind"] == "eval"]
     if STEP.search(text) and any(map(math.isnan, pauses)):
         warnings.append(
-            f"{path}: the time of evaluations and checkpoints is unknown, because the log lacks "
-            "iterations either with or without them; `time` is n/a or leaves them out"
+            f"{path}: the time of evaluations and checkpoints is unknown, because the log has "
+            "no iterations with them, or none without; `time` is n/a or leaves them out"
         )
     return [start, *records], warnings
 
@@ -96,7 +96,7 @@ def without_prefixes(text: str) -> str:
 def console_lines(row: re.Match) -> str:
     """
     Return the lines that nanoGPT would print for a CSV row, with a save at each evaluation, and the
-    band of several runs' val losses. A row with a val loss alone is not nanoGPT's, so no save.
+    band of several runs' val losses. A row with a val loss alone is not nanoGPT's and gets no save.
     """
     it, loss, ms, mfu, train_loss, val_loss, low, high = row.groups()
     lines = []
@@ -187,9 +187,8 @@ def read_lines(text: str, tokens_per_iter: float) -> list[dict]:
     Return the records of steps, evaluations and checkpoints.
 
     nanoGPT evaluates and saves before an iteration, and includes that pause in the iteration's
-    time. If the pause of an evaluation cannot be seen, the median of all visible pauses is used:
-    either log_interval hides the iteration, or it is the first of a launch, whose time includes
-    compilation.
+    time. A pause cannot be seen if log_interval hides the iteration, or if it is the first of a
+    launch, whose time includes compilation. The median of all visible pauses then stands in.
     """
     steps: dict[int, tuple[float, float]] = {}  # the later line, if a resume repeats one
     evals: dict[int, dict[str, float]] = {}  # val_loss, low, high

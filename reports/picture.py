@@ -113,8 +113,8 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def smooth(losses: np.ndarray) -> np.ndarray:
     """
-    Average each loss with its neighbours, up to a twentieth of the run on either side: none of
-    fewer than 20 losses. Near the start, where losses fall fast, fewer are averaged.
+    Average each loss with its neighbours, up to a twentieth of the run on either side; fewer than
+    20 losses stay as they are. Near the start, where losses fall fast, fewer are averaged.
     """
     most = len(losses) // 20
     reach = [min(i // 4, most) for i in range(len(losses))]
@@ -155,7 +155,7 @@ def count4(number: float, _position: int = 0) -> str:
     return count(number, digits=4)
 
 
-if __name__ == "__main__":  # started by a run, which must not lose CPU time to its picture
+if __name__ == "__main__":  # a run starts this; drawing must not take CPU time from training
     end_with_parent()
     if hasattr(os, "nice"):  # missing on Windows
         os.nice(10)

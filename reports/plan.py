@@ -213,8 +213,8 @@ def cards_and_paces(
     config: Config, model: GPTConfig, options: Namespace, measure: Callable
 ) -> list[tuple[Card, Pace]]:
     """
-    Choose what to plan: all GPUs, or one GPU at one or several paces. This GPU is the one named by
-    --gpu, else this machine's.
+    Choose what to plan: all GPUs, or one GPU at one or several paces. One GPU means the one that
+    --gpu names, else this machine's.
     """
     if options.gpu == "all":
         return all_cards(config, model, options)

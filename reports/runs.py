@@ -68,7 +68,9 @@ class Run:
         self.config = now | {key: before[key] for key in INITIAL if key in before}
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
-            self.warnings.append(f"{name}: resumed with other {keys}; showing the last launch's")
+            self.warnings.append(
+                f"{name}: resumed with other values of {keys}; showing the last launch's"
+            )
         # take the highest of all records; a step record at N means N + 1 iterations
         step, evals, end = self.step, self.eval, self.end
         self.iterations = highest(step["iter"] + 1, evals["iter"], end.get("iters"))

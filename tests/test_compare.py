@@ -489,7 +489,7 @@ def test_warns_about_keys_that_a_resume_changed(tmp_path):
     a = write_records(tmp_path / "a", *starts, step)
     b = write_records(tmp_path / "b", starts[1], step)
     table = Table(a, b)
-    assert "resumed with other max_iters" in table.warnings[0]
+    assert "resumed with other values of max_iters" in table.warnings[0]
     assert table.keys("config/") == ["config/init_from"]  # as the run began
 
 
@@ -817,7 +817,7 @@ def band(tmp_path) -> Path:
         ({10: 4.25, 20: 9.0}, "val loss 4.2500 at iteration 10 is 0.1500 outside the band of ten"),
         ({10: 4.0, 15: 9.0, 20: 3.41}, "val loss 3.4100 at iteration 20 is 0.0400 outside"),
         ({10: 4.0, 20: math.nan}, "val loss nan at iteration 20 is nan outside"),
-        ({7: 4.0, 14: 3.5}, f"{NOT_COMPARABLE}: no evaluation yet at an iteration of both; set "),
+        ({7: 4.0, 14: 3.5}, f"{NOT_COMPARABLE}: no iteration yet where both were evaluated; set "),
     ],
 )
 def test_last_line_says_whether_a_run_is_inside_the_band(losses, said, band, tmp_path):
@@ -841,7 +841,7 @@ def test_last_line_says_whether_a_run_is_inside_the_band(losses, said, band, tmp
         (dict(tokens_per_iter=500), dict(tokens_per_iter=500), "train with --tokens_per_iter=1000"),
         (dict(), dict(max_iters=20, eval_tokens=0), "train with --max_iters=30 --eval_tokens=4096"),
         (dict(val_tokens=2000), dict(), "different evaluation settings; choose the same"),
-        (dict(train_tokens=29999), dict(), "an epoch has 29,999 tokens, its runs' at least 30,000"),
+        (dict(train_tokens=29999), dict(), "an epoch has 29,999 tokens and needs at least 30,000"),
         (dict(train_tokens=30000), dict(), ""),
         (dict(), dict(dataset="elsewhere/d"), ""),
     ],

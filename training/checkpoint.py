@@ -228,7 +228,7 @@ class Saver:
         self.metrics: BinaryIO | None = None
         self.unwritten = b""  # records that did not fit on the disk
         self.has_saved = False  # whether this launch has saved a checkpoint
-        self.unlinked: Path | None = None  # the best checkpoint, until it is best.pt too
+        self.unlinked: Path | None = None  # the best checkpoint, until best.pt is linked to it
 
     def open(self, resumed: dict | None) -> None:
         """
@@ -364,7 +364,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     if progress is None:
         # left by a run that never saved, or put there by the user
         metrics = out_dir / "metrics.jsonl"
-        has_begun = metrics.exists() and metrics.stat().st_size  # not refused at its start
+        has_begun = metrics.exists() and metrics.stat().st_size  # 0 if it was refused at its start
         kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
         if has_begun:
             logs = ", ".join(filter(None, kept))

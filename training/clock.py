@@ -17,7 +17,7 @@ from common.console import duration
 from configurator import Config
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
-LATE = 3600.0  # seconds after its deadline from which a run is not resumed
+LATE = 3600.0  # a run this many seconds past its deadline is not resumed
 RESERVE = 0.01  # share of the time to reserve for an evaluation or save not yet timed
 
 
@@ -79,7 +79,7 @@ class Clock:
         self.deadline_to_save = self.deadline  # a launch with a wrong clock does not change it
         if c.until and saved.get("until") == c.until:
             self.deadline_to_save = saved["deadline"]
-            self.deadline = min(self.deadline, saved["deadline"])  # none left if it has passed
+            self.deadline = min(self.deadline, saved["deadline"])  # if past, no time is left
         # the share at the last update; position().share is the current one
         self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
         # expected seconds of the next iteration, evaluation and save
@@ -125,7 +125,7 @@ class Clock:
         Return where the run stands before iteration `it`. The share is the time so far divided by
         the time of the last update, or it / max_iters if a max_iters flag ends the run sooner. The
         last update leaves room for a final evaluation and save, which are expected to take as long
-        as the ones before; before the first, 1% of the time each.
+        as the last ones did, or 1% of the time each if there was none.
         """
         launch_minutes = self.since_launch() / 60 if it > self.first_iter else 0.0
         since_save = time.perf_counter() - self.save_timer_began

@@ -144,7 +144,7 @@ def mark_cache() -> tuple[BinaryIO | None, bool]:
             number += 1
             folder = first.with_name(f"{first.name}-{number}")
         if folder != first and not folder.exists():
-            warn(f"compile: {first} may hold half-written files, so this run begins {folder}")
+            warn(f"compile: {first} may hold half-written files, so this run uses {folder} instead")
             # torch always keeps these in /tmp
             headers = Path(cache_dir_utils.default_cache_dir(), "precompiled_headers")
             for header in headers.rglob("*.?ch"):

@@ -150,7 +150,7 @@ class Log:
         line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"
         line += ", whatever the config file says"
         if weights and not resumed and "pad_vocab_multiple" in yielded:
-            line += f"; {weights['model_config']['vocab_size']:,} rows are a little slower"
+            line += f"; {weights['model_config']['vocab_size']:,} unpadded rows are a little slower"
         if not resumed and "learning_rate" not in c.typed:
             line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
             line += "so add --learning_rate=3e-5 --min_lr=3e-6"
@@ -420,7 +420,7 @@ class Log:
         said = "the schedule is complete" if reason in ("hours", "until") else reason
         old = ""
         if not progress.is_evaluated and math.isfinite(progress.val_loss):
-            old = f"; val_loss is of iteration {progress.evaluated_at:,}"
+            old = f"; val_loss is from iteration {progress.evaluated_at:,}"
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}{old}")
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
@@ -502,7 +502,7 @@ class Tracker:
         """
         try:
             if self.kind == "wandb":
-                from wandb import init  # not of a mere folder named wandb, which imports too
+                from wandb import init  # fails for a mere folder named wandb
 
                 id_file = Path(c.out_dir, "wandb_id.txt")
                 run_id = id_file.read_text() if purge_from and id_file.exists() else ""

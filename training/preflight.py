@@ -24,7 +24,7 @@ def check_device(config: Config) -> list[str]:
     kind, _, number = wanted.partition(":")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
-        return [f"device: {wanted}, but {seen} (--device=cpu trains without); {cuda_hint()}"]
+        return [f"device: {wanted}, but {seen} (--device=cpu trains without one); {cuda_hint()}"]
     here = launched("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     if kind != "cpu" and gpus and here > gpus:

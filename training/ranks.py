@@ -29,7 +29,7 @@ TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averagi
 # For all other collectives. The ranks wait in one while rank 0 downloads weights, for example.
 HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
-SLOW_START = 10.0  # seconds before a line that says which processes are missing
+SLOW_START = 10.0  # seconds before a line says what this process is waiting for
 # NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
 # in Docker, whose shared memory is only 64 MB by default.
 NCCL_HINT = "try NCCL_P2P_DISABLE=1, in Docker --shm-size=1g, and NCCL_DEBUG=INFO"

@@ -51,10 +51,10 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callab
     """
     Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow
     until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device. They
-    hold random numbers, because ones need less power, so a GPU that lacks power would look fast.
-    On Linux, a CPU is timed by the CPU time that this process uses, because other programs make
-    the wall-clock time several times as long. Windows counts CPU time too coarsely, and on macOS
-    torch's number of threads is not that of the matmul.
+    hold random numbers, because matrices of ones need less power, so a GPU that lacks power would
+    look fast. On Linux, a CPU is timed by the CPU time that this process uses, because other
+    programs make the wall-clock time several times as long. Windows counts CPU time too coarsely,
+    and on macOS torch's number of threads is not that of the matmul.
     """
     counts_cpu_time = device.type == "cpu" and sys.platform == "linux"
 

@@ -295,7 +295,8 @@ def test_a_resume_warns_if_the_disk_has_no_room_for_the_old_best_pt(tiny, tmp_pa
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("training.checkpoint.link", side_effect=full):
         result = train(**tiny | dict(eval_tokens=64) | WORSE, out_dir=tmp_path)
-    assert f"{tmp_path / 'best.pt'}: the next best one will replace it (No space" in result.err
+    assert f"{tmp_path / 'best.pt'}: could not be kept as " in result.err
+    assert "(No space left on device), so the next best checkpoint will replace it" in result.err
     assert not [*tmp_path.glob("best-*.pt")]
 
 

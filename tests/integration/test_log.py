@@ -128,11 +128,11 @@ def test_a_stopped_run_names_the_iteration_of_its_val_loss_and_a_finished_run_th
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
     stopped = trainer.launch(**keys)
-    assert last_line(stopped.out, "end").endswith("val_loss is of iteration 4")
+    assert last_line(stopped.out, "end").endswith("val_loss is from iteration 4")
     assert "\nsample: python" not in stopped.out
     result = train(**keys)
     assert result.out.startswith(f"resume: {tmp_path / 'run' / 'ckpt-0000000'}")
-    assert "val_loss is of" not in result.out
+    assert "val_loss is from" not in result.out
     assert (
         last_line(result.out, "sample") == f"sample: python sample.py --out_dir={keys['out_dir']}"
     )
