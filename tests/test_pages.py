@@ -188,14 +188,15 @@ def test_the_data_pages_code_turns_text_files_into_jsonl_that_can_be_prepared(
     monkeypatch.chdir(tmp_path)
     (block,) = code_blocks(ROOT / "docs/data.md", "python")
     Path("texts/deep").mkdir(parents=True)
-    texts = [f"{n}\n{TEXT * 20}" for n in range(9)]
+    texts = [f"{n} élan\n{TEXT * 20}" for n in range(9)]
     for n, text in enumerate(texts):
-        Path("texts", "deep" * (n % 2), f"{n}.txt").write_text(text)
+        encoding = "utf-8" if n % 3 else "cp1252"
+        Path("texts", "deep" * (n % 2), f"{n}.txt").write_text(text, encoding)
     exec(block, {})
     result = run("data/prepare_text.py", "my.jsonl")
     assert result.code == 0, result.err
     shards = read_manifest(Path("data/my"))["shards"]
-    assert sum(shard["bytes"] for shard in shards) == sum(map(len, texts))
+    assert sum(shard["bytes"] for shard in shards) == sum(len(text.encode()) for text in texts)
 
 
 def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, monkeypatch):

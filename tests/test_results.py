@@ -178,7 +178,9 @@ def planned_cells():
             for row in rows:
                 if not (named := CONFIG.search(row)):
                     continue
-                words = (named[1], f"--gpu={named[2]}", *named[3].split())
+                card = re.match(r"\| RTX (\d+)", row)  # a row may name another card than the config
+                gpu = card[1] if card else named[2]
+                words = (named[1], f"--gpu={gpu}", *named[3].split())
                 for title, cell in zip(cells_of(head), cells_of(row), strict=True):
                     for column in COLUMNS:
                         if column in title and numbers(cell) and "measured" not in cell:
