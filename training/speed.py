@@ -13,7 +13,6 @@ import torch
 
 from model import GPTConfig
 from model_fast import build_model
-from training.random_states import get_rng_state, set_rng_state
 
 MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
@@ -31,19 +30,16 @@ def count_flops(config: GPTConfig) -> float | None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    cpu = torch.device("cpu")
-    random_states = get_rng_state(cpu)  # building the model draws random numbers
+    fork_rng = torch.random.fork_rng([])  # building the model draws random numbers
     try:
         # fake tensors need no memory; torch cannot count FLOPs of the CPU's fused attention
-        with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with fork_rng, FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             model = build_model(config)
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
             with FlopCounterMode(display=False) as counter:
                 model(idx, idx)
     except Exception:  # a modified model can raise anything
         return None
-    finally:
-        set_rng_state(random_states, cpu)
     return 3 * counter.get_total_flops() / config.block_size
 
 
