@@ -428,8 +428,8 @@ class Log:
             out_dir = f"--out_dir={self.config.out_dir}"
             say(f"sample: {command_line('python', 'sample.py', out_dir)}")
         if not complete and not self.config.eval_only:
-            changes = dict(init_from="resume") if self.config.init_from == "scratch" else {}
-            say(f"to continue: {launch_command(self.world_size, **changes)}")
+            more = ["--init_from=resume"] if self.config.init_from == "scratch" else []
+            say(f"to continue: {launch_command(self.world_size, *more)}")
         if self.tracker:
             self.tracker.close()
         if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
@@ -567,11 +567,10 @@ class Tracker:
                 self.writer.close()
 
 
-def launch_command(world_size: int, **changes) -> str:
-    """Return the command that launched this run, with flags set to other values."""
+def launch_command(world_size: int, *more: str) -> str:
+    """Return the command that launched this run, with more flags at its end."""
     script = "python" if world_size == 1 else "torchrun ..."
-    kept = [a for a in sys.argv if a.partition("=")[0].removeprefix("--") not in changes]
-    return f"{script} {command_line(*kept, *(f'--{k}={v}' for k, v in changes.items()))}"
+    return f"{script} {command_line(*sys.argv, *more)}"
 
 
 def say_changes(c: Config, resumed: dict) -> None:
