@@ -30,10 +30,10 @@ def count_flops(config: GPTConfig) -> float | None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    fork_rng = torch.random.fork_rng([])  # building the model draws random numbers
     try:
-        # fake tensors need no memory; torch cannot count FLOPs of the CPU's fused attention
-        with fork_rng, FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        # Fake tensors need no memory and draw no random numbers. torch cannot count FLOPs of the
+        # CPU's fused attention.
+        with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             model = build_model(config)
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
             with FlopCounterMode(display=False) as counter:
