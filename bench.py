@@ -410,7 +410,7 @@ def sweep(config: Config, options: Namespace) -> dict:
     ]
     result = measure_in_turn(rows, options, partial(tabulate_sweep, config))
     if options.write:
-        write_config(Path(options.write), config, result)
+        write_config(options.write, config, result)
     return result
 
 
@@ -550,7 +550,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         + ("; --hours=8 or --until=07:00 plans how many tokens fit" if mode == "plan" else ""),
     )
     add = parser.add_argument
-    add("--json", metavar="PATH", help="write all figures as JSON")
+    add("--json", type=Path, metavar="PATH", help="write all figures as JSON")
     if mode == "plan":
         plan.add_flags(parser)
     elif mode != "check":
@@ -560,12 +560,13 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         help_text = "rounds over all rows (default: 1); several show how much a row varies"
         add("--trials", type=parse_count, default=1, help=help_text)
     if mode == "sweep":
-        add("--write", metavar="CONFIG.py", help="write the fastest micro-batch as a config file")
+        help_text = "write the fastest micro-batch as a config file"
+        add("--write", type=Path, metavar="CONFIG.py", help=help_text)
     return parser.parse_known_args(argv)
 
 
 def write_json(options: Namespace, result: dict) -> None:
-    with replacing(Path(options.json)) as file:
+    with replacing(options.json) as file:
         file.write(json.dumps(dict(command=options.command) | result, indent=1).encode() + b"\n")
 
 
@@ -590,11 +591,11 @@ def main(argv: list[str]) -> int:
     options.command = command_line("python", "bench.py", *argv)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         raise_if_any(preflight.check_device(config))
-    if getattr(options, "write", None) and Path(options.write).exists():
-        raise UserError(f"write: {options.write} exists; remove it or choose another name")
-    for name in ("json", "write"):  # files to write
-        if path := getattr(options, name, None):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write = getattr(options, "write", None)
+    if write and write.exists():
+        raise UserError(f"write: {write} exists; remove it or choose another name")
+    for path in filter(None, (options.json, write)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     result = MODES[mode](config, options)
     if options.json:
         write_json(options, result)

@@ -311,8 +311,6 @@ def read_flag(
         raise UserError(f"{argument}: flags are written --key=value")
     if not equals and left and not left[0].startswith("--") and not left[0].endswith(".py"):
         text = left.pop(0)
-    if name in ("local-rank", "local_rank"):
-        raise UserError(f"--{name}: set by torch.distributed.launch; start with torchrun instead")
     if name not in known:
         names = [*known, *other_flags]
         meant = removed(name) or did_you_mean(OTHER_NAMES.get(name, name), names, "--")

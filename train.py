@@ -53,7 +53,7 @@ from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
-from training import checkpoint, hardware, preflight, random_states
+from training import checkpoint, hardware, preflight
 from training.clock import Clock, Position, check_deadline
 from training.compiled import compile_and_check
 from training.hardware import Hardware
@@ -626,7 +626,7 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
-        rng=ranks.gather(random_states.get_rng_state(hw.device)),  # one entry per rank
+        rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
         progress=asdict(progress),
         ledger=dict(clock.seconds),
         clock=clock.state_dict(),
@@ -664,7 +664,7 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     if scaler.is_enabled() and resumed["scaler"]:
         scaler.load_state_dict(resumed["scaler"])
     if rank < len(resumed["rng"]):
-        random_states.set_rng_state(resumed["rng"][rank], hw.device)
+        hw.set_rng_states(resumed["rng"][rank])
     progress = Progress(**resumed["progress"])
     before = config_before(resumed)
     if before.eval_size != c.eval_size:

@@ -58,7 +58,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--dataset", default="fineweb_edu", help=f"{hub} (default: %(default)s)")
     add("--sample", choices=SAMPLES, help="size of fineweb or fineweb_edu to use (default: 10B)")
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
-    add("--source", help="local .parquet or .jsonl: file, folder or quoted pattern")
+    local = "local .parquet or .jsonl: file, folder or quoted pattern"
+    add("--source", type=os.path.expanduser, help=local)  # shells do not expand the ~ in --source=~
     add("--order", help=f"{' or '.join(ORDERS)} documents (default: shuffled)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     tokens = "training tokens (default: 1B of a dataset on the hub, all of --source)"
@@ -70,9 +71,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)
-    if arguments.source:  # shells do not expand the ~ in --source=~/x
-        arguments.source = os.path.expanduser(arguments.source)
-    elif not arguments.tokens:
+    if not (arguments.source or arguments.tokens):
         arguments.tokens = 10**9
     if arguments.source and not arguments.out:
         parser.error("--source: needs a folder to write to; add --out=data/NAME")

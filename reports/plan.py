@@ -116,12 +116,7 @@ class Card:
     memory_gib: float | None = None
     published_mfu: tuple[float, ...] = ()  # of the peak; empty if nobody has published one
     published_by: str = ""
-
-    @property
-    def link_gbs(self) -> float:
-        """Return the GB/s between GPUs of this name within one machine."""
-        links = {short_name(row): row["link_gbs"] for row in read_gpu_table()}
-        return float(links.get(self.name.removeprefix("NVIDIA ")) or PCIE_GBS)
+    link_gbs: float = PCIE_GBS  # between GPUs of this kind within one machine
 
 
 def card_of_row(row: dict[str, str], config: Config) -> Card:
@@ -138,13 +133,15 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
         memory_gib=float(row["memory_gib"]),
         published_mfu=tuple(float(mfu) / 100 for mfu in percents.split()),
         published_by=row["mfu_source"] or f"published, compiled: {percents}% of its peak",
+        link_gbs=float(row["link_gbs"] or PCIE_GBS),
     )
 
 
 def card_here(config: Config) -> Card:
     raise_if_any(preflight.check_device(config))
     hw = hardware.set_up(config)
-    return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib())
+    link_gbs = float((hw.row and hw.row["link_gbs"]) or PCIE_GBS)
+    return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib(), link_gbs=link_gbs)
 
 
 # -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import model_fast
 from configurator import Config
 from model import GPTConfig
 from model_fast import FastConfig, build_model
-from training import hardware, random_states
+from training import hardware
 from training.compiled import (
     CompilerError,
     WrongKernels,
@@ -248,11 +248,11 @@ def test_check_passes_correct_compiled_code_and_changes_nothing(name):
     gpt = compiled_by(right, name)
     hw = hardware_in("bfloat16")
     weights = {n: p.clone() for n, p in gpt.state_dict().items()}
-    states = random_states.get_rng_state(hw.device)
+    states = hw.get_rng_states()
     compare_with_eager(gpt, BATCH, 500, hw)
     for n, p in gpt.state_dict().items():
         assert torch.equal(p, weights[n]), n
-    for n, state in random_states.get_rng_state(hw.device).items():
+    for n, state in hw.get_rng_states().items():
         assert torch.equal(torch.as_tensor(state), torch.as_tensor(states[n])), n
     assert all(p.grad is None for p in gpt.parameters())
     assert gpt.training
@@ -428,7 +428,7 @@ def test_names_the_variable_that_turns_the_compiler_off(variable):
     """Say which variable to unset. Otherwise eager code would be compared with itself and pass."""
     code = (
         "import torch, train; from training.compiled import try_compiling; "
-        "from training import hardware, random_states; from configurator import Config; "
+        "from training import hardware; from configurator import Config; "
         "from model import GPT, GPTConfig; "
         "model = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=8)); "
         "hw = hardware.set_up(Config(device='cpu', dtype='float32')); "

@@ -26,7 +26,7 @@ from configurator import Config, load_config, resolve
 from model import GPTConfig
 from model_fast import FastConfig
 from train import model_config
-from training import hardware, preflight, random_states, speed
+from training import hardware, preflight, speed
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
 from training.speed import count_flops
@@ -100,9 +100,10 @@ def test_saves_and_restores_a_gpus_random_state(monkeypatch):
     here = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: here[0].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: here.append(state))
-    states = random_states.get_rng_state(torch.device("cuda"))
+    hw = Hardware(torch.device("cuda"), FP32, "", None, None)
+    states = hw.get_rng_states()
     here[0] = torch.zeros(3, dtype=torch.uint8)
-    random_states.set_rng_state(states, torch.device("cuda"))
+    hw.set_rng_states(states)
     assert here[-1].tolist() == [1, 2, 3]
 
 
@@ -777,7 +778,7 @@ def test_a_freed_tensors_memory_stays_with_the_process():
     code = """
 import re, torch
 from configurator import Config
-from training import hardware, preflight, random_states, speed
+from training import hardware, preflight, speed
 def resident():
     status = open("/proc/self/status").read()
     return int(re.search(r"VmRSS:\\s+(\\d+)", status)[1]) / 1024

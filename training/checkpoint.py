@@ -316,8 +316,7 @@ class Saver:
 
     def write_record(self, record: dict) -> None:
         """Append a line to metrics.jsonl, preceded by any lines that did not fit before."""
-        if not self.metrics:  # closed with eval_only, and on all ranks but the first
-            return
+        assert self.metrics
         lines = self.unwritten + json.dumps(record).encode() + b"\n"
         end = self.metrics.seek(0, os.SEEK_END)
         try:

@@ -24,7 +24,6 @@ from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
 from training.hardware import Hardware, is_out_of_memory
-from training.random_states import get_rng_state, set_rng_state
 from training.ranks import Ranks
 
 # A compiled gradient's error may be this many times eager code's, because the two round at
@@ -303,23 +302,22 @@ def moved_weights(model, device: torch.device, seed: int) -> Iterator[None]:
     which would hide errors in what they are multiplied by. Afterwards, restore weights, buffers and
     random states bit for bit, and clear gradients.
     """
-    random_states = get_rng_state(device)
     tensors = [*model.parameters(), *model.buffers()]
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     try:
-        torch.manual_seed(seed)
-        for p in model.parameters():
-            if p.is_floating_point():  # an integer one is a lookup table that must not change
-                scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
-                p.data.add_(torch.randn_like(p), alpha=scale)
-        yield
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            torch.manual_seed(seed)
+            for p in model.parameters():
+                if p.is_floating_point():  # an integer one is a lookup table that must not change
+                    scale = p.size(-1) ** -0.5 if p.dim() > 1 else 0.1
+                    p.data.add_(torch.randn_like(p), alpha=scale)
+            yield
     finally:
         for tensor, value in zip(tensors, before, strict=True):
             tensor.data.copy_(value)
         model.zero_grad()
         model.train()
-        set_rng_state(random_states, device)
 
 
 def eager_pass(model, sequences: list[tuple[Tensor, Tensor, float]], autocast) -> float:

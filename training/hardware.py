@@ -101,6 +101,18 @@ class Hardware:
         """Wait until the device has finished all queued work."""
         getattr(torch, self.device.type).synchronize()
 
+    def get_rng_states(self) -> dict[str, torch.Tensor]:
+        """Return the random states from which dropout draws, without waiting for the device."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            states[self.device.type] = getattr(torch, self.device.type).get_rng_state()
+        return states
+
+    def set_rng_states(self, states: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(states["cpu"])
+        if self.device.type != "cpu" and self.device.type in states:
+            getattr(torch, self.device.type).set_rng_state(states[self.device.type])
+
     def peak_memory_gib(self) -> float:
         """Return the peak GPU memory or, on Linux, the peak process memory; 0 if unknown."""
         if self.device.type == "cuda":

@@ -92,15 +92,12 @@ class Log:
         self.flops_per_token = count_flops(model.config) if ranks.is_main else None
         self.write_record = write_record
         self.has_files = ranks.is_main and not c.eval_only
-        self.tracker: Tracker | None = None
+        self.tracker = Tracker(c.tracker if self.has_files else "none")
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
 
     def open(self) -> str:
         """Start the tracker. Returns why it does not start, or ""."""
-        if not self.has_files:
-            return ""
-        self.tracker = Tracker(self.config.tracker)
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
         return self.tracker.start(self.config, purge_from)
@@ -381,8 +378,7 @@ class Log:
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         self.write_record(record)
-        if self.tracker:
-            self.tracker.log(record)
+        self.tracker.log(record)
 
     def draw(self) -> None:
         """Start drawing loss.png in a child process, unless the last one is still running."""
@@ -428,10 +424,9 @@ class Log:
             out_dir = f"--out_dir={self.config.out_dir}"
             say(f"sample: {command_line('python', 'sample.py', out_dir)}")
         if not complete and not self.config.eval_only:
-            changes = dict(init_from="resume") if self.config.init_from == "scratch" else {}
-            say(f"to continue: {launch_command(self.world_size, **changes)}")
-        if self.tracker:
-            self.tracker.close()
+            more = ["--init_from=resume"] if self.config.init_from == "scratch" else []
+            say(f"to continue: {launch_command(self.world_size, *more)}")
+        self.tracker.close()
         if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
             self.draw_end()
         keep_transcript(None)
@@ -567,11 +562,10 @@ class Tracker:
                 self.writer.close()
 
 
-def launch_command(world_size: int, **changes) -> str:
-    """Return the command that launched this run, with flags set to other values."""
+def launch_command(world_size: int, *more: str) -> str:
+    """Return the command that launched this run, with more flags at its end."""
     script = "python" if world_size == 1 else "torchrun ..."
-    kept = [a for a in sys.argv if a.partition("=")[0].removeprefix("--") not in changes]
-    return f"{script} {command_line(*kept, *(f'--{k}={v}' for k, v in changes.items()))}"
+    return f"{script} {command_line(*sys.argv, *more)}"
 
 
 def say_changes(c: Config, resumed: dict) -> None:

@@ -130,8 +130,6 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
     path = find_weights(name_or_path, best)
     try:
         state = read_hf(path) if path.is_dir() else read_checkpoint(path)
-        if state["tokenizer"]["kind"] == "unknown":
-            state["vocab"], state["tokenizer"] = find_tokenizer(path, state["vocab"], state)
         return state | dict(source=describe_source(state, path))
     except Exception as error:  # files of other programs or versions raise all kinds of errors
         if not os.path.lexists(path):  # a run that saves there has deleted it, so look again
@@ -255,6 +253,8 @@ def read_checkpoint(path: Path) -> dict:
     """
     state = checkpoint.load(path)
     if "model_config" in state:
+        if state["tokenizer"]["kind"] == "unknown":
+            state["vocab"], state["tokenizer"] = find_tokenizer(path, state["vocab"], state)
         return state
     if "model_args" not in state:
         held = ", ".join(map(str, [*state][:3]))

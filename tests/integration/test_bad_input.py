@@ -208,7 +208,6 @@ TOOLS = [
     ("sample.py --init_from=gone", "gone no such"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
     ("train.py tiny.py --dataset=./gone", "dataset gone"),
-    ("train.py tiny.py --local-rank=0", "--local-rank torchrun"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hff run out", "ckpt-to-hff ckpt-to-hf"),
     ("convert.py ckpt-to-hf nowhere out", "nowhere no such"),
