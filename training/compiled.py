@@ -306,7 +306,8 @@ def moved_weights(model, device: torch.device, seed: int) -> Iterator[None]:
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
             torch.manual_seed(seed)
             for p in model.parameters():
                 if p.is_floating_point():  # an integer one is a lookup table that must not change
