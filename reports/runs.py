@@ -156,7 +156,10 @@ def learning_curve(run: Run, axis: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
-    """Interpolate the val loss at this x; None if the evaluations around it are too far apart."""
+    """
+    Interpolate the val loss at this x; None outside the evaluations, or if the two around it are
+    too far apart.
+    """
     i = int(np.searchsorted(x, at))
     if i == len(x) or (x[i] > at and (i == 0 or x[i] - x[i - 1] > NEAR * at)):
         return None
@@ -165,8 +168,8 @@ def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
 
 def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
     """
-    Return the x at which a learning curve first reaches this loss. None if it never does, or if it
-    was already below at its first evaluation.
+    Return the x at which a learning curve first reaches this loss. None if it never does, if it was
+    already below at its first evaluation, or if the two evaluations around it are too far apart.
     """
     reached = np.flatnonzero(losses <= target)
     if not len(reached):
@@ -174,5 +177,7 @@ def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
     i = reached[0]
     if losses[i] == target:
         return float(x[i])
+    if i == 0 or x[i] - x[i - 1] > NEAR * x[i]:
+        return None
     # order the points from i to i - 1, because the loss falls and np.interp needs rising values
-    return float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]])) if i > 0 else None
+    return float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]]))

@@ -174,11 +174,17 @@ def test_shows_at_most_eight_evaluations_that_all_runs_share(one, other, size, e
 
 
 @pytest.mark.parametrize(
-    "one, other",
-    # a run, and the same one ended after 300 iterations; then others
-    [((100, 300), (500, 1500)), ((70, 1400), (400, 1600)), ((30, 600), (41, 1025))],
+    # the interval and the end of each run, losses that both reached, and whether compare knows when
+    "one, other, reached, is_known",
+    [
+        ((20, 300), (20, 1500), (2.2, 2.0), True),  # the same run, ended after 300 iterations
+        ((30, 600), (41, 1025), (2.0, 1.8), True),
+        ((70, 1400), (400, 1600), (1.7, 1.6), False),  # 400 iterations between two evaluations
+    ],
 )
-def test_prefers_neither_of_two_runs_with_the_same_loss_curve(tmp_path, one, other):
+def test_prefers_neither_of_two_runs_with_the_same_loss_curve(
+    tmp_path, one, other, reached, is_known
+):
     """
     Give no verdict or call the runs equal if they were evaluated at different iterations of one
     steep loss curve. A straight line from iteration 0 would be off by 1.2 at iteration 300.
@@ -187,9 +193,9 @@ def test_prefers_neither_of_two_runs_with_the_same_loss_curve(tmp_path, one, oth
     for name, (interval, last) in (("one", one), ("other", other)):
         losses = {it: 1.2 + 4.2 / (1 + it / 40) ** 0.8 for it in range(0, last + 1, interval)}
         runs.append(write_run(tmp_path / name, losses))
-    # the losses that both reached, and some that both reached on the way
-    for more in ([], ["--loss=1.8"], ["--loss=1.6"]):
-        verdicts = Table(*runs, *more).verdicts
+    for loss in reached:
+        verdicts = Table(*runs, f"--loss={loss}").verdicts
+        assert ("tokens_to_loss" in verdicts) == is_known
         for key in ("val_loss_at_equal_iter", "val_loss_at_equal_tokens", "tokens_to_loss"):
             assert verdicts.get(key, "equal").startswith("equal"), key
 
