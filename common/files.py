@@ -110,7 +110,9 @@ def try_lock(file: BinaryIO) -> bool:
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
             return False
-        warn_once(f"{file.name}: this disk does not support locks; run no second process here")
+        warn_once(
+            f"{file.name}: this disk does not support locks; do not start a second process in this folder"
+        )
     return True
 
 

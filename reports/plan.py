@@ -290,7 +290,7 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
 
 def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float) -> Config:
     """
-    Return the config with as many iterations as fit into the hours, and with train.py's intervals.
+    Return the config with as many iterations as fit into the hours, and with train.py's eval_interval.
     Startup and compilation are not counted; they take a few minutes. Raises UserError if not even
     one iteration fits.
     """
@@ -413,8 +413,8 @@ def plan_lines(p: dict) -> list[str]:
     hours_range = "" if tokens_range else range_text(*map(hours_text, p["hours_range"]))
     ends = "started now, it ends at"
     if p["launches"] > 1:
-        ends = f"in {p['launches']} launches of {p['max_minutes']:g} minutes: one after the other"
-        ends += ", they end at"
+        ends = f"in {p['launches']} launches of {p['max_minutes']:g} minutes, one after the other,"
+        ends += " the last ends at"
     return [
         f"model    {p['params'] / 1e6:.2f}M parameters, vocabulary {p['vocab_size']}, {flops}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "

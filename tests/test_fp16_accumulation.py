@@ -1,7 +1,7 @@
 """
 Check fp16_accumulation on a CPU, where accumulators.py adds as the tensor cores of a GeForce do:
 which matmuls add in float16, that a run follows float32's losses, and when torch's switch is set.
-Which GPUs take the key is in test_hardware.py.
+test_hardware.py checks which GPUs accept the key.
 """
 
 from dataclasses import replace

@@ -235,7 +235,7 @@ def test_refuses_float16_accumulators_without_an_nvidia_gpu_that_has_bfloat16(
     device = name if name in ("cpu", "mps") else "auto"
     (problem,) = preflight.check_device(Config(device=device, **NARROW))
     assert problem.startswith("fp16_accumulation:") and "RTX 30" in problem
-    assert problem.endswith("; --fp16_accumulation=False")
+    assert problem.endswith("; leave it out")
 
 
 def test_refuses_bfloat16_on_a_gpu_that_only_emulates_it(card):

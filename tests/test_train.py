@@ -50,7 +50,7 @@ def test_training_waits_for_the_device_only_at_log_lines(tokens, tmp_path):
             event.name == "aten::_fused_adamw_" or in_fused_update(event.cpu_parent)
         )
 
-    # a first run counts what a process counts only once: FLOPs, and what the optimizer keeps
+    # an earlier run, because a process computes some figures only once: FLOPs, optimizer bytes
     train(**TINY | dict(max_iters=0), dataset=tokens, out_dir=tmp_path / "first")
     few = waits(3, 100)
     assert waits(6, 100) == few  # both print two log lines: three more iterations add no wait

@@ -386,7 +386,7 @@ def drop_records(path: Path, progress: dict) -> None:
     # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
     it, evaluated_at = progress["iter_num"], progress["evaluated_at"]
     last = {"step": it - 1, "event": it - 1, "checkpoint": it, "start": it}
-    last |= {"eval": evaluated_at, "sample": evaluated_at}  # "end" records always go
+    last |= {"eval": evaluated_at, "sample": evaluated_at}  # "end" records are always dropped
     if not path.exists():
         return
     try:

@@ -125,10 +125,10 @@ def compare_in_cache(model, batch_size: int, vocab: int, hw: Hardware) -> str:
 
 def mark_cache() -> tuple[BinaryIO | None, bool]:
     """
-    Choose the folder of torch's compiler: TORCHINDUCTOR_CACHE_DIR or, if a process ended in it
-    while it compiled, the first of NAME-2, NAME-3, ... in which none did. Such a process leaves
-    empty and half-written files, with which every later one would fail, or train without the CPU's
-    vector instructions.
+    Choose the folder of torch's compiler: TORCHINDUCTOR_CACHE_DIR or, if a process died while
+    it compiled there, the first of NAME-2, NAME-3, ... where none has. Such a process leaves empty
+    and half-written files, with which every later one would fail, or train without the CPU's vector
+    instructions.
 
     A process that compiles locks a marker in its folder. An unlocked marker was left behind by a
     process that was killed, lost power or failed. Returns the marker, or None if the folder

@@ -32,7 +32,7 @@ LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a f
 SLOW_START = 10.0  # seconds before a line says what this process is waiting for
 # NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
 # in Docker, whose shared memory is only 64 MB by default.
-NCCL_HINT = "try NCCL_P2P_DISABLE=1, in Docker --shm-size=1g, and NCCL_DEBUG=INFO"
+NCCL_HINT = "try NCCL_P2P_DISABLE=1 or, in Docker, --shm-size=1g; NCCL_DEBUG=INFO says more"
 
 
 class Ranks:

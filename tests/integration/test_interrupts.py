@@ -313,7 +313,10 @@ def test_best_pt_survives_resumes_with_another_batch_size(tiny, tmp_path):
 
 
 def test_a_resume_with_the_same_flags_changes_no_key(tiny, tmp_path):
-    """Keep eval_tokens=0 too, as in every config of nanoGPT's, or compare.py would warn of it."""
+    """
+    The resume also keeps eval_tokens=0, which every config of nanoGPT has, because otherwise
+    compare.py would warn that the key changed.
+    """
     keys = tiny | dict(eval_tokens=0, eval_iters=5, out_dir=tmp_path, init_from="auto")
     train(**keys, max_minutes=1e-6)
     train(**keys)
