@@ -514,6 +514,8 @@ def main(argv: list[str]) -> None:
     add("--png", type=Path, help="write the picture here (default for one out_dir: its loss.png)")
     add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
+    if args.png and args.png.suffix.lower() not in ("", ".png"):
+        raise UserError(f"png: {args.png} would be a PNG; give a name that ends in .png")
 
     paths = find_paths(args.runs)
     base = find_paths(args.against)

@@ -43,9 +43,9 @@ def how_threads_wait() -> tuple[str | None, str | None]:
     """
     Choose libgomp's OMP_WAIT_POLICY and GOMP_SPINCOUNT. In each matmul or other operation, a thread
     that has finished its share first spins and then sleeps until the others have finished theirs.
-    Spinning is faster on idle cores. Beside other programs, a spinning thread may occupy the
-    core that the thread it waits for needs. No result depends on this, and a run on a GPU has no such operations in
-    its loop.
+    Spinning is faster on idle cores. Beside other programs, a spinning thread may occupy the core
+    that the thread it waits for needs. No result depends on this, and a run on a GPU has no such
+    operations in its loop.
     """
     if sys.platform != "linux" or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         return None, None

@@ -110,9 +110,7 @@ def try_lock(file: BinaryIO) -> bool:
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
             return False
-        warn_once(
-            f"{file.name}: this disk does not support locks; do not start a second process in this folder"
-        )
+        warn_once(f"{file.name}: this disk does not support locks; start no second process there")
     return True
 
 

@@ -25,6 +25,7 @@ from typing import ClassVar
 from tqdm import tqdm
 
 from data.text import Group, Place, Row, Source
+from data.tokenizer import SAMPLE_MB
 from data.writer import Document
 
 ORDERS = ("shuffled", "prefix")
@@ -51,8 +52,9 @@ class InFileOrder:
         """Yield the documents, starting at a place. Raises UserError as Source.rows() does."""
         return itertools.starmap(Document, self.source.rows(begin))
 
-    def training_begin(self) -> Place:
-        return Place()
+    def sample(self) -> Iterator[str | None]:
+        """Yield text to train a tokenizer on, as much as the caller takes: from the beginning."""
+        return (text for _, text in self.source.rows(Place()))
 
 
 @dataclass
@@ -82,11 +84,24 @@ class Shuffled:
         if begin.given is None:
             for after, text in self.validation_rows(begin):
                 yield Document(after, None, text or "")
-            begin = self.training_begin()
+            begin = Place(*self.training[0], given=0) if self.training else Place()
         yield from self.training_documents(begin)
 
-    def training_begin(self) -> Place:
-        return Place(*self.training[0], given=0) if self.training else Place()
+    def sample(self) -> Iterator[str | None]:
+        """
+        Yield training text to train a tokenizer on, as much as the caller takes, from the
+        beginnings of several row groups. A .jsonl file is one row group, so if the text came from
+        the first one, the tokenizer might see only one of several languages.
+        """
+        share = SAMPLE_MB * 1_000_000 / max(min(len(self.training), LEAST_GROUPS), 1)
+        for group in self.training:
+            taken = 0
+            for after, text in self.source.file_rows(Place(*group), one_group=True):
+                if text and not self.is_held_out(after):
+                    yield text
+                    taken += len(text.encode(errors="replace"))
+                if taken >= share:
+                    break
 
     def validation_rows(self, begin: Place) -> Iterator[Row]:
         """Yield held-out rows in file order, which no seed changes."""

@@ -139,9 +139,9 @@ def main(argv: list[str]) -> None:
             held_out = choose_held_out(source, counts, val_tokens, per_token)
         reading = Shuffled(source, counts, held_out, arguments.seed)
     if not tokenizer:
-        texts = (text for _, text, _ in reading.documents(reading.training_begin()))
         # in file order, skip the validation text, about 6 bytes per token
-        tokenizer = train_bpe(arguments.tokenizer, texts, skip=6 * reading.val_tokens)
+        skip = 6 * reading.val_tokens
+        tokenizer = train_bpe(arguments.tokenizer, reading.sample(), skip)
     if arguments.tokens:
         expected_tokens = arguments.tokens + val_tokens
     else:  # all the text

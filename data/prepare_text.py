@@ -51,14 +51,11 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 def read_all(source: Source, instead: str) -> tuple[list[Row], int]:
     """
     Read all rows. Returns them and the size of their text in bytes. Raises UserError if that is
-    more than MOST_BYTES, with the command to type `instead`, and as Source.rows() does.
+    more than MOST_BYTES, with what to do `instead`, and as Source.rows() does.
     """
     rows = []
     size = 0
-    problem = (
-        f"more than {MOST_BYTES / 1e9:g} GB of text; write it to a .jsonl as docs/data.md shows"
-    )
-    too_large = UserError(f"{problem}, then type{COMMAND}{instead}")
+    too_large = UserError(f"more than {MOST_BYTES / 1e9:g} GB of text; {instead}")
     if sum(map(os.path.getsize, source.files)) > MOST_BYTES:
         raise too_large
     for after, text in source.rows(Place()):
@@ -150,6 +147,17 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
 
 
+def for_large_text(arguments: argparse.Namespace, files: list[str], out: Path) -> str:
+    """Return what to type if the text is too large for this program, for the end of a message."""
+    how, place = "write it to a .jsonl as docs/data.md shows, then type", "FILE.jsonl"
+    flags = [f"--tokenizer={arguments.tokenizer}", f"--out={out}"]
+    if all(name.lower().endswith(ROW_FILES) for name in files):
+        how, place = "type", arguments.files[0] if len(arguments.files) == 1 else "FOLDER"
+        flags.append(f"--text_field={arguments.text_field}")
+    command = command_line("python", "data/prepare_fineweb.py", f"--source={place}", *flags)
+    return f"{how}{COMMAND}{command}"
+
+
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
     """
     Write a config file for a dataset with `tokens` training tokens. own_config.template computes
@@ -172,9 +180,7 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     source = Source(files, arguments.text_field, arguments.encoding)
-    flags = ("--source=FILE.jsonl", f"--tokenizer={arguments.tokenizer}", f"--out={out}")
-    instead = command_line("python", "data/prepare_fineweb.py", *flags)
-    rows, size = read_all(source, instead)
+    rows, size = read_all(source, for_large_text(arguments, files, out))
     documents = list(divide(rows, arguments.val_fraction))
     if not tokenizer:  # train one, on the training text only
         texts = (document.text for document in documents)

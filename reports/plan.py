@@ -290,9 +290,9 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
 
 def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float) -> Config:
     """
-    Return the config with as many iterations as fit into the hours, and with train.py's eval_interval.
-    Startup and compilation are not counted; they take a few minutes. Raises UserError if not even
-    one iteration fits.
+    Return the config with as many iterations as fit into the hours, and with the eval_interval that
+    train.py would choose. Startup and compilation are not counted; they take a few minutes. Raises
+    UserError if not even one iteration fits.
     """
     most = min(config.max_iters, int(3600 * hours / iter_seconds))
     if most < 1:

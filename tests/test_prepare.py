@@ -691,7 +691,7 @@ def test_local_files_are_prepared_whole_and_a_dataset_of_the_hub_in_part():
 
 
 def test_more_text_than_fits_into_memory_names_the_command_for_it(tmp_path, monkeypatch):
-    """Keep the tokenizer and the folder that were typed."""
+    """Keep the tokenizer and the folder that were typed, and jsonl files with their field."""
     monkeypatch.chdir(tmp_path)
     Path("all.txt").write_text("a line\n" * 400)
     monkeypatch.setattr(prepare_text, "MOST_BYTES", 1000)
@@ -700,6 +700,9 @@ def test_more_text_than_fits_into_memory_names_the_command_for_it(tmp_path, monk
     *_, typed = error.value.problems[0].split()
     assert typed == f"--out={Path('data/all')}" and not Path("data").exists()
     assert "--source=FILE.jsonl --tokenizer=bpe:300 --out=" in error.value.problems[0]
+    write_jsonl(Path("all.jsonl"), ["a line"] * 400)
+    with pytest.raises(UserError, match="fineweb.py --source=all.jsonl .* --text_field=body$"):
+        prepare_text.main(["all.jsonl", "--text_field=body"])
 
 
 def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatch, capsys):

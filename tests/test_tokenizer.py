@@ -3,6 +3,7 @@ Train and use your own tokenizer: what it makes of any text, where it is stored,
 tokenizers are never mixed.
 """
 
+import itertools
 import json
 import os
 import random
@@ -28,7 +29,9 @@ from hypothesis import strategies as st
 from program import Result, checkpoint, flags, needs_signals, run, start
 
 from data import tokenizer as tokenizer_module
+from data.order import Shuffled
 from data.shards import open_dataset, read_folder
+from data.text import Source
 from data.tokenizer import Tokenizer, split_long, train_bpe
 
 TEXT, FINEWEB = "data/prepare_text.py", "data/prepare_fineweb.py"
@@ -136,6 +139,14 @@ def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(monkeypa
     assert 0.6e6 < sum(map(len, known)) <= 1e6
     assert {text[0] for text in known} == set("bcdefgh")
     assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
+
+
+def test_a_tokenizer_is_trained_on_the_beginnings_of_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.order.SAMPLE_MB", 0.01)
+    files = [write_jsonl(tmp_path / f"{letter}.jsonl", [letter * 100] * 1000) for letter in "ab"]
+    source = Source([str(path) for path in files])
+    sample = itertools.islice(Shuffled(source, source.row_groups(), {}, seed=0).sample(), 100)
+    assert set("".join(sample)) == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,7 @@ def check_device(config: Config) -> list[str]:
         build = "an old GPU needs a build of torch for CUDA 12.6, a new one a newer torch"
         return [f"device: a {name} cannot run this torch: {code}; {build}"]
     if config.dtype == "bfloat16" and emulates_bfloat16(device):
-        return [
-            "dtype: this GPU only emulates bfloat16, which is many times slower; use --dtype=float16"
-        ]
+        return ["dtype: this GPU only emulates bfloat16, and slowly; use --dtype=float16"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; use --device=cpu"]
     # torch has this option for NVIDIA's GPUs only, and the model's head needs bfloat16
