@@ -2,8 +2,8 @@
 Multiply float16 matrices on a CPU as a GeForce's tensor cores do with float16 accumulators.
 
 A tensor core adds 16 products at a time to a running sum, which it rounds to float16. With float32
-accumulators, only the result is rounded. As a program, this prints how far gradients are off in
-both models, with the width and vocabulary of 124M parameters, as JSON:
+accumulators, only the result is rounded. Run as a program, this file prints, as JSON, how far off
+the gradients of both models are, at the width and vocabulary of 124M parameters:
 
     python tests/accumulators.py
 """
@@ -24,7 +24,7 @@ from model_fast import build_model, config_from_dict
 from training.compiled import LOSS_SCALE, errors, moved_weights, take_gradients
 
 aten = torch.ops.aten
-PRODUCTS = 16  # that a tensor core adds at once: the k of mma.m16n8k16
+PRODUCTS = 16  # products that a tensor core adds at once: the k of mma.m16n8k16
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 # each way to train: its dtype, and its value of the key fp16_accumulation
 WAYS = {
@@ -41,7 +41,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b of float16 matrices (..., m, k) and (..., k, n), with float16 accumulators."""
     total = a.new_zeros(*a.shape[:-1], b.size(-1))
     for i in range(0, a.size(-1), PRODUCTS):
-        # products of float16 numbers are exact in float32, and sums of 16 nearly so
+        # products of float16 numbers are exact in float32, and sums of 16 are nearly exact
         part = a[..., i : i + PRODUCTS].float() @ b[..., i : i + PRODUCTS, :].float()
         total.copy_(part.add_(total))
     return total
@@ -49,9 +49,9 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 class Float16Accumulators(TorchDispatchMode):
     """
-    Give matmuls of float16 matrices float16 accumulators inside this context, and count them, and
-    those of bfloat16 matrices, which have float32 accumulators on every GPU. Attention, and matmuls
-    in other dtypes, stay as they are.
+    Give matmuls of float16 matrices float16 accumulators inside this context. Count these matmuls
+    and those of bfloat16 matrices, which have float32 accumulators on every GPU. Leave attention,
+    and matmuls in other dtypes, as they are.
     """
 
     def __init__(self):
@@ -78,8 +78,8 @@ def gradient_errors(
     sizes: dict, tokens: int, ways: dict = WAYS
 ) -> dict[str, tuple[float, float, Float16Accumulators]]:
     """
-    Return the median and the largest error of the gradients in each way, relative to their norms in
-    float32, on seeded random weights; and the matmuls that it counted.
+    Return, for each way, the median and the largest error of the gradients, relative to their norms
+    in float32, on seeded random weights, and the context that counted the matmuls.
     """
     torch.manual_seed(0)
     model = build_model(config_from_dict(dict(bias=True, block_size=tokens // 2) | sizes))
@@ -104,8 +104,8 @@ def gradient_errors(
 
 def weight_gradient_errors(tokens: int) -> dict[str, float]:
     """
-    Return the relative error of dy^T x for random x and dy, which sums over all tokens of a
-    micro-batch, with float16 accumulators and in bfloat16.
+    Return the relative error of dy^T x, a sum over all tokens of a micro-batch, for random x and
+    dy, with float16 accumulators and in bfloat16.
     """
     torch.manual_seed(0)
     x, dy = torch.randn(tokens, 256), torch.randn(tokens, 256)

@@ -1,4 +1,4 @@
-"""Choose which cases of a test `pytest -m "not slow"` leaves out, and another value of a key."""
+"""Choose the cases that `pytest -m "not slow"` leaves out, and pick another value for a key."""
 
 from collections.abc import Iterable
 from dataclasses import Field
@@ -20,7 +20,7 @@ def slow(case):
 
 
 def another_value(key: Field, value: Any) -> Any:
-    """Return a value of the key that differs from this one."""
+    """Return a value of the key that differs from `value`."""
     if choices := get_args(key.type):
         return next(choice for choice in choices if choice != value)
     return {bool: not value, int: 2 * value or 7, float: value / 2 or 0.5}[type(value)]

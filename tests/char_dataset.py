@@ -11,7 +11,7 @@ import torch
 from program import TINY_RUN, Result, checkpoint, checkpoints, run, train
 
 T = 16  # context
-LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, no multiple of 128
+LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, not a multiple of 128
 SHORT_RUN = TINY_RUN | dict(
     learning_rate=0.01,
     warmup_iters=2,

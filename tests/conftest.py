@@ -14,17 +14,17 @@ import torch
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Under nohup, those processes would ignore SIGHUP too. With a handler the tests still outlive the
-# terminal, but child processes do not inherit it.
+# terminal, but child processes do not inherit the handler.
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
-# With more threads, models this small only wait, the longer the busier the machine.
+# With more threads, models this small only wait, and wait longer on a busy machine.
 torch.set_num_threads(1)
 
 
 def fsync(file: int) -> None:
     """
     Do nothing instead of waiting for the disk. Only a power cut would show the difference, and no
-    test makes one; integration/test_disks.py checks the calls. Processes started cold do wait.
+    test cuts the power; integration/test_disks.py checks the calls. Processes started cold do wait.
     """
 
 
@@ -44,7 +44,7 @@ def restored_process_state(request):
     names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
-    # A fixture of module scope may have trained, and left the handler of that run.
+    # A fixture of module scope may have trained and left its run's handler in place.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.node.get_closest_marker("slow"):
         torch._dynamo.reset()  # after some compiled models, Dynamo would run the next one eagerly
@@ -59,7 +59,7 @@ def restored_process_state(request):
 
 @pytest.fixture(autouse=True)
 def no_process_outlives_its_test():
-    """Kill the processes that program.start() started. Those of a failed test would slow others."""
+    """Kill what program.start() started. The processes of a failed test would slow down others."""
     yield
     while program.started:
         program.started.pop().kill()
@@ -94,8 +94,8 @@ def tokens(tmp_path_factory) -> Path:
 
 
 def pytest_collection_modifyitems(items):
-    """Start the fork server early for many tests, and skip those marked gpu without CUDA."""
-    if sys.platform == "linux" and len(items) > 100:  # a single file may not need it
+    """Start the fork server early if there are many tests. Skip gpu tests if CUDA is missing."""
+    if sys.platform == "linux" and len(items) > 100:  # a single file may not need the server
         fork_server.server()
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -60,7 +60,7 @@ def command_lines(page: Path) -> list[list[str]]:
 
 @functools.cache
 def known_flags(script: str, mode: str = "") -> set[str]:
-    """Return the flags that a script takes, by its --help. `mode` is bench.py's or convert.py's."""
+    """Return the flags that a script's --help lists. `mode` is bench.py's or convert.py's."""
     told = run(script, *mode.split(), "--help").out
     flags = {*re.findall(r"--(\w+)", told)}
     if script in ("bench.py", "configurator.py"):  # these take train.py's keys too

@@ -34,8 +34,8 @@ def documents(count: int, seed: int = 0) -> list[str | None]:
         " ".join(["a", *rng.choices(WORDS, k=rng.randint(1, 60) ** 2 // 60 + 1)])
         for _ in range(count)
     ]
-    # few, and only in the second half, because a preparation complains if many of the rows that it
-    # has read hold no text
+    # make only a few of them empty, in the second half, because a preparation complains if many of
+    # the rows that it has read hold no text
     for at in rng.sample(range(count // 2, count), count // 200):
         made[at] = rng.choice([None, ""])
     return made
@@ -102,7 +102,7 @@ class GrowingFolder:
         fcntl.lockf(self.lock, fcntl.LOCK_UN)
 
     def add(self, shards: int = 1) -> None:
-        """Add training shards, and all that were made before them."""
+        """Add training shards, and all shards that were made before them."""
         self.left = self.left[shards:]
         there = [shard for shard in self.manifest["shards"] if shard["name"] not in self.left]
         for shard in there:
@@ -153,7 +153,7 @@ class Hub(BaseHTTPRequestHandler):
     newest = REVISION
     troubles: dict[int, str | int] = {}  # what happens at the n-th range request
     ranges = 0  # the number of range requests so far
-    allowed: dict[str, int] = {}  # range requests until it refuses a file
+    allowed: dict[str, int] = {}  # range requests for a file until the hub refuses it
 
     def log_message(self, *_):
         pass

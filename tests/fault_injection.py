@@ -17,7 +17,7 @@ from pathlib import Path
 
 from program import ROOT, InProcessRun
 
-PAGE = 1 << 12  # bytes, in which a tmpfs hands out space
+PAGE = 1 << 12  # bytes; a tmpfs hands out space in pages of this size
 
 
 # -----------------------------------------------------------------------------
@@ -54,7 +54,7 @@ n = 0
 def updated(optimizer, *_):
     global n
     if optimizer.param_groups[0]["params"][0].is_meta:
-        return  # its memory is only counted
+        return  # this optimizer is built only to count its memory
     n += 1
 ACTION
 

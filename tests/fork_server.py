@@ -3,14 +3,14 @@ Start processes quickly, by forking a warm Python that has already imported torc
 
 A cold `python train.py` spends three seconds on imports, and the tests start about a hundred
 processes. The server below imports once. For each request it forks a child, and the child then does
-what a fresh Python would do: it runs the script, or the code given with -c, as __main__. So it is a
-real process with its own signals, pipes and exit code, ready after some 20 ms. A second server,
-forked from the first before that imports the project, has imported only torch.
+what a fresh Python would do: it runs the script, or the code given with -c, as __main__. So the
+child is a real process with its own signals, pipes and exit code, ready after some 20 ms. A second
+server, forked from the first before the first imports the project, has imported only torch.
 
 A forked child cannot show anything about importing itself, environment variables that torch reads
-when it is imported, or Python's own options. Start a cold process for those. Nor does it show how
-Python tears down its modules at exit, which takes a quarter of a second, unless WHOLE_END is in its
-environment.
+when it is imported, or Python's own options. Start a cold process for those. Nor does a child show
+how Python tears down its modules at exit, which takes a quarter of a second, unless WHOLE_END is in
+its environment.
 """
 
 import atexit
@@ -167,7 +167,7 @@ def serve(control: socket.socket) -> dict | None:
 
 
 def handle(connection_file: int, out: int, err: int, *stdin: int) -> dict:
-    """Fork the child, in which this returns, and report its pid and exit code to the tests."""
+    """Fork the child, in which this function returns, and send the tests its pid and exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection = socket.socket(fileno=connection_file)
     request = json.loads(connection.makefile("r").readline())
@@ -203,7 +203,7 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    sys.modules.pop("common.environment", None)  # which sets variables as it is imported
+    sys.modules.pop("common.environment", None)  # it sets variables when it is imported
     os.chdir(cwd)
     sys.stdout, sys.stderr = console(1, "strict"), console(2, "backslashreplace")
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr

@@ -267,7 +267,7 @@ def first_line(node: ast.stmt) -> int:
 
 
 # -----------------------------------------------------------------------------
-# What happens while a run in this process goes on
+# What happens while a run trains in this process
 
 
 def sigterm() -> None:
@@ -299,7 +299,7 @@ class InProcessRun:
         self.now = 0.0
         self.fake_clock = fake_clock
         self.doing = ""  # what the model's last batch was for; "update" during an update
-        self.embedding: torch.nn.Embedding  # the last one that was looked up
+        self.embedding: torch.nn.Embedding  # the last embedding that was looked up
         self.optimizer: torch.optim.Optimizer
 
     def happens(self, what: str, seconds: float | None = None) -> None:

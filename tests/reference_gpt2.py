@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Weights = dict[str, Tensor]  # by nanoGPT's names; without the head if it is the embedding
+Weights = dict[str, Tensor]  # by nanoGPT's names; without the head if it is tied to the embedding
 
 
 class Run(NamedTuple):

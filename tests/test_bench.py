@@ -1,6 +1,6 @@
 """
 Run bench.py from outside and compare its figures with the log of the train.py that it measures. The
-processes that it starts are forked from a warm one here, and compile nothing.
+processes that bench.py starts are forked from a warm one here, and compile nothing.
 """
 
 import json
@@ -161,7 +161,7 @@ def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
     ids=["torch", "linux"],
 )
 def test_sweep_shows_a_row_for_a_batch_size_that_runs_out_of_memory(end, children, monkeypatch):
-    """Print it without a speed, choose another as the fastest, and do not try it again."""
+    """Print the row without a speed, call another size the fastest, and try this one only once."""
     subprocess.Popen.code = failing(end, batch_size=2)
     keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
     found, out = bench("sweep", "--trials=2", **keys)
@@ -184,8 +184,8 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
         assert row["total_gain"] == pytest.approx(rows[0]["cpu_ms"] / row["cpu_ms"])
     gains = math.prod(row["gain"] for row in rows)
     assert gains == pytest.approx(rows[-1]["total_gain"])
-    # 61 -> 128 rows of 32 in the embedding and in the head, whose bias is FAST's; with tied
-    # weights, one of the two goes
+    # 61 -> 128 rows of 32 in the embedding and in the head, which has a bias only in FAST; tying
+    # the weights removes one of the two matrices
     parameters = [row["parameters"] for row in rows]
     assert parameters[4] - parameters[3] == (128 - 61) * (2 * 32 + bool(recipe))
     assert parameters[4] - parameters[-1] == (0 if recipe else 128 * 32)

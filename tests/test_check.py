@@ -63,7 +63,7 @@ def test_check_uses_the_model_and_optimizer_of_the_124m_configs(recipe, config):
 
 
 # -----------------------------------------------------------------------------
-# Faults of a kernel: what attention gives instead of its own output
+# Faults of a kernel: what attention returns instead of its own output
 
 
 class GradientOff(torch.autograd.Function):
@@ -158,7 +158,8 @@ def test_check_advises_against_training_if_the_optimizer_is_wrong(monkeypatch):
     def build(model, c, dtype):
         optimizer = check_build(model, c, dtype)
         for group in optimizer.param_groups:
-            group["lr"] *= 2 if model.transformer.h[0].attn.flash else 1  # the reference's is plain
+            # the reference's attention is plain
+            group["lr"] *= 2 if model.transformer.h[0].attn.flash else 1
         return optimizer
 
     check_build = check.build_optimizer

@@ -50,7 +50,7 @@ def test_writes_every_record_whole_after_the_disk_was_full(tmp_path):
 
 @pytest.mark.parametrize("newest", ["a dead link", "a folder"])
 def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_path, capsys):
-    """Warn that the newest one cannot be read."""
+    """Warn that the newest checkpoint cannot be read."""
     good, bad = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
     checkpoint.save(dict(progress={}), good)
     if newest == "a folder":
@@ -70,7 +70,7 @@ def test_looks_again_if_a_run_deletes_the_checkpoint(when, tmp_path, monkeypatch
 
     def open_state(path):
         loads.append(path)
-        if len(loads) == 2:  # the first one is damage()'s
+        if len(loads) == 2:  # the first load is damage()'s
             checkpoint.save(dict(progress=dict(iter_num=3)), new)
             old.unlink()
             if when == "within torch.load":

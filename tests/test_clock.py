@@ -35,8 +35,8 @@ def test_until_means_today_even_if_it_passes_during_the_start_up(monkeypatch):
 
 def test_a_resume_makes_the_last_update_that_a_stop_prevented(monkeypatch):
     """
-    Make it even if the resume takes longer than the time that was left; otherwise the learning rate
-    would not come down to min_lr.
+    Make the update even if the resume takes longer than the time that was left; otherwise the
+    learning rate would not come down to min_lr.
     """
     c = Config(hours=1)
     clock = clock_at(0, c, monkeypatch)
@@ -58,7 +58,7 @@ def test_a_resume_makes_the_last_update_that_a_stop_prevented(monkeypatch):
 HOUR = Config(hours=1)
 TIMED = dict(iteration=60, evaluation=100, checkpoints=20)
 # The keys, the estimates, the seconds since the launch and the iteration; 400 seconds of the launch
-# were start-up. Then the share and whether there is spare time, by hand
+# were start-up. Then the share and whether there is spare time, both worked out by hand
 POSITIONS = {
     "by iterations": (Config(max_iters=10), TIMED, 7200, 9, 0, True),
     "at the first update": (HOUR, {}, 400, 0, 0, True),
@@ -210,7 +210,7 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
 
 class Slower:
     """
-    Stand in for two ranks. The other one takes and waits twice as long, and uses half the memory.
+    Stand in for two ranks. The other rank takes and waits twice as long, and uses half the memory.
     """
 
     def max(self, elapsed, waited, mem_gib):

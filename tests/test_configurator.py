@@ -49,7 +49,7 @@ def test_a_config_file_can_read_the_values_given_before_it(tmp_path):
     text = "lr_decay_iters = max_iters * 2\nbatch_size = 12"
     config = load_config(["--max_iters=50", write(tmp_path, text)])
     assert config.lr_decay_iters == 100
-    assert config.set_keys == {"max_iters", "lr_decay_iters", "batch_size"}  # the default too
+    assert config.set_keys == {"max_iters", "lr_decay_iters", "batch_size"}  # a default counts too
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_tokens_per_iter_sets_the_accumulation_or_suggests_numbers_that_fit():
 )
 def test_the_later_of_accumulation_and_tokens_per_iter_wins(tmp_path, given, accumulation, tokens):
     """
-    Let the last one in the files and flags decide, and tokens_per_iter in a file with both. Print a
-    config that loads back as itself.
+    Let the last of the two in the files and flags decide, and tokens_per_iter in a file with both.
+    Print a config that loads back as itself.
     """
     steps_line, tokens_line = "gradient_accumulation_steps = 5\n", "tokens_per_iter = 4096\n"
     files = {
@@ -333,7 +333,7 @@ BAD_FILES = {
     "an unknown tuple": "betas = (0.9, 0.99)",
     "an unknown list": "layers = [12]",
     "an unknown None": "lr = None",
-    "an unknown number of numpy": "import numpy\nsteps = numpy.int64(3)",
+    "an unknown numpy number": "import numpy\nsteps = numpy.int64(3)",
     "a relative import": "from .base import *",
     "a seed of 64 bits": "seed = 2**63",
     "a seed of 65 bits": "seed = 2**64",
@@ -356,7 +356,7 @@ def test_a_config_file_runs_as_main_and_may_define_classes(tmp_path):
 
 
 def test_a_resume_uses_the_accumulation_of_the_config_file(tmp_path):
-    """Use it if neither the file nor the run has tokens_per_iter."""
+    """Use the file's accumulation if neither the file nor the run has tokens_per_iter."""
     asked = read_config([write(tmp_path, "batch_size = 8\ngradient_accumulation_steps = 5")])
     saved = dict(batch_size=8, gradient_accumulation_steps=9, tokens_per_iter=0)
     assert count_micro_batches(asked, 1, saved) == (5, [])

@@ -124,7 +124,8 @@ def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias
     assert exported.config.vocab_size == vocab
     assert exported.config.tie_word_embeddings == tied
     assert_same_logits(model, exported, vocab)
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode & 0o044  # for colleagues too
+    # readable for colleagues too
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode & 0o044
     assert_same_logits(imported(tmp_path / "hf"), exported, vocab)
 
 
@@ -173,7 +174,7 @@ def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path
     config = json.loads((folder / "config.json").read_text())
     assert tokenizer.model_max_length == config["n_positions"]
     assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eos_token_id == 0
-    if model is random_gpt:  # on the way back it is the one that the data was made with
+    if model is random_gpt:  # the imported tokenizer is the one that the data was made with
         back = load_pretrained(str(folder))
         assert back["vocab"] == vocab
         assert same_tokenizer(back["tokenizer"], dict(kind="bpe", json=spec))
@@ -181,8 +182,8 @@ def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path
 
 def test_exports_what_other_programs_need_in_a_gpt2_folder(tmp_path):
     """
-    Write n_ctx, OpenAI's weight names and no token_type_ids, and let pipeline() generate. Results
-    with llama.cpp and mlx-lm: docs/sampling.md.
+    Write n_ctx, OpenAI's weight names and no token_type_ids, and let pipeline() generate.
+    docs/sampling.md has results with llama.cpp and mlx-lm.
     """
     bpe = own_bpe()
     path = save(random_gpt(vocab_size=384), tmp_path / "x.pt", 300, "bpe", json=bpe.to_str())
@@ -192,7 +193,8 @@ def test_exports_what_other_programs_need_in_a_gpt2_folder(tmp_path):
     # mlx-lm reads OpenAI's names
     assert "h.1.attn.c_attn.weight" in load_file(folder / "model.safetensors")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 has it too
+    # transformers 4 has the class too
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     # transformers 4 would add token_type_ids, and GPT-2 their embeddings
     assert settings["model_input_names"] == ["input_ids", "attention_mask"]
     # pipeline() asks for 256 new tokens unless the export has a length
@@ -277,7 +279,7 @@ def forward(self, idx, targets=None):
 
 FastGPT.forward = forward
 """
-CHANGES = {  # -> file, code, words of the error
+CHANGES = {  # change -> file, code, words of the error
     "a window of 15 in a context of 16": ("model.py", WINDOW, "differ transformers GPT-2"),
     "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature GPT-2"),
     "a fast model that does more in forward": (
@@ -371,7 +373,7 @@ def test_an_exported_fast_model_gives_the_logits_and_text_of_model_fast(fast_exp
     options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
     assert torch.equal(exported.generate(idx, **options), expected)
     options["max_new_tokens"] = 10
-    for cache in (dict(use_cache=False), dict(cache_implementation="static")):  # it has none
+    for cache in (dict(use_cache=False), dict(cache_implementation="static")):  # no cache
         assert torch.equal(exported.generate(idx, **cache, **options), expected[:, :20])
     last = exported(idx, logits_to_keep=2).logits
     assert last.shape == (8, 2, 100)
@@ -386,7 +388,8 @@ LEFT_PADDED = torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([0])
 @pytest.mark.parametrize(
     "options",
     [
-        dict(past_key_values=DynamicCache()),  # a caller would give the new tokens alone
+        # with a cache, a caller would give only the new tokens
+        dict(past_key_values=DynamicCache()),
         dict(attention_mask=LEFT_PADDED),
         dict(position_ids=torch.arange(8)),
         dict(output_hidden_states=True),
@@ -425,7 +428,7 @@ def test_an_exported_fast_model_computes_the_loss_and_gradients_for_fine_tuning(
     logits = model(IDS)[:, :-1, :100]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
     loss = exported(IDS, labels=labels).loss
-    assert abs(loss - expected) < 1e-5  # float32 sums, in a different order
+    assert abs(loss - expected) < 1e-5  # float32 adds in a different order
     loss.backward()
     assert exported.get_output_embeddings().weight.grad.any()
     assert exported.get_input_embeddings().weight.grad.any()
@@ -458,7 +461,7 @@ def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
 @pytest.mark.slow
 def test_a_fast_export_opens_offline_in_another_folder(fast_export, tmp_path):
     """
-    Open it, and open it again after transformers has saved it with its code, as after fine-tuning.
+    Open the export, and again after transformers saved it with its code, as after fine-tuning.
     """
     code = """
 import sys

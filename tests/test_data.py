@@ -71,8 +71,8 @@ def shard(tokens, *numbers: int) -> bytes:
 @given(tokens=st.integers(3, 500), block_size=st.integers(1, 40), seed=st.integers(0, 2**63 - 1))
 def test_reads_every_window_exactly_once_per_epoch(tokens, block_size, seed):
     """
-    Draw without replacement; nanoGPT draws with it (#294), so that some windows come often and a
-    third of them never.
+    Draw without replacement; nanoGPT draws with replacement (#294), so that some windows come often
+    and a third of them never.
     """
     if tokens <= block_size:
         return
@@ -126,7 +126,7 @@ def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool
         for rank in range(world_size)
     ]
     seen = []
-    # equally many batches on each rank, or one would wait for another's forever
+    # equally many batches on each rank, or one rank would wait for another forever
     for batches in zip(*ranks, strict=True):
         for x, y in batches:
             assert x.shape == y.shape == (batch_size, 10)
@@ -230,7 +230,7 @@ FOLDERS = {
         (40, 30, *GPT2),
     ),
 } | {
-    # a sample would end in a traceback, hours into the run
+    # with a known tokenizer, a sample would end in a traceback, hours into the run
     f"an unknown tokenizer: {name}": (
         {"train.bin": RAW, "val.bin": RAW, "meta.pkl": pickle.dumps(meta)},
         (40, 40, meta["vocab_size"], "unknown"),
@@ -342,7 +342,7 @@ def test_a_run_in_the_order_of_the_shards_refuses_a_missing_one_too(tmp_path):
 
 
 def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, capsys):
-    """Warn once, without refusing them: nanoGPT's files in llm.c's folder."""
+    """Warn once about nanoGPT's files in llm.c's folder, without refusing them."""
     del (files := fineweb(1, 2))["fineweb_val_000000.bin"]
     write_files(tmp_path, files | {"train.bin": RAW, "val.bin": RAW})
     check_dataset(open_dataset(str(tmp_path)), block_size=8)

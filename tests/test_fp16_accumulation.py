@@ -47,7 +47,8 @@ def data(tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", MODELS)
 def test_all_matmuls_but_the_heads_add_in_float16(model, chunk):
     """
-    Count three for each of a block's four weights: forward, and the gradients of input and weight.
+    Count three matmuls for each of a block's four weights: the forward pass, and the gradients of
+    input and weight.
     """
     sizes = SMALL | dict(model=model, loss_chunk=chunk)
     way = dict(key=(torch.float16, True), without=(torch.float16, False))
@@ -129,5 +130,5 @@ def test_gpu_adds_in_float16_where_the_key_asks_for_it():
             torch.bmm(a[None], b[None])[0],
             torch.baddbmm(torch.zeros_like(a)[None], a[None], b[None])[0],
         ):
-            # a kernel may sum parts of a row separately, and so lose only some of it
+            # a kernel may sum parts of a row separately, and so lose only a part of the sum
             assert (found[0, 0].item() < exact - 2) == key

@@ -140,7 +140,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     batches = [random_batch(device, batch_size, raw_model.config) for _ in range(6)]
 
     def three_iterations(model) -> tuple[list[float], int]:
-        """Return the losses and the most bytes allocated meanwhile."""
+        """Return the losses and the most bytes allocated at once."""
         raw_model.load_state_dict(start)
         optimizer = build_optimizer(raw_model, c, hw.dtype)
         if device == "cuda":
@@ -158,7 +158,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     model = compiled(raw_model, device)
     three_iterations(model)  # compiles
     alone, memory_alone = three_iterations(model)
-    ranks.world_size = 2  # one process wraps nothing
+    ranks.world_size = 2  # with one process, nothing would be wrapped
     with torch.compiler.set_stance("fail_on_recompile"):
         together, memory_together = three_iterations(ranks.data_parallel(model))
     parameter_bytes = 4 * sum(p.numel() for p in raw_model.parameters())
@@ -166,7 +166,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
         "bytes of DDP per parameter", 4 * (memory_together - memory_alone) / parameter_bytes
     )
     assert together == pytest.approx(alone, rel=1e-3)
-    # the buckets, and one more of up to 25 MiB while they are ordered anew
+    # the gradient buckets, and one more of up to 25 MiB while torch rearranges them
     assert memory_together - memory_alone < 1.1 * parameter_bytes + 2**25
 
 
@@ -210,7 +210,7 @@ def test_an_iteration_never_waits_for_the_device(changes, tokens, tmp_path, monk
     def watched(*args):
         torch.cuda.set_sync_debug_mode(
             "error" if next(calls) > 1 else "default"
-        )  # the first ones allocate and set up
+        )  # the first calls allocate and set up
         try:
             return original(*args)
         finally:

@@ -190,7 +190,7 @@ HALF = dict(n_layer=4, n_embd=128, dtype="bfloat16")
 NO_GAINS = FAST | dict(bias=False)
 SHAPES = [
     SMALL | dict(loss_chunk=256),
-    # few logits: the peak is in a block
+    # with few logits, the peak is in a block
     SMALL | NO_GAINS | dict(n_layer=4, recompute=True, vocab=64),
 ]
 SLOW_SHAPES = [
@@ -204,8 +204,8 @@ SLOW_SHAPES = [
     SMALL | NO_GAINS | dict(optimizer="adamw"),
     SMALL | dict(n_layer=4, n_embd=256, recompute=True, vocab=64),
 ]
-# compiled. The fast model in bfloat16 is left to the simulated cards: on a CPU its norms are
-# composed in float32
+# compiled models; the fast model in bfloat16 is left to the simulated cards, because on a CPU its
+# norms are composed in float32
 SLOW_SHAPES += [
     HALF | dict(n_layer=2, compile=True),
     SMALL | dict(n_layer=4, n_embd=256, compile=True),

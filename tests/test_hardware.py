@@ -38,7 +38,7 @@ PEAKS = [
     ("NVIDIA GeForce RTX 4070 Ti", 60, "bfloat16", True, 80.2),  # not the 4070 in its name
     ("A100-SXM4-40GB", 108, "bfloat16", True, 312),  # older drivers leave out "NVIDIA "
     ("NVIDIA A10G", 80, "bfloat16", True, 70),
-    ("Tesla T4", 40, "bfloat16", True, None),  # only emulated
+    ("Tesla T4", 40, "bfloat16", True, None),  # bfloat16 is only emulated
     ("Tesla T4", 40, "float32", True, 8.1),  # no TF32 on Turing: plain fp32
     ("NVIDIA GeForce RTX 3080", 68, "bfloat16", True, 59.5),
     ("NVIDIA GeForce RTX 3080", 70, "bfloat16", True, 61.3),  # the 12 GB part of the same name
@@ -96,7 +96,7 @@ def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
 
 
 def test_saves_and_restores_a_gpus_random_state(monkeypatch):
-    """Restore the state from which dropout draws. Two functions of torch stand for the GPU."""
+    """Restore the state from which dropout draws. Two functions of torch stand in for the GPU."""
     here = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: here[0].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: here.append(state))
@@ -210,7 +210,7 @@ NARROW = dict(dtype="float16", fp16_accumulation=True)
     [("NVIDIA GeForce RTX 4070", 46, 116.6), ("NVIDIA A100-SXM4-40GB", 108, 312)],
 )
 def test_float16_accumulators_double_the_peak_of_a_geforce(name, sm_count, peak, card):
-    """Take the peak of the data sheet, and the usual one for the next run."""
+    """Take the data sheet's peak with these accumulators, and the usual peak for the next run."""
     card(name, sm_count, (8, 9))
     assert preflight.check_device(Config(**NARROW)) == []
     assert hardware.set_up(Config(**NARROW)).peak_tflops == pytest.approx(peak)
@@ -354,15 +354,15 @@ def test_picks_bfloat16_only_on_cpus_where_it_is_faster(
     amx, avx512_bf16, name, dtype, system, cpu, monkeypatch
 ):
     """
-    Pick it on AMD with AVX512-BF16 and on Intel with AMX. results/rows.json: 0.4 of float32's time
-    on an EPYC, 1.4 on a Xeon without AMX.
+    Pick bfloat16 on AMD with AVX512-BF16 and on Intel with AMX. In results/rows.json it took 0.4 of
+    float32's time on an EPYC, and 1.4 on a Xeon without AMX.
     """
     cpu(amx, avx512_bf16, name)
     monkeypatch.setattr(sys, "platform", system)
     assert hardware.best_dtype(torch.device("cpu")) == dtype
 
 
-# what torch finds, the device key, and the device and dtype that it leads to: the key is resolved
+# what torch finds, the device key, and the device and dtype that follow: the key is resolved
 # before the dtype (nanoGPT #281, #304)
 DEVICES = [
     (dict(cuda=True, mps=True), "auto", "cuda", BF16),
@@ -523,7 +523,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_recognises_out_of_memory_in_many_errors(name):
-    """Recognise it from torch, cuBLAS, Triton and Python, and as the cause of another error."""
+    """Recognise the errors of torch, cuBLAS, Triton and Python, also as another error's cause."""
     error, is_one = ERRORS[name]
     assert hardware.is_out_of_memory(error) == is_one
 
@@ -628,7 +628,7 @@ def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(asked, token
 def test_uses_plain_attention_for_short_sequences_on_a_cpu_and_on_a_mac(
     device, dtype, tokens, flash, fused
 ):
-    """Use it for up to 512 tokens in bfloat16 on a CPU, where it is faster, and always on MPS."""
+    """Use plain attention up to 512 bfloat16 tokens on a CPU, where it is faster, and on MPS."""
     machine = Hardware(torch.device(device), dtype, "test", None, None)
     assert machine.flash(Config(block_size=tokens, flash=flash)) is fused
 
@@ -684,7 +684,7 @@ def test_turns_off_a_compiler_optimization_that_loses_gradients(
     assert os.environ.get(SWITCH) == switch
     os.environ[SWITCH] = "1"
     set_environment()
-    assert os.environ[SWITCH] == "1"  # the user's
+    assert os.environ[SWITCH] == "1"  # the user's value
 
 
 def test_torchs_compiler_obeys_the_switch_that_train_sets():
@@ -701,7 +701,7 @@ def test_caches_compiled_code_in_the_home_folder_if_it_is_usable(
     home, fresh_linux, tmp_path, monkeypatch
 ):
     """
-    Leave the cache's place to torch if the home folder is missing, as in some containers, has a
+    Let torch choose the cache's folder if the home folder is missing, as in some containers, has a
     space or quote in its path, which torch's compiler cannot use, or is mounted with noexec.
     """
     for name in ("home", "my home", "o'brien", "noexec"):
@@ -740,7 +740,7 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(
     """
     Limit torch to the 6 of 8 GB that are free on Windows and WSL, or to 90% of Linux's free memory
     on an integrated GPU. Otherwise the driver would spill into system memory without a word, or the
-    machine hang.
+    machine would hang.
     """
     seen = card(is_integrated=is_integrated)
     monkeypatch.setattr(sys, "platform", platform_name)
@@ -769,7 +769,7 @@ def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc"
     or any(name == "LD_PRELOAD" or "MALLOC" in name for name in os.environ),
-    reason="another malloc, or another setting",
+    reason="needs glibc's malloc with its default settings",
 )
 def test_a_freed_tensors_memory_stays_with_the_process():
     """

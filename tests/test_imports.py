@@ -92,8 +92,8 @@ def test_common_needs_only_the_standard_library():
 
 def test_imports_optional_packages_only_where_they_are_used():
     """
-    Import none of them at the top of a file, because a machine with prepared shards trains without
-    them.
+    Import none of these packages at the top of a file, because a machine with prepared shards
+    trains without them.
     """
     for file, tree in CODE.items():
         top = {module.split(".")[0] for node in tree.body for module in imported_by(node)}
@@ -102,7 +102,7 @@ def test_imports_optional_packages_only_where_they_are_used():
 
 REACH = {  # modules that somebody starts -> what they must not load
     ("train",): {*OPTIONAL, "transformers", "pyarrow", "reports", "compare", "bench", "sample"},
-    # torch takes seconds to import: compare.py is arithmetic, and preparing text needs no tensors
+    # torch takes seconds to import; compare.py and the preparations need no tensors
     ("compare",): {"torch"},
     ("data.prepare_text", "data.prepare_fineweb"): {"torch"},
 }

@@ -23,7 +23,7 @@ def measured(tmp_path, monkeypatch, capsys):
     and the file's rows.
     """
     monkeypatch.setattr(measure_gpu, "OUT", tmp_path)
-    # the real one asks a fresh Python for torch and git for the commit, which takes seconds
+    # the real output_of asks a fresh Python for torch and git for the commit, which takes seconds
     monkeypatch.setattr(measure_gpu, "output_of", lambda *_: "there")
 
     def run(rows: dict[str, tuple[int, list[str]]], *flags: str) -> tuple[str, dict]:
@@ -118,6 +118,6 @@ def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypa
     for name in ("profile", "fast_profile"):  # with the time of each kernel
         assert any("aten::mm" in line for line in rows[name]["log"])
     steps = [r["iter"] for r in rows["resume"]["figures"] if r["kind"] == "step"]
-    assert steps == sorted({*steps, 0, 35, 45, 49})  # of both processes, none twice
+    assert steps == sorted({*steps, 0, 35, 45, 49})  # steps of both processes, none twice
     assert any("resum" in line for line in rows["resume"]["log"])
     assert not list(path.with_suffix("").glob("run/*.pt"))

@@ -115,7 +115,7 @@ def loss_and_gradients(
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
     idx, targets = tokens(3, 50, config.vocab_size), tokens(3, 50, config.vocab_size, seed=1)
-    targets[0, :22] = -1  # 128 remain: dividing by them rounds nothing
+    targets[0, :22] = -1  # 128 targets remain: dividing by 128 rounds nothing
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         if compiled:
             compile_model(model)
@@ -130,7 +130,7 @@ def loss_and_gradients(
         (torch.float32, False, 1.0, 1e-6),
         # the head's gradient is rounded to 8 bits once for each chunk
         (torch.bfloat16, False, 1.0, 5e-3),
-        # with GradScaler's factor; 11 bits
+        # scaled as by GradScaler, and rounded to 11 bits
         (torch.float16, False, 2.0**12, 1e-3),
         # compiled code rounds elsewhere too
         pytest.param(torch.bfloat16, True, 1.0, 2e-2, marks=pytest.mark.slow),
@@ -153,7 +153,7 @@ def test_chunks_change_neither_the_loss_nor_its_gradients(
     whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in (0, 23))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
-    # float32 sums, in a different order
+    # float32 adds in a different order
     loss_tolerance = tolerance if compiled else 1e-6
     assert chunked_loss.item() == pytest.approx(loss.item(), rel=loss_tolerance)
     assert (chunked_gradients - gradients).norm() / gradients.norm() < tolerance
@@ -268,8 +268,8 @@ def test_training_computes_each_product_with_the_head_once():
 
 @pytest.mark.parametrize("model", slow_but("fast", of=["gpt2", "fast"]))
 def test_the_model_compiles_once_as_a_single_graph(model):
-    """Trace it without a graph break, and not again for the next batches."""
-    torch._dynamo.reset()  # another test's sizes would make these dynamic
+    """Trace the model without a graph break, and not again for the next batches."""
+    torch._dynamo.reset()  # after another test's sizes, these would be dynamic
     model = build_model(config_from_dict(SMALL | dict(n_layer=1, model=model, loss_chunk=32)))
     backend = CompileCounterWithBackend("aot_eager")
     compile_model(model, fullgraph=True, backend=backend)
@@ -350,7 +350,7 @@ def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tol
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
 def test_recompute_runs_a_block_twice_only_in_training(model):
-    """Run it once when evaluating and for each generated token."""
+    """Run a block once when evaluating and once for each generated token."""
     model, runs = build_model(config_from_dict(SMALL | dict(model=model, recompute=True))), []
     model.transformer.h[1].register_forward_pre_hook(lambda *_: runs.append(1))
     idx = tokens(2, 20, SMALL["vocab_size"])
@@ -381,9 +381,9 @@ def test_dropout_acts_on_embeddings_attention_and_block_outputs_only_in_training
     model.train()
     embedded, *added = shares_of_zeros()
     assert embedded == pytest.approx(0.4, abs=0.01)
-    # attention and MLP both add nothing
+    # 0.4 * 0.4, where attention and MLP both add nothing
     assert added == [pytest.approx(0.16, abs=0.01)] * 2
-    # dropout on attention's weights, besides that on what it adds
+    # with all other dropout off, attention's weights still drop out
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -416,7 +416,7 @@ def test_logits_with_kv_caches_equal_those_without(model, field):
         caches = [KVCache(24) for _ in model.transformer.h]
         for end in range(first, 25):
             logits = model.logits(model.hidden(idx[:, :end], caches))
-            # float32 sums, in a different order
+            # float32 adds in a different order
             start = 0 if end == first else end - 1
             torch.testing.assert_close(logits, expected[:, start:end], atol=1e-4, rtol=1e-4)
 
@@ -431,9 +431,9 @@ def test_settings_that_a_resume_may_change_alter_no_logits(model, field):
     """
     config = config_from_dict(BASE | dict(model=model))
     one, other = random_model(config), build_model(replace(config, **{field: ANOTHER[field]}))
-    other.load_state_dict(one.state_dict())  # strict: names and shapes
+    other.load_state_dict(one.state_dict())  # strict: names and shapes must match
     idx = tokens(2, 24, 61)
-    # float32 sums, in a different order
+    # float32 adds in a different order
     torch.testing.assert_close(other.eval()(idx), one(idx), atol=1e-4, rtol=1e-4)
 
 

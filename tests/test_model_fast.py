@@ -75,7 +75,7 @@ def test_fast_model_dropout_acts_on_embeddings_and_block_outputs_only_in_trainin
 
     embeddings, *added = zeros()
     assert embeddings == pytest.approx(0.4, abs=0.01)
-    # attention and MLP both add nothing
+    # 0.4 * 0.4, where attention and MLP both add nothing
     assert added == [pytest.approx(0.16, abs=0.01)] * 2
     model.eval()
     assert max(zeros()) < 0.001
@@ -132,7 +132,7 @@ def test_the_compiled_fast_model_looks_up_its_rotary_sines():
     torch.testing.assert_close(model(idx), expected)
     (graph,) = graphs
     assert not [node for node in graph.graph.nodes if "sin" in str(node.target).split("_")]
-    # as generation reads the tables: for the tokens that the cache does not hold yet
+    # generation reads the tables only for the tokens that the cache does not hold yet
     model.eval()
     caches = [KVCache(24) for _ in model.transformer.h]
     model.hidden(idx[:, :23], caches)

@@ -101,7 +101,7 @@ def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
     assert p.isfinite().all() and not torch.equal(p, before)
 
 
-VIEWS = ("view", "chunk", "split_with_sizes", "unbind", "mT", "transpose")  # start no kernel
+VIEWS = ("view", "chunk", "split_with_sizes", "unbind", "mT", "transpose")  # these start no kernel
 
 
 def operators(step: Callable[[], None]) -> int:

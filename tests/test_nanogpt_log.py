@@ -78,7 +78,7 @@ def test_compile_time_is_not_read_as_an_evaluation_if_a_log_begins_with_a_resume
     last = 17 * evals - 100
     seen = read(tmp_path, launch(log, last, evals, start=8 * evals))
     assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000)
-    # the hours are the whole run's, with the evaluations before this log
+    # the hours are of the whole run, including the evaluations before this log
     iterations = logged(last, log)
     assert seen.step["hours"][-1] == pytest.approx(hours(iterations, (iterations - 1) // evals))
 

@@ -106,7 +106,7 @@ def test_the_sampling_page_lists_the_flags_and_defaults_of_sample_py():
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", section, re.MULTILINE)
     shown = {name: default for names, default in rows for name in re.findall(r"--(\w+)", names)}
     keys = find_keys(SampleConfig)
-    assert shown.keys() == keys.keys() - {"init_from", "out_dir"}  # in an earlier table
+    assert shown.keys() == keys.keys() - {"init_from", "out_dir"}  # these are in an earlier table
     for name, default in shown.items():
         assert default.replace("a line end", "\n") == str(keys[name].default), name
 
@@ -168,8 +168,8 @@ def test_uv_installs_the_tested_versions():
 
 def test_uv_uses_a_python_version_that_the_install_page_supports():
     """
-    Set an upper bound. Without one uv would download the newest Python, which the tested torch does
-    not support.
+    Set an upper bound. Without one, uv would download the newest Python, which the tested torch
+    does not support.
     """
     python = tomllib.loads(read("pyproject.toml"))["project"]["requires-python"]
     (oldest, newest) = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", read("docs/install.md"))[0]
@@ -211,7 +211,7 @@ def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, mo
 
 
 RULE = read("data/own_config.template")
-# tokens of a text at both ends of a row of own_text.md
+# the text sizes, in tokens, at both ends of each row in own_text.md
 ROWS = [(315_000, 499_999), (500_000, 849_999), (4_000_000,)]
 
 

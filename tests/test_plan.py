@@ -124,7 +124,7 @@ FIGURES = {
     ),
     "max_iters ends before the hours": (
         ("fast124m_4070", "--gpu=4070", "--hours=8", "--max_iters=1000"),
-        # 854.7 MFLOP * 524,288 / 58.3 TFLOP/s = 7.686 s at the peak, and 4% for this recipe
+        # 854.7 MFLOP * 524,288 / 58.3 TFLOP/s = 7.686 s at the peak, and 4% more for this recipe
         dict(
             tokens_range=[1000 * 524_288] * 2,
             hours_range=[1.04 * 7.686 / mfu / 3.6 for mfu in (0.847, 0.822)],
@@ -153,7 +153,7 @@ MEMORY = {
             gradients=4 * N,
             optimizer=8 * N,
             activations=TOKENS * (12 * (32 * 768 + 16 + 48) + 4 * 768),
-            # those of 4,096 tokens with their gradient, and the head's gradient of both such chunks
+            # 4,096 tokens' logits with their gradient, and the head's gradient of both such chunks
             logits=2 * 50304 * (2 * 4096 + 2 * 768),
             context=0.55e9,
         ),
@@ -215,8 +215,8 @@ def test_parts_of_the_planned_memory_equal_those_computed_by_hand(flags, sizes):
 @pytest.mark.parametrize(
     "gpu, sequences, batch_size, fitting",
     [
-        ("4070", 512, 32, 16),  # 10.8 GiB of 12; 16 need 9.5 GB, 32 some 16 GB
-        ("3070", 512, 8, 8),  # 7.7 GB: 12 sequences, which do not divide 512
+        ("4070", 512, 32, 16),  # 10.8 of 12 GiB are usable; 16 need 9.5 GB, 32 about 16 GB
+        ("3070", 512, 8, 8),  # 7.7 GB hold 12 sequences, but 12 does not divide 512
         ("3070", 480, 8, 12),
         ("rtx 3050 6gb", 512, 8, 4),
     ],
@@ -225,7 +225,7 @@ def test_plan_suggests_the_largest_micro_batch_that_fits_and_divides_the_batch(
     gpu, sequences, batch_size, fitting
 ):
     """
-    Print it with the number of gradient accumulation steps that keeps the tokens per iteration.
+    Print the micro-batch with the accumulation steps that keep the tokens per iteration.
     """
     flags = [f"--batch_size={batch_size}", f"--tokens_per_iter={1024 * sequences}"]
     p = plan("gpt124m_4070", f"--gpu={gpu}", *flags)
@@ -330,7 +330,7 @@ def test_plan_measures_a_cpu_if_the_device_is_cpu():
 
 
 # -----------------------------------------------------------------------------
-# The clock, tables, and what is said
+# The clock, tables and messages
 
 
 def test_a_plan_says_when_a_run_that_starts_now_ends():
@@ -404,7 +404,7 @@ def test_max_minutes_shows_how_many_launches_a_run_takes():
     flags = ["--gpu=4070", "--max_iters=1000", "--iter_seconds=10", "--eval_tokens=1024"]
     for minutes, launches in ((0, 1), (480, 1), (166.7, 2), (100, 2), (60, 3)):
         p = plan("gpt124m_4070", *flags, f"--max_minutes={minutes}")
-        assert p["launches"] == launches  # 167 minutes, and checkpoints
+        assert p["launches"] == launches  # the run takes 167 minutes plus its checkpoints
         assert ("launches" in p["out"]) is (launches > 1)
     for hours, minutes, launches in ((10, 300, 2), (16, 480, 2), (8, 480, 1), (10, 299, 3)):
         p = plan("gpt124m_4070", "--gpu=4070", f"--hours={hours}", f"--max_minutes={minutes}")
@@ -441,7 +441,7 @@ def test_gpu_all_lists_more_than_90_gpus_with_the_fastest_first():
     rows = plans["out"].splitlines()
     assert len(plans["plans"]) == len(rows) - 3 > 90
     by_name = {p["gpu"]: p for p in plans["plans"]}
-    assert by_name["Tesla T4"]["dtype"] == "float16"  # it only emulates the config's bfloat16
+    assert by_name["Tesla T4"]["dtype"] == "float16"  # a T4 only emulates bfloat16
     fastest = min(plans["plans"], key=lambda p: p["hours"])
     assert rows[1].startswith(fastest["gpu"])
     # one GPU's row is the plan of that GPU

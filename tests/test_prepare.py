@@ -1,7 +1,7 @@
 """
 Prepare data by the commands: the right tokens in the right shards, the same bytes after
 interruptions, and one line for each problem. test_text.py tests what is read from which file,
-test_bad_input.py bad command lines.
+and test_bad_input.py tests bad command lines.
 """
 
 import hashlib
@@ -141,7 +141,7 @@ def test_order_prefix_ends_a_split_or_shard_with_the_document_that_reaches_its_s
 
 
 # The shards that these files and flags have always made. A checkpoint knows its dataset by the
-# shards' names and sha256, so it resumes on a folder that is prepared again.
+# shards' names and sha256, so a run resumes on a folder that is prepared again.
 SHARDS = {
     "rows.parquet --val_tokens=2k --shard_tokens=5k --tokens=12k": "fd30bf40a054b2cb",
     "rows.jsonl --val_tokens=2k --shard_tokens=5k": "4b0beba292ad9f7d",
@@ -231,7 +231,7 @@ def test_validation_does_not_depend_on_the_seed_or_number_of_training_tokens(
     shards = [digests(Path(folder)).items() for folder in ("few", "all", "straight")]
     held_out = [{(n, d) for n, d in shard if n.startswith("val")} for shard in shards]
     assert held_out[0] == held_out[1] == held_out[2] != set()
-    # no document is trained on twice or validated on, and each half of the source is in both
+    # no document is trained on twice or validated on; both splits have text from each half
     assert sorted(train) == sorted(other) and train != other
     assert not set(val) & set(train) and set(val) | set(train) <= set(source)
     place = {text: n for n, text in enumerate(source)}
@@ -295,7 +295,7 @@ def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size(
     val = stored_texts(Path("out"), "val")
     assert manifest_of(Path("out"))["held_out"].keys() == {"groups", "bytes_per_group"}
     assert 0.35 < sum(text[0] == "a" for text in val) / len(val) < 0.65
-    # where that would take much of the text, single documents are held out
+    # where whole groups would take much of the text, single documents are held out
     Path("source/c.jsonl").write_text(json.dumps(dict(text="all of it " * 6000)) + "\n")
     prepare(*flags, "--out=other")
     assert manifest_of(Path("other"))["held_out"].keys() == {"up_to_hash"}
@@ -350,8 +350,8 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # the moments at which one p
 )
 def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_path, monkeypatch):
     """
-    Kill it up to thirteen times at different file renames, and launch it with another number of
-    threads each time.
+    Kill the preparation up to thirteen times at different file renames, and launch it with another
+    number of threads each time.
     """
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
@@ -428,7 +428,7 @@ def test_a_larger_number_of_tokens_continues_a_finished_folder(tmp_path, monkeyp
     assert first.items() < digests(Path("out")).items()
     for split in ("train", "val"):
         assert stored(Path("out"), split) == stored(Path("straight"), split)
-    # all that there is; then nothing is left to add
+    # prepare all that there is; then nothing is left to add
     prepare(*flags, "--tokens=10M", "--out=out")
     assert stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train") == TEXTS[:250]
     assert "complete, nothing to do" in prepare(*flags, "--tokens=20M", "--out=out").out
@@ -440,7 +440,8 @@ def test_a_source_may_be_repaired_until_the_folder_is_complete(tmp_path, monkeyp
     finished folder.
     """
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps(dict(text=text)) for text in TEXTS * 4]  # more than are read in advance
+    # more lines than are read in advance
+    lines = [json.dumps(dict(text=text)) for text in TEXTS * 4]
     flags = [
         "--source=a.jsonl",
         "--order=prefix",
@@ -483,7 +484,8 @@ def test_leaves_a_folder_made_from_other_files_or_with_other_flags_unchanged(tmp
     prepare("--source=many.parquet", *flags)
     before = contents(Path("out"))
     table = pq.read_table("many.parquet")
-    pq.write_table(table, "many.parquet", row_group_size=len(table))  # another form of the rows
+    # the same rows in one row group
+    pq.write_table(table, "many.parquet", row_group_size=len(table))
     for name in ("many.parquet", "rows.jsonl"):
         result = run(FINEWEB, f"--source={name}", *flags, "--tokenizer=bpe:300")
         assert result.code == 2 and result.err.count("\n") == 1, result
@@ -498,7 +500,7 @@ def test_leaves_a_folder_made_from_other_files_or_with_other_flags_unchanged(tmp
 def test_a_source_file_may_get_a_new_date_but_not_another_size(
     line, complete, tmp_path, monkeypatch
 ):
-    """Warn once of another date, also if the manifest has hashes, as before 0.4.0."""
+    """Warn once of another date, also if the manifest has hashes, as it had before 0.4.0."""
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
     script, *arguments = command(line, Path("out"))
@@ -588,7 +590,7 @@ import os, runpy, sys, time
 def refuse(*_, **__):
     raise OSError(22)
 os.symlink = refuse
-time.sleep = lambda seconds: seconds >= 5 and print("slept", seconds)  # shorter: the library's
+time.sleep = lambda seconds: seconds >= 5 and print("slept", seconds)  # the library's are shorter
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -619,7 +621,7 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
     sizes = ["--val_tokens=2k", "--shard_tokens=4k", "--tokenizer=byte", "--order=prefix"]
     prepare(f"--source={source}", *sizes, f"--out={tmp_path / 'straight'}")
     with serve_hub(source) as address:
-        Hub.allowed = {"small/b.jsonl": 1}  # for the look at the first rows
+        Hub.allowed = {"small/b.jsonl": 1}  # one request, for the first rows
         code, said, err = finish(from_hub(address, out, "--order=prefix"))
         assert code == 1, err
         *warnings, error = err.splitlines()
@@ -628,7 +630,7 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
         assert len(warnings) == len(pauses) and all("again in " in line for line in warnings)
         assert error.startswith("error: hf://datasets/org/name@") and "same command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
-        Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision meanwhile
+        Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision has appeared
         code, _, err = finish(from_hub(address, out, "--order=prefix"))
         assert (code, err) == (0, "")
     assert digests(out) == digests(tmp_path / "straight")
@@ -663,7 +665,7 @@ def test_without_a_network_one_line_suggests_local_files(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow  # it waits as long as it says
+@pytest.mark.slow  # takes a minute, nearly all of it waiting
 def test_a_slow_or_failing_hub_does_not_change_the_shards(tmp_path):
     """
     Answer six of the shuffle's requests for byte ranges late, in part, or with error 429 or 503.

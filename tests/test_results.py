@@ -136,7 +136,8 @@ def test_a_fast_config_has_all_settings_of_the_public_runs(path):
     config = load_config([str(path)])
     assert band.config["optimizer"] == "muon"
     assert {key: getattr(config, key) for key in band.config} == band.config
-    assert band.start["train_tokens"] == config.max_iters * config.iter_tokens  # none read twice
+    # no token is read twice
+    assert band.start["train_tokens"] == config.max_iters * config.iter_tokens
 
 
 # -----------------------------------------------------------------------------

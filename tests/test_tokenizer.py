@@ -230,7 +230,7 @@ def test_resuming_or_fine_tuning_with_another_tokenizer_is_refused(mine, another
 
 
 def test_a_data_folder_that_has_no_tokenizer_yet_is_reported_as_unfinished(mine, tmp_path):
-    """Let read_folder() read it without an error, because a run may do so at any moment."""
+    """Let read_folder() read the folder without an error, because a run may do so at any moment."""
     begun = manifest_of(mine) | dict(shards=[], complete=False)
     (tmp_path / "manifest.json").write_text(json.dumps(begun), "utf-8")
     assert len(read_folder(tmp_path).train) == 0

@@ -58,7 +58,7 @@ def test_a_run_stops_and_names_the_first_reason_that_applies():
 
     assert stop(max_iters=8) is None
     assert stop(max_iters=7) == "max_iters"
-    assert stop(max_iters=6) == "max_iters"  # a resume with fewer
+    assert stop(max_iters=6) == "max_iters"  # a resume with a smaller max_iters
     assert stop(now=LATE, hours=1) is None
     assert stop(now=OVER, hours=1) == "hours"
     assert stop(now=OVER, until="07:00") == "until"
@@ -78,12 +78,12 @@ def test_a_run_evaluates_at_every_interval_and_when_it_is_complete():
 
     assert [it for it in range(41) if due(it)] == [0, 10, 20, 30, 40]
     assert not due(20, evaluated_at=20)
-    assert not due(20, now=LATE)  # the final one must still fit
+    assert not due(20, now=LATE)  # the final evaluation must still fit
     assert {stop for stop in STOPS if due(20, stop=stop)} == set(COMPLETE)
     assert {stop for stop in STOPS if due(23, stop=stop)} == set(COMPLETE)
     assert due(23, now=OVER, stop="hours")
     assert not due(23, stop="max_iters", evaluated_at=23)
-    assert due(23, stop="eval_only", evaluated_at=23, eval_only=True)  # it asks for nothing else
+    assert due(23, stop="eval_only", evaluated_at=23, eval_only=True)  # eval_only asks for no more
 
 
 def test_a_timed_run_evaluates_once_in_each_twentieth_of_its_schedule():
@@ -92,13 +92,13 @@ def test_a_timed_run_evaluates_once_in_each_twentieth_of_its_schedule():
         progress = Progress(iter_num=it, evaluated_at=3, evaluated_share=evaluated_share)
         return asked(evaluation_due, c, replace(IN_TIME, share=share), progress, None)
 
-    assert due(0.0, -1.0, it=0)  # none was made yet
+    assert due(0.0, -1.0, it=0)  # no evaluation was made yet
     assert not due(0.049, 0.0) and due(0.051, 0.0)
     assert not due(0.099, 0.051) and due(0.101, 0.051)
     assert due(0.9, 0.101)
     assert not due(0.96, 0.951) and due(1.0, 0.96)  # the last twentieth begins at 0.95
     assert not due(0.3, 0.5)  # the share may fall
-    assert due(0.0, -1.0)  # the evaluations so far are of another schedule
+    assert due(0.0, -1.0)  # the evaluations so far belong to another schedule
     # unless eval_interval is set
     assert not due(0.9, 0.101, eval_interval=10) and due(0.9, 0.9, it=20, eval_interval=10)
 
@@ -110,7 +110,7 @@ def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far(
 
     assert best(2.9, 3.0)
     assert not best(3.1, 3.0)
-    assert not best(3.0, 3.0)  # the earlier one keeps its place
+    assert not best(3.0, 3.0)  # the earlier weights stay the best
     assert not best(2.9, 3.0, evaluated_at=19)
     assert not best(math.nan, 3.0) and not best(math.inf, math.inf)
     assert best(2.9, math.inf)  # no earlier loss counts
@@ -158,7 +158,7 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
 
     for stop in STOPS:
         assert due(stop=stop) and due(0, stop=stop) and due(now=LATE, stop=stop)
-        assert not due(stop=stop, newest=(20, 10))  # it is on the disk already
+        assert not due(stop=stop, newest=(20, 10))  # this iteration is on the disk already
     assert not due(stop="eval_only", keys=dict(eval_only=True))
     assert not due(15, stop="SIGTERM", keys=dict(eval_only=True))
 
@@ -211,9 +211,9 @@ class Night:
     def __init__(self, seed: int, is_rough: bool):
         self.chance = random.Random(seed)
         self.is_rough = is_rough  # a duration may be ten times the last one of its kind
-        self.is_surprised = False  # whether one was more than twice what the clock expected
+        self.is_surprised = False  # whether a duration was over twice the expected one
         self.now = 0.0
-        # short ones at first, for which the clock reserves time
+        # short durations at first, for which the clock reserves time
         self.seconds = {what: low * self.chance.uniform(1, 3) for what, (low, _) in RANGES.items()}
         self.on_disk: dict | None = None  # the newest checkpoint
         self.saves: list[tuple[int, int]] = []
@@ -271,7 +271,7 @@ class Night:
         if self.on_disk:
             progress = Progress(**self.on_disk["progress"])
             saved.newest = (progress.iter_num, progress.evaluated_at)
-        # the evaluations and updates after that are lost
+        # the evaluations and updates after that checkpoint are lost
         self.evaluations = [it for it in self.evaluations if it <= progress.evaluated_at]
         self.shares = self.shares[: progress.iter_num]
         self.now += chance.uniform(0, 5)

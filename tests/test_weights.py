@@ -45,8 +45,8 @@ def test_hugging_face_weights_use_the_tokenizer_in_their_folder(tmp_path):
     reference.no_truncation()
     ids = reference.encode(TEXT, add_special_tokens=False).ids
     assert list(text.encode(TEXT)) == ids
-    assert state["vocab"] == OWN  # the other rows are no tokens
-    # data made with the file or the folder fits, GPT-2's does not
+    assert state["vocab"] == OWN  # the other rows have no tokens
+    # data made with that file or folder fits, but GPT-2's does not
     given = pick_tokenizer(str(tmp_path), tmp_path)
     assert same_tokenizer(state["tokenizer"], given.spec)
     assert same_tokenizer(state["tokenizer"], dict(kind="bpe", json=reference.to_str()))

@@ -114,7 +114,7 @@ DATA = [
 
 FOLDERS = [
     ("train.py tiny.py --out_dir=run", "run earlier run --init_from=auto"),
-    # it would evaluate random weights, not those of the run
+    # this command would evaluate random weights, not those of the run
     ("train.py tiny.py --out_dir=run --eval_only=True --init_from=scratch", "run earlier run"),
     ("train.py tiny.py --out_dir=damaged_run", "damaged_run earlier run"),
     ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
@@ -124,7 +124,7 @@ FOLDERS = [
     ("train.py tiny.py --init_from=resume --out_dir=run/best.pt", "best.pt no checkpoint"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --out_dir"),
-    # as a browser names a second copy
+    # a browser names a second copy like this
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run 1 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --out_dir"),
@@ -132,7 +132,7 @@ FOLDERS = [
         "train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3",
         "dataset run",
     ),
-    # with another text or model it is another run, even if the one in the folder is finished
+    # another text or model means another run, even if the run in the folder is finished
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other", "dataset run --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "n_layer 2 3 --out_dir"),
     (
@@ -159,7 +159,7 @@ ARCHITECTURE = [
     *("model=fast", "n_layer=3", "n_head=4", "n_embd=64", "bias=True", "tie_weights=False"),
     "block_size=32",
 ]
-# and those that a run keeps
+# and the keys that a run keeps
 OF_A_RUN = [*ARCHITECTURE, "block_size=8", "pad_vocab_multiple=1", "optimizer=muon", "seed=2"]
 OF_A_RUN += ["stream=True"]
 
@@ -458,7 +458,7 @@ def test_device_cuda_without_a_gpu_is_refused_with_the_flag_for_the_cpu(script, 
     check(world, monkeypatch, f"{script} --device=cuda", "device cuda --device=cpu")
 
 
-# root may look into any folder, so this gives up all of its privileges first
+# root may look into any folder, so this code first gives up all privileges
 UNPRIVILEGED = """
 import ctypes
 version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

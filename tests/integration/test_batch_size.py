@@ -46,7 +46,7 @@ def run_tiny(*files, **changes):
         (["--batch_size=8"], 1, 4),
         (["--batch_size=3"], 1, 11),  # 512 / 48 = 10.67
         (["--batch_size=3"], 4, 12),
-        (["--batch_size=32"], 4, 4),  # one each, though that is four times as many tokens
+        (["--batch_size=32"], 4, 4),  # a micro-batch each, though that is four times the tokens
         (["--gradient_accumulation_steps=3", "--batch_size=3"], 1, 3),
     ],
 )
@@ -91,7 +91,7 @@ def test_every_gpt2_config_for_a_gpu_spells_out_nine_important_settings(path):
 
 def test_a_resume_keeps_the_tokens_per_iteration_that_its_accumulation_gave(tokens, tmp_path):
     """
-    Resume a config without tokens_per_iter, as nanoGPT writes them, with a larger micro-batch.
+    Resume a run whose config, like nanoGPT's, has no tokens_per_iter, with a larger micro-batch.
     """
     (tmp_path / "x.py").write_text(
         f"dataset = {str(tokens)!r}\nbatch_size = 4\nblock_size = 16\n"

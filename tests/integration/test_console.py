@@ -33,7 +33,7 @@ def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tokens,
     train(**keys | dict(max_iters=2))
     (first,) = records(out_dir, "start")
     assert first["peak_source"] == "measured"
-    assert 1e-4 < first["peak_tflops"] < 100  # of one core, whatever it is
+    assert 1e-4 < first["peak_tflops"] < 100  # one core of any CPU is in this range
     step = records(out_dir, "step")[-1]
     flops = first["flops_per_token"] * step["tokens_per_sec"]
     assert step["mfu"] == pytest.approx(flops / (first["peak_tflops"] * 1e12), rel=1e-6)
@@ -104,7 +104,7 @@ def test_a_resumed_run_ends_with_total_tokens_and_seconds_but_the_speed_of_its_l
     trainer.seconds["iteration"] = 0.005
     trainer.launch(**keys)
     (before,) = records(tmp_path / "run", "end")
-    # a last evaluation that needs more memory than the iterations
+    # the last evaluation needs more memory than the iterations
     peaks = iter([1.0] * 4 + [3.0] * 9)
     monkeypatch.setattr("training.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
     trainer.seconds["iteration"] = 0.003

@@ -56,7 +56,8 @@ TINY = TINY_RUN | dict(
     learning_rate=0.3,
     warmup_iters=6,
 )
-FALLING = dict(learning_rate=0.01, warmup_iters=2)  # the loss falls, so the newest is the best
+# the loss falls, so the newest checkpoint is the best
+FALLING = dict(learning_rate=0.01, warmup_iters=2)
 FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
@@ -162,7 +163,7 @@ def test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_ro
     assert seen == [[4], []]
     (line,) = [line for line in result.err.splitlines() if "not saved" in line]
     assert line.startswith("warning: iter 8: ")
-    # the records of 25 iterations need more than the rest of the last page of the file
+    # the records of 25 iterations need more room than is left in the file's last page
     assert len(lines(result.err, "warning: metrics.jsonl")) == (0 if left else 1)
     saved = column(disk / "run", "checkpoint", "iter")
     assert saved[0] == 4
@@ -179,7 +180,7 @@ def test_the_last_save_waits_until_the_disk_has_room(
 ):
     disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
     trainer.at["update", 5] = lambda: fill(disk)
-    trainer.at["sleep", 151] = lambda: free(disk)  # sleeps of a second, so more than one try
+    trainer.at["sleep", 151] = lambda: free(disk)  # each sleep is a second: more than one try
     if begins == "full":
         fill(disk)
         free(disk, 64 << 10)  # for the log
@@ -197,7 +198,7 @@ def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
 ):
     disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
     trainer.at["update", 6] = lambda: fill(disk)
-    # only one, because a second signal would end this process
+    # send only one signal, because a second would end this process
     trainer.at["sleep", 5] = lambda: signal.raise_signal(number)
     result = run_tiny(tokens, disk / "run", trainer)
     assert trainer.count["sleep"] == 5
@@ -286,7 +287,7 @@ def test_warns_at_the_start_if_the_disk_is_too_small_for_the_run(
 
 
 def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_path):
-    """Save None as its val_loss, because the last evaluation was of other weights."""
+    """Save None as the checkpoint's loss, because the last evaluation was of other weights."""
     train_tiny(tokens, tmp_path, checkpoint_interval=3, keep_checkpoints=9)
     losses = dict(column(tmp_path, "eval", "iter", "val_loss"))
     found = {it: checkpoint(tmp_path, it)["val_loss"] for it in checkpoints(tmp_path)}
@@ -373,7 +374,7 @@ def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(toke
         train_tiny(tokens, tmp_path / "run")
         train_tiny(tokens, tmp_path / "run", max_iters=12, init_from="resume")
     renames = [n for n, call in enumerate(calls) if call[0] == "rename"]
-    # at 4, 8 and 12, and the log of the first launch
+    # the checkpoints at 4, 8 and 12, and the log of the first launch
     assert len(renames) == 4
     for n in renames:
         assert calls[n - 1] == calls[n][1:]
@@ -412,7 +413,7 @@ def cut(shard: Path) -> None:
 
 
 def invalid(shard: Path) -> None:
-    """Replace all ids by 61. The last one of the vocabulary is 60."""
+    """Replace all ids by 61. The last id of the vocabulary is 60."""
     size = shard.stat().st_size
     with open(shard, "r+b") as file:
         file.seek(1024)
@@ -491,7 +492,7 @@ def test_if_two_runs_start_at_once_in_one_folder_one_trains_and_one_is_refused(t
 
 
 def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(tokens, tmp_path):
-    """Leave the other run's files alone, even if it began and ended while this one was starting."""
+    """Leave the other run's files alone, even if that run began and ended during this start."""
     seed, codes = torch.manual_seed, []
 
     def overtaken(number):
@@ -557,7 +558,7 @@ def test_a_reader_survives_a_run_that_deletes_the_newest_checkpoint(
 
 
 def test_a_log_emptied_during_a_run_continues_from_its_beginning(tokens, tmp_path):
-    """Empty it as `> metrics.jsonl` does. No zeros take the place of the old records."""
+    """Empty the log as `> metrics.jsonl` does. No zeros take the place of the old records."""
     trainer = InProcessRun()
     trainer.at["update", 6] = lambda: os.truncate(tmp_path / "run" / "metrics.jsonl", 0)
     train_tiny(tokens, tmp_path / "run", trainer)
@@ -565,7 +566,7 @@ def test_a_log_emptied_during_a_run_continues_from_its_beginning(tokens, tmp_pat
 
 
 def test_a_save_imports_no_module(tokens, tmp_path):
-    """Survive an upgrade or removal of the program's folder while it trains."""
+    """Survive an upgrade or removal of the program's folder while a run trains."""
     between_updates = """
         if n > 1:
             print("imported", sorted(set(sys.modules) - before))
@@ -593,7 +594,7 @@ USERS_FILES = [
 
 @pytest.mark.parametrize("name", slow_but("metrics.jsonl", "best.pt", "notes.tmp", of=USERS_FILES))
 def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tokens, tmp_path):
-    """Keep it under its own or another name, or refuse the folder."""
+    """Keep the file under its own or another name, or refuse the folder."""
     content = b"what a user has kept here\n"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_bytes(content)
@@ -632,7 +633,7 @@ GONE = {
 
 @pytest.mark.parametrize("what", GONE)
 def test_a_run_ends_in_one_line_if_its_folder_is_no_longer_its_own(what, tokens, tmp_path):
-    """Write nothing more. A folder that gets its name back can be resumed."""
+    """Write nothing more. A run whose folder gets its name back can be resumed."""
     out_dir, there = tmp_path / "run", []
     trainer = InProcessRun()
 
@@ -689,7 +690,7 @@ def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(
 
 @pytest.mark.parametrize("other", slow_but(3, of=[3, None]))
 def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tokens, tmp_path):
-    """Do not continue from an older one, which would silently lose iterations."""
+    """Do not continue from an older checkpoint, which would silently lose iterations."""
     train_tiny(tokens, tmp_path)
     newest = tmp_path / "ckpt-00000008.pt"
     state = torch.load(newest)

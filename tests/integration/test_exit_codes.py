@@ -94,8 +94,9 @@ def test_a_run_does_what_it_was_asked_or_ends_before_training_with_a_flag_that_s
     asked, resumes, tiny, tmp_path
 ):
     """
-    Try a machine that cannot do it first, then the flag from the error line there, then a machine
-    that can. A resume whose tracker or samples fail trains on, because neither changes a weight.
+    First try a machine that cannot do what is asked, then the flag from its error line, then a
+    machine that can. A resume whose tracker or samples fail trains on, because neither changes a
+    weight.
     """
     able, unable, fix, code_of_resume = ASKED[asked]
     manifest = tmp_path / "tokens/manifest.json"
@@ -132,7 +133,7 @@ def test_a_run_does_what_it_was_asked_or_ends_before_training_with_a_flag_that_s
 # The documented codes
 
 (CODES,) = [text for text in map(read, GUIDES) if "\n| 137 | " in text]
-# code -> what it comes after
+# exit code -> why the run ended
 ROWS = {int(code): after for code, after in re.findall(r"^\| (\d+) \| ([^|]*) \|", CODES, re.M)}
 # the codes of the signals that save a run
 SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 143: "SIGTERM", 152: "SIGXCPU"}

@@ -31,7 +31,7 @@ from program import (
 
 pytest.importorskip("fcntl", reason="cp, signals and disks of POSIX")
 
-# constant for 6 iterations, then down to 0 at 12; a run of 24 is constant for 12
+# the rate is constant for 6 iterations and falls to 0 at 12; in a run of 24, constant for 12
 NIGHT = TINY_RUN | dict(
     n_layer=1,
     n_embd=16,
@@ -61,7 +61,7 @@ def planned(request, tokens, tmp_path_factory) -> tuple[int, Path]:
 def launch(ranks: int, *arguments, script=("train.py",), code: int = 0) -> Result:
     """
     Train in `ranks` processes, which must all end with exit code `code`. Return the result of the
-    first.
+    first process.
     """
     if ranks == 1:
         results = [finish(start(*script, *arguments))]
@@ -94,7 +94,7 @@ def peak_iter(out_dir: Path) -> int:
 
 
 def copy_for_longer(out: str, folder: Path) -> dict:
-    """Copy the checkpoint that was named and its metrics.jsonl, as docs/hours.md shows."""
+    """Copy the checkpoint that `out` names and its metrics.jsonl, as docs/hours.md shows."""
     ((start, name),) = named(out)
     folder.mkdir()
     shutil.copy(start, folder / name)
@@ -109,7 +109,7 @@ def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens,
     trainer.at["update", None] = lambda: peaks.append((tmp_path / "run" / "peak.pt").exists())
     trainer.launch(**NIGHT, dataset=tokens, out_dir=tmp_path / "run", keep_checkpoints=keep)
     assert checkpoints(tmp_path / "run") == [10, 12][-keep:]
-    assert peaks[:7] == [False] * 7  # none of its own while the rate is at its peak
+    assert peaks[:7] == [False] * 7  # no peak.pt yet while the rate is at its peak
     assert peaks[8:] == [True] * 4
     assert peak_iter(tmp_path / "run") == 6
 
@@ -121,7 +121,7 @@ def test_a_wsd_run_also_keeps_its_last_checkpoint_before_the_decay(keep, tokens,
         dict(lr_schedule="cosine", decay_fraction=0.2),
         dict(hours=1),
     ],
-    ids=["constant", "cosine", "by the clock"],
+    ids=["constant", "cosine", "hours"],
 )
 def test_a_run_with_another_schedule_or_hours_keeps_only_its_newest_checkpoint(
     changes, tokens, tmp_path
@@ -208,7 +208,7 @@ def test_a_wsd_run_fits_on_a_disk_for_as_many_checkpoints_as_bench_plan_counts(
         == 0
     )
     kept = json.loads((tmp_path / "plan.json").read_text())["checkpoints_kept"]
-    assert kept == 4  # two, best.pt, and the one before the decay
+    assert kept == 4  # the newest two, best.pt, and the last before the decay
     disk = make_disk(kept * size + (64 << 10))
     result = train(**keys | dict(out_dir=disk / "run"))
     assert "not saved" not in result.err

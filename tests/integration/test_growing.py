@@ -1,7 +1,7 @@
 """
 Train on a folder while it is being prepared: the same losses as on the finished folder, how a run
 waits and ends, and what it refuses. test_losses.py checks the order of the windows, and
-test_ranks.py two ranks.
+test_ranks.py checks two ranks.
 """
 
 import signal
@@ -73,7 +73,8 @@ def wait_until_it_waits(process) -> None:
 def test_a_run_on_a_growing_folder_equals_one_on_the_finished_folder(killed):
     """
     Let the run wait for each shard, even if only the last target of a window is missing. Kill it
-    with kill -9 while it waits for some of them. It reads the 1,763 tokens more than four times.
+    with kill -9 while it waits for some of the shards. It reads the 1,763 tokens more than four
+    times.
     """
     finished = write_tokens(Path("finished"), [8 * 16, 8 * 16, 1000, 7, 500], [300, 200])
     train(**TINY, dataset=finished, out_dir="whole")
@@ -115,7 +116,7 @@ def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number):
     growing = GrowingFolder(prepare(), Path("x"))
     process = start_run()
     wait_until_it_waits(process)
-    time.sleep(0.5)  # it still trains on what it has read
+    time.sleep(0.5)  # the run still trains on what it has read
     process.send_signal(number)
     result = finish(process)
     assert result.code == 128 + number and "stopping after" in result.err
@@ -186,7 +187,7 @@ def test_a_folder_that_cannot_be_trained_on_yet_is_refused():
     growing.add(0)
     assert "x: unfinished; " in refusal(dataset="x", stream=False)
     run("data/prepare_text.py", "a.jsonl", "--out=own")
-    growing.folder = Path("own")  # whose validation text is spread over all of it
+    growing.folder = Path("own")  # its validation text is spread over its whole text
     growing.write(manifest_of(Path("own")) | dict(complete=False))
     assert "own: unfinished; " in refusal(dataset="own")
     assert not Path("out").exists()

@@ -50,7 +50,7 @@ SAMPLE = dict(num_samples=1, max_new_tokens=30, start="ab", device="cpu", dtype=
 # -----------------------------------------------------------------------------
 # The changes
 
-# a factor on what the head gets
+# a factor on the head's input
 NEW_KEY = {
     "configurator.py": "class Config:\n    scale: float = 1.0",
     "model.py": """
@@ -201,7 +201,8 @@ def test_muon_refuses_a_new_weight_by_name_if_it_fits_none_of_its_groups(name, t
 
 def assert_every_weight_is_in_one_group(state: dict) -> None:
     groups = [group["params"] for group in state["optimizer"]["param_groups"]]
-    storages = {weight.data_ptr() for weight in state["model"].values()}  # a tied one counts once
+    # a tied weight counts once
+    storages = {weight.data_ptr() for weight in state["model"].values()}
     assert sorted(sum(groups, [])) == list(range(len(storages)))
     assert state["optimizer"]["state"].keys() == set(range(len(storages)))
 
@@ -213,7 +214,7 @@ def test_adamw_trains_a_weight_that_was_added_to_the_model(name, tokens, tmp_pat
     assert result.code == 0, result.err
     state = checkpoint(tmp_path / "out", 1)
     weight = state["model"][name]
-    if weight.dim() > 2:  # made of ones, and init_weights knows only matrices of layers
+    if weight.dim() > 2:  # starts as ones: init_weights sets only the layers' matrices
         assert (weight - 1).abs().max() < TINY["learning_rate"]
     assert_every_weight_is_in_one_group(state)
 
@@ -320,7 +321,7 @@ MODELS = {  # code in model.py, and the FLOPs per token with it
 
 @pytest.mark.parametrize("name", slow_but("attention in windows", of=MODELS))
 def test_the_flops_of_a_changed_model_are_counted_from_what_it_computes(name, tokens, tmp_path):
-    """Print no MFU if they cannot be counted."""
+    """Print no MFU if the FLOPs cannot be counted."""
     code, flops = MODELS[name]
     program = changed(tmp_path / "program", {"model.py": code})
     keys = TINY | dict(
@@ -354,7 +355,7 @@ MLP.__init__, MLP.forward = init, forward
 """
 }
 # several launches in one process, because importing the changed program takes two seconds; each
-# begins with another random state. The last one has a compiler that computes the same.
+# begins with another random state. The last launch's compiler changes nothing.
 LAUNCHES = """
 import runpy, sys
 import torch
@@ -376,7 +377,7 @@ for out_dir, *last in (
 
 
 def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(tokens, tmp_path):
-    """Do not change them when comparing compiled code with eager code."""
+    """Change neither when compiled code is compared with eager code."""
     program = changed(tmp_path / "program", NOISY)
     words = flags(**TINY, dropout=0.1, dataset=tokens)
     result = finish(start("-c", LAUNCHES, *words, cwd=program, only_torch=True))
@@ -399,7 +400,7 @@ LOSS, OPTIMIZER, SCHEDULE = (
     for function in ("loss_sum", "build_optimizer", "get_lr")
 )
 Z = 1e-4
-# with the key into which the page turns the number
+# the z-loss with a key in place of the number, as the page says
 Z_LOSS_KEY = {
     "configurator.py": "class Config:\n    z_loss: float = 0.0",
     "model.py": LOSS["model.py"].replace("1e-4", "config.z_loss")
@@ -430,7 +431,7 @@ def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(token
         evaluations = [column(tmp_path / name, "eval", "val_loss")[0] for name in (way, "without")]
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
     effect = (trained["plain"] - weights(tmp_path / "without")).norm()
-    for way in ways:  # rounding is far less
+    for way in ways:  # rounding errors are far smaller
         assert (trained[way] - trained["plain"]).norm() < effect / 20, way
     again = dict(out_dir=tmp_path / "plain", init_from="resume", max_iters=9, z_loss=0.0)
     result = train_changed(program, **keys | again)
@@ -471,7 +472,7 @@ def test_the_documented_1_sqrt_schedule_follows_its_formula(tokens, tmp_path):
     keys = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
     result = train_changed(program, **keys, dataset=tokens, out_dir=tmp_path / "run")
     assert result.code == 0, result.err
-    expected = [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01]  # two of warm-up; the decay begins at 4
+    expected = [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01]  # two iterations of warmup; decay from 4 on
     expected += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
     assert column(tmp_path / "run", "step", "lr") == pytest.approx(expected)
 
@@ -490,7 +491,7 @@ def test_the_functions_named_in_the_hacking_guide_exist():
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 def test_the_documented_loop_trains_both_versions_and_ends_with_a_verdict(tokens, tmp_path):
-    """Run it with tiny models, two seeds, and a few iterations instead of hours."""
+    """Run the loop with tiny models, two seeds, and a few iterations instead of hours."""
     clones, loop = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     keys = shlex.join(flags(**TINY | dict(dataset=tokens, max_iters=4, warmup_iters=1)))
     loop = re.sub(r"dev/\S+ idea.py --hours=\S+", f"idea.py {keys}", loop)
@@ -512,7 +513,7 @@ def test_the_documented_loop_trains_both_versions_and_ends_with_a_verdict(tokens
     path.write_text(with_definitions(path.read_text("utf-8"), LOSS["model.py"]), "utf-8")
     out = bash(loop)
     assert out.count("verdict: ") == 1
-    losses = re.findall(r"^val_loss: (\S+)$", out, re.M)  # each line twice: by the run and by grep
+    losses = re.findall(r"^val_loss: (\S+)$", out, re.M)  # the run and grep both print each line
     assert len(losses) == 2 * 2 * 2
     base, changed_loss = (
         column(here / "out" / name, "step", "loss")[0] for name in ("base-1", "zloss-1")

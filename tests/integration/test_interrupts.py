@@ -86,7 +86,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, tmp_p
     train(**keys, out_dir=unbroken)
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
-    # auto starts where there is nothing: the same command twice
+    # auto starts a run if there is none, so the same command serves twice
     again = keys | dict(out_dir=stopped, init_from="auto")
     assert trainer.launch(**again).code == 143
     assert checkpoints(stopped)[-1] == 6
@@ -194,7 +194,7 @@ def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny,
     train(**tiny | cut_otherwise, out_dir=tmp_path / "cut")
     for kind, names in (("step", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("val_loss",))):
         for name in names:
-            # float32 sums, in a different order; other windows would differ by about 0.1
+            # float32 adds in a different order; other windows would differ by about 0.1
             expected = pytest.approx(column(tmp_path / "unbroken", kind, name), abs=1e-4)
             assert column(tmp_path / "cut", kind, name) == expected
 
@@ -209,7 +209,7 @@ def test_a_run_saved_before_its_first_iteration_resumes(tiny, unbroken, tmp_path
 
 def test_a_resume_does_not_repeat_the_evaluation_of_its_checkpoint(tiny, tmp_path):
     train(**tiny | dict(max_iters=8), out_dir=tmp_path)
-    # the newest is the one with the most iterations, even if another was touched since
+    # the newest checkpoint has the most iterations, even if another was touched since
     os.utime(tmp_path / "ckpt-00000004.pt")
     trainer = InProcessRun()
     trainer.launch(**tiny, out_dir=tmp_path, init_from="resume")
@@ -279,7 +279,7 @@ def test_best_pt_starts_anew_if_a_resume_evaluates_on_other_tokens(key, tiny, tm
     train(**tiny | before, out_dir=tmp_path)
     train(**tiny | after | WORSE, out_dir=tmp_path)
     losses = losses_of(tmp_path)
-    # or the best would be a new one anyway
+    # otherwise best.pt would be a new checkpoint anyway
     number = min(losses, key=losses.get)
     assert number <= 12
     (kept,) = tmp_path.glob("best-*.pt")
@@ -339,7 +339,7 @@ def blank(content: bytearray) -> None:
 def damage(path, how) -> None:
     content = bytearray(path.read_bytes())
     how(content)
-    path.unlink()  # best.pt may be a link to it
+    path.unlink()  # best.pt may be a link to this file
     path.write_bytes(content)
 
 
@@ -354,7 +354,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
     result = trainer.launch(**keys, init_from="auto")
     assert result.code == 0
     assert "ckpt-00000008.pt" in result.err
-    # from 4 on
+    # resumed from iteration 4
     assert trainer.count["iteration"] == 8
     assert_same_run(unbroken, tmp_path, 12)
 
@@ -395,7 +395,7 @@ SPOILT = """
 def test_a_diverged_state_replaces_no_checkpoint_and_the_error_names_the_one_to_resume(
     sign, tiny, tmp_path
 ):
-    """Resume from there with the earlier rate, without moving any file."""
+    """Resume from that checkpoint with the earlier rate, without moving any file."""
     keys = tiny | dict(max_iters=20, eval_interval=4, keep_checkpoints=2, out_dir=tmp_path)
     train(**keys | dict(max_iters=4))
     changes, action = DEAD[sign]
@@ -403,7 +403,7 @@ def test_a_diverged_state_replaces_no_checkpoint_and_the_error_names_the_one_to_
     process = start(*script, *flags(**keys | changes, init_from="resume"))
     result = finish(process)
     assert result.code == 1
-    assert checkpoints(tmp_path) == [4, 8] if action else [4]
+    assert checkpoints(tmp_path) == ([4, 8] if action else [4])
     newest = tmp_path / f"ckpt-{checkpoints(tmp_path)[-1]:08}.pt"
     assert result.err.endswith(f"--init_from=resume continues from {newest}\n")
     train(**keys, init_from="resume")
@@ -490,7 +490,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tiny, tmp_path):
     process = start_watched(long_iteration, **keys)
     wait_for_line(process, "updated")
     process.send_signal(signal.SIGINT)
-    # the answer to the first one
+    # the answer to the first Ctrl-C
     assert "stopping" in process.stderr.readline()
     time.sleep(0.6)  # two within half a second count as one that torchrun sent twice
     process.send_signal(signal.SIGINT)
@@ -572,7 +572,7 @@ def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(conso
 
 @needs_signals
 def test_prints_to_the_log_alone_where_stdout_is_closed(tmp_path):
-    """With `>&-` sys.stdout is None."""
+    """Do without sys.stdout, which is None after `>&-`."""
     code = """
 import sys
 from common.console import keep_transcript, say

@@ -42,7 +42,7 @@ from torch.nn.modules.module import (
 
 T = 16  # context
 V = 61  # vocabulary; padded to 128
-TRAIN = [700, 37, 500]  # tokens of the shards: 77 windows; 12 iterations take 144
+TRAIN = [700, 37, 500]  # tokens in each shard: 77 windows in all; 12 iterations read 144
 VAL = [250, 150]
 BASE = TINY_RUN | dict(
     bias=True,
@@ -57,13 +57,13 @@ BASE = TINY_RUN | dict(
     beta2=0.95,
     grad_clip=0.5,
     eval_interval=6,
-    eval_tokens=18 * T,  # four micro-batches and a half
+    eval_tokens=18 * T,  # four and a half micro-batches
     keep_checkpoints=99,
     seed=5,
 )
-TOKENS = 12 * T  # of an iteration
-# A run rounds to float32, reference_gpt2.py does not. That moves a loss by up to 1e-6, as measured
-# over all kinds below; the exact GELU would move it by 1e-4.
+TOKENS = 12 * T  # per iteration
+# A run rounds to float32, reference_gpt2.py does not. Rounding moves a loss by up to 1e-6, as
+# measured over all kinds below; the exact GELU would move a loss by 1e-4.
 CLOSE = dict(abs=5e-6)
 
 
@@ -73,7 +73,7 @@ def tokens(tmp_path_factory) -> Path:
     manifest = json.loads((folder / "manifest.json").read_text())
     for shard in manifest["shards"]:
         if shard["name"].startswith("train"):
-            shard["bytes"] *= 2  # bits per byte are those of the validation text
+            shard["bytes"] *= 2  # bits per byte must count only validation bytes
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -153,7 +153,7 @@ def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, train
     last = reference_gpt2.weights(checkpoint(tmp_path, 12)["model"])
     before = reference_gpt2.weights(torch.load(weights)["model"])
     # Where a weight's gradient is nothing but rounding, Adam still makes a whole step of it, so a
-    # few weights may differ. Decay on norms would make 6 % of the way.
+    # few weights may differ. Decay on norms would move the weights 6 % as far as training does.
     assert distance(last, w) < 0.004 * distance(before, w)
 
 
@@ -180,13 +180,13 @@ def test_a_run_from_scratch_has_gpt2s_initial_weights_and_a_loss_near_ln_v(token
         if p.dim() == 2:
             # GPT-2 paper, section 2.3; two projections of each layer add to the residual stream
             std = 0.02 / math.sqrt(2 * 4) if name.endswith("c_proj.weight") else 0.02
-            # 2,048 numbers in the smallest matrix: their deviation is known to 1.6 %, their mean to
-            # 2 % of it; this allows five times that
+            # the smallest matrix has 2,048 numbers, so the standard deviation is known to 1.6 % and
+            # the mean to 2 % of the deviation; this allows five times as much
             assert p.std() == pytest.approx(std, rel=0.08), name
             assert p.mean() == pytest.approx(0, abs=0.1 * std), name
         else:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
-    # random logits of this variance cost half of it over a uniform guess
+    # random logits cost half of their variance more than a uniform guess
     variance = 0.02**2 * 128
     [(train_loss, val_loss)] = column(tmp_path, "eval", "train_loss", "val_loss")
     assert train_loss == pytest.approx(math.log(128) + variance / 2, abs=0.02)
@@ -254,7 +254,7 @@ def test_raising_max_iters_stretches_the_schedule_unless_lr_decay_iters_is_set(
     train(**config, out_dir=tmp_path / "whole")
     longer, whole = (column(tmp_path / name, "step", "lr") for name in ("longer", "whole"))
     assert longer[8:] == whole[8:]
-    # before, the schedule was a shorter one
+    # up to iteration 8, the first launch followed a shorter schedule
     assert (longer == whole) == (lr_decay_iters == 8)
     assert (whole[8:] == [1e-3] * 4) == (lr_decay_iters == 8)
 
@@ -266,7 +266,7 @@ WHEN = {
     ),
     "never": (dict(max_iters=3, eval_interval=100), dict(evals=[0, 3], saves=[3])),
     "the best alone": (
-        # a rate with which the model gets worse
+        # a rate so high that the model gets worse
         dict(max_iters=9, eval_interval=3, learning_rate=1, always_save_checkpoint=False),
         dict(evals=[0, 3, 6, 9], saves=[9]),
     ),
@@ -378,7 +378,7 @@ def test_dropout_acts_in_training_but_not_in_evaluation(tokens, trained, tmp_pat
             assert evaluation_in(result.out) == pytest.approx(evaluations[it], abs=6e-5)
         train(**again | dict(max_iters=it + 1, eval_interval=100))
         [loss] = column(same_start, "step", "loss")
-        # with the same dropout they would be equal
+        # with the same dropout the losses would be equal
         assert abs(loss - logged[it]) > 0.01, it
 
 
@@ -420,13 +420,13 @@ def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
         assert ("--dtype=float32" in result.err) == (dtype == "float16")  # which is slow on a CPU
     whole = tmp_path / "float32"
     # A single number is rounded by 2**-9 or 2**-12 of itself. A loss is a mean of many numbers, but
-    # over the iterations the rounding adds up: to a third of this in a loss, more in a norm.
+    # over the iterations the rounding adds up: to a third of `near` in a loss, to more in a norm.
     for dtype, near in (("bfloat16", 2**-9), ("float16", 2**-12)):
         half = tmp_path / dtype
         for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
             ours, theirs = column(half, kind, name), column(whole, kind, name)
             assert ours == pytest.approx(theirs, rel=near), (dtype, name)
-            assert ours[0] != theirs[0], (dtype, name)  # of the same weights
+            assert ours[0] != theirs[0], (dtype, name)  # of the initial weights
         ours, theirs = column(half, "step", "grad_norm"), column(whole, "step", "grad_norm")
         assert ours == pytest.approx(theirs, rel=50 * near), dtype
 
@@ -441,7 +441,7 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     with mock.patch("torch.amp.GradScaler", scaler):
         train(**config, dataset=tokens, out_dir=tmp_path)
     norms = column(tmp_path, "step", "grad_norm")
-    halved = norms.count(None)  # they were not finite
+    halved = norms.count(None)  # norms that were not finite
     assert 3 <= halved <= 16 and None not in norms[16:]
     assert checkpoint(tmp_path, 24)["scaler"]["scale"] == 2.0 ** (26 - halved)
     losses = column(tmp_path, "step", "loss")
@@ -551,12 +551,12 @@ def test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_
 ):
     trainer = InProcessRun(fake_clock=True)
     trainer.seconds = dict(iteration=0.5, lookup=0.001, save=1.0)
-    # evaluations and saves are at 4 and 8, and not where the lines are
+    # evaluations and saves come at 4 and 8; with log_interval=3, no log line does
     config = BASE | dict(eval_interval=4, log_interval=log_interval, peak_tflops=PEAK_TFLOPS)
     assert trainer.launch(**config, dataset=tokens, out_dir=tmp_path).code == 0
 
     lookups = trainer.count["lookup"]
-    assert lookups > 4 * 2 * 5  # times, splits, batches of several lookups
+    assert lookups > 4 * 2 * 5  # 4 evaluations, 2 splits, 5 batches of several lookups
     spent = dict(steps=12 * 0.5, evaluation=lookups * 0.001, checkpoints=3 * 1.0)
     [end] = records(tmp_path, "end")
     assert end["ledger"] == pytest.approx(spent | {"start-up": 0, "compile": 0})

@@ -112,7 +112,7 @@ def tokens(tmp_path_factory) -> Path:
 
 
 def test_a_resumed_fine_tuning_keeps_the_vocabulary_of_its_initial_weights(tokens, tmp_path):
-    """Keep the head's 61 rows instead of padding them to 128 (for GPT-2: 50257, to 50304)."""
+    """Keep the head's 61 rows instead of padding them to 128 (GPT-2's 50257, to 50304)."""
     random_gpt2(tmp_path / "hf", vocab_size=61)
     sizes = dict(n_layer=2, bias=True, dataset=tokens, out_dir=tmp_path / "run")
     train(**TINY | sizes, init_from=tmp_path / "hf")
@@ -124,7 +124,7 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path
     """
     Resume however the run ended, even if another command resumed it in between or the path is
     spelt differently, and say from which weights the run began and which keys differ. --eval_only
-    evaluates the weights. Other weights, and scratch, are refused.
+    evaluates those weights. Other weights, and scratch, are refused.
     """
     monkeypatch.chdir(tmp_path)
     random_gpt2(tmp_path / "hf", vocab_size=61)

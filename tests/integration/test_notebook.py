@@ -43,7 +43,7 @@ def test_the_notebook_states_the_minutes_that_bench_plan_computes():
     text = "".join("".join(cell["source"]) for cell in ALL_CELLS)
     (minutes,) = re.findall(r"(\d+) minutes by `bench.py plan`", text)
     assert rounds_to(60 * p["hours_total"], minutes)
-    assert p["vram_gib"] < 8  # as it says at the top
+    assert p["vram_gib"] < 8  # as the notebook says at the top
 
 
 def shell_commands() -> list[list[str]]:
@@ -104,7 +104,7 @@ def test_the_notebook_keeps_the_run_in_google_drive_on_colab(monkeypatch):
     assert all("$OUT" in "".join(CELLS[i]) for i in (4, 5, 6))
     exec(CELLS[7], names)
     assert calls == ["/content/drive", "flushed"]
-    monkeypatch.setenv("OUT", "out/notebook")  # refused, or not on Colab
+    monkeypatch.setenv("OUT", "out/notebook")  # Drive was refused, or this is not Colab
     exec(CELLS[7], {"os": os})
 
 

@@ -156,13 +156,13 @@ def test_the_documented_commands_prepare_train_and_sample_your_own_text(
     written = Path("config/my.py").read_text()
     result = run("train.py", "config/my.py", "--max_iters=2", "--sample_tokens=5", *CPU)
     assert result.code == 0
-    # the end of each file is held out, which is none of the orders of prepare_fineweb.py
+    # prepare_text.py holds out the end of each file, so no order of prepare_fineweb.py is named
     assert ", order " not in re.findall("^data: .*$", result.out, re.MULTILINE)[0]
     (command,) = re.findall("^# python (sample.*)$", written, re.MULTILINE)
     words = shlex.split(command)
     result = run(*words, "--start=To", "--max_new_tokens=9", "--device=cpu")
     assert result.code == 0 and result.out.startswith("To")
-    # nobody's file is overwritten
+    # an existing config is not overwritten
     result = run("data/prepare_text.py", "my text.txt", "--write=config/my.py")
     assert result.code == 2 and "exists" in result.err
     assert Path("config/my.py").read_text() == written
@@ -298,6 +298,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(tmp_path, monkeypatch):
     shutil.copy(ROOT / "config" / "finetune_gpt2.py", "config")
     random_gpt2(Path("gpt2"), vocab_size=50257)  # a folder of that name comes before the hub
     commands = [command for command in fine_tuning("gpt2") if "config/finetune_gpt2.py" in command]
+    assert commands
     for number, arguments in enumerate(commands):
         (dataset,) = [word for word in arguments if word.startswith("--dataset=")]
         folder = write_tokens(Path("data", dataset.partition("=")[2]), [3000], [700], vocab=50257)

@@ -102,7 +102,7 @@ def test_nanogpts_config_and_data_folder_train_unchanged(tmp_path, monkeypatch):
     assert config["tracker"] == "none"
     assert config["dropout"] == 0.2
     assert [record["iter"] for record in records(run_folder, "eval")] == [0, 4, 8]
-    # one letter, one byte
+    # a tokenizer of single characters
     assert column(run_folder, "start", "tokenizer")[0].startswith("char")
     (text,) = sample("letters.py", "--start=abc", "--num_samples=1", "--max_new_tokens=9")
     assert text.startswith("abc")
@@ -129,7 +129,7 @@ def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
     result = run("train.py", "letters.py", *where, *evaluation)
     assert result.code == 0, result.err
     # the program computes GPT-2's GELU, as transformers does; nanoGPT's would move the loss by less
-    # than this
+    # than this tolerance
     assert evaluation_in(result.out) == pytest.approx(expected, abs=1e-4)
     assert files(tmp_path) == before  # an evaluation writes nothing
 
@@ -152,7 +152,7 @@ def test_a_files_bias_and_padding_yield_to_loaded_weights_at_every_launch(tmp_pa
     assert result.code == 0, result.err
     (line,) = [line for line in result.out.splitlines() if "pad_vocab_multiple=1" in line]
     assert line.startswith("weights: ") and "bias=False" in line and "--learning_rate=3e-5" in line
-    for more in ([], ["--max_iters=8"]):  # the second resumes from a checkpoint of the first
+    for more in ([], ["--max_iters=8"]):  # the second launch resumes the first
         result = run("train.py", *where, "--init_from=auto", "--max_iters=6", *more)
         assert result.code == 0, result.err
         assert "bias=False" in result.out and "--learning_rate" not in result.out
@@ -175,7 +175,7 @@ def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, t
     val = np.fromfile(corpus / "val_000000.bin", "<u2")[512:]
     before = loss_by_transformers(tmp_path / "hf", val)
 
-    # the sizes come from the weights, but for a shorter context
+    # the sizes come from the weights, except for a shorter context
     names = ("n_layer", "n_head", "n_embd")
     given = {name: value for name, value in SHORT_RUN.items() if name not in names}
     given |= dict(dataset=corpus, init_from=tmp_path / "hf", eval_tokens=20 * T)
@@ -189,7 +189,7 @@ def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, t
     assert losses[-1] < before - 0.5
     result = run("convert.py", "ckpt-to-hf", tmp_path / "tuned", tmp_path / "tuned-hf")
     assert result.code == 0, result.err
-    # the model of the best evaluation; float32 sums, in a different order
+    # the export is of the best evaluation; transformers adds float32 in a different order
     after = loss_by_transformers(tmp_path / "tuned-hf", val)
     assert after == pytest.approx(min(losses), abs=1e-5)
 
@@ -205,7 +205,7 @@ def test_a_new_run_can_start_from_another_runs_weights(gpt2, letters, tmp_path):
     assert column(tmp_path / "tuned", "eval", "val_loss")[0] == pytest.approx(newest, abs=1e-6)
     assert checkpoint(tmp_path / "tuned", 4)["optimizer"]["state"][0]["step"] == 4
     assert files(gpt2) == before
-    # and is resumed like any other
+    # the new run is resumed like any other
     given |= dict(max_iters=6)
     train(**given, dataset=other, init_from="resume", out_dir=tmp_path / "tuned")
     assert checkpoints(tmp_path / "tuned") == [4, 6]

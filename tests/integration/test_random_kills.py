@@ -42,7 +42,7 @@ OPTIONS = TINY_RUN | dict(
     init_from="auto",
 )
 LAUNCHES = 4
-# about how often each happens in the first 14 iterations of a launch
+# about how often each moment comes in the first 14 iterations of a launch
 MOMENTS = dict(update=14, lookup=24, disk=250, saved=6)
 
 
@@ -91,7 +91,7 @@ def damage(path: Path, chance: random.Random) -> str:
         del content[place:]
     else:
         content[place] ^= 1 << chance.randrange(8)
-    path.unlink()  # best.pt may be a link to it
+    path.unlink()  # best.pt may be a link to this file
     path.write_bytes(content)
     return f"{how} {path.name} at {place}"
 
@@ -105,8 +105,8 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
         result = finish(start(*with_faults(disk, *steps), *arguments))
         print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
         number = getattr(signal, steps[-1][2])
-        # 0: the run ended before the signal. -number: SIGKILL, or a signal before the loop. 1: it
-        # was stopped on a full disk
+        # 0: the run ended before the signal. -number: SIGKILL, or a signal before the loop. 1: the
+        # run was stopped on a full disk
         assert result.code in (0, -number, 128 + number, 1)
         assert "Traceback" not in result.err
         if result.code == 1:

@@ -2,8 +2,8 @@
 Run several processes (gloo, on the CPU): they train like one, decide together, and leave no process
 behind. test_losses.py compares the numbers of two ranks.
 
-Most tests start the ranks themselves, with the environment that torchrun would give them. Starting,
-stopping and restarting by torchrun itself is slow and tested with the real one.
+Most tests start the ranks themselves, with the environment that torchrun would give them. The tests
+in which torchrun itself starts, stops and restarts ranks use the real torchrun, and are slow.
 """
 
 import datetime
@@ -325,7 +325,7 @@ LEAVING = """
 
     def leaves():
         leave()
-        # in one piece, as both ranks of torchrun write into one file
+        # written in one piece, because both ranks of torchrun write into one file
         sys.stderr.write(f"has left {torch.distributed.is_initialized()}\\n")
 
     torch.distributed.destroy_process_group = leaves
@@ -374,14 +374,15 @@ def test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs(t
 
 
 def test_gradient_buckets_are_arranged_before_the_first_iteration(tiny):
-    """Otherwise three ranks would sum gradients in a different order after a resume."""
+    """Keep three ranks from adding gradients in a different order after a resume."""
     arguments = flags(**tiny | dict(max_iters=3))
     results = finish_ranks(start_ranks(2, *arguments, script=watched(before=BUCKETS)))
     for code, _, err in results:
         assert code == 0, err
         before, *iterations = re.findall("^bucket .*$", err, re.MULTILINE)
         assert iterations == [iterations[0]] * 3
-        assert before != iterations[0]  # else torch no longer rearranges them, and nor need we
+        # or torch no longer rearranges the buckets, and we need not either
+        assert before != iterations[0]
 
 
 # -----------------------------------------------------------------------------
@@ -489,7 +490,7 @@ def test_a_signal_to_the_second_rank_ends_the_wait_for_disk_space(tiny, make_dis
     assert checkpoints(disk / "run") == [6]
 
 
-# torch's own timeout is the program's, until the second rank hangs
+# torch uses the program's timeout until the second rank hangs, and then half a second
 PATIENCE = """
     import torch.distributed
     begin = torch.distributed.init_process_group
@@ -541,7 +542,7 @@ FIRST = dict(TORCHELASTIC_RESTART_COUNT="0")
 @pytest.mark.parametrize("victim", slow_but(1, of=[0, 1]))
 def test_a_rank_ends_with_one_line_if_another_rank_is_killed(victim, tiny):
     processes = start_ranks(2, *flags(**tiny), script=dying(victim), **FIRST)
-    # torch's own timeout is ten minutes
+    # the ranks get less time than torch's own timeout of ten minutes
     results = finish_ranks(processes)
     assert results[victim].code == -signal.SIGKILL
     other = results[1 - victim]

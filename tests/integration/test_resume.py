@@ -31,7 +31,7 @@ def test_ctrl_c_ends_a_run_with_code_130_and_the_printed_command_continues_it(co
     result = finish(process)
     assert result.code == 128 + signal.SIGINT, result.err
     assert column(tmp_path / "run", "end", "reason") == ["SIGINT"]
-    assert "second signal" in result.out + result.err  # and what one would do
+    assert "second signal" in result.out + result.err  # what a second signal would do
     (saved,) = column(tmp_path / "run", "end", "iters")
     assert checkpoints(tmp_path / "run")[-1] == saved
     (line,) = re.findall(r"^to continue: python (.*)$", result.out, re.MULTILINE)
@@ -53,7 +53,7 @@ def test_a_resume_verifies_its_checkpoint_only_once(corpus, tmp_path):
 
     with mock.patch("zipfile.ZipFile.testzip", verify):
         train(**arguments | dict(max_iters=4), init_from="resume")
-    assert verified == ["ckpt-00000002.pt", "ckpt-00000004.pt"]  # the second one after its save
+    assert verified == ["ckpt-00000002.pt", "ckpt-00000004.pt"]  # 4 is read right after its save
 
 
 @pytest.fixture(scope="module")

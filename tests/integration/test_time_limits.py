@@ -90,19 +90,19 @@ def test_a_timed_run_ends_on_time_with_its_schedule_complete(keys, trainer, tiny
     (used,) = re.findall(r" hours (\S+) of 0.25", result.out)
     assert float(used) == 0
     assert "23:15" in result.out.partition("iter 0:")[0]
-    # what is left would not hold another iteration
+    # the time left would not hold another iteration
     assert SECONDS - 20 <= trainer.now <= SECONDS
     assert end_of(tmp_path)["reason"] == keys.partition(" ")[0]
     rate = rates(tmp_path)
     assert rate[0] == 1.0
     assert rate[-1] == 0.0
-    # an iteration is a ninetieth of the time; with an evaluation and two saves 16 s
+    # an iteration takes a ninetieth of the time, or 16 s with an evaluation and two saves
     assert all(0 < before - after <= 17 / SECONDS for before, after in pairwise(rate))
     assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
     last = len(rate)
     assert column(tmp_path, "eval", "iter")[-1] == last
-    # at each twentieth: an iteration, an evaluation and a save are 15 s; the last ones have their
-    # time reserved
+    # evaluations come at each twentieth of the time; an iteration, an evaluation and a save take
+    # 15 s; time is reserved for the last evaluation and save
     twentieths = [n / 20 * HOURS for n in range(21)]
     assert column(tmp_path, "eval", "hours") == pytest.approx(twentieths, abs=20 / 3600)
     assert checkpoints(tmp_path)[-1] == last
@@ -133,7 +133,7 @@ def test_a_timed_run_skips_evaluations_that_would_delay_the_last_one(trainer, ti
     assert SECONDS - 20 <= trainer.now <= SECONDS
     evaluated = column(tmp_path, "eval", "iter", "hours")
     (before, hours), (last, _) = evaluated[-2:]
-    # the one before needs room for itself and for the last one, each 40 s with its save and update
+    # the last evaluation but one needs time for two, each 40 s with its save and update
     assert 3600 * hours <= SECONDS - 2 * 40
     assert last - before <= 10
     assert last == end_of(tmp_path)["iters"]
@@ -177,7 +177,7 @@ def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(trainer, tiny, tmp_p
 def test_max_iters_in_a_config_file_does_not_limit_a_timed_run(trainer, tiny, tmp_path):
     """
     Ignore a file's max_iters and lr_decay_iters when --hours is typed, because they belong to a run
-    by iterations.
+    that counts iterations.
     """
     file = tmp_path / "config.py"
     file.write_text("max_iters = 5\nlr_decay_iters = 4\n")
@@ -214,7 +214,7 @@ def test_a_run_by_hours_ends_on_time_in_real_time(busy, tiny, tmp_path):
     *begins, end = 0.0, *column(tmp_path, "step", "hours")
     pairs = zip(begins, rates(tmp_path), strict=True)
     assert statistics.median(abs(lr - 0.01 * (1 - at / end)) for at, lr in pairs) < 0.0005
-    # one at the start, and one in each twentieth unless the machine was held up
+    # an evaluation at the start, and one in each twentieth unless the machine was held up
     assert 15 <= len(records(tmp_path, "eval")) <= 21
 
 
@@ -265,7 +265,7 @@ def test_a_finished_run_resumes_only_if_it_is_given_more_time_or_iterations(
     tiny |= dict(eval_interval=1000)
     trainer.launch(**tiny | first)
     iterations = len(rates(tmp_path))
-    assert rates(tmp_path)[-1] == pytest.approx(0.0, abs=0.04)  # with max_iters: a thirtieth
+    assert rates(tmp_path)[-1] == pytest.approx(0.0, abs=0.04)  # a thirtieth with max_iters
     log = (tmp_path / "metrics.jsonl").read_bytes()
     result = trainer.launch(**tiny | first, init_from="auto")
     assert result.code == 0
@@ -412,7 +412,7 @@ def test_a_failed_save_is_retried_every_half_minute_instead_of_every_iteration(
     for number in range(1, 100):
         trainer.at["save", number] = fail
     trainer.launch(**tiny, max_iters=79, eval_interval=1000, checkpoint_interval=40)
-    # due at 84 s, after the first evaluation; tried again at 114 s, with success at 144 s; the end
+    # due at 84 s, after the first evaluation; tried again at 114 s; works at 144 s; and at the end
     assert trainer.count["save"] == 4
     assert column(tmp_path, "checkpoint", "iter") == [70, 79]
 
@@ -453,10 +453,10 @@ def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resu
     trainer.launch(**keys, init_from="auto")
     ledger = end_of(tmp_path)["ledger"]
     assert ledger["steps"] == 40 * 10
-    # at 0, 8, ..., 40
+    # evaluations at 0, 8, ..., 40
     assert ledger["evaluation"] == 6 * 4
-    # after each of these but the first, and at the stop: a checkpoint cannot hold the time of its
-    # own save, so the last one of the first launch may be lost
+    # saves after each evaluation but the first, and at the stop: a checkpoint cannot hold the time
+    # of its own save, so that of the first launch's last save may be lost
     assert ledger["checkpoints"] in (5 * 1, 6 * 1)
     assert sum(ledger.values()) == 40 * 10 + 6 * 4 + ledger["checkpoints"]
     assert trainer.now - 5000 == 40 * 10 + 6 * 4 + 6 * 1
@@ -477,7 +477,7 @@ def test_warns_if_until_is_far_away(until, trainer, tiny):
 def test_a_finished_run_that_is_given_more_hours_keeps_evaluating(trainer, tiny, tmp_path):
     trainer.launch(**tiny, hours=HOURS)
     trainer.launch(**tiny, hours=2 * HOURS, init_from="auto")
-    # the second half of the twentieths
+    # evaluations at the second half of the twentieths
     later = [hours for hours in column(tmp_path, "eval", "hours") if hours > HOURS]
     assert len(later) == pytest.approx(10, abs=1)
 
@@ -492,8 +492,8 @@ def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(
     with mock.patch("torch.compile", compile_slowly):
         trainer.launch(**tiny | dict(compile=True), max_iters=5)
     end = end_of(tmp_path)
-    # and two evaluations, eager and compiled, which check the compiled code
+    # compiling, and two evaluations, eager and compiled, which check the compiled code
     assert end["ledger"]["compile"] == 100 + 2 * 4
     # five iterations, the evaluation at their end, and a save; InProcessRun takes the evaluation at
-    # their beginning for a part of the check before it, so the fake clock stands still
+    # their beginning for a part of the check before it, so it adds no time to the fake clock
     assert 3600 * end["hours"] == pytest.approx(5 * 10 + 4 + 1)

@@ -1,6 +1,6 @@
 """
-Check what trackers, the loss curve and the console show, and that a failing one costs a run no more
-than a warning.
+Check what trackers, the loss curve and the console show, and that a failing tracker or
+curve costs a run no more than a warning.
 """
 
 import json
@@ -212,7 +212,7 @@ def test_the_last_loss_curve_is_not_blank_and_is_newer_than_the_complete_log(tin
     pixels = imread(picture)
     assert min(pixels.shape[:2]) > 200
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20  # not a blank page
-    # begun after the last record
+    # the picture was begun after the last record
     assert picture.stat().st_mtime_ns > (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns
 
 

@@ -106,10 +106,10 @@ def test_a_run_on_windows_is_stopped_resumed_sampled_and_compared(started, tmp_p
     write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
     code, out, err = finish(started(NIGHT, *flags(**SMALL)))
     assert "codes: [149, 0, 0, 0]" in out, out + err
-    assert "calls: [(2147483649,), (2147483649,)]" in out  # kept awake, by each launch
+    assert "calls: [(2147483649,), (2147483649,)]" in out  # each launch kept the machine awake
     # in double quotes, which cmd and PowerShell both know
     assert '"--out_dir=my run"' in out.partition("to continue: python train.py ")[2]
-    # nothing that is sampled stays open, and the console has no snowman
+    # sample.py holds no file open, and the console cannot print a snowman
     assert "held: []" in out and "caf\u00e9 ?" in out and "mem n/a" in out
     assert "warning" not in err and list(tmp_path.rglob("*.tmp")) == []
     train(**SMALL | dict(out_dir="straight"))
