@@ -659,7 +659,7 @@ def test_flags_choose_the_hubs_dataset_and_the_default_folder(flags, asked, tmp_
 
 def test_without_a_network_one_line_suggests_local_files(tmp_path):
     code, _, err = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
-    assert code == 2 and err.count("\n") == 1 and "give local files" in err
+    assert code == 2 and err.count("\n") == 1 and "give --source=FILES" in err
     assert not (tmp_path / "out").exists()
 
 
