@@ -289,11 +289,12 @@ def measure_in_turn(
     Measure all rows in turn, so that a machine that is busy or throttled for a while slows down all
     rows alike.
 
-    Returns what `tabulate` returns. It prints the table, also after Ctrl-C, SIGTERM or an error.
+    Returns what `tabulate` returns. `tabulate` prints the table, also after Ctrl-C, SIGTERM or an
+    error.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     turns = rows * options.trials
-    say(f"{len(turns)} measurements; Ctrl-C ends with the table of the rows so far")
+    say(f"{len(turns)} measurements; Ctrl-C stops, and prints the table of the rows so far")
     found: dict[str, list[dict]] = {}
     measured: Measured = []
     # Peaks by dtype and tf32. Each is measured once and reused, so that rows' MFUs are comparable.

@@ -89,7 +89,7 @@ class Row:
     values: list  # one per run, None if unknown
     format: Callable[..., str] = str
     word: str = ""  # describes the best run, such as "faster"; "lower" compares by difference
-    same: float = SAME  # the difference that still counts as equal: relative; absolute for losses
+    same: float = SAME  # largest difference that counts as equal: relative, but absolute for losses
 
     def verdict(self, names: list[str]) -> str:
         """
@@ -468,9 +468,9 @@ def collect_warnings(runs: list[Run]) -> list[str]:
         warnings.append(f"losses are not comparable: {reason}; {of_bits}")
     elif any(map(evaluates_random_tokens, runs)) and len(runs) > 1:
         warnings.append(
-            "nanoGPT evaluates on random batches, and published runs on other validation tokens, "
-            f"so losses within {RANDOM_NOISE} count as equal; if you have nanoGPT's "
-            "ckpt.pt, evaluate it here (docs/from_nanogpt.md)"
+            "nanoGPT evaluates on random batches, and published runs on other tokens than yours, "
+            f"so losses that differ by up to {RANDOM_NOISE} count as equal; if you have "
+            "nanoGPT's ckpt.pt, evaluate it here (docs/from_nanogpt.md)"
         )
     return warnings
 
@@ -503,7 +503,7 @@ def main(argv: list[str]) -> None:
     add = parser.add_argument
     run_help = "an out_dir, its metrics.jsonl, nanoGPT's console output, or a public CSV file"
     add("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
-    seeds_help = "baseline runs, one per seed: prints whether the other runs are better"
+    seeds_help = "baseline runs, one per seed; the verdict says whether the other runs are better"
     add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)
     add(
         "--loss",
@@ -520,7 +520,7 @@ def main(argv: list[str]) -> None:
     paths = find_paths(args.runs)
     base = find_paths(args.against)
     if both := [path for path in base if path in paths]:
-        raise UserError(f"against: {both[0]} is on both sides")
+        raise UserError(f"against: {both[0]} is on both sides; give it on only one")
     runs = open_runs([*paths, *base], args.gpu)
     groups = [[run] for run in runs]  # each is drawn in a colour of its own
     if args.against:

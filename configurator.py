@@ -46,7 +46,7 @@ UNREACHED = 2**40
 # Keys of a config file that loaded weights overrule, so that a GPU's config can start from GPT-2
 YIELDING = ("bias", "pad_vocab_multiple")
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
-# The values of keys that have only a few
+# The values of keys that accept only a few
 Tracker = Literal["none", "wandb", "tensorboard"]
 Model = Literal["gpt2", "fast"]
 Optimizer = Literal["adamw", "muon"]
@@ -71,7 +71,7 @@ class Config:
     eval_tokens: int = 0  # tokens per evaluation; 0: use eval_iters micro-batches
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
-    always_save_checkpoint: bool = True  # save after every evaluation; False: after the best so far
+    always_save_checkpoint: bool = True  # save after every evaluation; False: only after the best
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
     keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt and, with wsd, peak.pt
     # Logging
@@ -100,7 +100,7 @@ class Config:
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
-    learning_rate: float = 6e-4  # peak rate; with Muon: the hidden matrices' (0.025 if unset)
+    learning_rate: float = 6e-4  # peak rate; with Muon: that of hidden matrices (0.025 if unset)
     head_lr: float = 0.004  # with Muon: peak rate of the output head
     muon_momentum: float = 0.95  # momentum of Muon's updates
     weight_decay: float = 0.1  # for matrices; with Muon: for embeddings, head, model=fast's vectors
@@ -318,7 +318,7 @@ def read_flag(
     kind: Any = known[name].type
     if not equals and (text or kind is not bool):
         example = text or repr(known[name].default)
-        raise UserError(f"--{name}: needs = and a value: --{name}={example}")
+        raise UserError(f"--{name}: needs = and a value, as in --{name}={example}")
     value: Any = parse_value(text, kind) if equals else True
     if name in PATHS:
         value = os.path.expanduser(value)  # because shells do not expand the ~ in --key=~/x
@@ -398,7 +398,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     choices = get_args(f.type)
     if choices and value not in choices:
         raise UserError(
-            f"{where}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}"
+            f"{where}: {value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
         )
     least = 1 if f.name in AT_LEAST_1 else 0
     if kind in (int, float) and value < least:
@@ -441,7 +441,7 @@ def resolve(
         c = replace(c, min_lr=highest / 10)
 
     if c.until and c.hours:
-        problems.append("until: hours is set too; give one of them")
+        problems.append("until: hours is set too; give only one of them")
     elif c.until and not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", c.until):
         problems.append(f"until: {c.until!r} is not a clock time; write --until=07:00")
     return c, problems
@@ -471,7 +471,7 @@ def count_micro_batches(
             nearest = " or ".join(map(str, sizes[i - 1 : i + 1]))
             return accum, [
                 f"batch_size: {c.batch_size} does not divide this run's {sequences} sequences "
-                f"per iteration; nearest: {nearest}"
+                f"per iteration; use {nearest}"
             ]
     elif "tokens_per_iter" in c.typed and c.tokens_per_iter:
         accum, rest = divmod(c.tokens_per_iter, micro_batch)
@@ -479,7 +479,7 @@ def count_micro_batches(
             nearest = f"{accum * micro_batch} or " if accum else ""
             return accum, [
                 f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * "
-                f"block_size = {micro_batch:,}; nearest: {nearest}{(accum + 1) * micro_batch}"
+                f"block_size = {micro_batch:,}; use {nearest}{(accum + 1) * micro_batch}"
             ]
     elif c.tokens_per_iter:
         accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
@@ -508,13 +508,14 @@ def check_model(c: Config) -> list[str]:
     if rest:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
-        problems.append(f"loss_chunk: {c.loss_chunk!r} is none of auto, off or a number like 1024")
+        problems.append(f"loss_chunk: {c.loss_chunk!r} is not auto, off or a number like 1024")
     for name, (key, value) in ONLY_WITH.items():
         if getattr(c, key) != value and getattr(c, name) != FIELDS[name].default:
             problems.append(f"{name}: only {key}={value} reads it; leave it out")
     if c.model == "fast":
         if not rest and head_size % 4:
-            problems.append(f"n_head: heads of size {head_size}; model=fast needs a multiple of 4")
+            problem = f"n_head: the heads have {head_size} channels each"
+            problems.append(f"{problem}, but model=fast needs a multiple of 4")
         if c.tie_weights:
             problems.append("tie_weights: model=fast has its own head; set --tie_weights=False")
     return problems
@@ -562,7 +563,7 @@ def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
 def print_help(keys: type = Config) -> None:
     """Print the keys as flags, with the dataclass's own headings and comments."""
     script = os.path.basename(sys.argv[0])
-    print(f"usage: python {script} [config.py ...] [--key=value ...]   (the last one wins)\n")
+    print(f"usage: python {script} [config.py ...] [--key=value ...]   (the last value wins)\n")
     print(inspect.cleandoc(keys.__doc__ or ""))
     known = find_keys(keys)
     for heading, meanings in describe_keys(keys).items():

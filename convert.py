@@ -28,8 +28,9 @@ from training.pretrained import TRANSPOSED, load_weights, read_weights
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # The fast model's code. An export contains X.py as nightshift_X.py.
 CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
-# Relative to the largest logit. Rounding in float32 changes logits by 1e-6 in trained models and by
-# 7e-6 with ten times larger weights. The exact GELU in place of the tanh one changes them by 1e-4.
+# The largest difference to accept, relative to the largest logit. Rounding in float32 changes
+# logits by 1e-6 in trained models and by 7e-6 with ten times larger weights. The exact GELU in
+# place of the tanh one changes them by 1e-4.
 TOLERANCE = 2e-5
 
 # -----------------------------------------------------------------------------
@@ -50,9 +51,9 @@ def ckpt_to_hf(source: str, out: str) -> None:
 
         from training import modeling_fast  # noqa: F401  needs names that transformers 4 lacks
     except ImportError:
-        problem = "an export needs transformers 5; install it"
+        problem = "an export needs transformers 5; install it with"
         raise UserError(f"{problem}{COMMAND}pip install 'transformers>=5'") from None
-    transformers.utils.logging.set_verbosity_error()  # we name tensors that do not fit
+    transformers.utils.logging.set_verbosity_error()  # open_export() reports what does not fit
     transformers.utils.logging.disable_progress_bar()
     state = read_weights(source, best=True)
     model = build_model(config_from_dict(state["model_config"])).eval()
@@ -217,8 +218,8 @@ def fast_code() -> dict[str, str]:
 def write_tokenizer(folder: Path, spec: dict, block_size: int) -> None:
     """
     Write a bpe or gpt2 tokenizer for AutoTokenizer. The tokenizer adds no special tokens to a text.
-    GPT-2's is built from files that tiktoken caches or downloads; if they are out of reach, nothing
-    is written.
+    GPT-2's tokenizer is built from files that tiktoken caches or downloads; if they are out of
+    reach, nothing is written.
     """
     if spec["kind"] == "bpe":
         own = Tokenizer(spec)

@@ -3,8 +3,8 @@ GPT-2: the model, its loss, and text generation.
 
 Parameter names are nanoGPT's, so its checkpoints load unchanged. The mathematics is GPT-2's (tanh
 GELU, learned positions, pre-norm), so weights convert to and from Hugging Face exactly. Shapes in
-comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V is the
-vocabulary size.
+comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, and a
+vocabulary of V tokens.
 """
 
 import math
@@ -198,8 +198,8 @@ def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | No
     that are not -1. To change the loss, edit this function; both models and evaluation use it.
     """
     # If you add a loss term, compute it from the float32 logits of the next line too. With a second
-    # conversion, each term's gradient would be rounded to bfloat16 before the two are added, and a
-    # small term's could vanish.
+    # conversion, each term's gradient would be rounded to bfloat16 before the two are added, and
+    # the gradient of a small term could vanish.
     logits = cap_logits(logits, cap)
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
@@ -370,7 +370,7 @@ def sample_next(
     """
     Draw one id per row of logits (B, vocab), as (B, 1). A temperature of 0 takes the likeliest id;
     1 samples from the model's distribution. top_k restricts sampling to the k likeliest ids (0:
-    all), top_p to the smallest set of likeliest ids whose probabilities add up to it (1: all).
+    all), top_p to the smallest set of likeliest ids whose probabilities reach that sum (1: all).
     """
     if temperature < 1e-5:  # dividing by a tiny temperature would overflow
         return logits.argmax(dim=-1, keepdim=True)

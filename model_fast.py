@@ -8,8 +8,8 @@ records/track_3_optimization, so that its published losses apply (dev/compare_mo
 FastGPT has the same interface as model.py's GPT. Where it differs, a comment says why and names the
 source. "Record of" a date refers to the modded-nanogpt speedrun, which accepts a change only if it
 reaches the same loss in less time; records/track_1_short there has a folder for each date. Shapes
-in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, V is
-the vocabulary size.
+in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels, and a
+vocabulary of V tokens.
 """
 
 from collections.abc import Sequence
@@ -411,5 +411,5 @@ class Muon(torch.optim.AdamW):
         torch._foreach_sub_(matrices, (update * (lr * max(1, rows / cols) ** 0.5)).unbind())
 
     def __setstate__(self, state: dict) -> None:
-        # AdamW's own expects a `step` in every parameter's state, which the matrices do not have.
+        # AdamW's version expects a `step` in every parameter's state, but the matrices have none.
         torch.optim.Optimizer.__setstate__(self, state)

@@ -7,8 +7,8 @@ Sample from a trained model.
     python sample.py --init_from=out/gpt124m/best.pt       any checkpoint or Hugging Face folder
     python sample.py --help                                list all keys
 
-In a terminal, without --start, it asks for prompts and answers each with one sample. Elsewhere the
-default prompt is a newline, as in nanoGPT.
+In a terminal, without --start, sample.py asks for prompts and answers each with one sample.
+Elsewhere the default prompt is a newline, as in nanoGPT.
 
 Keys are set as for train.py, in config files and by --key=value. Training keys in a config file are
 ignored. All samples of a prompt are one batch: the first is printed as it grows, the others follow.
@@ -49,7 +49,7 @@ END_OF_TEXT = "<|endoftext|>"
 @dataclass
 class SampleConfig:
     """
-    Print samples from a trained model. In a terminal, without --start, it asks for prompts.
+    Print samples from a trained model. In a terminal, without --start, ask for prompts.
 
         python sample.py --out_dir=out/quickstart
         python sample.py --init_from=gpt2 --start="Once upon a time"
@@ -109,7 +109,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
             raise UserError(f"start: {held}, and none with {unknown!r}; choose another --start")
         warn(f"start: characters the model does not know are left out: {unknown!r}")
     if text.kind == "bpe" and (read := text.decode(text.encode(prompt))) != prompt:
-        warn(f"start: the weights' tokenizer reads it as {read!r}")
+        warn(f"start: the weights' tokenizer reads this prompt as {read!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:

@@ -11,8 +11,8 @@ and the machinery around a run in training/.
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
 Exit codes: 0 done or max_minutes is up, 1 failed, 2 bad configuration or data, 128 + N stopped by
-signal N. In the last case the run has saved, unless it was --eval_only, or the signal came twice or
-before the training loop. If a stopped run cannot save, it exits with 1.
+signal N. In the last case the run has saved, unless it had --eval_only, or the signal came twice or
+before the training loop began. If a stopped run cannot save, it exits with 1.
 """
 
 import atexit
@@ -69,9 +69,9 @@ ARCHITECTURE = (
 )
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
-# the dtype unless the command sets them, and the tokens per iteration if batch_size is a flag,
-# unless tokens_per_iter or gradient_accumulation_steps is one too. Other keys take the command's
-# values, or their defaults
+# the dtype unless the command sets them, and the tokens per iteration if batch_size is a flag but
+# neither tokens_per_iter nor gradient_accumulation_steps is. Other keys take the command's values,
+# or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
@@ -81,7 +81,7 @@ RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 FEW_SKIPS = 3  # skips in a row that forbid a save; float16 makes one or two now and then
-MAX_LOSS = 100.0  # val loss in nats that forbids a save; a uniform guess among 65,536 ids has 11
+MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in why_stop(), is_done() and say_done()
 COMPLETE = ("eval_only", "max_iters", "hours", "until")
@@ -102,7 +102,7 @@ class Progress:
 
     @property
     def is_evaluated(self) -> bool:
-        """Return whether val_loss is that of the present weights."""
+        """Return whether val_loss was measured with the current weights."""
         return self.evaluated_at == self.iter_num
 
 
@@ -136,7 +136,7 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
 
 def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
     """Return what read_run() looks for: a checkpoint's path and state. Raises UserError."""
-    # --eval_only evaluates the weights that init_from names; without init_from, out_dir's run
+    # --eval_only evaluates the weights that init_from names or, without init_from, out_dir's run
     if c.eval_only:
         wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
     else:
@@ -191,7 +191,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         before = config_before(resumed)
         is_unasked = not c.eval_tokens and c.eval_iters == before.eval_iters
         if is_unasked and c.eval_size != before.eval_size:
-            # another batch_size would evaluate on other tokens, and forget the best loss
+            # otherwise a new batch_size would change which tokens are evaluated, and the run would
+            # forget its best loss
             c = replace(c, eval_tokens=before.eval_size)
         if not (c.eval_only or is_done(c, resumed)):
             problems += check_deadline(c, resumed["clock"])
@@ -216,8 +217,8 @@ def keep_values(
 ) -> tuple[Config, list[str]]:
     """
     Return the configuration with the saved values of these keys, and a problem for each key that a
-    file or flag sets to something else; for YIELDING, only a flag counts. A key missing from the
-    saved values gets its default.
+    file or flag sets to something else; for keys in YIELDING, only a flag counts. A key missing
+    from the saved values gets its default.
     """
     values = {name: saved.get(name, FIELDS[name].default) for name in names}
     problems = [
@@ -247,7 +248,8 @@ def say_done(c: Config, resumed: dict) -> None:
     key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
     done = f"all {it:,} iterations are done"
     say_changes(c, resumed)
-    say(f"{c.out_dir}: {done}; to continue, give another --{key}; for a new run, another --out_dir")
+    ways = f"to continue, give another --{key}; to start a new run, give another --out_dir"
+    say(f"{c.out_dir}: {done}; {ways}")
     say_extension(c)
 
 
@@ -278,14 +280,16 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
     theirs, ours = weights["tokenizer"], data.tokenizer
     if not same_tokenizer(theirs, ours):
         kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
-        raise UserError(f"dataset: {data.source} has {kinds}; give data made with the latter")
+        hint = f"give data made with the tokenizer of {source}"
+        raise UserError(f"dataset: {data.source} has {kinds}; {hint}")
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         hint = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {hint}")
     if weights["vocab"] < data.vocab:
         known = f"{data.vocab} token ids, but {source} knows only {weights['vocab']}"
-        raise UserError(f"dataset: {data.source} has {known}; give data made with its tokenizer")
+        hint = f"give data made with the tokenizer of {source}"
+        raise UserError(f"dataset: {data.source} has {known}; {hint}")
 
 
 # -----------------------------------------------------------------------------
@@ -388,8 +392,9 @@ def wsd_decay_start(c: Config, decay_end: float, warmup: float) -> float:
 
 def peak_end(c: Config) -> int:
     """
-    Return the last iteration at which a run with wsd has the rate that a longer one would have, so
-    that a checkpoint up to there can be extended. Returns -1 for runs that keep no peak.pt.
+    Return the last iteration at which a run with wsd has the same learning rate as a longer run, so
+    that a longer run can begin from any checkpoint up to there. Returns -1 for runs that keep no
+    peak.pt.
     """
     if not c.keeps_peak:
         return -1
@@ -424,7 +429,7 @@ def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
         return "max_iters"
     if now.time_is_up:  # counting all launches; the final evaluation and save still fit
         return "until" if c.until else "hours"
-    if c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save comes on top
+    if c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save takes extra time
         return "max_minutes"
     return None
 
@@ -461,7 +466,7 @@ def save_due(c: Config, now: Position, progress: Progress, saved: Saved, stop: s
         return False
     if stop:
         return True
-    # The retry saves the present weights, so best weights that could not be saved are lost
+    # The retry saves the current weights. If the best ones could not be saved, they are lost
     if saved.failed and now.seconds_since_save >= RETRY_SECONDS:
         return True
     if it == 0 or not now.has_spare_time:  # the final save must fit afterwards
@@ -571,7 +576,7 @@ def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, floa
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int] | None:
     """Return the summed loss over all targets in nats and their number, or None after a signal."""
     losses, counts = [], []
-    for x, y in micro_batches:  # equally many on every rank, as stop_asked() requires
+    for x, y in micro_batches:  # as many on every rank, as stop_asked() requires
         if signals.stop_asked():
             return None
         with hw.autocast():
@@ -679,7 +684,7 @@ def keep_best(c: Config, resumed: dict) -> None:
     best = Path(c.out_dir, "best.pt")
     kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
     if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():
-        others = "later losses are on other validation tokens"
+        others = "later losses are measured on other validation tokens"
         try:
             checkpoint.link(best, kept)
             say(f"resume: {best} is kept as {kept.name}; {others}")
@@ -693,7 +698,7 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     ours, theirs = optimizer.state_dict()["param_groups"], saved["param_groups"]
     if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
         problem = f"the optimizer in {c.out_dir} groups the weights in another way"
-        hint = f"--init_from={c.out_dir} with another --out_dir starts from its weights alone"
+        hint = f"--init_from={c.out_dir} with another --out_dir starts from the weights alone"
         raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=ours))
     # Clone CPU tensors. They are mapped from the checkpoint file, and would keep it open for the
@@ -776,10 +781,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Compile, and prepare the loop
     if compiles:
-        say("compiling: about a minute, or several on few CPU cores")
+        say("compiling: about a minute, or several minutes with few CPU cores")
         if problem := compile_and_check(model, c, data.vocab, hw, ranks):
-            # A resumed run ends with exit code 1, so that whatever restarts it tries again, for
-            # example because the disk was full.
+            # A resumed run ends with exit code 1, so that the script or service that restarts it
+            # will try again: the cause may go away, for example a full disk.
             ranks.fail(problem, UserError if is_new else RunError)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     gc.collect()  # free the garbage that compiling left
@@ -800,10 +805,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         it = progress.iter_num
         # Rank 0's clock decides for all ranks; if each asked its own, they would deadlock. With
         # hours or until, now.share is the part of the schedule that is done: 0 at the first update,
-        # 1 at the last, with room left for a final evaluation and save. get_lr() follows it, so
-        # each clock.expect() below moves the learning rate. now.has_spare_time says whether an
-        # evaluation and a save fit now and again at the end. In other runs, share stays 0 and there
-        # is always spare time
+        # 1 at the last, with room left for a final evaluation and save. get_lr() follows now.share,
+        # so each clock.expect() below moves the learning rate. now.has_spare_time says whether an
+        # evaluation and a save fit now, and once more at the end. In other runs, share stays 0 and
+        # there is always spare time
         now = ranks.on_main(clock.position, it)
 
         # `stop` is the reason to stop here, or None. An interrupted evaluation may still set it
@@ -836,7 +841,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             clock.lap("steps")
             check_alive(eval_model, progress, clock.first_iter, int(skips_in_a_row), c, ranks)
             to_save = progress
-            if is_best(progress):  # becomes best.pt too, and counts as the best once it is saved
+            if is_best(progress):  # this state becomes best.pt too, and counts as best once saved
                 to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
             state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, hw, ranks)
             problem = save(state, stop, c, saver, signals, log, ranks)
@@ -888,9 +893,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 log.warn(it, f"{skipped} updates skipped since the last line: {reason}")
                 skips_since_line = torch.zeros_like(skips_since_line)
             if int(skips_in_a_row) >= MAX_SKIPS:
-                hint = "try a lower learning_rate or dtype=float32"
+                hint = "try a lower learning_rate or --dtype=float32"
                 if hw.device.type == "cuda":
-                    hint += f"; on an H100 or B200 also {hardware.NO_CUDNN_ATTENTION}"
+                    hint += f"; on an H100 or B200 also set {hardware.NO_CUDNN_ATTENTION}"
                 hint += f"; {checkpoint.resume_hint(c.out_dir)}"
                 ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 

@@ -35,7 +35,7 @@ def end_with_parent() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def listen() -> None:
-        os.read(stdin, 1)  # returns at the parent's end, because nobody writes to the pipe
+        os.read(stdin, 1)  # returns when the parent exits, because nobody writes to the pipe
         os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()

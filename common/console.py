@@ -210,7 +210,7 @@ REMOVED = dict(
     profile="docs/plan.md shows how to profile an iteration",
     tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
     data_workers="give --workers to data/prepare_fineweb.py",
-    records="download its shards, as README.md shows",
+    records="download the shards of fineweb_records, as README.md shows",
 )
 
 
@@ -237,7 +237,7 @@ def did_you_mean(name: str, known, dashes: str = "") -> str:
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
-# What run_main() asks about an error, the newest first
+# The functions that run_main() asks to explain an error, the newest first
 explanations: list[Callable[[Exception], str]] = []
 
 

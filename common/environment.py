@@ -12,10 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-# About 0.1 ms; libgomp's own number is 300,000. On idle cores this costs 2% to 9% of the speed; if
-# other programs start later, training is 1.06 to 3.0 times as fast (results/README.md).
+# How often a waiting thread spins before it sleeps, about 0.1 ms in all; libgomp's default is
+# 300,000. On idle cores this costs 2% to 9% of the speed; if other programs start later, training
+# is 1.06 to 3.0 times as fast (results/README.md).
 SPINS = "10000"
-READINGS, PAUSE = 9, 0.01  # how often to count the running threads, and seconds between
+READINGS, PAUSE = 9, 0.01  # how often to count running threads, and seconds between counts
 
 
 def cores_are_taken() -> bool:

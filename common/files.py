@@ -93,14 +93,14 @@ def fsync_folder(folder: Path) -> None:
 
 def try_lock(file: BinaryIO) -> bool:
     """
-    Try to lock a file for this process until it closes the file or exits. Returns True if it has
-    the lock, and also, with a warning, if the disk does not support locks.
+    Try to lock a file for this process until it closes the file or exits. Returns True if that
+    worked, and also, with a warning, if the disk does not support locks.
     """
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            file.seek(2**30)  # lock a byte past the contents, because nobody could read it
+            file.seek(2**30)  # lock a byte past the contents, because nobody can read a locked one
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
@@ -116,8 +116,8 @@ def try_lock(file: BinaryIO) -> bool:
 
 def read_text(path: Path, errors: str = "replace") -> str:
     """
-    Read a text file written by a person: UTF-16 if it begins with that byte-order mark, as files
-    from PowerShell do, else UTF-8. Invalid bytes become U+FFFD, or with errors="strict" raise
+    Read a text file that a person wrote: UTF-16 if it begins with UTF-16's byte-order mark, as
+    files from PowerShell do, else UTF-8. Invalid bytes become U+FFFD, or with errors="strict" raise
     UnicodeDecodeError. Lines end in LF. Raises OSError.
     """
     content = path.read_bytes()

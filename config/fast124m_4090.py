@@ -3,7 +3,8 @@
 # (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 3.9 hours (3.4 to 4.5) for 1.70B tokens, by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
-# docs/fast_recipe.md has the command that downloads the ten runs' tokens; train.py prints it too.
+# docs/fast_recipe.md has the command that downloads the ten runs' tokens. If they are missing,
+# train.py prints it.
 out_dir = "out/fast124m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
 init_from = "auto"  # the same command starts the run and resumes it

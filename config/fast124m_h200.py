@@ -4,7 +4,8 @@
 # Measured: 511,000 tokens/s, which makes 0.93 hours for 1.70B tokens (results/h200). Nobody has
 # trained the whole run. The estimate is 0.95 hours (0.93 to 0.99), by
 # python bench.py plan config/fast124m_h200.py --gpu=h200
-# docs/fast_recipe.md has the command that downloads the ten runs' tokens; train.py prints it too.
+# docs/fast_recipe.md has the command that downloads the ten runs' tokens. If they are missing,
+# train.py prints it.
 out_dir = "out/fast124m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
 init_from = "auto"  # the same command starts the run and resumes it

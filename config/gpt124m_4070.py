@@ -11,7 +11,7 @@ init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 8  # estimated: 5.8 GiB; 16 would need 8.3 GiB
 block_size = 1024
-tokens_per_iter = 524288  # GPT-3's at this size; kept if you change --batch_size
+tokens_per_iter = 524288  # as in GPT-3 at this size; kept if you change --batch_size
 gradient_accumulation_steps = 64  # 64 x 8 x 1024 = 524,288 tokens per iteration
 
 # GPT-2's smallest size. The width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores.
@@ -20,7 +20,7 @@ n_head = 12
 n_embd = 768
 bias = False
 
-# GPT-3's rate for 125M parameters. 3e-4 learns more slowly; 1e-3 suits a third of the size.
+# GPT-3's rate for 125M parameters. 3e-4 learns more slowly; 1e-3 suits a third of this size.
 learning_rate = 6e-4
 min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3

@@ -8,10 +8,10 @@ dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 16  # estimated: 8.3 GiB; 32 would need 13.2 GiB
-tokens_per_iter = 524288  # GPT-3's at this size; kept if you change --batch_size
+tokens_per_iter = 524288  # as in GPT-3 at this size; kept if you change --batch_size
 gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration
 
-learning_rate = 6e-4  # GPT-3's for 125M parameters
+learning_rate = 6e-4  # GPT-3's rate for 125M parameters
 warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the learning rates
 max_iters = 19073

@@ -9,7 +9,7 @@ init_from = "auto"
 
 batch_size = 16  # estimated: 4.4 GiB
 block_size = 1024
-tokens_per_iter = 524288  # gpt124m's; kept if you change --batch_size
+tokens_per_iter = 524288  # as in gpt124m; kept if you change --batch_size
 gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration
 
 n_layer = 12
@@ -17,8 +17,8 @@ n_head = 6  # heads of 64
 n_embd = 384
 bias = False
 
-# Smaller models tolerate higher rates. GPT-3's falls from 6e-4 at 125M parameters to 6e-5 at the
-# largest size, so a third of 125M gets 1e-3.
+# Smaller models tolerate higher rates. GPT-3's rate falls from 6e-4 at 125M parameters to 6e-5
+# at the largest size, so a model with a third of 125M gets 1e-3.
 learning_rate = 1e-3
 min_lr = 1e-4
 warmup_iters = 715

@@ -32,7 +32,7 @@ decay_fraction = 0.7
 min_lr = 0.0
 
 eval_interval = 500
-eval_tokens = 111540  # the whole validation split, except 51 characters that fill no window
+eval_tokens = 111540  # the whole validation split, except 51 characters that do not fill a window
 log_interval = 25
 sample_tokens = 300
 keep_checkpoints = 1

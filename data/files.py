@@ -44,8 +44,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
 
 def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     """
-    List the files of one path, folder or pattern, sorted by name. Warns about what else it
-    holds: files with other endings, hidden ones, and the test and validation files beside
+    List the files of one path, folder or pattern, sorted by name. Warns about files that are left
+    out: files with other endings, hidden ones, and the test and validation files beside
     training files. Raises UserError if there is nothing to read, and for dead links, git-lfs
     pointers and tables with a log.
     """
@@ -99,7 +99,7 @@ def is_hidden(file: Path, root: Path) -> bool:
 def evaluation_files(files: list[Path], root: Path) -> set[Path]:
     """
     Return the files named test or validation, if others are named train. A .txt counts only beside
-    a training text whose name begins alike, because an article may be about driving tests.
+    a training text whose name begins the same, because an article may be about driving tests.
     """
     named = {}
     for file in files:
@@ -127,7 +127,7 @@ def refuse_tables(files: list[Path]) -> None:
     for folder in {folder for path in paths for folder in path.parents}:
         for log in TABLE_LOGS:
             if glob.glob(os.path.join(glob.escape(str(folder)), log)):
-                held = f"{folder}: a table with a log ({log}), whose files also hold deleted rows"
+                held = f"{folder}: is a table with a log ({log}), so it also holds deleted rows"
                 raise UserError(f"{held}; write the rows that are left to new parquet files first")
 
 
@@ -194,9 +194,10 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     except Exception as error:  # offline, gated, misspelt
-        raise UserError(f"{dataset}: {first_line(error)}; fix that, or give local files") from None
+        raise UserError(f"{dataset}: {first_line(error)}; fix it, or give --source=FILES") from None
     if not files or not all(file.endswith(ROW_FILES) for file in files):
-        raise UserError(f"{dataset}: no training split of parquet or jsonl files; choose another")
+        problem = f"{dataset}: has no training split of parquet or jsonl files"
+        raise UserError(f"{problem}; choose another dataset")
     return files, revision
 
 

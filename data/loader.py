@@ -58,7 +58,7 @@ class ShuffledWindows:
         self.windows = (size - 1 - self.offset) // self.block_size
 
     def start(self, n: int) -> int:
-        """Return the token position in the split of sequence n, counted from 0 over all epochs."""
+        """Return where sequence n begins in the split. n counts from 0, over all epochs."""
         if n < self.first:
             self.open_epoch(0, first=0)
         while n >= self.first + self.windows:
@@ -106,7 +106,7 @@ class WindowsInOrder:
             return True
         there = f"{len(self.data.train):,} training tokens are prepared"
         if not goes_on:
-            hint = "run its command again, then --init_from=resume continues the run"
+            hint = "repeat the command that prepares it, then resume with --init_from=resume"
             raise RunError(f"{self.folder}: {there}, and its preparation has ended; {hint}")
         if there != self.told:
             self.told = there
@@ -114,7 +114,7 @@ class WindowsInOrder:
         return False
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return the windows of these sequences as ShuffledWindows.read() does, if has() them."""
+        """Return windows as ShuffledWindows.read() does. has() must have returned True for them."""
         windows = (len(self.data.train) - 1) // self.block_size
         starts = [n % windows * self.block_size for n in range(first, first + count)]
         return self.data.train.read_windows(starts, self.block_size + 1)
@@ -261,7 +261,7 @@ def eval_batches(
     Yield this rank's share of the fixed windows that an evaluation reads: the first `tokens` tokens
     of the split, or with `spread` as many windows spaced evenly over the whole split. Batch size
     and number of ranks do not change which tokens are evaluated. The last batches are padded with
-    rows whose targets are -1, which the loss ignores. They stay on the host.
+    rows whose targets are -1, which the loss ignores. All batches stay on the host.
     """
     host = torch.device("cpu")
     T = config.block_size

@@ -1,6 +1,6 @@
 """
-Help where a dataset is missing: say how to get it, make the quickstart's, and name the sizes to
-plan and measure with until it is there.
+Help where a dataset is missing: say how to get it, make the quickstart's dataset, and name the
+vocabulary size to plan and measure with until then.
 """
 
 import subprocess
@@ -53,7 +53,7 @@ def explanation(config: Config, folder: Path) -> str:
     name = config.dataset
     tokens = HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
     if config.stream:
-        return f"dataset: {name} is no folder of shards; {both_commands(name, folder, tokens)}"
+        return f"dataset: {name} is not a folder of shards; {both_commands(name, folder, tokens)}"
     problem = f"dataset: there is no folder {folder}"
     if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
         problem += f" in {Path.cwd()}; cd to where it is"
@@ -61,7 +61,8 @@ def explanation(config: Config, folder: Path) -> str:
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
-        return f"{problem}; docs/own_text.md says how to make it, or give nanoGPT's: --dataset=PATH"
+        ways = "docs/own_text.md says how to make it, or give nanoGPT's with --dataset=PATH"
+        return f"{problem}; {ways}"
     ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or get it with"
     return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
 
@@ -75,7 +76,7 @@ def both_commands(name: str, folder: Path, tokens: int) -> str:
     flags = ("--order=prefix", text, f"--out={folder}")
     prepare = command_line("python", "data/prepare_fineweb.py", *flags)
     train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--stream=True")
-    how = "prepare it in one terminal, and train in another after the first shard"
+    how = "prepare it in one terminal, and train in another once it holds a shard"
     return f"{how}{COMMAND}{prepare}{COMMAND}{train}"
 
 

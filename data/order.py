@@ -53,7 +53,7 @@ class InFileOrder:
         return itertools.starmap(Document, self.source.rows(begin))
 
     def sample(self) -> Iterator[str | None]:
-        """Yield text to train a tokenizer on, as much as the caller takes: from the beginning."""
+        """Yield text to train a tokenizer on, from the beginning, as much as the caller takes."""
         return (text for _, text in self.source.rows(Place()))
 
 

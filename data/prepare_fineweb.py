@@ -7,7 +7,7 @@ hub, into token shards.
     python data/prepare_fineweb.py --source='/disk/*.parquet' --out=data/mine       all of it
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
-writes the same files. A larger --tokens adds to a finished folder; runs on it that are not finished
+writes the same files. A larger --tokens adds to a finished folder; unfinished runs on that folder
 can then no longer resume. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB
 of disk.
 """
@@ -23,8 +23,8 @@ from typing import Any
 # writes the shards.
 
 if __name__ == "__main__":
-    # Import from the repository's root. Python put data/ here, where a file of the user's could
-    # shadow a library.
+    # Import from the repository's root. Python would look in data/ first, where a user's file
+    # could shadow a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
@@ -76,7 +76,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.source and not arguments.out:
         parser.error("--source: needs a folder to write to; add --out=data/NAME")
     if arguments.dataset not in NAMED and "/" not in arguments.dataset and not arguments.source:
-        parser.error(f"--dataset={arguments.dataset}: not {hub}")
+        parser.error(f"--dataset={arguments.dataset}: unknown; give {hub}")
     if arguments.name and (arguments.dataset in NAMED and not arguments.source):
         parser.error(f"--name: {arguments.dataset} has samples; try --sample=10B")
     if arguments.sample and (arguments.dataset not in NAMED or arguments.source):
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
     total = sum(tokens.values())
     if order == "shuffled" and manifest.get("next") is None and tokens["val"] > total / 4:
         held = f"{tokens['val']:,} of {total:,} tokens are held out for validation"
-        more = f"delete {out} and add --val_tokens={count(total / 20, 1)}"
+        more = f"delete {out} and run again with --val_tokens={count(total / 20, 1)}"
         warn(f"{held}; to train on more, {more}")
     say_what_it_holds(out, manifest)
 

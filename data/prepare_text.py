@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Import from the repository's root. Python put data/ here, where a file of the user's could
-    # shadow a library.
+    # Import from the repository's root. Python would look in data/ first, where a user's file
+    # could shadow a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
@@ -117,7 +117,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
     add("--val_fraction", type=float, default=0.05, help="fraction held out (default: %(default)s)")
-    add("--encoding", help="of text files that are not Unicode, such as cp1252")
+    add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)
@@ -131,7 +131,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.write and not str(arguments.write).isprintable():
         parser.error(f"--write={arguments.write}: has characters that cannot be printed")
     if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error("--write: not with --tokenizer=gpt2; to fine-tune GPT-2, see docs/own_text.md")
+        hint = "to fine-tune GPT-2, see docs/own_text.md"
+        parser.error(f"--write: does not work with --tokenizer=gpt2; {hint}")
     return arguments
 
 

@@ -67,10 +67,10 @@ def open_shard(path: Path) -> Shard:
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
         found = f"its first two numbers are {magic} and {version}"
-        rule = f"should be {SHARD_MAGIC} and {SHARD_VERSION}"
+        rule = f"but should be {SHARD_MAGIC} and {SHARD_VERSION}"
         rule += " (only train.bin and val.bin need no header)"
         hint = f"move the file away, or {get_again(path)}"
-        raise UserError(f"{path}: is no token shard: {found}, and {rule}; {hint}")
+        raise UserError(f"{path}: is not a token shard: {found}, {rule}; {hint}")
     expected = header_bytes + 2 * tokens
     if size != expected:
         problem = f"{path}: has {size:,} bytes, but {tokens:,} tokens take {expected:,}"
@@ -134,7 +134,7 @@ class ShardTokens:
                 problem = f"{shard.path}: {error.strerror}"
                 raise RunError(f"{problem}; once it can be read, resume the run") from None
             if size != piece.nbytes:
-                raise RunError(f"{shard.path}: cut short: it changed since the run began")
+                raise RunError(f"{shard.path}: is shorter than when the run began; restore it")
             filled += len(piece)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
@@ -149,7 +149,8 @@ class ShardTokens:
             row, column = np.argwhere(block >= self.vocab)[0]
             number, offset = self.locate(positions[row] + int(column))
             where = f"{self.shards[number].path}: token {block[row, column]} at offset {offset:,}"
-            raise RunError(f"{where} is outside the vocabulary of {self.vocab}; prepare it again")
+            hint = "prepare the dataset again"
+            raise RunError(f"{where} is outside the vocabulary of {self.vocab}; {hint}")
         return block.astype(np.int64)
 
 
@@ -211,8 +212,8 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
     can_begin = stream and "order" in data.manifest and len(data.train)
     if not (data.complete or can_begin):
         until = " to write the first training shard" if stream else ""
-        hint = f"wait for its preparation{until}, or run it again, with the same command"
-        raise UserError(f"{folder}: unfinished; {hint}")
+        hint = f"wait for its preparation{until}, or repeat the command that prepares it"
+        raise UserError(f"{folder}: is unfinished; {hint}")
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
             number = f"00000{int(split == 'train')}"
@@ -220,7 +221,7 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
             raise UserError(f"{folder}: holds no tokens for {split}; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
-    if stream:  # the same shard however many have followed, so that a resume evaluates alike
+    if stream:  # however many shards have followed, so that a resume evaluates the same tokens
         data.train = ShardTokens(data.train.shards[:1], data.vocab)
     data.fingerprint = check_and_fingerprint(data, data.train, data.val)
     data.val_fingerprint = check_and_fingerprint(data, data.val)
@@ -271,7 +272,8 @@ def read_folder(folder: Path) -> Dataset:
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
         # tokenizer.json is written before the first shard
         if tokenizer["kind"] == "bpe" and manifest.get("shards"):
-            tokenizer = read_bpe(folder / "tokenizer.json", "restore it, or prepare it again")
+            hint = "restore it, or prepare the dataset again"
+            tokenizer = read_bpe(folder / "tokenizer.json", hint)
     elif (folder / "meta.pkl").exists():
         vocab, tokenizer = read_meta(folder / "meta.pkl")
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
@@ -335,8 +337,8 @@ def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokeniz
         return
     if length > 1 and tokens[::2].max() > 4096 * int(tokens[1::2].max()):
         raise RunError(
-            f"{path}: every second value is near 0, so this looks like int32 or int64; save it "
-            "as uint16, if no id is above 65,535"
+            f"{path}: every second value is near 0, so this looks like int32 or int64; save the "
+            "file as uint16, if no id is above 65,535"
         )
 
 
@@ -346,9 +348,9 @@ def check_dataset(data: Dataset, block_size: int) -> None:
     for split, held in (("train", data.train), ("val", data.val)):
         if len(held) <= block_size:
             short = f"the {split} split of {data.source} has only {len(held):,} tokens"
-            problems.append(f"block_size: {short}; --block_size={max(len(held) - 1, 1)}")
+            problems.append(f"block_size: {short}; use --block_size={max(len(held) - 1, 1)}")
         names = [shard.path.name for shard in held.shards]
         others = [name for name in names if not NUMBERED.fullmatch(name)]
         if not data.manifest and others and others != names:
-            warn(f"{data.source}: also reads {', '.join(others)}, beside the numbered shards")
+            warn(f"{data.source}: also reading {', '.join(others)}, beside the numbered shards")
     raise_if_any(problems)

@@ -91,7 +91,7 @@ class Source:
         if 2 * without <= len(readable):
             return
         rows = f"{without:,} of the first {len(first):,} rows"
-        held = f"{rows} hold no text that can be read in the field {self.field}"
+        held = f"{rows} hold no readable text in the field {self.field}"
         raise UserError(f"{name}: {held}; give --text_field=NAME")
 
     def row_groups(self) -> list[int]:
@@ -259,7 +259,7 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
         hint = (
             "another --encoding"
             if encoding
-            else "its encoding: --encoding=cp1252 in Western Europe, cp1250 in Central"
+            else "its encoding, such as --encoding=cp1252 (Western Europe) or cp1250 (Central)"
         )
         raise UserError(f"{name}: {error}; leave the file out, or give {hint}") from None
     # Normalise line endings, so that every operating system produces the same tokens.
@@ -289,7 +289,7 @@ def as_document(text: object) -> str | None:
 def decode(content: bytes, given: str | None) -> str:
     """
     Decode a text as UTF-16 if it begins with a UTF-16 byte-order mark, else as UTF-8. If that
-    fails, use the `given` encoding. Raises UserError if it is not text.
+    fails, use the `given` encoding. Raises UserError if the result is not text.
     """
     problem = ""
     unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"

@@ -4,7 +4,7 @@ tables.
 
 A `spec` is the dict that describes a tokenizer in datasets and checkpoints. Its `kind` is gpt2,
 bpe, byte, char or unknown. A bpe spec also has `json`, the text of a tokenizer.json from the
-`tokenizers` library; a char spec has `itos`, the list of characters by id, or of words.
+`tokenizers` library; a char spec has `itos`, the list of characters, or of words, by id.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
 BYTE_VOCAB = 256
 MOST_IDS = 65_536  # shards store ids as uint16
 SAMPLE_MB = 50  # text to train bpe:N on, at most
-TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N: train N ids on up to {SAMPLE_MB} MB"
+TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N to train N ids on up to {SAMPLE_MB} MB"
 MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_pretrained('OUT')"
 # What tokenizers call end-of-text; those that we train use the first name
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -43,7 +43,7 @@ PROBE += "x" * 300 + "".join(map(chr, [*range(0x801), *range(0x1000, 0x10000, 0x
 PROBE += "".join(map(chr, range(0x10000, 0x110000, 0x30000)))
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
-# The time to train a BPE grows with the square of a word's length, as of DNA in one line.
+# The time to train a BPE grows with the square of a word's length. DNA in one line is one word.
 LONG_WORD = re.compile(r"(\S{1000}|\s{1000})")
 
 
@@ -185,8 +185,8 @@ def load_bpe(content: str, path: str | Path):
 
 def check_lossless(tokenizer: Tokenizer, path: str | Path) -> None:
     """
-    Raise UserError if a tokenizer.json may lose text, because bits per byte divides by all of it.
-    Sampling with weights of others does not need this.
+    Raise UserError if a tokenizer.json may lose text, because bits per byte counts all of it.
+    Sampling with other people's weights does not need this check.
     """
     bpe = tokenizer.bpe
     if bpe.normalizer:
@@ -237,7 +237,7 @@ def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int 
     bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
-        hint = "give a smaller N, less validation, or more text"
+        hint = "give a smaller N or more text, or hold out less for validation"
         raise UserError(f"{name}: the training text is enough for only {ids} ids; {hint}")
     return Tokenizer(dict(kind="bpe", json=bpe.to_str()))
 

@@ -65,8 +65,8 @@ class Plan:
     documents: Callable[[Place], Iterator[Document]]  # yields the documents, starting at a place
     tokenizer: Tokenizer
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
-    val_tokens: int = 0  # hold out whole documents from the start; 0: the source holds out its own
-    train_tokens: int | None = None  # stop there; None: use the whole source
+    val_tokens: int = 0  # hold out whole documents from the start; 0: `documents` chooses them
+    train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # in each split, or the preparation fails
     # advice for the least_tokens error; {twentieth} becomes a twentieth of all tokens
@@ -166,7 +166,7 @@ def begin_or_continue(plan: Plan) -> dict:
         if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n][:2]]:
             what = f"{changed[0]}: has another size or time than when {folder} was begun"
             hint = f"if rows were added or removed, delete {folder} and begin again"
-            warn(f"{what} (one of {len(changed):,}); finished shards are kept; {hint}")
+            warn(f"{what} (one of {len(changed):,} such files); finished shards are kept; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
@@ -213,7 +213,7 @@ def finish(plan: Plan, manifest: dict) -> None:
         discard(plan.folder, manifest)
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
         hint = plan.hint.format(twentieth=max(sum(totals.values()) // 20, 1))
-        needs = f"each needs at least {plan.least_tokens}; {hint}"
+        needs = f"but each needs at least {plan.least_tokens}; {hint}"
         raise UserError(f"{manifest['source']}: {held}, {needs}")
     if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
         say(f"the source has no more text; you asked for {plan.train_tokens:,} tokens")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Import from the repository's root. Python put reports/ here.
+    # Import from the repository's root. Python would look in reports/ first.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import train

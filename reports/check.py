@@ -99,7 +99,7 @@ def verdict(name: str, wrong: list[str], slow: list[str]) -> str:
     if wrong:
         return f"do not train here because {'; '.join(wrong)}"
     if slow:
-        slow = sorted(slow, key=lambda reason: COMMAND in reason)  # a command ends the line
+        slow = sorted(slow, key=lambda reason: COMMAND in reason)  # put a command last
         return f"{name} trains correctly but slowly because {'; '.join(slow)}"
     return f"{name} trains correctly"
 
@@ -361,8 +361,8 @@ def state_of(device: torch.device) -> str:
     if not found:
         return ""
     clock, most, heat, limit, usual = found
-    power = f"with the power limit at {limit:.0f} W (default {usual:.0f} W)"
-    return f", running at {clock:.0f} of {most:.0f} MHz and {heat:.0f} C, {power}"
+    power = f"its power limit at {limit:.0f} W (default {usual:.0f} W)"
+    return f", with the GPU at {clock:.0f} of {most:.0f} MHz and {heat:.0f} C, and {power}"
 
 
 def smi(device: torch.device, *fields: str) -> list[float]:

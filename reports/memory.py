@@ -78,7 +78,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     """
     params = count_parameters(model)
     tokens = batch_size * model.block_size
-    # Autocast copies the matrices of matmuls, so no embedding except one tied to the head.
+    # Autocast copies the matrices of matmuls, so no embedding is copied unless tied to the head.
     modules = meta_model(model).modules()
     others = [module for module in modules if not isinstance(module, nn.Embedding)]
     in_products = sum(p.numel() for m in others for p in m.parameters(recurse=False))

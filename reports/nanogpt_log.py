@@ -29,7 +29,7 @@ PREFIXED = re.compile(
     r"|tokens per iteration will be|number of parameters: |num (?:non-)?decayed parameter)",
     re.MULTILINE,
 )
-# iter,loss,ms,mfu,train_loss,val_loss, of several runs also low,high,sd: see results/public_runs
+# iter,loss,ms,mfu,train_loss,val_loss and, for several runs, low,high,sd: see results/public_runs
 CSV_ROW = re.compile(
     rf"^(\d+),({N})?,({N})?,({N})?,({N})?,({N})?(?:,({N}),({N}),{N})?$", re.MULTILINE
 )

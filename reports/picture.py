@@ -31,7 +31,7 @@ def save_picture(groups: list[list[Run]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure  # not pyplot, which may look for a display
     except ImportError as error:
-        raise UserError(f"no picture: {error} (pip install matplotlib)") from None
+        raise UserError(f"no picture: {error}; type pip install matplotlib") from None
 
     figure = Figure(figsize=(12, 7), facecolor="white", layout="constrained")
     with replacing(path) as file:
@@ -95,7 +95,7 @@ def draw(figure, groups: list[list[Run]]) -> None:
     # put the legend below the panels, where it covers nothing
     figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(groups) < 4 else 2)
     names = textwrap.shorten(", ".join(map(seeds.name_of, groups)), 100, placeholder=" ...")
-    last_launch = max(run.start.get("time") or "" for run in runs)  # "" for others' logs
+    last_launch = max(run.start.get("time") or "" for run in runs)  # "" for nanoGPT's logs
     figure.suptitle(f"{names}, {last_launch[:10]}".rstrip(", "))
 
 

@@ -124,7 +124,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
     if dtype == "auto":
         dtype = "bfloat16" if row["bf16_tflops"] else "float16"
     if dtype == "bfloat16" and not row["bf16_tflops"]:
-        raise UserError(f"dtype: a {name} only emulates bfloat16; --dtype=float16")
+        raise UserError(f"dtype: a {name} only emulates bfloat16; use --dtype=float16")
     percents = row["mfu_percent"]
     return Card(
         name=name,
@@ -186,7 +186,7 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
     if not mfus:
         kind = next(word for word in ASSUMED_MFU if word in card.name)
         low, likely, high = mfus = ASSUMED_MFU[kind]
-        source = f"assumed: {likely:.0%} ({low:.0%} to {high:.0%}) of its peak; none is published"
+        source = f"assumed: {likely:.0%} ({low:.0%} to {high:.0%}) of its peak; no MFU is published"
     width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
     likely, lowest = width**LIKELY_POWER * median(mfus), width**LOWEST_POWER * min(mfus)
     if width < 1:
@@ -336,7 +336,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         c = fit_into_hours(config, hours, seconds, checkpoint_gb) if hours else config
         runs.append(time_run(c, seconds, checkpoint_gb))
     times, fastest, slowest = runs
-    hours_total = min(times["hours_total"], hours or math.inf)  # intervals are rounded
+    hours_total = min(times["hours_total"], hours or math.inf)  # rounded intervals may exceed them
     ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
     tokens, rate = times["total_tokens"], times["tokens_per_sec"]
 
@@ -400,7 +400,7 @@ def plan_lines(p: dict) -> list[str]:
     if p["flops_per_token"]:
         flops = f"{count(p['flops_per_token'])} FLOPs per token"
         compute = f"{p['total_flops']:.2e} FLOPs"
-    epochs = "n/a without a dataset; --dataset_tokens=N"
+    epochs = "n/a without a dataset; give --dataset_tokens=N"
     if p["epochs"]:
         epochs = f"{p['epochs']:.2f} of {count(p['dataset_tokens'])} tokens"
     peak = f"{p['peak_tflops']} TFLOP/s dense peak" if p["peak_tflops"] else "peak unknown"

@@ -69,7 +69,7 @@ class Run:
         if changed := {key for key in before if before[key] != self.config.get(key)}:
             keys = ", ".join(sorted(changed))
             self.warnings.append(
-                f"{name}: resumed with other values of {keys}; showing the last launch's"
+                f"{name}: resumed with other values of {keys}; showing those of the last launch"
             )
         # take the highest of all records; a step record at N means N + 1 iterations
         step, evals, end = self.step, self.eval, self.end
@@ -95,7 +95,7 @@ def open_run(path: Path) -> Run:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
-        raise UserError(f"{path}: no iteration and no evaluation in it; {hint}")
+        raise UserError(f"{path}: holds no iteration and no evaluation; {hint}")
     return run
 
 

@@ -249,7 +249,8 @@ def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
     [
         (
             "echo 1200, 2610, 88, 150.00, 200.00",
-            ", running at 1200 of 2610 MHz and 88 C, with the power limit at 150 W (default 200 W)",
+            ", with the GPU at 1200 of 2610 MHz and 88 C, "
+            "and its power limit at 150 W (default 200 W)",
         ),
         ("echo 1200, 2610, 88, '[N/A]', 200.00", ""),
         ("exit 9", ""),

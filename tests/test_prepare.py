@@ -515,7 +515,7 @@ def test_a_source_file_may_get_a_new_date_but_not_another_size(
         os.utime(name, ns=(1, 10**18))
     code, _, err = run(script, *arguments)
     assert code == 0 and err.count("\n") == 1 and f"warning: {[*stamps][0]}: " in err
-    assert f"(one of {len(stamps)})" in err
+    assert f"(one of {len(stamps)} such files)" in err
     assert run(script, *arguments).err == "" and digests(Path("out")) == before
     with open([*stamps][0], "ab") as file:
         file.write(b"\n")
@@ -661,7 +661,7 @@ def test_flags_choose_the_hubs_dataset_and_the_default_folder(flags, asked, tmp_
 
 def test_without_a_network_one_line_suggests_local_files(tmp_path):
     code, _, err = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
-    assert code == 2 and err.count("\n") == 1 and "give local files" in err
+    assert code == 2 and err.count("\n") == 1 and "give --source=FILES" in err
     assert not (tmp_path / "out").exists()
 
 

@@ -480,17 +480,21 @@ def test_rows_without_text_are_counted_but_a_file_without_any_text_is_refused():
         "--out=2",
     )
     assert result.code == 1
-    assert "source/b.jsonl: 1,000 of the first 1,000 rows hold no text" in result.err
+    assert "source/b.jsonl: 1,000 of the first 1,000 rows hold no readable text" in result.err
     assert "give --text_field=NAME" in result.err
     Path("source/a.jsonl").unlink()
     result = run("data/prepare_fineweb.py", "--source=source", "--tokenizer=byte", "--out=3")
-    assert result.code == 2 and "rows hold no text" in result.err and not Path("3").exists()
+    assert (
+        result.code == 2 and "rows hold no readable text" in result.err and not Path("3").exists()
+    )
 
 
 def test_blank_rows_do_not_hide_that_the_others_hold_no_text():
     rows = [dict(text=None)] * 60 + [dict(body="words")] * 30 + [dict(text="words")] * 20
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert_refused("30 of the first 110 rows hold no text", "--text_field", prepare_text("a.jsonl"))
+    assert_refused(
+        "30 of the first 110 rows hold no readable text", "--text_field", prepare_text("a.jsonl")
+    )
 
 
 @pytest.mark.parametrize("ending, said", [("gz", "EOFError"), ("zst", "Truncated")])

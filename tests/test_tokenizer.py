@@ -341,7 +341,7 @@ def test_a_tokenizer_json_may_rename_end_of_text_and_its_truncation_and_dropout_
 def test_training_is_refused_if_the_data_folders_tokenizer_is_missing(mine, tmp_path):
     folder = shutil.copytree(mine, tmp_path / "data")
     (folder / "tokenizer.json").unlink()
-    message = "tokenizer.json: No such file or directory; restore it, or prepare it again"
+    message = "tokenizer.json: No such file or directory; restore it, or prepare the dataset again"
     assert message in refusal(train_on(folder, tmp_path / "run"))
 
 

@@ -131,7 +131,7 @@ def test_warns_if_the_weights_tokenizer_changes_the_prompt(tmp_path):
     keys = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu")
     result = run("sample.py", f"--init_from={tmp_path}", "--start=Hello", *keys)
     assert result.code == 0
-    assert "reads it as '<unk>'" in result.err
+    assert "reads this prompt as '<unk>'" in result.err
 
 
 # -----------------------------------------------------------------------------

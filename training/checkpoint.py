@@ -113,7 +113,7 @@ def read(path: Path) -> dict:
 
 
 def open_state(path: Path) -> dict:
-    """Load a file with torch. Raises FileNotFoundError, also if it is deleted meanwhile."""
+    """Load a file with torch. Raises FileNotFoundError, also if it is deleted during the load."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:  # torch opens the file twice, the second time in C++
@@ -160,7 +160,7 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
         if not os.path.lexists(path):
             return find_newest(out_dir)
         if problem:
-            warn(f"{path}: {problem}; trying the one before")
+            warn(f"{path}: {problem}; trying the checkpoint before it")
             continue
         it = state.get("progress", {}).get("iter_num", iteration(path))
         if it != iteration(path):
@@ -254,11 +254,11 @@ class Saver:
             if os.path.samestat(held, os.fstat(self.lock.fileno())):
                 return
         problem = f"{self.out_dir} or its lock was renamed, deleted or taken by another run"
-        raise RunError(f"out_dir: {problem}, so this one ends; undo that, then resume it")
+        raise RunError(f"out_dir: {problem}, so this run ends; undo that, then resume it")
 
     def save(self, state: dict) -> str:
         """
-        Save `state` as the newest checkpoint and, if it is of best_iter, as best.pt too. Returns ""
+        Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
         or, if the disk is full or failing, the reason why nothing was saved. Older checkpoints are
         deleted before the write to make room, but at least one stays until the write has succeeded.
         The first save of a decay links peak.pt to the checkpoint before it, from which a longer run
@@ -304,8 +304,8 @@ class Saver:
 
     def prune(self, keep: int) -> None:
         """
-        Delete all checkpoints but the newest `keep`, and the best one if best.pt could not be
-        linked to it.
+        Delete old checkpoints. Keeps the newest `keep`, and also the best one if best.pt could not
+        be linked to it.
         """
         for path in list_checkpoints(self.out_dir)[:-keep]:
             try:
@@ -363,7 +363,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     if progress is None:
         # left by a run that never saved, or put there by the user
         metrics = out_dir / "metrics.jsonl"
-        has_begun = metrics.exists() and metrics.stat().st_size  # 0 if it was refused at its start
+        has_begun = metrics.exists() and metrics.stat().st_size  # 0 if that run never began
         kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
         if has_begun:
             logs = ", ".join(filter(None, kept))

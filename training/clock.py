@@ -138,8 +138,8 @@ class Clock:
         past = used - (self.setup_seconds or 0.0)
         room = left - closing - iteration  # seconds until the last update must begin
         share = past / (past + room) if room > iteration else 1.0
-        share = max(share, it / max(1, self.c.max_iters - 1))  # max_iters may come before the time
-        # only after an update at share 1, which brings the learning rate down to min_lr
+        share = max(share, it / max(1, self.c.max_iters - 1))  # max_iters may end the run first
+        # time is up only after an update at share 1, which brings the learning rate down to min_lr
         time_is_up = self.updated_share >= 1 and room < 0
         # twice: the final evaluation and save must still fit afterwards
         has_spare_time = left > 2 * (closing + iteration)

@@ -26,7 +26,7 @@ from model import ChunkedLoss
 from training.hardware import Hardware, is_out_of_memory
 from training.ranks import Ranks
 
-# A compiled gradient's error may be this many times eager code's, because the two round at
+# A compiled gradient's error may be this many times an eager one's, because the two round at
 # different points. The largest ratio we measured was 1.8.
 BOUND = 3
 # Weights with fewer than FEW numbers get a wider bound. Their gradients may cancel almost entirely
@@ -98,7 +98,7 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
 
 def compare_in_cache(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     """
-    Run compare_with_eager() in a folder that no other process has damaged, and return its problem.
+    Run compare_with_eager() in a folder that no other process has damaged. Returns why it failed.
     If it fails in a folder with files of earlier runs, try again without them.
     """
     marker, is_used = mark_cache()
@@ -126,9 +126,9 @@ def compare_in_cache(model, batch_size: int, vocab: int, hw: Hardware) -> str:
 def mark_cache() -> tuple[BinaryIO | None, bool]:
     """
     Choose the folder of torch's compiler: TORCHINDUCTOR_CACHE_DIR or, if a process died while
-    it compiled there, the first of NAME-2, NAME-3, ... where none has. Such a process leaves empty
-    and half-written files, with which every later one would fail, or train without the CPU's vector
-    instructions.
+    it compiled there, the first of NAME-2, NAME-3, ... where no process did. Such a process leaves
+    empty and half-written files, with which every later one would fail, or train without the CPU's
+    vector instructions.
 
     A process that compiles locks a marker in its folder. An unlocked marker was left behind by a
     process that was killed, lost power or failed. Returns the marker, or None if the folder
@@ -187,9 +187,9 @@ def reason_of(error: Exception) -> str:
         # Both backends compile C or C++ that includes Python.h. If either is missing, torch's error
         # shows only the compiler's command line.
         if not shutil.which(os.environ.get("CXX", "g++")):
-            return "there is no g++; sudo apt install g++ python3-dev"
+            return "there is no g++; type sudo apt install g++ python3-dev"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
-            return "there is no Python.h; sudo apt install g++ python3-dev"
+            return "there is no Python.h; type sudo apt install g++ python3-dev"
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         for place in (cache, tempfile.gettempdir()):
             if shortage := lack_of_space(Path(place), CACHE_BYTES):
@@ -200,7 +200,7 @@ def reason_of(error: Exception) -> str:
     if reason.endswith("raised:"):  # torch wraps a backend's error, which is on the next line
         reason = " ".join(lines[:2])
     if sys.platform == "win32" and "riton" in reason:  # torch for Windows does not include Triton
-        reason += '; pip install "triton-windows<3.8"'
+        reason += '; type pip install "triton-windows<3.8"'
     return reason
 
 
@@ -247,10 +247,10 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         # With float32, matmuls may run in TF32, which has as many bits as float16.
         dtype = torch.float16 if hw.dtype == torch.float32 else hw.dtype
         if model.config.fp16_accumulation:
-            dtype = torch.bfloat16  # the head's
+            dtype = torch.bfloat16  # the head's dtype
         if not typical <= MOST_ROUNDING * torch.finfo(dtype).eps:
             off = f"half of the gradients are off by {typical:.2g} of their norm or more"
-            raise WrongKernels(f"wrong kernels in {hw.dtype_name}: uncompiled too, {off}")
+            raise WrongKernels(f"wrong kernels in {hw.dtype_name}: even uncompiled, {off}")
         typical = max(typical, FLOAT32_ERROR)
 
         # 3) compiled

@@ -150,7 +150,7 @@ class Hardware:
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
-    """Choose this rank's device. Unless the key names a GPU, local rank N takes GPU N."""
+    """Choose this rank's device. Unless the `device` key names a GPU, local rank N takes GPU N."""
     if config.device not in ("auto", "cuda"):
         return torch.device(config.device)
     if torch.cuda.is_available():
@@ -272,8 +272,8 @@ def out_of_memory_line(config: Config, world_size: int = 1) -> str:
     smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:
-        hint = "--recompute=True, a smaller --block_size or model, or --dtype=bfloat16, needs less"
+        hint = "use --recompute=True, a smaller --block_size or model, or --dtype=bfloat16"
         return f"{line}; {hint}"
     accumulation = config.iter_sequences // smaller[-1]
     pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
-    return f"{line}; the next smaller: {pair} --eval_tokens={config.eval_size}"
+    return f"{line}; use the next smaller: {pair} --eval_tokens={config.eval_size}"

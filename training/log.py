@@ -156,7 +156,7 @@ class Log:
     def say_device(self, compiles: bool, is_new: bool) -> None:
         """
         Print the versions and the device. `compiles` says whether this machine uses torch.compile,
-        which the key of that name only requests.
+        which the `compile` key only requests.
         """
         c, hw = self.config, self.hw
         say(f"start: {date()}, nightshift {version()}, torch {torch.__version__}")
@@ -525,7 +525,7 @@ class Tracker:
         """Send nothing more. Returns why, as one line."""
         reason = " ".join(str(error).splitlines()).rstrip(".")
         if isinstance(error, ImportError):
-            reason += f"; pip install {self.kind}"
+            reason += f"; type pip install {self.kind}"
         line = f"tracker: {self.kind} does not work here ({reason})"
         self.kind = "none"
         return line

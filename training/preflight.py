@@ -33,7 +33,7 @@ def check_device(config: Config) -> list[str]:
     if device.type == "cuda" and not has_kernels(device):
         name = torch.cuda.get_device_name(device)
         code = f"torch {torch.__version__} has code for {' '.join(torch.cuda.get_arch_list())} only"
-        build = "an old GPU needs a build of torch for CUDA 12.6, a new one a newer torch"
+        build = "an old GPU needs a torch built for CUDA 12.6, a new one needs a newer torch"
         return [f"device: a {name} cannot run this torch: {code}; {build}"]
     if config.dtype == "bfloat16" and emulates_bfloat16(device):
         return ["dtype: this GPU only emulates bfloat16, and slowly; use --dtype=float16"]

@@ -30,7 +30,7 @@ GPT2_SETTINGS = dict(
     scale_attn_by_inverse_layer_idx=(False,),
 )
 NO_TOKENIZER = dict(kind="unknown")
-# What torch.compile, DistributedDataParallel, FSDP and activation checkpointing put into the names
+# What torch.compile, DDP, FSDP and activation checkpointing add to the names of weights
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -94,9 +94,9 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
         return path / "ckpt.pt"
     what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
     if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
-        what += f", but in {', '.join(runs)}"
+        what += f", but there are some in {', '.join(runs)}"
     hint = "give a checkpoint, a run's folder, gpt2, or a folder in Hugging Face's format"
-    hint += ", as hf download ORG/NAME --local-dir=FOLDER makes it"
+    hint += ", which hf download ORG/NAME --local-dir=FOLDER makes"
     meant = did_you_mean(str(path), (*NOT_WEIGHTS, *HUB_MODELS))
     raise UserError(f"{path}: {what}{meant}; {hint}")
 
@@ -158,10 +158,10 @@ def describe_source(state: dict, path: Path) -> str:
 def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     """
     Return the vocabulary size and the tokenizer of weights at `path` whose embedding has this many
-    rows: by the tokenizer's files beside them, by what convert.py has exported in config.json, by a
-    nanoGPT meta.pkl with as many characters, or by a guess that 50257 rows or, padded, 50304 are
-    GPT-2's; otherwise all rows and NO_TOKENIZER. `state` is the checkpoint or config.json. Raises
-    UserError if the tokenizer is not that of the weights.
+    rows. They come from the tokenizer's files beside the weights, from what convert.py has exported
+    in config.json, from a nanoGPT meta.pkl with as many characters, or from a guess that 50257 rows
+    or, padded, 50304 are GPT-2's. Failing all these, returns all rows and NO_TOKENIZER. `state` is
+    the checkpoint or config.json. Raises UserError if the tokenizer is not that of the weights.
     """
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer.json").exists():
@@ -177,7 +177,7 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
             found, tokenizer = read_meta(meta)
             if found == rows:
                 return rows, tokenizer
-    # files of other tokenizers and from before tokenizer.json, which only transformers reads
+    # files of other tokenizers, or older than tokenizer.json; only transformers reads them
     others = [*path.glob("vocab.*"), *path.glob("*.model")]
     # Guess only for other programs' weights: our own checkpoints name their tokenizer.
     if rows in (GPT2_VOCAB, 50304) and not others and "model_config" not in state:
@@ -226,7 +226,7 @@ def read_hf(folder: Path) -> dict:
 
 def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
     """Return the model config of a config.json. Raises UserError if model.py cannot compute it."""
-    kind = hf.get("model_type", "gpt2" if "n_embd" in hf else None)  # old files do not say it
+    kind = hf.get("model_type", "gpt2" if "n_embd" in hf else None)  # old files lack the key
     if kind != "gpt2":
         raise UserError(
             f"{folder}: holds a {kind!r} model; only models in GPT-2's format can be loaded, "

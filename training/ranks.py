@@ -214,7 +214,7 @@ ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGXCPU", "SIGHUP")
 # If one of these comes a second time, the process exits at once.
 STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
 # Seconds within which repeated signals count as one stop, because torchrun, systemd and Slurm may
-# all forward it
+# all forward the same signal
 SAME_STOP = 0.5
 
 
@@ -238,7 +238,7 @@ class StopSignals:
             number = getattr(signal, name, None)
             if not number:  # Windows lacks some of them
                 continue
-            # Under nohup SIGHUP is ignored, and after `&` in a script SIGINT. Keep ignoring them.
+            # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
         threading.Thread(target=self.answer, args=(reader,), daemon=True).start()

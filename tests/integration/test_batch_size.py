@@ -68,7 +68,7 @@ def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, tmp_path):
     resume = dict(out_dir=out_dir, init_from="resume")
     refused = run_tiny(config, "--batch_size=5", **resume)
     assert refused.code == 2
-    assert "nearest: 3 or 11" in refused.err
+    assert "use 3 or 11" in refused.err
     again = run_tiny(config, "--batch_size=11", **resume)
     assert again.code == 0, again.err
     assert set(column(out_dir, "start", "tokens_per_iter")) == {528}

@@ -183,13 +183,13 @@ def test_a_folder_that_cannot_be_trained_on_yet_is_refused():
     finished = prepare()
     growing = GrowingFolder(finished, Path("x"))
     growing.write(growing.manifest | dict(shards=growing.manifest["shards"][:1], complete=False))
-    assert "x: unfinished; wait for its preparation to write" in refusal(dataset="x")
+    assert "x: is unfinished; wait for its preparation to write" in refusal(dataset="x")
     growing.add(0)
-    assert "x: unfinished; " in refusal(dataset="x", stream=False)
+    assert "x: is unfinished; " in refusal(dataset="x", stream=False)
     run("data/prepare_text.py", "a.jsonl", "--out=own")
     growing.folder = Path("own")  # its validation text is spread over its whole text
     growing.write(manifest_of(Path("own")) | dict(complete=False))
-    assert "own: unfinished; " in refusal(dataset="own")
+    assert "own: is unfinished; " in refusal(dataset="own")
     assert not Path("out").exists()
 
 
