@@ -256,11 +256,8 @@ def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
     try:
         text = decode(Path(name).read_bytes(), encoding)
     except UserError as error:
-        hint = (
-            "another --encoding"
-            if encoding
-            else "its encoding, such as --encoding=cp1252 (Western Europe) or cp1250 (Central)"
-        )
+        hint = "another" if encoding else "its"
+        hint += " encoding, such as --encoding=cp1252 (docs/data.md lists others)"
         raise UserError(f"{name}: {error}; leave the file out, or give {hint}") from None
     # Normalise line endings, so that every operating system produces the same tokens.
     text = text.replace("\r\n", "\n").replace("\r", "\n")

@@ -486,7 +486,7 @@ def memory_lines(p: dict) -> list[str]:
             pair = f"--batch_size={best} --gradient_accumulation_steps={accumulation}"
             advice = f"the largest that fits: {pair}"
         verdict = "fits in" if p["fits"] else "does not fit in"
-        lines.append(f"         {verdict} {p['usable_gib']:.1f} GiB; {advice}")
+        lines.append(f"         {verdict} {p['usable_gib']:.1f} GiB without a desktop; {advice}")
     return lines
 
 

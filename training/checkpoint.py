@@ -107,7 +107,7 @@ def read(path: Path) -> dict:
     is_0_2 = "value_tables" in state.get("config", ())  # 0.2.0 had format 1, and so had 0.3.0
     is_known = state.get("format") in (1, FORMAT) and not is_0_2
     if "progress" in state and not is_known:  # from a run, not only weights
-        hint = "finish a run of version 0.2.0 with `git checkout 0b8a2217`"
+        hint = "finish a run of version 0.2.0 with `git checkout 877e89a`"
         raise UserError(f"{path}: another version of this program wrote it; {hint}")
     return state
 

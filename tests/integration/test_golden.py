@@ -46,5 +46,5 @@ def test_a_checkpoint_of_version_0_2_is_refused_in_one_line(command, tmp_path, m
     result = run(*command.split())
     assert result.code == 2
     (line,) = result.err.splitlines()
-    assert "git checkout 0b8a2217" in line
+    assert "git checkout 877e89a" in line
     assert not Path("new").exists()
