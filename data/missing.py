@@ -76,7 +76,7 @@ def both_commands(name: str, folder: Path, tokens: int) -> str:
     flags = ("--order=prefix", text, f"--out={folder}")
     prepare = command_line("python", "data/prepare_fineweb.py", *flags)
     train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--stream=True")
-    how = "prepare it in one terminal, and train in another once it holds a shard"
+    how = "prepare shards in one terminal, and after the first one train in another"
     return f"{how}{COMMAND}{prepare}{COMMAND}{train}"
 
 

@@ -61,7 +61,8 @@ class Source:
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     encoding: str | None = None  # for text files that are neither UTF-8 nor UTF-16
-    footers: dict[str, bytes] = dataclass_field(default_factory=dict)  # parquet, compressed
+    # of parquet files, by name; compressed
+    footers: dict[str, bytes] = dataclass_field(default_factory=dict)
 
     def rows(self, begin: Place) -> Iterator[Row]:
         """Yield the rows of all files from `begin` on. Raises UserError as file_rows() does."""

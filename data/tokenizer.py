@@ -119,7 +119,8 @@ def gpt2_bpe():
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # network errors come in many types
         problem = f"tokenizer gpt2: tiktoken cannot get its vocabulary ({type(error).__name__})"
-        raise UserError(f"{problem}; go online once, or set TIKTOKEN_CACHE_DIR") from None
+        ways = "go online once, or set TIKTOKEN_CACHE_DIR to its cache"
+        raise UserError(f"{problem}; {ways}") from None
 
 
 # -----------------------------------------------------------------------------
@@ -334,7 +335,8 @@ def read_meta(path: Path) -> tuple[int, dict]:
         vocab, itos = meta["vocab_size"], meta.get("itos", {})
         texts = [itos[i] for i in range(min(vocab, len(itos)))]
     except Exception as error:  # a damaged pickle can raise anything
-        raise UserError(f"{path}: not a plain dictionary ({error}); prepare it again") from None
+        problem = f"cannot be read as nanoGPT's ({type(error).__name__}: {error})"
+        raise UserError(f"{path}: {problem}; make it again with nanoGPT's prepare.py") from None
     if len(texts) == vocab and all(isinstance(text, str) for text in texts):
         return vocab, dict(kind="char", itos=texts)
     return vocab, dict(kind="unknown")  # a tokenizer that meta.pkl does not contain

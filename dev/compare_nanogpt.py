@@ -1,7 +1,7 @@
 """
-Compare this model's tokens/s and memory with nanoGPT's in the same training step, taking turns. On
-a CPU, nanoGPT is measured twice: with our allocator settings and with the system's, because nanoGPT
-itself sets none.
+Compare this model's tokens/s and memory with nanoGPT's. The two take turns, and train.train_step
+trains both. On a CPU, nanoGPT is measured twice: with our allocator settings and with the system's,
+because nanoGPT itself sets none.
 
     python dev/compare_nanogpt.py CONFIG --nanogpt=../nanoGPT [--trials=5] [--json=PATH]
 

@@ -71,7 +71,7 @@ CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 # The fraction of a GPU's memory that a run can use. The driver and a desktop need some, and torch
 # reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).
 USABLE_MEMORY = 0.9
-# Beyond this many FLOPs an iteration takes a CPU ten seconds or more, too long to measure several.
+# Beyond this many FLOPs an iteration may take a CPU ten seconds, too long to measure several.
 MOST_FLOPS_ON_A_CPU = 1e12
 # A model narrower than the published ones reaches a lower MFU: the likely one times
 # (n_embd / 768) ** 0.25, the lowest times (n_embd / 768) ** 0.4. Public pairs of runs have 0.84 and
@@ -199,8 +199,8 @@ def measured_pace(config: Config, model: GPTConfig, card: Card, measure: Callabl
     on_a_cpu = not (card.memory_gib or card.peak_tflops)
     if on_a_cpu and config.iter_tokens * (count_flops(model) or 0) > MOST_FLOPS_ON_A_CPU:
         raise UserError(
-            "gpu: no GPU here, and timing this model on the CPU takes minutes; add --gpu=4070 or "
-            "--iter_seconds=S"
+            "gpu: no GPU here, and timing this model on the CPU may take minutes; "
+            "add --gpu=4070 or --iter_seconds=S"
         )
     say("measuring a few iterations on this machine")
     return one_pace("measured here", measure(config)["step_ms"] / 1000)

@@ -254,7 +254,7 @@ class Saver:
             if os.path.samestat(held, os.fstat(self.lock.fileno())):
                 return
         problem = f"{self.out_dir} or its lock was renamed, deleted or taken by another run"
-        raise RunError(f"out_dir: {problem}, so this run ends; undo that, then resume it")
+        raise RunError(f"out_dir: {problem}, so this run ends; restore the folder, then resume")
 
     def save(self, state: dict) -> str:
         """

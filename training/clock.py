@@ -123,9 +123,9 @@ class Clock:
     def position(self, it: int) -> Position:
         """
         Return where the run stands before iteration `it`. The share is the time so far divided by
-        the time of the last update, or it / max_iters if a max_iters flag ends the run sooner. The
-        last update leaves room for a final evaluation and save, which are expected to take as long
-        as the last ones did, or 1% of the time each if there was none.
+        the time at which the final update is due, or it / max_iters if a max_iters flag ends the
+        run sooner. After that update there is room for an evaluation and a save, which are expected
+        to take as long as the previous ones did, or 1% of the time each if there was none.
         """
         launch_minutes = self.since_launch() / 60 if it > self.first_iter else 0.0
         since_save = time.perf_counter() - self.save_timer_began

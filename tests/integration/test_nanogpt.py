@@ -211,7 +211,7 @@ def test_fine_tuning_a_nanogpt_checkpoint_keeps_its_vocabulary_unpadded(nanogpt)
 
 
 # -----------------------------------------------------------------------------
-# Code of nanoGPT's users, with docs/nanogpt_model.py and as docs/from_nanogpt.md says
+# Scripts written for nanoGPT: with docs/nanogpt_model.py, and changed as from_nanogpt.md says
 
 
 @pytest.fixture
