@@ -94,14 +94,18 @@ class Shuffled:
         the first one, the tokenizer might see only one of several languages.
         """
         share = SAMPLE_MB * 1_000_000 / max(min(len(self.training), LEAST_GROUPS), 1)
+        unread = []
         for group in self.training:
+            rows = self.source.file_rows(Place(*group), one_group=True)
+            texts = (text for after, text in rows if text and not self.is_held_out(after))
+            unread.append(texts)
             taken = 0
-            for after, text in self.source.file_rows(Place(*group), one_group=True):
-                if text and not self.is_held_out(after):
-                    yield text
-                    taken += len(text.encode(errors="replace"))
+            for text in texts:
+                yield text
+                taken += len(text.encode(errors="replace"))
                 if taken >= share:
                     break
+        yield from itertools.chain.from_iterable(unread)  # if the others were smaller
 
     def validation_rows(self, begin: Place) -> Iterator[Row]:
         """Yield held-out rows in file order, which no seed changes."""

@@ -3,6 +3,7 @@ Train and use your own tokenizer: what it makes of any text, where it is stored,
 tokenizers are never mixed.
 """
 
+import collections
 import itertools
 import json
 import os
@@ -142,11 +143,15 @@ def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(monkeypa
 
 
 def test_a_tokenizer_is_trained_on_the_beginnings_of_several_files(tmp_path, monkeypatch):
+    """Take equal parts, and more of a large file if the others are small."""
     monkeypatch.setattr("data.order.SAMPLE_MB", 0.01)
-    files = [write_jsonl(tmp_path / f"{letter}.jsonl", [letter * 100] * 1000) for letter in "ab"]
+    rows = dict(a=1000, b=1000, c=10)
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", [name * 100] * n) for name, n in rows.items()]
     source = Source([str(path) for path in files])
-    sample = itertools.islice(Shuffled(source, source.row_groups(), {}, seed=0).sample(), 100)
-    assert set("".join(sample)) == {"a", "b"}
+    reading = Shuffled(source, source.row_groups(), {}, seed=0)
+    first = collections.Counter(text[0] for text in itertools.islice(reading.sample(), 78))
+    assert first == dict(a=34, b=34, c=10)
+    assert collections.Counter(text[0] for text in reading.sample()) == rows
 
 
 @pytest.mark.parametrize(
