@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from common import environment
 from configurator import Config, load_config, resolve
 from model import GPTConfig
-from model_fast import FastConfig
+from model_fast import FastConfig, build_model
 from train import model_config
 from training import hardware, preflight, speed
 from training.gpus import find_row, read_gpu_table, row_peak
@@ -93,6 +93,17 @@ def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
     config = kind(**dict(bias=False, tie_weights=False) | sizes | changes)
     n = 100 * 96 + 2 * 12 * 96**2
     assert count_flops(config) == 6 * n + 12 * 2 * 96 * 40
+
+
+def test_counting_flops_keeps_the_random_state_of_a_model_that_seeds_itself(monkeypatch):
+    def seeded(config):
+        torch.manual_seed(5)
+        return build_model(config)
+
+    monkeypatch.setattr(speed, "build_model", seeded)
+    before = torch.get_rng_state()
+    assert count_flops(GPTConfig(vocab_size=61, block_size=8, n_layer=1, n_head=1, n_embd=8))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_saves_and_restores_a_gpus_random_state(monkeypatch):

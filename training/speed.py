@@ -31,12 +31,12 @@ def count_flops(config: GPTConfig) -> float | None:
     from torch.utils.flop_counter import FlopCounterMode
 
     try:
-        # Fake tensors need no memory and draw no random numbers. torch cannot count FLOPs of the
-        # CPU's fused attention.
-        with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        # Fake tensors need no memory and draw no random numbers, but a modified model may set the
+        # seed. torch cannot count FLOPs of the CPU's fused attention.
+        with torch.random.fork_rng([]), FakeTensorMode(), torch.no_grad():
             model = build_model(config)
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
-            with FlopCounterMode(display=False) as counter:
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 model(idx, idx)
     except Exception:  # a modified model can raise anything
         return None
