@@ -177,7 +177,8 @@ def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
     i = reached[0]
     if losses[i] == target:
         return float(x[i])
-    if i == 0 or x[i] - x[i - 1] > NEAR * x[i]:
+    if i == 0:
         return None
     # order the points from i to i - 1, because the loss falls and np.interp needs rising values
-    return float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]]))
+    at = float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]]))
+    return at if loss_at(x, losses, at) is not None else None

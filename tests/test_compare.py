@@ -942,6 +942,7 @@ def test_prints_the_table_without_matplotlib(tmp_path):
         assert result.code == 0
         assert "best val loss" in result.out
         assert "pip install matplotlib" in result.err
+        assert run("compare.py", a, "--png=a.pdf").err.startswith("error: png: a.pdf")
         asked_for = run("compare.py", a, f"--png={tmp_path / 'a.png'}")
         assert asked_for.code == 2
         assert "best val loss" in asked_for.out
