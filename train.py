@@ -277,18 +277,17 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
     if not weights:
         return
     source = c.out_dir if resumed else c.init_from
+    hint = f"give data made with the tokenizer of {source}"
     theirs, ours = weights["tokenizer"], data.tokenizer
     if not same_tokenizer(theirs, ours):
         kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
-        hint = f"give data made with the tokenizer of {source}"
         raise UserError(f"dataset: {data.source} has {kinds}; {hint}")
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
-        hint = "or has changed since; for a new run give another --out_dir"
-        raise UserError(f"dataset: {data.source} is not {trained}, {hint}")
+        change = "or has changed since; for a new run give another --out_dir"
+        raise UserError(f"dataset: {data.source} is not {trained}, {change}")
     if weights["vocab"] < data.vocab:
         known = f"{data.vocab} token ids, but {source} knows only {weights['vocab']}"
-        hint = f"give data made with the tokenizer of {source}"
         raise UserError(f"dataset: {data.source} has {known}; {hint}")
 
 

@@ -60,9 +60,7 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     dead = [f for f in shown if f.is_symlink() and not f.exists()]
     if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
         link = f"{dead[0]}: links to {os.readlink(dead[0])}, which does not exist"
-        raise UserError(
-            f"{link} (one of {len(dead):,} such links); get that file, or delete the link"
-        )
+        raise UserError(f"{link} (dead links: {len(dead):,}); get that file, or delete the link")
     readable = [f for f in shown if is_read(f, endings)]
     tests = evaluation_files(readable, root)
     if not readable:
