@@ -35,6 +35,7 @@ WINDOW_ROWS = 2**13
 WINDOW_CHARACTERS = 2**24
 GROUP_TOKENS = 250_000  # validation tokens taken from one row group; FineWeb's hold about 700,000
 LEAST_GROUPS = 16  # the fewest row groups to take validation from
+SAMPLE_GROUPS = 16  # row groups to take a tokenizer's training text from
 # largest fraction of the row groups, and of their text, to hold out; beyond it validation is made
 # of single documents
 MOST_HELD_OUT = 1 / 20
@@ -93,7 +94,7 @@ class Shuffled:
         beginnings of several row groups. A .jsonl file is one row group, so if the text came from
         the first one, the tokenizer might see only one of several languages.
         """
-        share = SAMPLE_MB * 1_000_000 / max(min(len(self.training), LEAST_GROUPS), 1)
+        share = SAMPLE_MB * 1_000_000 / max(min(len(self.training), SAMPLE_GROUPS), 1)
         unread = []
         for group in self.training:
             rows = self.source.file_rows(Place(*group), one_group=True)
