@@ -36,7 +36,8 @@ def find_row(name: str, sm_count: int | None = None) -> dict[str, str] | None:
 
     Whole names are compared, because one may contain another (A10 in A100, 4070 in 4070 Ti). The
     number of SMs distinguishes cards of the same name, and cut-down or partitioned cards, whose
-    peak is unknown. Of cards that differ only in their memory, this returns the first row. A laptop GPU's peak is unknown too, because it depends on the power limit.
+    peak is unknown. Of cards that differ only in their memory, this returns the first row. A laptop
+    GPU's peak is unknown too, because it depends on the power limit.
     """
     for row in read_gpu_table():
         names = [alias.removeprefix("NVIDIA ") for alias in row["name"].split("|")]

@@ -41,7 +41,7 @@ from training.speed import count_flops
 
 PROJECT = Path(__file__).resolve().parent.parent
 FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
-MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs read a short text ten times or a few more
+MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs reach up to 16 on a tiny text
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
 LEDGER_NAMES = {  # friendlier names for the clock's categories
