@@ -699,11 +699,10 @@ def test_more_text_than_fits_into_memory_names_the_command_for_it(tmp_path, monk
     monkeypatch.setattr(prepare_text, "MOST_BYTES", 1000)
     with pytest.raises(UserError) as error:
         prepare_text.main(["all.txt", "--tokenizer=bpe:300"])
-    *_, typed = error.value.problems[0].split()
-    assert typed == f"--out={Path('data/all')}" and not Path("data").exists()
-    assert "--source=FILE.jsonl --tokenizer=bpe:300 --out=" in error.value.problems[0]
+    typed = f"--source=FILE.jsonl --tokenizer=bpe:300 --out={Path('data/all')}"
+    assert typed in error.value.problems[0] and not Path("data").exists()
     write_jsonl(Path("all.jsonl"), ["a line"] * 400)
-    with pytest.raises(UserError, match="fineweb.py --source=all.jsonl .* --text_field=body$"):
+    with pytest.raises(UserError, match="fineweb.py --source=all.jsonl .* --text_field=body"):
         prepare_text.main(["all.jsonl", "--text_field=body"])
 
 
