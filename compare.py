@@ -511,7 +511,7 @@ def main(argv: list[str]) -> None:
         help="show tokens and time to this val loss (default: the lowest that all runs reach)",
     )
     add("--gpu", metavar="NAME", help="compute missing MFUs for this card, such as 4070")
-    add("--png", type=Path, help="write the picture here (default for one out_dir: its loss.png)")
+    add("--png", type=Path, help="write a .png picture (default for one out_dir: its loss.png)")
     add("--json", type=Path, help="write the table here")
     args = parser.parse_args(argv)
     if args.png and args.png.suffix.lower() not in ("", ".png"):

@@ -58,9 +58,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--dataset", default="fineweb_edu", help=f"{hub} (default: %(default)s)")
     add("--sample", choices=SAMPLES, help="size of fineweb or fineweb_edu to use (default: 10B)")
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
-    local = "local .parquet or .jsonl: file, folder or quoted pattern"
+    local = "local .parquet or .jsonl (also .gz, .zst): file, folder or quoted pattern"
     add("--source", type=os.path.expanduser, help=local)  # shells do not expand the ~ in --source=~
-    add("--order", help=f"{' or '.join(ORDERS)} documents (default: shuffled)")
+    add("--order", help=f"order of the documents: {' or '.join(ORDERS)} (default: shuffled)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     tokens = "training tokens (default: 1B of a dataset on the hub, all of --source)"
     add("--tokens", type=parse_count, help=tokens)

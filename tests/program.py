@@ -488,8 +488,8 @@ def assert_same_run(left: Path, right: Path, iter_num: int, log_has_gaps: bool =
     a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
     for key in ("model", "scaler", "rng", "progress"):
         assert same(a[key], b[key]), key
-    # not the optimizer's groups: they hold hyperparameters, which are the config's, and the last
-    # update's rate
+    # The optimizer's groups may differ: they hold only the config's hyperparameters, and the last
+    # update's learning rate.
     assert same(a["optimizer"]["state"], b["optimizer"]["state"])
     for kind, names in (("step", STEP), ("eval", EVAL)):
         ours, theirs = column(left, kind, *names), column(right, kind, *names)

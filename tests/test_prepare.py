@@ -295,7 +295,7 @@ def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size(
     val = stored_texts(Path("out"), "val")
     assert manifest_of(Path("out"))["held_out"].keys() == {"groups", "bytes_per_group"}
     assert 0.35 < sum(text[0] == "a" for text in val) / len(val) < 0.65
-    # where whole groups would take much of the text, single documents are held out
+    # if whole row groups would take much of the text, single documents are held out instead
     Path("source/c.jsonl").write_text(json.dumps(dict(text="all of it " * 6000)) + "\n")
     prepare(*flags, "--out=other")
     assert manifest_of(Path("other"))["held_out"].keys() == {"up_to_hash"}
@@ -722,7 +722,7 @@ def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatc
     gpt2 = dict(manifest_of(Path("data/my notes")), tokenizer="gpt2")
     writer.say_what_it_holds(Path("data/my notes"), gpt2)
     assert "config/finetune_gpt2.py " in capsys.readouterr().out.splitlines()[-1]
-    # where data/NAME exists too, ./NAME is not taken for it
+    # if data/NAME exists too, the command says ./NAME
     flags = ["--source=my notes.jsonl", "--tokenizer=byte", "--val_tokens=100", "--out=my notes"]
     write_jsonl(Path("my notes.jsonl"), TEXTS)
     *_, last = prepare(*flags).out.splitlines()

@@ -28,8 +28,8 @@ TINY = dict(
     dtype="float32",
     compile=False,
 )
-# Imports common.environment as on a machine on which `running` threads run and which has `cpus`
-# CPUs, `per_core` of them to a core.
+# Imports common.environment on a pretended machine: `cpus` CPUs, `per_core` of them to a core, and
+# `running` threads that run on them.
 DECIDE = """
 import os, pathlib, sys
 running, cpus, per_core = map(int, sys.argv[1:])

@@ -143,7 +143,7 @@ def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(monkeypa
 
 
 def test_a_tokenizer_is_trained_on_the_beginnings_of_several_files(tmp_path, monkeypatch):
-    """Take equal parts, and more of a large file if the others are small."""
+    """Take as much from each file; once the small files are used up, go on with the large ones."""
     monkeypatch.setattr("data.order.SAMPLE_MB", 0.01)
     rows = dict(a=1000, b=1000, c=10)
     files = [write_jsonl(tmp_path / f"{name}.jsonl", [name * 100] * n) for name, n in rows.items()]

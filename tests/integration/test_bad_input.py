@@ -104,7 +104,7 @@ DATA = [
         "train.py config/gpt124m_4070.py --device=cpu --until=07:00",
         "prepare_fineweb.py --tokens=2B",
     ),
-    # suggests README's download if that has enough tokens for the run
+    # the error names README's download if that download has enough tokens for the run
     ("train.py config/fast124m_4070.py --device=cpu", f"{DOWNLOAD}data/fineweb_records"),
     ("train.py config/fast124m_4070.py --device=cpu --hours=8", f"{DOWNLOAD}data/fineweb_records"),
     ("train.py config/fast124m_4070.py --device=cpu --max_iters=6500", "fineweb_*_000*"),

@@ -180,7 +180,7 @@ def test_the_last_save_waits_until_the_disk_has_room(
 ):
     disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
     trainer.at["update", 5] = lambda: fill(disk)
-    trainer.at["sleep", 151] = lambda: free(disk)  # each sleep is a second: more than one try
+    trainer.at["sleep", 151] = lambda: free(disk)  # by then it has tried to save more than once
     if begins == "full":
         fill(disk)
         free(disk, 64 << 10)  # for the log

@@ -381,7 +381,7 @@ def test_gradient_buckets_are_arranged_before_the_first_iteration(tiny):
         assert code == 0, err
         before, *iterations = re.findall("^bucket .*$", err, re.MULTILINE)
         assert iterations == [iterations[0]] * 3
-        # or torch no longer rearranges the buckets, and we need not either
+        # if they are equal, torch no longer rearranges the buckets, and our workaround can go
         assert before != iterations[0]
 
 
@@ -490,7 +490,7 @@ def test_a_signal_to_the_second_rank_ends_the_wait_for_disk_space(tiny, make_dis
     assert checkpoints(disk / "run") == [6]
 
 
-# torch uses the program's timeout until the second rank hangs, and then half a second
+# The program's timeout applies until the second rank hangs; from then on it is half a second.
 PATIENCE = """
     import torch.distributed
     begin = torch.distributed.init_process_group

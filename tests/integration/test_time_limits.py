@@ -96,7 +96,7 @@ def test_a_timed_run_ends_on_time_with_its_schedule_complete(keys, trainer, tiny
     rate = rates(tmp_path)
     assert rate[0] == 1.0
     assert rate[-1] == 0.0
-    # an iteration takes a ninetieth of the time, or 16 s with an evaluation and two saves
+    # the slowest iteration, with an evaluation and two saves, takes 16 s
     assert all(0 < before - after <= 17 / SECONDS for before, after in pairwise(rate))
     assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
     last = len(rate)
@@ -492,7 +492,7 @@ def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(
     with mock.patch("torch.compile", compile_slowly):
         trainer.launch(**tiny | dict(compile=True), max_iters=5)
     end = end_of(tmp_path)
-    # compiling, and two evaluations, eager and compiled, which check the compiled code
+    # 100 s to compile, then an eager and a compiled evaluation, which check the compiled code
     assert end["ledger"]["compile"] == 100 + 2 * 4
     # five iterations, the evaluation at their end, and a save; InProcessRun takes the evaluation at
     # their beginning for a part of the check before it, so it adds no time to the fake clock

@@ -55,7 +55,7 @@ def warnings(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("warning: ")]
 
 
-# the names by which nanoGPT's dashboards find these numbers; its mfu is in percent
+# our names and nanoGPT's, which its users' dashboards expect; nanoGPT logs mfu in percent
 NANOGPTS = {
     "step/lr": "lr",
     "step/mfu": "mfu",
