@@ -106,8 +106,6 @@ OVERRIDES: dict[str, Any] = dict(
     max_iters=UNREACHED,
     lr_decay_iters=0,
     hours=0.0,
-    until="",
-    max_minutes=0.0,
     eval_interval=UNREACHED,
     eval_tokens=1,
     eval_only=False,
@@ -548,7 +546,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         usage=" ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split()),
         description=about,
         epilog="Configuration keys: python train.py --help"
-        + ("; --hours=8 or --until=07:00 plans how many tokens fit" if mode == "plan" else ""),
+        + ("; --hours=8 plans how many tokens fit" if mode == "plan" else ""),
     )
     add = parser.add_argument
     add("--json", type=Path, metavar="PATH", help="write all figures as JSON")

@@ -43,8 +43,6 @@ from common.files import read_text
 MUON_LEARNING_RATE = 0.025  # learning_rate's default with Muon
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
-# Keys of a config file that loaded weights overrule, so that a GPU's config can start from GPT-2
-YIELDING = ("bias", "pad_vocab_multiple")
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that accept only a few
 Tracker = Literal["none", "wandb", "tensorboard"]
@@ -110,8 +108,6 @@ class Config:
     # Schedule
     max_iters: int = 600000  # iterations to train
     hours: float = 0.0  # train for this many hours instead of max_iters; 0: off
-    until: str = ""  # train until this time, such as 07:00, instead of max_iters
-    max_minutes: float = 0.0  # save and stop this launch after this many minutes; 0: off
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
@@ -134,7 +130,7 @@ class Config:
     @property
     def by_clock(self) -> bool:
         """Return True if the schedule follows the clock instead of the iteration count."""
-        return bool(self.hours or self.until)
+        return bool(self.hours)
 
     @property
     def keeps_peak(self) -> bool:
@@ -190,7 +186,7 @@ AT_LEAST_1 = """
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
-MAY_BE_BLANK = ("until", "start")
+MAY_BE_BLANK = ("start",)
 # Keys that only work with another key at this value; otherwise they must keep their defaults
 ONLY_WITH = dict(
     head_lr=("optimizer", "muon"),
@@ -277,7 +273,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
-    if values.get("hours") or values.get("until"):
+    if values.get("hours"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
         values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}
         values.setdefault("eval_interval", UNREACHED)
@@ -439,11 +435,6 @@ def resolve(
         highest = min(highest, c.head_lr)  # embeddings have rates far above min_lr
     if highest < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=highest / 10)
-
-    if c.until and c.hours:
-        problems.append("until: hours is set too; give only one of them")
-    elif c.until and not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", c.until):
-        problems.append(f"until: {c.until!r} is not a clock time; write --until=07:00")
     return c, problems
 
 

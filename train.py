@@ -10,13 +10,11 @@ and the machinery around a run in training/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done or max_minutes is up, 1 failed, 2 bad configuration or data, 128 + N stopped by
-signal N. In the last case the run has saved, unless it had --eval_only, or the signal came twice or
-before the training loop began. If a stopped run cannot save, it exits with 1.
+Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + N stopped by signal N. In the last
+case the run has saved, unless it had --eval_only, or the signal came twice or before the training
+loop began. If a stopped run cannot save, it exits with 1.
 """
 
-import atexit
-import gc
 import math
 import os
 import signal
@@ -41,7 +39,6 @@ from configurator import (
     FIELDS,
     NOT_WEIGHTS,
     UNREACHED,
-    YIELDING,
     Config,
     config_values,
     read_config,
@@ -54,12 +51,14 @@ from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
 from training import checkpoint, hardware, preflight
-from training.clock import Clock, Position, check_deadline
-from training.compiled import compile_and_check
+from training.checkpoint import Saver
+from training.clock import Clock, Position
+from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
-from training.log import Log, say_changes, say_extension
+from training.log import Log, change_lines, evaluation_line, origin_lines, say_extension
 from training.pretrained import load_pretrained, load_weights
-from training.ranks import Ranks, StopSignals, end_process, lost_rank
+from training.ranks import Ranks, StopSignals, end_process
+from training.speed import describe
 
 # Keys that decide the weights' shapes and names: all keys among the models' fields, except those in
 # FREE_ON_RESUME
@@ -84,7 +83,7 @@ FEW_SKIPS = 3  # skips in a row that forbid a save; float16 makes one or two now
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in why_stop(), is_done() and say_done()
-COMPLETE = ("eval_only", "max_iters", "hours", "until")
+COMPLETE = ("max_iters", "hours")
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Progress:
     tokens: int = 0  # tokens trained on
     sequences: int = 0  # sequences read, which is the position in the data order
     evaluated_at: int = -1  # iteration of the last evaluation
-    evaluated_share: float = -1.0  # schedule share at that evaluation (hours or until)
+    evaluated_share: float = -1.0  # schedule share at that evaluation (with hours)
     val_loss: float = math.inf  # validation loss of the last evaluation
     best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
     best_iter: int = -1  # iteration of best_val_loss; at 0 (untrained) there is usually no best.pt
@@ -105,17 +104,29 @@ class Progress:
         """Return whether val_loss was measured with the current weights."""
         return self.evaluated_at == self.iter_num
 
-
-@dataclass
-class Saved:
-    """Records what is on the disk. Rank 0 saves, and all ranks learn whether that worked."""
-
-    newest: tuple[int, int] | None  # iterations of the newest checkpoint and its evaluation
-    failed: bool = False  # whether the last attempt to save failed
+    def evaluate(self, val_loss: float, share: float) -> None:
+        """Record an evaluation of the current weights, at this share of the schedule."""
+        self.val_loss, self.evaluated_at, self.evaluated_share = val_loss, self.iter_num, share
+        if self.iter_num == 0 and math.isfinite(val_loss):  # best.pt must beat the untrained model
+            self.best_val_loss, self.best_iter = val_loss, 0
 
 
 # -----------------------------------------------------------------------------
 # Where the run starts
+
+
+def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict | None, dict | None]:
+    """
+    Read the command. Returns the final configuration, the state of the run that it resumes or
+    evaluates, and the state that holds the weights to begin with: the same one, or weights that
+    init_from names. Both are None for a new run from random weights. Raises UserError.
+    """
+    asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
+    resumed = read_run(asked, ranks)
+    loaded = resumed or ranks.main_first(initial_weights, asked)
+    c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
+    explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
+    return c, resumed, loaded
 
 
 def read_run(c: Config, ranks: Ranks) -> dict | None:
@@ -191,11 +202,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         before = config_before(resumed)
         is_unasked = not c.eval_tokens and c.eval_iters == before.eval_iters
         if is_unasked and c.eval_size != before.eval_size:
-            # otherwise a new batch_size would change which tokens are evaluated, and the run would
-            # forget its best loss
+            # otherwise a new batch_size would change which tokens are evaluated
             c = replace(c, eval_tokens=before.eval_size)
-        if not (c.eval_only or is_done(c, resumed)):
-            problems += check_deadline(c, resumed["clock"])
     elif weights:
         saved = weights["model_config"]
         names = ARCHITECTURE
@@ -217,15 +225,14 @@ def keep_values(
 ) -> tuple[Config, list[str]]:
     """
     Return the configuration with the saved values of these keys, and a problem for each key that a
-    file or flag sets to something else; for keys in YIELDING, only a flag counts. A key missing
-    from the saved values gets its default.
+    file or flag sets to something else. A key missing from the saved values gets its default.
     """
     values = {name: saved.get(name, FIELDS[name].default) for name in names}
     problems = [
         f"{name}: {source} has {value!r}, you asked for {getattr(c, name)!r}. "
-        f"Drop {'--' if name in c.typed else ''}{name}, or give another {other}"
+        f"Give --{name}={value}, or another {other}"
         for name, value in values.items()
-        if name in (c.typed if name in YIELDING else c.set_keys) and getattr(c, name) != value
+        if name in c.set_keys and getattr(c, name) != value
     ]
     return replace(c, **values), problems
 
@@ -238,16 +245,15 @@ def is_done(c: Config, resumed: dict) -> bool:
     """Return whether the run has already finished and this launch adds no time or iterations."""
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
-    same_end = (c.hours, c.until) == (before.hours, before.until)
-    time_is_up = c.by_clock and same_end and resumed["clock"]["share"] >= 1
+    time_is_up = c.by_clock and c.hours == before.hours and resumed["clock"]["share"] >= 1
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
 def say_done(c: Config, resumed: dict) -> None:
     it = resumed["progress"]["iter_num"]
-    key = "max_iters" if it >= c.max_iters else "until" if c.until else "hours"
+    key = "max_iters" if it >= c.max_iters else "hours"
     done = f"all {it:,} iterations are done"
-    say_changes(c, resumed)
+    say(*change_lines(c, resumed))
     ways = f"to continue, give another --{key}; to start a new run, give another --out_dir"
     say(f"{c.out_dir}: {done}; {ways}")
     say_extension(c)
@@ -357,7 +363,7 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     """
     Return the learning rate of iteration `it`. The rate warms up to `peak`, then decays to min_lr.
 
-    A run with hours or until does not know its number of iterations. The number is predicted as
+    A run with hours does not know its number of iterations. The number is predicted as
     `it / share`, which assumes that the pace stays the same. `share` says how much of the schedule
     is done: 0 at the first update, 1 at the last, counting the time of evaluations and saves too.
     Such a run warms up for at most a tenth of its iterations.
@@ -400,16 +406,16 @@ def peak_end(c: Config) -> int:
     return int(wsd_decay_start(c, c.lr_decay_iters or c.max_iters, c.warmup_iters))
 
 
-def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
+def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict, ranks: Ranks) -> None:
     """Warn if a resume raises the learning rate, for example by extending a decayed run."""
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
     share = resumed["clock"]["share"]
     old = get_lr(it, before, share, before.learning_rate)
-    if (before.hours, before.until) != (c.hours, c.until):
+    if before.hours != c.hours:
         share = clock.position(it).share
     new = get_lr(it, c, share, c.learning_rate)
-    if new > 1.01 * old:
+    if new > 1.01 * old and ranks.is_main:
         why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
         if c.max_iters > before.max_iters:
@@ -422,30 +428,26 @@ def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict) -> None:
 
 def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
     """Return why the run stops here, or None if another iteration follows."""
-    if c.eval_only:
-        return "eval_only"
-    if progress.iter_num >= c.max_iters:  # with hours or until, only a max_iters flag counts
+    if progress.iter_num >= c.max_iters:  # with hours, only a max_iters flag counts
         return "max_iters"
     if now.time_is_up:  # counting all launches; the final evaluation and save still fit
-        return "until" if c.until else "hours"
-    if c.max_minutes and now.launch_minutes >= c.max_minutes:  # the final save takes extra time
-        return "max_minutes"
+        return "hours"
     return None
 
 
 def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | None) -> bool:
     """
     Return whether to evaluate here: every eval_interval iterations, or every twentieth of the
-    schedule with hours or until, and when the run is complete. Nothing but best.pt may depend on
-    the evaluation of a complete run, because a longer run would not make one here.
+    schedule with hours, and when the run is complete. Nothing but best.pt may depend on the
+    evaluation of a complete run, because a longer run would not make one here.
     """
-    if progress.is_evaluated and not c.eval_only:
+    if progress.is_evaluated:
         return False  # the resumed run made this evaluation before it saved
     if stop:
         return stop in COMPLETE
     if not now.has_spare_time:  # the final evaluation must fit afterwards
         return False
-    if c.eval_interval == UNREACHED:  # hours or until is set, and eval_interval is not
+    if c.eval_interval == UNREACHED:  # hours is set, and eval_interval is not
         return int(20 * now.share) > int(20 * progress.evaluated_share)
     return progress.iter_num % c.eval_interval == 0
 
@@ -455,18 +457,18 @@ def is_best(progress: Progress) -> bool:
     return progress.is_evaluated and progress.val_loss < progress.best_val_loss
 
 
-def save_due(c: Config, now: Position, progress: Progress, saved: Saved, stop: str | None) -> bool:
+def save_due(c: Config, now: Position, progress: Progress, saver: Saver, stop: str | None) -> bool:
     """
     Return whether to save here: every checkpoint_interval iterations or ten minutes, after an
     evaluation, half a minute after a failed save, and at the end.
     """
     it = progress.iter_num
-    if c.eval_only or saved.newest == (it, progress.evaluated_at):
+    if saver.newest == (it, progress.evaluated_at):
         return False
     if stop:
         return True
     # The retry saves the current weights. If the best ones could not be saved, they are lost
-    if saved.failed and now.seconds_since_save >= RETRY_SECONDS:
+    if saver.failed and now.seconds_since_save >= RETRY_SECONDS:
         return True
     if it == 0 or not now.has_spare_time:  # the final save must fit afterwards
         return False
@@ -524,6 +526,35 @@ def train_step(
     # each of them a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
     return loss_sum, grad_norm
+
+
+class Skips:
+    """Counts, on the device, the updates that train_step() skips: the same number on all ranks."""
+
+    def __init__(self, c: Config, hw: Hardware, ranks: Ranks):
+        self.c, self.hw, self.ranks = c, hw, ranks
+        self.counted = 0  # iterations of this launch
+        self.in_a_row = torch.zeros((), device=hw.device)  # since the last applied update
+        self.since_line = torch.zeros((), device=hw.device)  # since the last log line
+
+    def count(self, grad_norm: Tensor) -> None:
+        self.counted += 1
+        is_skipped = ~grad_norm.isfinite()
+        self.in_a_row = (self.in_a_row + 1) * is_skipped
+        self.since_line = self.since_line + is_skipped
+
+    def report(self, it: int, log: Log) -> None:
+        """Warn of the updates skipped since the last line. MAX_SKIPS in a row end the run."""
+        if skipped := int(self.since_line):
+            reason = "a gradient was not finite"
+            log.warn(it, f"{skipped} updates skipped since the last line: {reason}")
+            self.since_line = torch.zeros_like(self.since_line)
+        if int(self.in_a_row) >= MAX_SKIPS:
+            hint = "try a lower learning_rate or --dtype=float32"
+            if self.hw.device.type == "cuda":
+                hint += f"; on an H100 or B200 also set {hardware.NO_CUDNN_ATTENTION}"
+            hint += f"; {checkpoint.resume_hint(self.c.out_dir)}"
+            self.ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
 
 
 def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | None:
@@ -586,8 +617,32 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
     return math.fsum(mean * n for mean, n in zip(means, counts, strict=True) if n), sum(counts)
 
 
-def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Log) -> None:
+def evaluate_only(model, data, c, hw, ranks, resumed: dict | None, loaded: dict | None) -> int:
+    """Evaluate the weights once, print the losses and write nothing. Returns the exit code."""
+    say(*origin_lines(c, resumed, loaded), hw.line(), describe(model, data.vocab), data.line())
+    if not loaded:
+        say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
+    batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
+    signals = StopSignals(ranks)
+    began = time.perf_counter()
+    losses = estimate_loss(model, data, batches, c, hw, ranks, signals)
+    batches.close()
+    signals.close()
+    if signals.name:
+        return 128 + signal.Signals[signals.name]
+    if losses is None:  # the rank that failed to read raises its own error
+        raise batches.error or RunError()
+    it = resumed["progress"]["iter_num"] if resumed else 0
+    say(evaluation_line(it, losses, time.perf_counter() - began, data))
+    say(f"val_loss: {losses['val']:.4f}")
+    return 0
+
+
+def print_sample(model, data: Dataset, progress, c: Config, hw: Hardware, log: Log) -> None:
     """Print sample_tokens tokens from the model, always drawn with the same random numbers."""
+    it = progress.iter_num
+    if not math.isfinite(progress.val_loss):
+        return
     try:
         text = Tokenizer(data.tokenizer)
     except UserError as error:  # offline, and the vocabulary is not cached
@@ -607,25 +662,27 @@ def print_sample(model, data: Dataset, it: int, c: Config, hw: Hardware, log: Lo
 # Saving and resuming
 
 
-def check_alive(model, progress: Progress, first_iter: int, skips: int, c, ranks: Ranks) -> None:
+def check_alive(model, progress: Progress, skips: Skips, c: Config, ranks: Ranks) -> None:
     """
-    End the run if it has diverged, before a save could replace a good checkpoint. `skips` counts
-    the updates skipped since the last applied one. In float16 a launch, which begins at
-    `first_iter`, may begin with many skips; they do no harm, because the weights stay unchanged.
+    End the run if it has diverged, before a save could replace a good checkpoint. In float16 a
+    launch may begin with many skips; they do no harm, because the weights stay unchanged.
     """
-    it = progress.iter_num
+    it, in_a_row = progress.iter_num, int(skips.in_a_row)
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
         signs.append(f"the val loss is {progress.val_loss:.4g}")
-    if FEW_SKIPS <= skips < it - first_iter:
-        signs.append(f"the last {skips} updates were skipped")
+    if FEW_SKIPS <= in_a_row < skips.counted:
+        signs.append(f"the last {in_a_row} updates were skipped")
     if signs:
         problem = f"iter {it}: {signs[0]}, so the weights are not saved"
         ranks.fail(f"{problem}; use a lower learning_rate; {checkpoint.resume_hint(c.out_dir)}")
 
 
-def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
-    """Collect everything that a resume needs into a checkpoint. Every rank must call this."""
+def state_to_save(model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
+    """
+    Collect what a resume needs, besides the saver's facts, into a checkpoint. Every rank must call
+    this.
+    """
     return dict(
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
@@ -634,35 +691,36 @@ def state_to_save(c, data, model, optimizer, scaler, progress, clock, hw, ranks)
         progress=asdict(progress),
         ledger=dict(clock.seconds),
         clock=clock.state_dict(),
-        model_config=config_to_dict(model.config),
-        vocab=data.vocab,
-        tokenizer=data.tokenizer,
-        data_fingerprint=data.fingerprint,
-        config=config_values(c),
         val_loss=progress.val_loss if progress.is_evaluated else None,
-        peak=hw.peak_to_save(),
     )
 
 
-def save(state: dict, stop: str | None, c, saver, signals, log, ranks) -> str:
+def save(state: dict, stop: str | None, saver: Saver, signals: StopSignals, log: Log) -> bool:
     """
-    Save the state on rank 0. Returns "" or how the disk failed, on every rank. At the end of a run
-    (`stop`), waits until the disk has room. After a signal it tries only once and then raises
+    Save the state, and return whether that worked. If the disk is full, warns once. At the end of a
+    run (`stop`), waits until the disk has room. After a signal it tries only once and then raises
     RunError, because the sender wants the device back.
     """
-    while (problem := ranks.on_main(saver.save, state)) and stop:
+    it, has_failed = state["progress"]["iter_num"], saver.failed
+    while problem := saver.save(state):
+        if not stop:
+            if not has_failed:
+                log.warn(it, f"{problem}; trying again within a minute")
+            return False
         if signals.stop_asked():
-            ranks.fail(f"{problem}; make room; {checkpoint.resume_hint(c.out_dir)}")
+            hint = checkpoint.resume_hint(saver.out_dir)
+            saver.ranks.fail(f"{problem}; make room; {hint}")
         hint = "trying again every minute; Ctrl-C gives up and frees the device"
-        log.warn(state["progress"]["iter_num"], f"{problem}; {hint}")
+        log.warn(it, f"{problem}; {hint}")
         signals.wait(FINAL_RETRY_SECONDS)
-    return problem
+    log.report_save(it)
+    return True
 
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
     """
     Restore the optimizer, the scaler, the random states and the progress. Other parts of the
-    checkpoint are read by Clock, Saver and find_peak_flops(). Raises UserError.
+    checkpoint are read by Clock, Saver and hardware.set_up(). Raises UserError.
     """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:
@@ -670,26 +728,9 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
     if rank < len(resumed["rng"]):
         hw.set_rng_states(resumed["rng"][rank])
     progress = Progress(**resumed["progress"])
-    before = config_before(resumed)
-    if before.eval_size != c.eval_size:
-        progress.best_val_loss = math.inf  # losses on other tokens are not comparable
-    if (before.hours, before.until) != (c.hours, c.until):
+    if config_before(resumed).hours != c.hours:
         progress.evaluated_share = -1.0  # it belongs to another schedule, so evaluate soon
     return progress
-
-
-def keep_best(c: Config, resumed: dict) -> None:
-    """Keep best.pt under another name if its loss cannot be compared with this launch's losses."""
-    best = Path(c.out_dir, "best.pt")
-    kept = best.with_name(f"best-{resumed['progress']['best_iter']:08}.pt")
-    if config_before(resumed).eval_size != c.eval_size and best.exists() and not kept.exists():
-        others = "later losses are measured on other validation tokens"
-        try:
-            checkpoint.link(best, kept)
-            say(f"resume: {best} is kept as {kept.name}; {others}")
-        except OSError as error:  # a full disk
-            problem = f"could not be kept as {kept.name} ({error.strerror})"
-            warn(f"{best}: {problem}, so the next best checkpoint will replace it; {others}")
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
@@ -715,86 +756,65 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
 
-    # Which run is this? Rank 0 reads the command, finds the checkpoint and verifies its checksums;
-    # then all ranks read it
-    explain_errors(lost_rank)
+    # Which run is this? `resumed` is its last checkpoint, or None for a new run; `loaded` holds the
+    # weights to begin with, or is None for random ones. What follows happens on every rank
     ranks = Ranks()
-    asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
-    resumed = read_run(asked, ranks)  # this run's state, or None for a new run
+    c, resumed, loaded = choose_run(argv, ranks)
     is_new = resumed is None
-    loaded = resumed or ranks.main_first(initial_weights, asked)  # None for random weights
-    c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
-    explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Data and device
     data = open_data(c, resumed, loaded, ranks)
     keep_awake()
-    hw = hardware.set_up(c, ranks.local_rank)
-    hw.find_peak_flops(resumed["peak"] if resumed else None)
-    if resumed and is_done(c, resumed) and not c.eval_only:
-        say_done(c, resumed)
-        return 0
-    compiles = c.compile and hw.can_compile and not c.eval_only
+    hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks
     torch.manual_seed(c.seed)
-    gpt_config = model_config(c, data.vocab, flash=hw.flash(c), compiled=compiles, weights=loaded)
+    gpt_config = model_config(
+        c, data.vocab, flash=hw.flash(c), compiled=hw.compiles, weights=loaded
+    )
     model = build_model(gpt_config).to(hw.device)
+    if loaded:
+        load_weights(model, loaded)
+    if c.eval_only:
+        return evaluate_only(model, data, c, hw, ranks, resumed, loaded)
+    if resumed and is_done(c, resumed):
+        say_done(c, resumed)
+        return 0
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    progress = Progress()
-    saved = Saved(newest=None)
-    if loaded:
-        load_weights(model, loaded)
-    if resumed:
-        progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank)
-        saved.newest = (progress.iter_num, progress.evaluated_at)
+    progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank) if resumed else Progress()
     # The weights to evaluate, sample and save as "model". If you make this an average, also save
     # the weights of `model` and load them here, or a resume would train the average
     eval_model = model
 
     # Files, clock, log and batches. From here on out_dir belongs to this run
-    saver = checkpoint.Saver(Path(c.out_dir), c.keep_checkpoints, peak_end(c))
-    if not c.eval_only:
-        # Lock out_dir, open its logs, delete temporary files. In a new run, rename an earlier log.
-        # On a resume, drop the log records that the run will write again, rename damaged
-        # checkpoints that are newer than `resumed`, and link best.pt if a kill prevented that
-        ranks.on_main(saver.open, resumed)
-    clock = Clock(began, hw.synchronize, c, resumed)
-    log = Log(c, clock, hw, ranks, model, data, progress, saver.write_record)
-    if problem := ranks.on_main(log.open):  # the tracker
-        if is_new:
-            ranks.fail(f"{problem}; --tracker=none trains without it", UserError)
-        log.warn(progress.iter_num, f"{problem}; continuing without it")
-    # Print the command, the device, the model, the data, the length of the run, and warnings
-    log.begin(asked, compiles, resumed, loaded, optimizer)
-    if resumed and not c.eval_only:
-        ranks.on_main(warn_of_higher_rate, c, clock, resumed)
-        ranks.on_main(keep_best, c, resumed)
+    facts = data.facts() | dict(config=config_values(c), model_config=config_to_dict(gpt_config))
+    facts["peak"] = hw.peak_to_save()
+    saver = Saver(Path(c.out_dir), c.keep_checkpoints, peak_end(c), facts, ranks)
+    # Lock out_dir, open its logs, delete temporary files. In a new run, rename an earlier log. On a
+    # resume, drop the log records that the run will write again, rename damaged checkpoints that
+    # are newer than `resumed`, and link best.pt if a kill prevented that
+    saver.open(resumed)
+    clock = Clock(began, hw.synchronize, c, resumed, ranks)
+    log = Log(c, clock, hw, data, gpt_config, progress, saver)
+    log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
+    if resumed:
+        warn_of_higher_rate(c, clock, resumed, ranks)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, loaded  # frees the loaded checkpoint
     clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop
-    if compiles:
-        say("compiling: about a minute, or several minutes with few CPU cores")
-        if problem := compile_and_check(model, c, data.vocab, hw, ranks):
-            # A resumed run ends with exit code 1, so that the script or service that restarts it
-            # will try again: the cause may go away, for example a full disk.
-            ranks.fail(problem, UserError if is_new else RunError)
+    if hw.compiles:
+        compile_or_end(model, c, data.vocab, hw, ranks, is_new)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
-    gc.collect()  # free the garbage that compiling left
-    gc.freeze()  # otherwise each collection would scan a million torch objects
-    atexit.register(gc.unfreeze)  # otherwise Triton would report leaks at exit, from torch 2.15 on
-    seconds = clock.lap("compile")
-    if compiles:
-        say(f"compile: {seconds:.1f}s")
+    freeze_garbage()  # so that collections need not scan a million torch objects
+    clock.lap("compile")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
-    skips_in_a_row = torch.zeros((), device=hw.device)  # updates skipped since the last applied
-    skips_since_line = torch.zeros((), device=hw.device)
+    skips = Skips(c, hw, ranks)
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
     # Measure speed from here on. In a new run, the schedule begins too: the time so far counts for
     # hours, but not for the learning rate
@@ -802,13 +822,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     while True:
         it = progress.iter_num
-        # Rank 0's clock decides for all ranks; if each asked its own, they would deadlock. With
-        # hours or until, now.share is the part of the schedule that is done: 0 at the first update,
-        # 1 at the last, with room left for a final evaluation and save. get_lr() follows now.share,
-        # so each clock.expect() below moves the learning rate. now.has_spare_time says whether an
-        # evaluation and a save fit now, and once more at the end. In other runs, share stays 0 and
-        # there is always spare time
-        now = ranks.on_main(clock.position, it)
+        # Rank 0's clock decides for all ranks. With hours, now.share is the part of the schedule
+        # that is done: 0 at the first update, 1 at the last, with room left for a final evaluation
+        # and save. get_lr() follows now.share, so each clock.expect() below moves the learning
+        # rate. now.has_spare_time says whether an evaluation and a save fit now, and once more at
+        # the end. In other runs, share stays 0 and there is always spare time
+        now = clock.position(it)
 
         # `stop` is the reason to stop here, or None. An interrupted evaluation may still set it
         stop = why_stop(c, now, progress)
@@ -817,44 +836,29 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
         # evaluate once in a while, and when the run is complete
         if evaluation_due(c, now, progress, stop):
-            clock.lap("steps")  # book the seconds since the last lap
-            losses = estimate_loss(eval_model, data, batches, c, hw, ranks, signals)
-            if losses is None:
-                stop = signals.name or "data"  # a resumed run starts with this evaluation
-            else:
-                progress.val_loss = losses["val"]
-                progress.evaluated_at = it
-                progress.evaluated_share = now.share
-                is_finite = math.isfinite(losses["val"])
-                if it == 0 and is_finite:  # best.pt must beat the untrained model
-                    progress.best_val_loss = losses["val"]
-                    progress.best_iter = 0
-                log.report_eval(it, progress.tokens, losses, clock.since_lap())
-                if c.sample_tokens and ranks.is_main and it > 0 and is_finite:
-                    print_sample(eval_model, data, it, c, hw, log)
-                clock.expect("evaluation", clock.since_lap())
-            clock.lap("evaluation")
+            with clock.pause("evaluation"):  # its seconds are not those of an iteration
+                losses = estimate_loss(eval_model, data, batches, c, hw, ranks, signals)
+                if losses is None:
+                    stop = signals.name or "data"  # a resumed run starts with this evaluation
+                else:
+                    progress.evaluate(losses["val"], now.share)
+                    log.report_eval(it, progress.tokens, losses)
+                    if c.sample_tokens and ranks.is_main and it > 0:
+                        print_sample(eval_model, data, progress, c, hw, log)
+                    clock.expect("evaluation")  # to take as long the next time
 
         # save once in a while, and at the end. If the disk is full, train on and try again
-        if save_due(c, now, progress, saved, stop):
-            clock.lap("steps")
-            check_alive(eval_model, progress, clock.first_iter, int(skips_in_a_row), c, ranks)
-            to_save = progress
-            if is_best(progress):  # this state becomes best.pt too, and counts as best once saved
-                to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
-            state = state_to_save(c, data, eval_model, optimizer, scaler, to_save, clock, hw, ranks)
-            problem = save(state, stop, c, saver, signals, log, ranks)
-            del state  # otherwise the tensors that an optimizer replaces would stay in memory
-            if not problem:
-                progress = to_save
-                saved.newest = (it, progress.evaluated_at)
-                log.report_save(it, checkpoint.checkpoint_path(c.out_dir, it), clock.since_lap())
-                clock.expect("checkpoints", clock.since_lap())
-            elif not saved.failed:  # warn only once until a save succeeds
-                log.warn(it, f"{problem}; trying again within a minute")
-            saved.failed = bool(problem)
-            clock.lap("checkpoints")
-            clock.restart_save_timer()  # also after a failed save: the next try is due in 30 s
+        if save_due(c, now, progress, saver, stop):
+            with clock.pause("checkpoints"):
+                check_alive(eval_model, progress, skips, c, ranks)
+                to_save = progress
+                if is_best(progress):  # becomes best.pt too, and counts as best once saved
+                    to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
+                state = state_to_save(eval_model, optimizer, scaler, to_save, clock, hw, ranks)
+                if save(state, stop, saver, signals, log):
+                    progress = to_save
+                    clock.expect("checkpoints")
+                del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         if stop:
             break
@@ -866,43 +870,29 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        is_skipped = ~grad_norm.isfinite()  # the same on all ranks, because gradients are averaged
-        skips_in_a_row = (skips_in_a_row + 1) * is_skipped
-        skips_since_line = skips_since_line + is_skipped
+        skips.count(grad_norm)
         tokens_before = progress.tokens
         progress.iter_num += 1
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
         clock.advance(now.share)
 
-        # log every log_interval iterations, and after the last one (with hours or until, perhaps
-        # the last few). Training waits for the device only here, so this is also where it notices
+        # log every log_interval iterations, and after the last one (with hours, perhaps the last
+        # few). Training waits for the device only here, so this is also where it notices
         # skipped updates
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
             # speed since the last line, including waits for data but not evaluations and saves
-            speed = clock.lap_iterations(progress, batches.waited, hw.peak_memory_gib(), ranks)
-            clock.expect("iteration", speed.iter_seconds)
+            speed = clock.lap_iterations(progress, batches.waited, hw.peak_memory_gib())
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens_before, progress.tokens, loss, lr, grad_norm.item(), speed)
-            if skipped := int(skips_since_line):
-                reason = "a gradient was not finite"
-                log.warn(it, f"{skipped} updates skipped since the last line: {reason}")
-                skips_since_line = torch.zeros_like(skips_since_line)
-            if int(skips_in_a_row) >= MAX_SKIPS:
-                hint = "try a lower learning_rate or --dtype=float32"
-                if hw.device.type == "cuda":
-                    hint += f"; on an H100 or B200 also set {hardware.NO_CUDNN_ATTENTION}"
-                hint += f"; {checkpoint.resume_hint(c.out_dir)}"
-                ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
+            skips.report(it, log)
 
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    # the final evaluation and save may have used more memory than the iterations did
-    (mem_gib,) = ranks.max(hw.peak_memory_gib())
-    log.finish(stop, stop in COMPLETE, progress, batches.waited, mem_gib)
+    log.finish(stop, stop in COMPLETE, progress, batches.waited)
     saver.close()
     signals.close()
     if stop == "data":  # the rank that failed to read raises its own error

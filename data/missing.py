@@ -13,7 +13,7 @@ from data.shards import dataset_folder, read_manifest, split_of
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 # The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
-# or --until and an unknown speed, a little more than an RTX 4070 reads in a night.
+# and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
 # Downloads the training shards of FineWeb, 103 of 100M tokens or the first 19, and its validation

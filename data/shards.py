@@ -10,6 +10,7 @@ split it belongs to: see split_of.
 import bisect
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import RunError, UserError, raise_if_any, warn
+from common.console import RunError, UserError, count, raise_if_any, warn
 from common.files import read_json, replacing, try_lock
 from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
@@ -170,6 +171,28 @@ class Dataset:
     val_fingerprint: str = ""  # changes when the validation tokens do
     train_tokens: int | None = None  # None: unknown, because the folder is still growing
 
+    def line(self) -> str:
+        """Describe the data."""
+        train = count(self.train_tokens) if self.train_tokens else "growing"
+        held = f"{train} train and {count(len(self.val))} val tokens"
+        order = self.manifest.get("order")  # prepare_text.py records no order
+        return f"data: {self.source}, {held}{f', order {order}' if order else ''}"
+
+    def record(self) -> dict:
+        """Return what a run's log records about its data."""
+        return dict(
+            tokenizer=tokenizer_name(self.tokenizer),
+            data_fingerprint=self.fingerprint,
+            val_fingerprint=self.val_fingerprint,
+            val_text_sha256=self.manifest.get("val_text_sha256"),
+            train_tokens=self.train_tokens,
+            val_tokens=len(self.val),
+        )
+
+    def facts(self) -> dict:
+        """Return what a checkpoint holds about the data of its run."""
+        return dict(vocab=self.vocab, tokenizer=self.tokenizer, data_fingerprint=self.fingerprint)
+
     @property
     def complete(self) -> bool:
         """Return False while the dataset is still being prepared."""
@@ -187,6 +210,19 @@ class Dataset:
         if not val or "bytes" not in val[0]:
             return None
         return sum(shard["bytes"] for shard in val) / sum(shard["tokens"] for shard in val)
+
+    def bits_per_byte(self, val_loss: float) -> float | None:
+        """Convert a loss to bits per byte; None if the validation text's bytes were not counted."""
+        if not (self.bytes_per_token and math.isfinite(val_loss)):
+            return None
+        return val_loss / math.log(2) / self.bytes_per_token
+
+
+def tokenizer_name(spec: dict) -> str:
+    """Return the tokenizer's kind and, if it has its own table, the table's sha256."""
+    table = spec.get("json") or "".join(spec.get("itos", []))
+    sha256 = hashlib.sha256(table.encode(errors="replace")).hexdigest()
+    return f"{spec['kind']} {sha256}" if table else spec["kind"]
 
 
 def dataset_folder(name: str) -> Path:

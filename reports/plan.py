@@ -42,7 +42,6 @@ from reports.memory import (
 )
 from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware, preflight
-from training.clock import next_time
 from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
 from training.log import warn_of_epochs
 from training.pretrained import load_pretrained
@@ -232,8 +231,8 @@ def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tupl
     of_one_gpu = [options.iter_seconds, options.watts, options.price_hour]
     if any(of_one_gpu) or config.by_clock:
         raise UserError(
-            "gpu: --iter_seconds, --watts, --price_hour, --hours and --until do not work with "
-            "--gpu=all; name one GPU"
+            "gpu: --iter_seconds, --watts, --price_hour and --hours do not work with --gpu=all; "
+            "name one GPU"
         )
     if config.dtype == "bfloat16":
         config = replace(config, dtype="auto")
@@ -306,13 +305,6 @@ def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float)
     return replace(config, max_iters=max(1, int(most * share)))
 
 
-def hours_by_clock(config: Config) -> float:
-    """Return the hours from now to the end that --hours or --until sets; 0 if neither is set."""
-    if config.until:
-        return (next_time(config.until, time.time()) - time.time()) / 3600
-    return config.hours
-
-
 # -----------------------------------------------------------------------------
 # The plan
 
@@ -329,7 +321,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     checkpoint_gb = checkpoint_bytes(config, model) / 1e9
     exchange = exchange_seconds(card, n, params, options)
 
-    hours = hours_by_clock(config)
+    hours = config.hours
     runs = []
     for one_gpu in (pace.likely, pace.fastest, pace.slowest):
         seconds = one_gpu / n + exchange
@@ -369,8 +361,6 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         **times,
         hours_range=[fastest["hours"], slowest["hours"]],
         ends=f"{ends:%Y-%m-%d %H:%M}",
-        max_minutes=config.max_minutes,
-        launches=math.ceil(60 * hours_total / (config.max_minutes or math.inf)) or 1,
         **memory_figures(config, model, card, n),
         checkpoint_gb=checkpoint_gb,
         checkpoints_kept=kept,
@@ -411,10 +401,6 @@ def plan_lines(p: dict) -> list[str]:
     tokens_range = range_text(*map(count, p["tokens_range"]))
     # With --hours the hours are fixed, and a faster GPU reads more tokens instead.
     hours_range = "" if tokens_range else range_text(*map(hours_text, p["hours_range"]))
-    ends = "started now, it ends at"
-    if p["launches"] > 1:
-        ends = f"in {p['launches']} launches of {p['max_minutes']:g} minutes, one after the other,"
-        ends += " the last ends at"
     return [
         f"model    {p['params'] / 1e6:.2f}M parameters, vocabulary {p['vocab_size']}, {flops}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
@@ -428,7 +414,7 @@ def plan_lines(p: dict) -> list[str]:
         f"time     {hours_text(p['hours'])}{hours_range} of iterations",
         f"         {hours_text(p['hours_total'])} with {p['evaluations']} evaluations of "
         f"{eval_time} and {p['checkpoints']} checkpoints of {checkpoint_time}",
-        f"         {ends} {p['ends']}",
+        f"         started now, it ends at {p['ends']}",
         *memory_lines(p),
         f"disk     {p['disk_gb']:.3g} GB: {p['shards_gb']:.3g} GB of shards "
         f"({count(p['disk_tokens'])} tokens) and {p['checkpoints_kept']} checkpoints of "

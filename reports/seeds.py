@@ -94,9 +94,9 @@ def check(runs: list[Run]) -> None:
 def why_uneven(runs: list[Run]) -> str:
     """
     Return why these seeds did not do equal work in equal hours, "" if they did. Runs with --hours
-    or --until that differ in speed also differ in their number of iterations.
+    that differ in speed also differ in their number of iterations.
     """
-    if not any(run.config.get("hours") or run.config.get("until") for run in runs):
+    if not any(run.config.get("hours") for run in runs):
         return ""
     speeds = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
     known = [speed for speed in speeds if speed]

@@ -11,6 +11,7 @@ import pytest
 
 from configurator import Config
 from training.clock import Clock, Position, Speed, clock_time
+from training.ranks import Ranks
 
 BEGINNING = SimpleNamespace(iter_num=0, tokens=0)  # the fields of a Progress that a clock reads
 
@@ -18,19 +19,7 @@ BEGINNING = SimpleNamespace(iter_num=0, tokens=0)  # the fields of a Progress th
 def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None) -> Clock:
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    return Clock(began=0.0, synchronize=lambda: None, c=c, resumed=resumed)
-
-
-def test_until_means_today_even_if_it_passes_during_the_start_up(monkeypatch):
-    """
-    Count --until=07:00, typed at 06:59:50.5, as passed at 07:00:20.5; typed at 07:00:00, it means
-    tomorrow.
-    """
-    now = datetime(2026, 3, 4, 7, 0, 20, 500_000).timestamp()
-    monkeypatch.setattr(time, "time", lambda: now)
-    assert clock_at(30, Config(until="07:00"), monkeypatch).left() == pytest.approx(-20.5, abs=1e-3)
-    # typed at 07:00:00
-    assert clock_at(20.5, Config(until="07:00"), monkeypatch).left() == 24 * 3600 - 20.5
+    return Clock(0.0, lambda: None, c, resumed, Ranks())
 
 
 def test_a_resume_makes_the_last_update_that_a_stop_prevented(monkeypatch):
@@ -102,19 +91,17 @@ def test_computes_the_share_of_time_used_and_the_spare_time(name, monkeypatch):
     clock.advance(1.0)
     # 180 seconds before the hour the last update must have begun
     assert clock.position(it).time_is_up == (c.by_clock and seconds > 3420)
-    assert found.launch_minutes == (seconds / 60 if it else 0)
 
 
 def test_a_run_makes_one_update_even_if_the_start_up_took_all_its_time(monkeypatch):
     """Make the first update as the last one, and then stop."""
     monkeypatch.setattr(time, "perf_counter", lambda: 4000.0)
-    clock = Clock(began=300.0, synchronize=lambda: None, c=HOUR, resumed=None)
+    clock = Clock(300.0, lambda: None, HOUR, None, Ranks())
     clock.begin_iterations(BEGINNING)
     first = clock.position(0)
-    assert (first.share, first.time_is_up, first.launch_minutes) == (1, False, 0)
+    assert (first.share, first.time_is_up) == (1, False)
     clock.advance(first.share)
     assert clock.position(1).time_is_up
-    assert clock.position(1).launch_minutes == 3700 / 60
 
 
 def test_reading_the_clock_does_not_change_it(monkeypatch):
@@ -125,7 +112,7 @@ def test_reading_the_clock_does_not_change_it(monkeypatch):
         lambda: clock.begin_iterations(BEGINNING),
         lambda: clock.expect("evaluation", 50),
         lambda: clock.advance(0.3),
-        clock.restart_save_timer,
+        lambda: clock.lap("checkpoints"),
     ]
     for n, change in enumerate(changes):
         monkeypatch.setattr(time, "perf_counter", lambda n=n: 100 * (n + 1))
@@ -136,22 +123,16 @@ def test_reading_the_clock_does_not_change_it(monkeypatch):
         assert vars(clock) == before
 
 
-def test_the_save_timer_counts_from_the_launch_and_then_from_its_restart(monkeypatch):
-    """
-    Count the seconds since the launch until the timer is restarted; a lap does not restart it.
-    """
+def test_the_save_timer_counts_from_the_launch_and_then_from_the_end_of_a_save(monkeypatch):
     clock = clock_at(70, HOUR, monkeypatch)
     assert clock.position(0).seconds_since_save == 70
-    clock.lap("checkpoints")
+    with clock.pause("evaluation"):
+        pass
     assert clock.position(0).seconds_since_save == 70
-    monkeypatch.setattr(time, "perf_counter", lambda: 72.0)
-    clock.restart_save_timer()
+    with clock.pause("checkpoints"):
+        monkeypatch.setattr(time, "perf_counter", lambda: 72.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 75.0)
-    assert clock.position(0) == Position(
-        launch_minutes=0,
-        seconds_since_save=3,
-        share=clock.position(0).share,
-    )
+    assert clock.position(0) == Position(seconds_since_save=3, share=clock.position(0).share)
 
 
 def test_an_estimate_follows_the_last_duration_but_at_most_doubles(monkeypatch):
@@ -165,12 +146,9 @@ def test_an_estimate_follows_the_last_duration_but_at_most_doubles(monkeypatch):
 
 
 def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
-    """Keep the deadline of an unchanged --until too, even if it has passed."""
-    now = datetime(2026, 3, 4, 23, 0).timestamp()
-    monkeypatch.setattr(time, "time", lambda: now)
-    c = Config(until="07:00")
+    c = HOUR
     clock = clock_at(0, c, monkeypatch)
-    assert clock.left() == 8 * 3600
+    assert clock.left() == 3600
     monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
     assert clock.lap("start-up") == 50
     clock.begin_iterations(BEGINNING)
@@ -180,23 +158,16 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     assert clock.lap("steps") == 30
     resumed = dict(clock=clock.state_dict(), ledger=dict(clock.seconds))
 
-    now += 12 * 3600
     later = clock_at(7, c, monkeypatch, resumed)
     later.begin_iterations(BEGINNING)
     assert later.state_dict() == clock.state_dict()
     assert (later.updated_share, later.setup_seconds) == (0.25, 50)
     assert later.estimates == dict(iteration=9)
-    assert later.left() == -4 * 3600
+    assert later.left() == 3600 - 87
     assert later.used() == 87
     assert later.training_hours() == pytest.approx(37 / 3600)
-    other = clock_at(7, Config(until="13:00"), monkeypatch, resumed)
-    assert other.left() == 2 * 3600
-    # a machine that has no battery for its clock thinks that it is 2001
-    monkeypatch.setattr(time, "time", lambda: 1e9)
-    assert clock_at(0, c, monkeypatch, resumed).state_dict() == clock.state_dict()
-    monkeypatch.setattr(time, "time", lambda: now)
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
-    assert later.since_launch() == 17 and later.position(5).launch_minutes == 17 / 60
+    assert later.since_launch() == 17
     assert later.lap("compile") == 17
     assert later.training_hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
@@ -206,6 +177,17 @@ def test_a_resumed_clock_continues_the_ledger_and_the_schedule(monkeypatch):
     assert clock_at(7, Config(max_iters=5), monkeypatch, resumed).updated_share == 0
     assert clock_at(7, Config(hours=2), monkeypatch, resumed).left() == 7200 - 87
     assert clock_at(7, Config(), monkeypatch, resumed).left() == float("inf")
+
+
+def test_a_pause_books_the_seconds_before_it_to_steps_and_may_expect_as_many_again(monkeypatch):
+    clock = clock_at(0, HOUR, monkeypatch)
+    monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
+    with clock.pause("evaluation"):
+        monkeypatch.setattr(time, "perf_counter", lambda: 14.0)
+        clock.expect("evaluation")
+        monkeypatch.setattr(time, "perf_counter", lambda: 15.0)
+    assert (clock.seconds["steps"], clock.seconds["evaluation"]) == (10, 5)
+    assert clock.estimates == dict(evaluation=4)
 
 
 class Slower:
@@ -226,15 +208,16 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "process_time", lambda: 2 * now[0])  # two threads
     resumed = dict(clock={}, ledger=dict(steps=500.0))
-    clock = Clock(0.0, lambda: waits.append(now[0]), HOUR, resumed)
+    clock = Clock(0.0, lambda: waits.append(now[0]), HOUR, resumed, Slower())
     clock.begin_iterations(SimpleNamespace(iter_num=7, tokens=700))
     now[0] = 30.0
-    speed = clock.lap_iterations(SimpleNamespace(iter_num=10, tokens=1000), 6.0, 4.5, Slower())
+    speed = clock.lap_iterations(SimpleNamespace(iter_num=10, tokens=1000), 6.0, 4.5)
     assert speed == Speed(20.0, 4.0, 300 / 60, 4.5, 20.0)
+    assert clock.estimates == dict(iteration=20.0)
     now[0] = 130.0
     clock.lap("evaluation")  # no part of an iteration
     now[0] = 138.0
-    speed = clock.lap_iterations(SimpleNamespace(iter_num=12, tokens=1200), 7.0, 4.6, Slower())
+    speed = clock.lap_iterations(SimpleNamespace(iter_num=12, tokens=1200), 7.0, 4.6)
     assert speed == Speed(8.0, 1.0, 200 / 16, 4.6, 8.0)
     assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
     assert waits == [30.0, 130.0, 138.0]

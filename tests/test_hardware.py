@@ -124,15 +124,16 @@ def test_a_resume_in_another_dtype_or_on_another_machine_measures_the_peak_again
     too high or too low.
     """
     monkeypatch.setattr(hardware, "measure_matmul", lambda *_: 0.5)
+    monkeypatch.setattr(hardware, "cpu_name", lambda: "test")
     saved = dict(device="test", dtype="bfloat16", tflops=4.0)
     for here, peak in (
         (saved, 4.0),
         (saved | dict(dtype="float32"), 0.5),
         (saved | dict(device="x"), 0.5),
     ):
-        machine = hw(None)
-        machine.find_peak_flops(here)
-        assert machine.peak_tflops == peak
+        config = Config(device="cpu", dtype="bfloat16")
+        machine = hardware.set_up(config, find_peak=True, resumed=dict(peak=here))
+        assert (machine.peak_tflops, machine.peak_source) == (peak, "measured")
 
 
 def test_warns_once_if_training_is_faster_than_the_measured_peak(capsys):

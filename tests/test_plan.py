@@ -340,12 +340,6 @@ def test_a_plan_says_when_a_run_that_starts_now_ends():
     assert p["ends"] in p["out"]
 
 
-def test_until_plans_for_the_hours_from_now_to_the_given_time_of_day():
-    p = plan("gpt124m_4070", "--gpu=4070", "--until=07:00")
-    assert p["hours_total"] == pytest.approx(8, rel=2e-3)
-    assert p["ends"].startswith("2026-11-26 06:5") or p["ends"] == "2026-11-26 07:00"
-
-
 def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_makes_by_default(
     tmp_path, monkeypatch
 ):
@@ -398,17 +392,6 @@ def test_several_iteration_times_are_planned_in_one_table():
     assert len(rows) == 5 and "13.9 h" in rows[1] and "22.2 h" in rows[4]
     one = plan("gpt40m_4070", "--gpu=4070", "--iter_seconds=4", "--watts=200")
     assert one["kwh_total"] == found["plans"][3]["kwh_total"]
-
-
-def test_max_minutes_shows_how_many_launches_a_run_takes():
-    flags = ["--gpu=4070", "--max_iters=1000", "--iter_seconds=10", "--eval_tokens=1024"]
-    for minutes, launches in ((0, 1), (480, 1), (166.7, 2), (100, 2), (60, 3)):
-        p = plan("gpt124m_4070", *flags, f"--max_minutes={minutes}")
-        assert p["launches"] == launches  # the run takes 167 minutes plus its checkpoints
-        assert ("launches" in p["out"]) is (launches > 1)
-    for hours, minutes, launches in ((10, 300, 2), (16, 480, 2), (8, 480, 1), (10, 299, 3)):
-        p = plan("gpt124m_4070", "--gpu=4070", f"--hours={hours}", f"--max_minutes={minutes}")
-        assert p["launches"] == launches
 
 
 # the run's settings as flags of plan, and its MFU as a share of a compiled run's

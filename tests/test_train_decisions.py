@@ -9,7 +9,7 @@ import math
 import random
 import time
 from dataclasses import asdict, replace
-from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +17,6 @@ from configurator import UNREACHED, Config
 from train import (
     COMPLETE,
     Progress,
-    Saved,
     evaluation_due,
     get_lr,
     is_best,
@@ -26,11 +25,12 @@ from train import (
     why_stop,
 )
 from training.clock import RESERVE, Clock, Position
+from training.ranks import Ranks
 
-IN_TIME = Position(launch_minutes=5.0, seconds_since_save=10.0)
+IN_TIME = Position(seconds_since_save=10.0)
 LATE = replace(IN_TIME, share=0.99, has_spare_time=False)
 OVER = replace(LATE, share=1.0, time_is_up=True)
-STOPS = (*COMPLETE, "max_minutes", "data", "SIGTERM")
+STOPS = (*COMPLETE, "data", "SIGTERM")
 
 # -----------------------------------------------------------------------------
 # Each question by itself
@@ -61,20 +61,13 @@ def test_a_run_stops_and_names_the_first_reason_that_applies():
     assert stop(max_iters=6) == "max_iters"  # a resume with a smaller max_iters
     assert stop(now=LATE, hours=1) is None
     assert stop(now=OVER, hours=1) == "hours"
-    assert stop(now=OVER, until="07:00") == "until"
     assert stop(now=OVER, hours=1, max_iters=7) == "max_iters"
-    assert stop(max_minutes=5) == "max_minutes"  # 5.0 minutes are over
-    assert stop(max_minutes=5.01) is None
-    assert stop(max_minutes=5, max_iters=7) == "max_iters"
-    assert stop(now=OVER, max_minutes=5, hours=1) == "hours"  # the run is complete
-    assert stop(now=OVER, eval_only=True, max_iters=7, max_minutes=5) == "eval_only"
 
 
 def test_a_run_evaluates_at_every_interval_and_when_it_is_complete():
-    def due(it, now=IN_TIME, stop=None, evaluated_at=5, eval_only=False):
+    def due(it, now=IN_TIME, stop=None, evaluated_at=5):
         progress = Progress(iter_num=it, evaluated_at=evaluated_at)
-        c = Config(eval_interval=10, eval_only=eval_only)
-        return asked(evaluation_due, c, now, progress, stop)
+        return asked(evaluation_due, Config(eval_interval=10), now, progress, stop)
 
     assert [it for it in range(41) if due(it)] == [0, 10, 20, 30, 40]
     assert not due(20, evaluated_at=20)
@@ -83,7 +76,6 @@ def test_a_run_evaluates_at_every_interval_and_when_it_is_complete():
     assert {stop for stop in STOPS if due(23, stop=stop)} == set(COMPLETE)
     assert due(23, now=OVER, stop="hours")
     assert not due(23, stop="max_iters", evaluated_at=23)
-    assert due(23, stop="eval_only", evaluated_at=23, eval_only=True)  # eval_only asks for no more
 
 
 def test_a_timed_run_evaluates_once_in_each_twentieth_of_its_schedule():
@@ -126,8 +118,8 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
     def due(it=20, now=IN_TIME, stop=None, failed=False, newest=(10, 10), keys=(), **progress):
         values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
         c = Config(**dict(checkpoint_interval=15, always_save_checkpoint=False) | dict(keys))
-        saved = Saved(newest, failed)
-        return asked(save_due, c, now, Progress(iter_num=it, **values), saved, stop)
+        saver = SimpleNamespace(newest=newest, failed=failed)
+        return asked(save_due, c, now, Progress(iter_num=it, **values), saver, stop)
 
     by_time = dict(checkpoint_interval=0)
     always = dict(always_save_checkpoint=True)
@@ -159,8 +151,6 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
     for stop in STOPS:
         assert due(stop=stop) and due(0, stop=stop) and due(now=LATE, stop=stop)
         assert not due(stop=stop, newest=(20, 10))  # this iteration is on the disk already
-    assert not due(stop="eval_only", keys=dict(eval_only=True))
-    assert not due(15, stop="SIGTERM", keys=dict(eval_only=True))
 
 
 # max_iters, lr_decay_iters, warmup_iters, decay_fraction: the end of the peak, by hand
@@ -197,7 +187,6 @@ def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
 # -----------------------------------------------------------------------------
 # Whole nights
 
-MIDNIGHT = datetime(2026, 3, 4).timestamp()
 # The shortest and the longest duration, in seconds
 RANGES = dict(iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 30.0))
 
@@ -233,9 +222,8 @@ class Night:
             max_iters=chance.choice([UNREACHED, UNREACHED, 0, 1, 20]),
             checkpoint_interval=chance.choice([0, 0, 1, 7]),
             always_save_checkpoint=chance.random() < 0.5,
-            max_minutes=chance.choice([0, 0, 0, 3]),
         )
-        length = chance.choice([dict(hours=0.02), dict(hours=0.1), dict(until="00:05"), {}])
+        length = chance.choice([dict(hours=0.02), dict(hours=0.1), {}])
         if not length:
             keys |= dict(eval_interval=4, max_iters=chance.choice([0, 1, 30]))
         return Config(**keys | length)
@@ -266,18 +254,18 @@ class Night:
         after `most` iterations at the latest. Return why it stopped, and at which iteration.
         """
         c, chance = self.c, self.chance
-        clock = Clock(self.now, lambda: None, c, self.on_disk)
-        progress, saved = Progress(), Saved(newest=None)
+        clock = Clock(self.now, lambda: None, c, self.on_disk, Ranks())
+        progress, saver = Progress(), SimpleNamespace(newest=None, failed=False)
         if self.on_disk:
             progress = Progress(**self.on_disk["progress"])
-            saved.newest = (progress.iter_num, progress.evaluated_at)
+            saver.newest = (progress.iter_num, progress.evaluated_at)
         # the evaluations and updates after that checkpoint are lost
         self.evaluations = [it for it in self.evaluations if it <= progress.evaluated_at]
         self.shares = self.shares[: progress.iter_num]
         self.now += chance.uniform(0, 5)
         clock.lap("start-up")
         clock.begin_iterations(progress)
-        end = max(self.now, self.now + clock.left())  # the deadline, if it lies ahead
+        end = max(self.now, self.now + clock.left())  # of the hours, if it lies ahead
         disk_is_full = False
 
         while True:
@@ -291,50 +279,44 @@ class Night:
                 stop = "SIGTERM"
 
             if twice(evaluation_due, c, now, progress, stop):
-                self.take("evaluation", clock)
-                if chance.random() < 0.01:
-                    stop = "SIGTERM"
-                else:
-                    loss = chance.uniform(2, 9) if chance.random() < 0.95 else math.nan
-                    progress.val_loss = loss
-                    progress.evaluated_at = it
-                    progress.evaluated_share = now.share
-                    if it == 0:
-                        self.untrained = math.inf
-                    if it == 0 and math.isfinite(loss):
-                        progress.best_val_loss = self.untrained = loss
-                        progress.best_iter = 0
-                    self.evaluations.append(it)
-                    clock.expect("evaluation", clock.since_lap())
-                clock.lap("evaluation")
+                with clock.pause("evaluation"):
+                    self.take("evaluation", clock)
+                    if chance.random() < 0.01:
+                        stop = "SIGTERM"
+                    else:
+                        loss = chance.uniform(2, 9) if chance.random() < 0.95 else math.nan
+                        progress.evaluate(loss, now.share)
+                        if it == 0:
+                            self.untrained = progress.best_val_loss
+                        self.evaluations.append(it)
+                        clock.expect("evaluation")
 
-            if twice(save_due, c, now, progress, saved, stop):
-                to_save = progress
-                if twice(is_best, progress):
-                    to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
-                disk_is_full = not stop and chance.random() < (0.7 if disk_is_full else 0.1)
-                if not disk_is_full:
-                    self.on_disk = dict(
-                        progress=asdict(to_save),
-                        ledger=dict(clock.seconds),
-                        clock=copy.deepcopy(clock.state_dict()),
-                    )
-                    self.take("checkpoints", clock)
-                    progress = to_save
-                    saved.newest = (it, progress.evaluated_at)
-                    self.saves.append(saved.newest)
-                    if progress.evaluated_at == it:
-                        self.saved_losses.append(progress.val_loss)
-                    if progress.best_iter == it:
-                        self.best_pt = progress.val_loss
-                    clock.expect("checkpoints", clock.since_lap())
-                saved.failed = disk_is_full
-                clock.lap("checkpoints")
-                clock.restart_save_timer()
+            if twice(save_due, c, now, progress, saver, stop):
+                with clock.pause("checkpoints"):
+                    to_save = progress
+                    if twice(is_best, progress):
+                        to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
+                    disk_is_full = not stop and chance.random() < (0.7 if disk_is_full else 0.1)
+                    if not disk_is_full:
+                        self.on_disk = dict(
+                            progress=asdict(to_save),
+                            ledger=dict(clock.seconds),
+                            clock=copy.deepcopy(clock.state_dict()),
+                        )
+                        self.take("checkpoints", clock)
+                        progress = to_save
+                        saver.newest = (it, progress.evaluated_at)
+                        self.saves.append(saver.newest)
+                        if progress.evaluated_at == it:
+                            self.saved_losses.append(progress.val_loss)
+                        if progress.best_iter == it:
+                            self.best_pt = progress.val_loss
+                        clock.expect("checkpoints")
+                    saver.failed = disk_is_full
 
             if stop:
-                if stop in ("hours", "until"):
-                    # at most one iteration, evaluation and save after the deadline
+                if stop == "hours":
+                    # at most one iteration, evaluation and save after the end of the hours
                     self.overtime = self.now - end - sum(self.seconds.values())
                 return stop, it
 
@@ -353,19 +335,18 @@ NIGHTS = 10_000
     [range(NIGHTS // 4), pytest.param(range(NIGHTS // 4, NIGHTS), marks=pytest.mark.slow)],
     ids=["a quarter", "the others"],
 )
-def test_ten_thousand_simulated_runs_end_near_their_deadline_and_keep_the_best_weights(
+def test_ten_thousand_simulated_runs_end_near_their_hours_and_keep_the_best_weights(
     seeds, monkeypatch
 ):
     """
     Check that each run evaluates and saves its last iteration, repeats no evaluation and no save,
-    keeps the best weights, and makes at most one iteration, evaluation and save after its deadline
+    keeps the best weights, and makes at most one iteration, evaluation and save after its hours
     unless one of these ever took more than twice as long as expected.
     """
     in_time = 0
     for seed in seeds:
         night = Night(seed, is_rough=seed % 4 == 0)
         monkeypatch.setattr(time, "perf_counter", lambda night=night: night.now)
-        monkeypatch.setattr(time, "time", lambda night=night: MIDNIGHT + night.now)
         stop, it = night.run()
         name = f"night {seed}"
         if not night.is_surprised:

@@ -59,26 +59,15 @@ def size_of(state: dict) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-# How to recognise a file that is no checkpoint: an offset, the bytes there, and what to say
-MARKS = (
-    (0, b"PK", "cut short or damaged, or a zip archive of another kind"),
-    (0, (20240520).to_bytes(4, "little"), "a shard of tokens, not weights"),
-    (8, b"{", "safetensors weights; give their folder"),  # after the length of the JSON
-)
-
-
 def damage(path: Path) -> str:
     """Read the whole file, and return why it cannot be loaded, or ""."""
     try:
-        with open(path, "rb") as file:
-            begins = file.read(16)
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
     except OSError as error:  # a failing disk, a dead link or a folder
         return f"cannot be read ({error.strerror})"
     except Exception:  # a damaged file can raise anything
-        unknown = f"not a checkpoint; it begins with {begins!r}"
-        return next((what for at, mark, what in MARKS if begins[at:].startswith(mark)), unknown)
+        return "cut short or damaged, or no checkpoint"
     if record:
         return f"is damaged: its record {record} has the wrong checksum"
     try:
@@ -216,17 +205,22 @@ def link(path: Path, name: Path) -> None:
 
 class Saver:
     """
-    Writes a run's files, on rank 0 only: the lock on out_dir, the checkpoints, best.pt, peak.pt and
-    metrics.jsonl. While the disk is full, new records are kept in memory.
+    Writes a run's files: the lock on out_dir, the checkpoints, best.pt, peak.pt and metrics.jsonl.
+    Only rank 0 writes, but every rank must call open() and save(). A full disk costs records, but
+    does not end the run.
     """
 
-    def __init__(self, out_dir: Path, keep: int, peak_end: int):
+    def __init__(self, out_dir: Path, keep: int, peak_end: int, facts: dict, ranks):
+        self.ranks = ranks
         self.out_dir = out_dir
         self.keep = keep  # how many of the newest checkpoints to keep
         self.peak_end = peak_end  # the newest one up to this iteration becomes peak.pt too
+        self.facts = facts  # what every checkpoint of this launch holds, besides its state
+        self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
+        self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
         self.metrics: BinaryIO | None = None
-        self.unwritten = b""  # records that did not fit on the disk
+        self.is_short = False  # whether the last record did not fit on the disk
         self.has_saved = False  # whether this launch has saved a checkpoint
         self.unlinked: Path | None = None  # the best checkpoint, until best.pt is linked to it
 
@@ -235,6 +229,11 @@ class Saver:
         Lock out_dir and open the logs. On a resume, removes the records that the run will write
         again, so that none appears twice. Raises UserError and OSError.
         """
+        if resumed:
+            self.newest = (resumed["progress"]["iter_num"], resumed["progress"]["evaluated_at"])
+        self.ranks.on_main(self.claim, resumed)
+
+    def claim(self, resumed: dict | None) -> None:
         self.lock = claim_folder(self.out_dir, resumed["progress"] if resumed else None)
         if resumed:
             drop_records(self.out_dir / "metrics.jsonl", resumed["progress"])
@@ -242,33 +241,27 @@ class Saver:
         # log.txt gets a copy of each line on the console
         keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
 
-    def check_lock(self) -> None:
-        """
-        Raise RunError if out_dir or its lock was renamed or deleted since this run locked it,
-        because another run may be writing there now.
-        """
-        assert self.lock
-        with contextlib.suppress(FileNotFoundError):
-            # Compare without opening the file: closing it would drop the lock
-            held = os.stat(self.out_dir / "lock")
-            if os.path.samestat(held, os.fstat(self.lock.fileno())):
-                return
-        problem = f"{self.out_dir} or its lock was renamed, deleted or taken by another run"
-        raise RunError(f"out_dir: {problem}, so this run ends; restore the folder, then resume")
-
     def save(self, state: dict) -> str:
         """
         Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
-        or, if the disk is full or failing, the reason why nothing was saved. Older checkpoints are
-        deleted before the write to make room, but at least one stays until the write has succeeded.
-        The first save of a decay links peak.pt to the checkpoint before it, from which a longer run
-        can begin. The first checkpoint of a launch is read back; raises RunError if the file is
-        damaged.
+        or, if the disk is full or failing, the reason why nothing was saved.
+        """
+        problem = self.ranks.on_main(self.write, state | self.facts)
+        self.failed = bool(problem)
+        if not problem:
+            self.newest = (state["progress"]["iter_num"], state["progress"]["evaluated_at"])
+        return problem
+
+    def write(self, state: dict) -> str:
+        """
+        Save `state` on this rank, and return what save() returns. Older checkpoints are deleted
+        before the write to make room, but at least one stays until the write has succeeded. The
+        first save of a decay links peak.pt to the checkpoint before it, from which a longer run can
+        begin. The first checkpoint of a launch is read back; raises RunError if it is damaged.
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
         try:
-            self.check_lock()
             there = list_checkpoints(self.out_dir)
             peaks = [other for other in there if iteration(other) <= self.peak_end < it]
             if peaks:
@@ -280,12 +273,7 @@ class Saver:
                 raise RunError(f"{path}: {problem}; {hint}")
             self.prune(self.keep)
         except OSError as error:
-            problem = f"checkpoint {it} is not saved: {error.strerror or error}"
-            if error.errno == errno.EFBIG:  # waiting for room would not help
-                limit = f"{self.out_dir} cannot hold a file of {size_of(state):,} bytes"
-                hint = f"give another --out_dir, or raise ulimit -f; {resume_hint(self.out_dir)}"
-                raise RunError(f"{problem}; {limit}; {hint}") from None
-            return problem
+            return f"checkpoint {it} is not saved: {error.strerror or error}"
         self.has_saved = True
         if state["progress"]["best_iter"] == it:
             self.unlinked = path
@@ -315,22 +303,20 @@ class Saver:
                 warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
 
     def write_record(self, record: dict) -> None:
-        """Append a line to metrics.jsonl, preceded by any lines that did not fit before."""
+        """Append a line to metrics.jsonl. Warns once if the disk is full, and drops the line."""
         assert self.metrics
-        lines = self.unwritten + json.dumps(record).encode() + b"\n"
+        left = json.dumps(record).encode() + b"\n"
         end = self.metrics.seek(0, os.SEEK_END)
         try:
-            left = lines
             while left:
                 left = left[self.metrics.write(left) :]
-            self.unwritten = b""
+            self.is_short = False
         except OSError as error:  # a full disk must not end the run
             with contextlib.suppress(OSError):
                 self.metrics.truncate(end)  # otherwise half a line would remain
-            if not self.unwritten:
-                rest = "keeping its records in memory until there is room"
-                warn(f"metrics.jsonl: {error.strerror}; {rest}")
-            self.unwritten = lines
+            if not self.is_short:
+                warn(f"metrics.jsonl: {error.strerror}; its records are lost until there is room")
+            self.is_short = True
 
     def close(self) -> None:
         """Close metrics.jsonl and unlock out_dir for other runs."""

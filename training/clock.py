@@ -1,23 +1,21 @@
 """
-Accounts for wall-clock time, and says where a run with --hours or --until stands. Does not import
-torch.
+Accounts for wall-clock time, and says where a run with --hours stands. Does not import torch.
 
 The clock books each second to one category. From these seconds, and from the durations that
 train.py expects, it computes how much of the schedule is done, whether the time is up, and whether
 there is time for another evaluation or save. train.py acts on that.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 
-from common.console import duration
 from configurator import Config
 
 CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
-LATE = 3600.0  # a run this many seconds past its deadline is not resumed
 RESERVE = 0.01  # share of the time to reserve for an evaluation or save not yet timed
 
 
@@ -25,9 +23,8 @@ RESERVE = 0.01  # share of the time to reserve for an evaluation or save not yet
 class Position:
     """Describes where a run stands between two iterations, relative to its time limits."""
 
-    launch_minutes: float  # since this launch began; 0 before its first iteration
     seconds_since_save: float  # since the last attempt to save, or since the launch
-    # The rest is for runs with hours or until
+    # The rest is for runs with hours
     share: float = 0.0  # how much of the schedule is done: 0 at the first update, 1 at the last
     time_is_up: bool = False
     has_spare_time: bool = True  # for another evaluation or save besides the final ones
@@ -48,38 +45,30 @@ class Clock:
     """
     Keeps a ledger in which each second of the run, across all launches, belongs to exactly one
     category. Evaluations, checkpoints and compilation therefore never count as iteration time. Time
-    between launches is not counted, except against a deadline (until), which a resume does not
-    move. Every rank keeps its own ledger; only rank 0's clock decides when a run evaluates, saves
-    and stops.
+    between launches is not counted. Every rank keeps its own ledger; only rank 0's clock decides
+    when a run evaluates, saves and stops.
     """
 
-    def __init__(self, began: float, synchronize: Callable, c: Config, resumed: dict | None):
+    def __init__(self, began: float, synchronize: Callable, c: Config, resumed: dict | None, ranks):
         """
         Start the ledger, or continue the one in `resumed`, the checkpoint that a resumed run
         loads. `began` is time.perf_counter() at launch; `synchronize` waits for the device.
         """
+        self.ranks = ranks
         self.began = began
         self.synchronize = synchronize
         self.c = c
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if resumed:
             self.seconds |= resumed["ledger"]
-        self.first_iter = 0  # the first iteration of this launch
         self.lapped_at = began  # every second before this moment is in the ledger
         self.cpu_lapped_at = time.process_time()
         self.cpu_seconds = 0.0  # CPU time that this launch's iterations took
         self.save_timer_began = began
-        # The rest is for runs with hours or until
+        # The rest is for runs with hours
         saved = resumed["clock"] if resumed else {}
         # seconds used before the first iteration; None until begin_iterations()
         self.setup_seconds: float | None = saved.get("setup_seconds")
-        self.deadline: float | None = None
-        if c.until:
-            self.deadline = next_time(c.until, since=time.time() - self.since_launch())
-        self.deadline_to_save = self.deadline  # a launch with a wrong clock does not change it
-        if c.until and saved.get("until") == c.until:
-            self.deadline_to_save = saved["deadline"]
-            self.deadline = min(self.deadline, saved["deadline"])  # if past, no time is left
         # the share at the last update; position().share is the current one
         self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
         # expected seconds of the next iteration, evaluation and save
@@ -90,8 +79,6 @@ class Clock:
         return dict(
             share=self.updated_share,
             setup_seconds=self.setup_seconds,
-            until=self.c.until,
-            deadline=self.deadline_to_save,
             estimates=self.estimates,
         )
 
@@ -115,22 +102,26 @@ class Clock:
         return (self.used() - self.seconds["start-up"] - self.seconds["compile"]) / 3600
 
     def left(self) -> float:
-        """Return the seconds until `hours` or `until` is reached; inf if neither is set."""
-        if self.deadline is not None:
-            return self.deadline - time.time()
+        """Return the seconds until `hours` is reached; inf if it is not set."""
         return 3600 * self.c.hours - self.used() if self.c.hours else math.inf
 
     def position(self, it: int) -> Position:
         """
-        Return where the run stands before iteration `it`. The share is the time so far divided by
+        Return where the run stands before iteration `it`, by rank 0's clock. Every rank must call
+        this: if each asked its own clock, they would soon wait for each other forever.
+        """
+        return self.ranks.on_main(self.position_here, it)
+
+    def position_here(self, it: int) -> Position:
+        """
+        Return where the run stands by this rank's clock. The share is the time so far divided by
         the time at which the final update is due, or it / max_iters if a max_iters flag ends the
         run sooner. After that update there is room for an evaluation and a save, which are expected
         to take as long as the previous ones did, or 1% of the time each if there was none.
         """
-        launch_minutes = self.since_launch() / 60 if it > self.first_iter else 0.0
         since_save = time.perf_counter() - self.save_timer_began
         if not self.c.by_clock:
-            return Position(launch_minutes, since_save)
+            return Position(since_save)
         used, left = self.used(), self.left()
         reserve = RESERVE * (used + left)
         closing = sum(self.estimates.get(name, reserve) for name in ("evaluation", "checkpoints"))
@@ -143,7 +134,7 @@ class Clock:
         time_is_up = self.updated_share >= 1 and room < 0
         # twice: the final evaluation and save must still fit afterwards
         has_spare_time = left > 2 * (closing + iteration)
-        return Position(launch_minutes, since_save, share, time_is_up, has_spare_time)
+        return Position(since_save, share, time_is_up, has_spare_time)
 
     # -------------------------------------------------------------------------
     # Changes
@@ -158,17 +149,25 @@ class Clock:
         cpu = time.process_time()
         if category == "steps":
             self.cpu_seconds += cpu - self.cpu_lapped_at
+        if category == "checkpoints":  # also after a failed save: the next try waits half a minute
+            self.save_timer_began = now
         self.cpu_lapped_at = cpu
         return seconds
 
+    @contextlib.contextmanager
+    def pause(self, category: str) -> Iterator[None]:
+        """Book the seconds until this block to steps, and the block's own to `category`."""
+        self.lap("steps")
+        yield
+        self.lap(category)
+
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
-        self.first_iter = progress.iter_num
         self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0, 0.0)
         if self.setup_seconds is None:
             self.setup_seconds = self.used()
 
-    def lap_iterations(self, progress, waited: float, mem_gib: float, ranks) -> Speed:
+    def lap_iterations(self, progress, waited: float, mem_gib: float) -> Speed:
         """
         Book a lap of steps, and return the speed since the last call, as seen by the slowest rank.
         Evaluations and checkpoints do not lower the speed, because they are booked to other
@@ -182,7 +181,8 @@ class Clock:
             after - before for after, before in zip(line, self.last_line, strict=True)
         )
         self.last_line = line
-        elapsed, waited, mem_gib = ranks.max(elapsed, waited, mem_gib)
+        elapsed, waited, mem_gib = self.ranks.max(elapsed, waited, mem_gib)
+        self.expect("iteration", elapsed / iterations)
         times = (elapsed / iterations, waited / iterations)
         return Speed(*times, trained / elapsed, mem_gib, cpu / iterations)
 
@@ -190,18 +190,15 @@ class Clock:
         """Remember the share at which an update was made."""
         self.updated_share = share
 
-    def expect(self, what: str, seconds: float) -> None:
+    def expect(self, what: str, seconds: float | None = None) -> None:
         """
-        Expect the next iteration, evaluation or save to take as long as the last one. `what` is
-        "iteration", "evaluation" or "checkpoints". An estimate at most doubles per call, so that a
-        single hang does not end the run far too early.
+        Expect the next iteration, evaluation or save to take as long as the last one: `seconds`, or
+        those of the pause so far. `what` is "iteration", "evaluation" or "checkpoints". An estimate
+        at most doubles per call, so that a single hang does not end the run far too early.
         """
+        seconds = self.since_lap() if seconds is None else seconds
         before = self.estimates.get(what) or seconds
         self.estimates[what] = min(seconds, 2 * before)
-
-    def restart_save_timer(self) -> None:
-        """Count seconds_since_save from now on."""
-        self.save_timer_began = time.perf_counter()
 
 
 def clock_time(seconds: float) -> str:
@@ -210,22 +207,3 @@ def clock_time(seconds: float) -> str:
     end = datetime.fromtimestamp(time.time() + max(0.0, seconds) + 30)  # rounded to a minute
     date = "" if end.date() == today else f" on {end:%Y-%m-%d}"
     return f"{end:%H:%M} {end.astimezone():%Z}{date}"
-
-
-def check_deadline(c: Config, saved: dict) -> list[str]:
-    """Return a problem if the deadline in `saved`, a checkpoint's clock, passed an hour ago."""
-    if not c.until or saved.get("until") != c.until:
-        return []
-    late = time.time() - saved["deadline"]
-    hour, minute = map(int, c.until.split(":"))
-    other = f"{hour:02}:{minute + 1:02}" if minute < 59 else f"{hour:02}:58"
-    problem = f"until: the run's end at {c.until} passed {duration(late)} ago"
-    return [] if late < LATE else [f"{problem}; to train on, give --until={other}"]
-
-
-def next_time(clock_time: str, since: float) -> float:
-    """Return when `clock_time` (such as 07:00) next comes after `since`, as a Unix time."""
-    begin = datetime.fromtimestamp(since)
-    hour, minute = map(int, clock_time.split(":"))
-    end = begin.replace(hour=hour, minute=minute, second=0, microsecond=0)
-    return (end if end > begin else end + timedelta(days=1)).timestamp()

@@ -2,7 +2,9 @@
 Compile the model, and check that compiled code computes the same as eager code.
 """
 
+import atexit
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ import statistics
 import sys
 import sysconfig
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from common.console import warn
+from common.console import RunError, UserError, say, warn
 from common.files import lack_of_space, try_lock
 from configurator import Config
 from data.loader import to_batch
@@ -282,6 +285,25 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
             if not abs(value - wanted[name]) <= tolerance * abs(wanted[name]):
                 both = f"{value:.6g} compiled, {wanted[name]:.6g} uncompiled"
                 raise CompilerError(f"the {name} loss is {both}")
+
+
+def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks, is_new: bool) -> None:
+    """
+    Compile the model and check it. If that fails, a resumed run ends with exit code 1, so that the
+    script or service that restarts it will try again: the cause may go away, for example a full
+    disk. A new run ends with 2.
+    """
+    began = time.perf_counter()
+    say("compiling: about a minute, or several minutes with few CPU cores")
+    if problem := compile_and_check(model, c, vocab, hw, ranks):
+        ranks.fail(problem, UserError if is_new else RunError)
+    say(f"compile: {time.perf_counter() - began:.1f}s")
+
+
+def freeze_garbage() -> None:
+    gc.collect()  # free the garbage that compiling left
+    gc.freeze()  # otherwise each collection would scan a million torch objects
+    atexit.register(gc.unfreeze)  # otherwise Triton would report leaks at exit, from torch 2.15 on
 
 
 @contextlib.contextmanager

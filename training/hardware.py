@@ -49,33 +49,41 @@ class Hardware:
     peak_tflops: float | None  # dense, for `dtype`; None if unknown
     peak_source: str | None  # where peak_tflops comes from
     row: dict[str, str] | None = None  # the GPU's row in gpus.csv
+    compiles: bool = False  # whether a run uses torch.compile here; the key only requests it
 
     @property
     def dtype_name(self) -> str:
         """Return the dtype's name without "torch.", such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
-    def find_peak_flops(self, saved: dict | None) -> None:
-        """
-        Measure the peak with a matmul in `dtype` if no data sheet gives one. A resumed run takes
-        the `saved` peak from its checkpoint, so that the whole run uses one peak.
-        """
-        if self.peak_source:
-            return
-        if saved and (saved["device"], saved["dtype"]) == (self.name, self.dtype_name):
-            self.peak_tflops = saved["tflops"]
-        else:
-            dtype = self.dtype
-            if self.device.type == "cpu" and dtype == torch.float16:
-                dtype = torch.float32  # torch.mm in float16 is slower than autocast's layers
-            self.peak_tflops = measure_matmul(self.device, dtype, self.synchronize)
-        self.peak_source = MEASURED
-
     def peak_to_save(self) -> dict | None:
-        """Return the measured peak, for find_peak_flops() on a resume; None if it was looked up."""
+        """Return the measured peak, for set_up() on a resume; None if it was looked up."""
         if self.peak_source != MEASURED:
             return None
         return dict(device=self.name, dtype=self.dtype_name, tflops=self.peak_tflops)
+
+    def line(self) -> str:
+        """Describe the device, its dtype and its peak."""
+        is_cpu, memory = self.device.type == "cpu", self.memory_gib()
+        parts = [f"CPU ({self.name})" if is_cpu else self.name]
+        parts += [f"{memory:.1f}GiB"] if memory else []
+        if is_cpu and os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+            # set by environment.py or by the user
+            parts.append("idle threads sleep (better on busy cores)")
+        parts += [self.dtype_name] if self.compiles else [self.dtype_name, "not compiled"]
+        is_measured = self.peak_source == MEASURED
+        how = "measured with a matmul" if is_measured else f"dense ({self.peak_source})"
+        return f"device: {', '.join(parts)}; peak {self.peak_tflops:.3g} TFLOP/s, {how}"
+
+    def record(self) -> dict:
+        """Return what a run's log records about the device."""
+        return dict(
+            device=self.name,
+            device_type=self.device.type,
+            dtype=self.dtype_name,
+            peak_tflops=self.peak_tflops,
+            peak_source=self.peak_source,
+        )
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return a context in which the forward pass runs its matmuls in `dtype`."""
@@ -183,11 +191,18 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def set_up(config: Config, local_rank: int = 0) -> Hardware:
-    """Choose the device and dtype, set torch's options for them, and look up the peak."""
+def set_up(
+    config: Config, local_rank: int = 0, find_peak: bool = False, resumed: dict | None = None
+) -> Hardware:
+    """
+    Choose the device and dtype, set torch's options for them, and look up the peak. With
+    `find_peak`, measure it with a matmul if no data sheet gives one. A resumed run takes it from
+    its checkpoint, so that the whole run uses one peak.
+    """
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     hw = Hardware(device, dtype, cpu_name(), None, None)
+    hw.compiles = config.compile and hw.can_compile and not config.eval_only
     if device.type == "cuda":
         torch.cuda.set_device(device)
         limit_memory(device)
@@ -215,7 +230,24 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         # outcome may differ at the next start. torch reads the variable on importing its compiler.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
+    if find_peak and not hw.peak_source:
+        saved = resumed["peak"] if resumed else None
+        hw.peak_tflops = same_peak(hw, saved) or measure_peak(hw)
+        hw.peak_source = MEASURED
     return hw
+
+
+def same_peak(hw: Hardware, saved: dict | None) -> float | None:
+    """Return a saved peak if it was measured on this device and in this dtype."""
+    is_same = saved and (saved["device"], saved["dtype"]) == (hw.name, hw.dtype_name)
+    return saved["tflops"] if saved and is_same else None
+
+
+def measure_peak(hw: Hardware) -> float:
+    # torch.mm in float16 is slower on a CPU than autocast's layers
+    in_float32 = hw.device.type == "cpu" and hw.dtype == torch.float16
+    dtype = torch.float32 if in_float32 else hw.dtype
+    return measure_matmul(hw.device, dtype, hw.synchronize)
 
 
 def limit_memory(device: torch.device) -> None:

@@ -6,9 +6,7 @@ stderr.
 """
 
 import contextlib
-import hashlib
 import math
-import os
 import subprocess
 import sys
 import tomllib
@@ -20,27 +18,24 @@ from typing import Any
 import torch
 
 from common.child import start_child
-from common.console import command_line, count, duration, keep_transcript, say, warn
+from common.console import UserError, command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
 from configurator import (
     FIELDS,
     NOT_WEIGHTS,
     UNREACHED,
-    YIELDING,
     Config,
     batch_line,
     config_values,
 )
 from data.shards import Dataset
-from training.checkpoint import checkpoint_path, damage, read
+from model import GPTConfig
+from training.checkpoint import Saver, checkpoint_path, damage, read
 from training.clock import Clock, Speed, clock_time
-from training.hardware import MEASURED, Hardware
-from training.preflight import old_driver
-from training.ranks import Ranks
-from training.speed import count_flops
+from training.hardware import Hardware
+from training.speed import count_flops, describe
 
 PROJECT = Path(__file__).resolve().parent.parent
-FAR_AWAY = 16 * 3600  # seconds; an --until further off is probably a day late
 MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs reach up to 16 on a tiny text
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
@@ -60,8 +55,8 @@ NANOGPT_NAMES = {
 
 class Log:
     """
-    Logs one run; only rank 0 writes. With eval_only there are no files. Logging never affects
-    training: a run without it would end with the same weights.
+    Logs one run; only rank 0 writes. Logging never affects training: a run without it would end
+    with the same weights.
     """
 
     def __init__(
@@ -69,159 +64,77 @@ class Log:
         c: Config,
         clock: Clock,
         hw: Hardware,
-        ranks: Ranks,
-        model,
         data: Dataset,
+        model_config: GPTConfig,
         progress,
-        write_record,
+        saver: Saver,
     ):
         """
-        Take the parts of the run. `progress` is its train.Progress so far; `write_record` appends a
-        dict to metrics.jsonl as one line.
+        Take the parts of the run that the log tells about, the train.Progress at which this launch
+        begins, and the saver, which writes.
         """
+        self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
+        self.first_steps = clock.seconds["steps"]
         self.config = c
         self.clock = clock
         self.hw = hw
-        self.is_main = ranks.is_main
-        self.world_size = ranks.world_size
-        self.model = model
+        self.ranks = saver.ranks
+        self.world_size = saver.ranks.world_size
         self.data = data
-        self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
-        self.first_steps = clock.seconds["steps"]
         self.train_tokens = data.train_tokens
-        self.flops_per_token = count_flops(model.config) if ranks.is_main else None
-        self.write_record = write_record
-        self.has_files = ranks.is_main and not c.eval_only
-        self.tracker = Tracker(c.tracker if self.has_files else "none")
+        self.flops_per_token = count_flops(model_config) if self.ranks.is_main else None
+        self.write_record = saver.write_record
+        self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
 
-    def open(self) -> str:
-        """Start the tracker. Returns why it does not start, or ""."""
+    def start_tracker(self, is_new: bool) -> None:
+        """Start the tracker. If it does not start, a new run ends, and a resumed one goes on."""
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
-        return self.tracker.start(self.config, purge_from)
+        if problem := self.ranks.on_main(self.tracker.start, self.config, purge_from):
+            if is_new:
+                self.ranks.fail(f"{problem}; --tracker=none trains without it", UserError)
+            self.warn(self.first_iter, f"{problem}; continuing without it")
 
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(
-        self,
-        asked: Config,
-        compiles: bool,
-        resumed: dict | None,
-        weights: dict | None,
-        optimizer,
-    ) -> None:
+    def begin(self, resumed: dict | None, weights: dict | None, model, optimizer) -> None:
         """
-        Print the opening lines of the run. `asked` is the configuration before the checkpoint or
-        the weights changed it.
+        Start the tracker, describe the run, and warn about likely mistakes. `resumed` and `weights`
+        are those from which it starts, if any.
         """
-        self.say_start(resumed, weights)
-        self.say_yielded(asked, resumed, weights)
-        say(f"command: {launch_command(self.world_size)}")
-        self.say_device(compiles, is_new=not resumed)
-        self.say_model(optimizer)
-
-    def say_start(self, resumed: dict | None, weights: dict | None) -> None:
-        """Print where the run starts and, on a resume, which keys differ from the checkpoint's."""
         c = self.config
-        if not resumed:
-            if weights:
-                rest = "" if c.eval_only else "; iterations and learning rate start from 0"
-                say(f"weights: {weights['source']}{rest}")
-            elif c.eval_only:
-                say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
-            return
-        it = resumed["progress"]["iter_num"]
-        begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-        say(f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}")
-        say_changes(c, resumed)
-
-    def say_yielded(self, asked: Config, resumed: dict | None, weights: dict | None) -> None:
-        """Print which keys of a config file the weights overrule, and what to type then."""
-        c = self.config
-        yielded = [n for n in YIELDING if n in c.set_keys and getattr(c, n) != getattr(asked, n)]
-        if not yielded:
-            return
-        line = f"weights: they keep {', '.join(f'{n}={getattr(c, n)}' for n in yielded)}"
-        line += ", whatever the config file says"
-        if weights and not resumed and "pad_vocab_multiple" in yielded:
-            line += f"; {weights['model_config']['vocab_size']:,} unpadded rows are a little slower"
-        if not resumed and "learning_rate" not in c.typed:
-            line += f"; learning_rate={c.learning_rate:g} is for training from scratch, "
-            line += "so add --learning_rate=3e-5 --min_lr=3e-6"
-        say(line)
-
-    def say_device(self, compiles: bool, is_new: bool) -> None:
-        """
-        Print the versions and the device. `compiles` says whether this machine uses torch.compile,
-        which the `compile` key only requests.
-        """
-        c, hw = self.config, self.hw
-        say(f"start: {date()}, nightshift {version()}, torch {torch.__version__}")
-        name = f"CPU ({hw.name})" if hw.device.type == "cpu" else hw.name
-        memory = hw.memory_gib()
-        parts = [name, f"{memory:.1f}GiB"] if memory else [name]
-        if hw.device.type == "cpu" and os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            # set by environment.py or by the user
-            parts.append("idle threads sleep (better on busy cores)")
-        is_auto = is_new and "dtype" not in c.set_keys
-        parts.append(f"auto -> {hw.dtype_name}" if is_auto else hw.dtype_name)
-        parts += [] if compiles else ["not compiled"]
-        measured = hw.peak_source == MEASURED
-        how = "measured with a matmul" if measured else f"dense ({hw.peak_source})"
-        say(f"device: {', '.join(parts)}; peak {hw.peak_tflops:.3g} TFLOP/s, {how}")
-
-    def say_model(self, optimizer) -> None:
-        """Print the model, the data and the length of the run, and warn about likely mistakes."""
-        c, hw, model, data = self.config, self.hw, self.model, self.data
-        parameters = sum(p.numel() for p in model.parameters())
-        flops = "FLOPs not counted, so mfu n/a"
-        if self.flops_per_token:
-            flops = f"{self.flops_per_token / 1e6:.1f} MFLOP/token (counted)"
-        vocabulary = f"vocabulary {data.vocab}"
-        if model.config.vocab_size != data.vocab:
-            vocabulary += f", padded to {model.config.vocab_size}"
-        say(f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {flops}")
-        train = count(self.train_tokens) if self.train_tokens else "growing"
-        held = f"{train} train and {count(len(data.val))} val tokens"
-        order = data.manifest.get("order")  # prepare_text.py records no order
-        say(f"data: {data.source}, {held}{f', order {order}' if order else ''}")
-        say(batch_line(c))
-        if self.has_files:
-            say(f"run: {self.length()}, in {c.out_dir}")
+        self.start_tracker(is_new=not resumed)
+        say(
+            *origin_lines(c, resumed, weights),
+            f"command: {launch_command(self.world_size)}",
+            f"start: {date()}, nightshift {version()}, torch {torch.__version__}",
+            self.hw.line(),
+            describe(model, self.data.vocab),
+            self.data.line(),
+            batch_line(c),
+            f"run: {self.length()}, in {c.out_dir}",
+        )
+        if self.ranks.is_main:
             if not c.by_clock and self.train_tokens:
                 warn_of_epochs(self.last_tokens() / self.train_tokens)
             self.warn_of_warmup()
             self.warn_of_space(optimizer)
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
-        if hw.device.type == "cpu" and c.device == "auto" and (hint := old_driver()):
-            warn(f"this trains on the CPU, very slowly: torch sees no GPU; {hint}")
-        if c.until and self.clock.left() > FAR_AWAY and self.is_main:
-            hours = self.clock.left() / 3600
-            warn(f"until: {c.until} is {hours:.1f} h away; on this machine it is {clock_time(0)}")
         self.record(
             "start",
             iter=self.first_iter,
             config=config_values(c),
-            parameters=parameters,
-            device=hw.name,
-            device_type=hw.device.type,
-            dtype=hw.dtype_name,
-            peak_tflops=hw.peak_tflops,
-            peak_source=hw.peak_source,
+            parameters=sum(p.numel() for p in model.parameters()),
             flops_per_token=self.flops_per_token,
             tokens_per_iter=c.iter_tokens,
             world_size=self.world_size,
-            tokenizer=tokenizer_name(data.tokenizer),
-            data_fingerprint=data.fingerprint,
-            val_fingerprint=data.val_fingerprint,
-            val_text_sha256=data.manifest.get("val_text_sha256"),
-            train_tokens=self.train_tokens,
-            val_tokens=len(data.val),
             torch=torch.__version__,
+            **self.hw.record(),
+            **self.data.record(),
         )
 
     def warn_of_space(self, optimizer) -> None:
@@ -298,10 +211,8 @@ class Log:
         )
 
     def left(self) -> float:
-        """Return the seconds left under `hours`, `until` and `max_minutes`; inf if none is set."""
-        minutes = self.config.max_minutes
-        since_launch = 60 * minutes - self.clock.since_launch() if minutes else math.inf
-        return max(0.0, min(self.clock.left(), since_launch))
+        """Return the seconds left under `hours`; inf if it is not set."""
+        return max(0.0, self.clock.left())
 
     def used_of_total(self) -> str:
         """Return the hours used and the total, as in "1.25 of 8.00" or "0.0012 of 0.0200"."""
@@ -324,38 +235,28 @@ class Log:
         left = (c.max_iters - it - 1) * pace + intervals * pause
         return max(0.0, min(left, self.left()))
 
-    def report_eval(self, it: int, tokens: int, losses: dict[str, float], seconds: float) -> None:
-        """Log an evaluation that took `seconds`. The losses are in nats per token."""
-        train_loss, val_loss = losses["train"], losses["val"]
-        # exp(709) is about the largest float
-        perplexity = math.inf if val_loss > 709 else math.exp(val_loss)
-        bits = self.bits_per_byte(val_loss)
-        end = "" if bits is None else f", {bits:.4f} bits per byte"
-        text = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
-        say(f"step {it}: {text}, time {seconds:.1f}s, perplexity {perplexity:.4g}{end}")
+    def report_eval(self, it: int, tokens: int, losses: dict[str, float]) -> None:
+        """Log an evaluation, within its pause. The losses are in nats per token."""
+        seconds = self.clock.since_lap()
+        say(evaluation_line(it, losses, seconds, self.data))
         self.record(
             "eval",
             iter=it,
             tokens=tokens,
             hours=self.clock.training_hours(),
-            train_loss=train_loss,
-            val_loss=val_loss,
+            train_loss=losses["train"],
+            val_loss=losses["val"],
             seconds=seconds,
-            perplexity=perplexity,
-            bits_per_byte=bits,
+            perplexity=perplexity(losses["val"]),
+            bits_per_byte=self.data.bits_per_byte(losses["val"]),
         )
         self.draw()
 
-    def bits_per_byte(self, val_loss: float) -> float | None:
-        """Convert a loss to bits per byte; None if the validation text's bytes were not counted."""
-        if not (self.data.bytes_per_token and math.isfinite(val_loss)):
-            return None
-        return val_loss / math.log(2) / self.data.bytes_per_token
-
-    def report_save(self, it: int, path: Path, seconds: float) -> None:
-        """Log a save that took `seconds`."""
-        if not self.has_files:
+    def report_save(self, it: int) -> None:
+        """Log a save, within its pause."""
+        if not self.ranks.is_main:
             return
+        path, seconds = checkpoint_path(self.config.out_dir, it), self.clock.since_lap()
         size = path.stat().st_size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
@@ -367,13 +268,13 @@ class Log:
 
     def warn(self, it: int, message: str) -> None:
         """Warn about iteration `it`, on the console and in metrics.jsonl."""
-        if self.is_main:
+        if self.ranks.is_main:
             warn(f"iter {it}: {message}")
         self.record("event", iter=it, message=message)
 
     def record(self, kind: str, **values) -> None:
         """Write one line of metrics.jsonl, and pass the record to the tracker."""
-        if not self.has_files:
+        if not self.ranks.is_main:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -382,7 +283,7 @@ class Log:
 
     def draw(self) -> None:
         """Start drawing loss.png in a child process, unless the last one is still running."""
-        if not self.has_files or self.clock.used() < SHORTEST_RUN:
+        if not self.ranks.is_main or self.clock.used() < SHORTEST_RUN:
             return
         if self.picture and self.picture.poll() is None:  # still drawing
             return
@@ -396,11 +297,13 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, complete: bool, progress, waited, mem_gib) -> None:
+    def finish(self, reason: str, complete: bool, progress, waited: float) -> None:
         """
         Print where the time went, the results, why the run ended, and which command comes next.
         `progress` is a train.Progress; `waited` is how many seconds this launch waited for data.
         """
+        # the final evaluation and save may have used more memory than the iterations did
+        (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
         it, tokens = progress.iter_num, progress.tokens
         seconds = self.clock.seconds
         total = sum(seconds.values())
@@ -413,17 +316,17 @@ class Log:
         if waited > 0.01 * (seconds["steps"] - self.first_steps):
             say(f"waiting for data: {waited:.1f}s of this launch's training")
         say(*self.results(tokens, progress.val_loss, mem_gib))
-        said = "the schedule is complete" if reason in ("hours", "until") else reason
+        said = "the schedule is complete" if reason == "hours" else reason
         old = ""
         if not progress.is_evaluated and math.isfinite(progress.val_loss):
             old = f"; val_loss is from iteration {progress.evaluated_at:,}"
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}{old}")
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        if complete and self.data.tokenizer["kind"] != "unknown" and not self.config.eval_only:
+        if complete and self.data.tokenizer["kind"] != "unknown":
             out_dir = f"--out_dir={self.config.out_dir}"
             say(f"sample: {command_line('python', 'sample.py', out_dir)}")
-        if not complete and not self.config.eval_only:
+        if not complete:
             more = ["--init_from=resume"] if self.config.init_from == "scratch" else []
             say(f"to continue: {launch_command(self.world_size, *more)}")
         self.tracker.close()
@@ -446,7 +349,7 @@ class Log:
             hours_per_epoch = clock.training_hours() * self.train_tokens / tokens
         values = dict(
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
-            bits_per_byte=(self.bits_per_byte(val_loss), ".4f"),
+            bits_per_byte=(self.data.bits_per_byte(val_loss), ".4f"),
             tokens=(tokens, "d"),
             epochs=(tokens / self.train_tokens if self.train_tokens else None, ".2f"),
             hours_per_epoch=(hours_per_epoch, ".3g"),
@@ -568,12 +471,36 @@ def launch_command(world_size: int, *more: str) -> str:
     return f"{script} {command_line(*sys.argv, *more)}"
 
 
-def say_changes(c: Config, resumed: dict) -> None:
-    """Print which keys differ from the checkpoint's."""
+def origin_lines(c: Config, resumed: dict | None, weights: dict | None) -> list[str]:
+    """Say from which checkpoint or weights a run starts; [] if from random ones."""
+    if not resumed:
+        return [f"weights: {weights['source']}"] if weights else []
+    it = resumed["progress"]["iter_num"]
+    begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
+    first = f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}"
+    return [first, *change_lines(c, resumed)]
+
+
+def change_lines(c: Config, resumed: dict) -> list[str]:
+    """Say which keys differ from the checkpoint's."""
+    lines = []
     for name, value in config_values(c).items():
         before = resumed["config"].get(name, FIELDS[name].default)
         if value != before and name != "wandb_run_name" and UNREACHED not in (value, before):
-            say(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+            lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+    return lines
+
+
+def perplexity(loss: float) -> float:
+    return math.inf if loss > 709 else math.exp(loss)  # exp(709) is about the largest float
+
+
+def evaluation_line(it: int, losses: dict[str, float], seconds: float, data: Dataset) -> str:
+    """Describe an evaluation that took `seconds`. The losses are in nats per token."""
+    bits = data.bits_per_byte(losses["val"])
+    end = "" if bits is None else f", {bits:.4f} bits per byte"
+    text = f"train loss {losses['train']:.4f}, val loss {losses['val']:.4f}, time {seconds:.1f}s"
+    return f"step {it}: {text}, perplexity {perplexity(losses['val']):.4g}{end}"
 
 
 def say_extension(c: Config) -> None:
@@ -583,13 +510,6 @@ def say_extension(c: Config) -> None:
         name = checkpoint_path("", read(peak)["progress"]["iter_num"])
         longer = f"for a longer run, resume a copy of {peak} that you name {name}"
         say(f"{longer}: see docs/hours.md#one-more-night")
-
-
-def tokenizer_name(spec: dict) -> str:
-    """Return the tokenizer's kind and, if it has its own table, the table's sha256."""
-    table = spec.get("json") or "".join(spec.get("itos", []))
-    sha256 = hashlib.sha256(table.encode(errors="replace")).hexdigest()
-    return f"{spec['kind']} {sha256}" if table else spec["kind"]
 
 
 def date() -> str:

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from common.console import COMMAND
+from common.console import COMMAND, warn
 from configurator import Config, launched
 from training.hardware import choose_device, emulates_bfloat16
 
@@ -65,13 +65,19 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def no_gpu_problem(config: Config) -> list[str]:
-    """Return a problem if a run for a GPU would train on the CPU because torch sees no GPU."""
-    is_for_gpu = config.device == "auto" and config.iter_tokens > CPU_TOKENS
-    if not is_for_gpu or config.eval_only or choose_device(config, local_rank=0).type != "cpu":
+    """
+    Return a problem if a run for a GPU would train on the CPU because torch sees no GPU. A small
+    run trains there without a word, unless there is a GPU with an old driver.
+    """
+    if config.device != "auto" or choose_device(config, local_rank=0).type != "cpu":
         return []
-    tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
-    anyway = "--device=cpu trains anyway"
-    return [f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}"]
+    if config.iter_tokens > CPU_TOKENS and not config.eval_only:
+        tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
+        anyway = "--device=cpu trains anyway"
+        return [f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}"]
+    if hint := old_driver():
+        warn(f"this trains on the CPU, very slowly: torch sees no GPU; {hint}")
+    return []
 
 
 def cuda_hint() -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import RunError, UserError, print_err
+from common.console import RunError, UserError, explain_errors, print_err
 from configurator import launched
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
@@ -54,6 +54,7 @@ class Ranks:
             self.join()
 
     def join(self) -> None:
+        explain_errors(lost_rank)
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 given = f"WORLD_SIZE={self.world_size} is set, but {name} is not"

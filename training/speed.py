@@ -43,6 +43,15 @@ def count_flops(config: GPTConfig) -> float | None:
     return 3 * counter.get_total_flops() / config.block_size
 
 
+def describe(model, vocab: int) -> str:
+    """Describe a model's size and FLOPs. `vocab` is the vocabulary size before padding."""
+    parameters = sum(p.numel() for p in model.parameters())
+    rows, flops = model.config.vocab_size, count_flops(model.config)
+    vocabulary = f"vocabulary {vocab}" if rows == vocab else f"vocabulary {vocab}, padded to {rows}"
+    counted = f"{flops / 1e6:.1f} MFLOP/token (counted)" if flops else "FLOPs not counted"
+    return f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {counted}"
+
+
 def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
     """
     Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow

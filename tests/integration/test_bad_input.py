@@ -53,8 +53,8 @@ COMMAND_LINE = [
     ("train.py tiny.py --dataset=", "--dataset empty"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
     ("train.py tiny.py --seed=-1", "--seed -1"),
-    ("train.py tiny.py --until=25:00", "until 25:00"),
-    ("train.py tiny.py --until=07:00 --hours=8", "until hours"),
+    ("train.py tiny.py --until=07:00", "until removed --hours"),
+    ("train.py tiny.py --max_minutes=60", "max_minutes removed timeout"),
     ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
     ("train.py tiny.py --dtype=fp16", "dtype fp16 float16"),
     ("train.py tiny.py --device=gpu", "device gpu cuda"),
@@ -101,7 +101,7 @@ DATA = [
     # suggests as many tokens as the run reads, but no more than FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
     (
-        "train.py config/gpt124m_4070.py --device=cpu --until=07:00",
+        "train.py config/gpt124m_4070.py --device=cpu --hours=8",
         "prepare_fineweb.py --tokens=2B",
     ),
     # the error names README's download if that download has enough tokens for the run

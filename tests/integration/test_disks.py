@@ -110,25 +110,6 @@ def best_logged(out_dir: Path) -> int:
 # Full disks
 
 
-def test_a_checkpoint_above_the_disks_file_size_limit_ends_the_run_with_one_line(tokens, tmp_path):
-    """
-    End at once, because waiting for room would not help. FAT32, for example, limits files to 4 GB.
-    """
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-    try:
-        result = run_tiny(tokens, tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert result.code == 1
-    (error,) = lines(result.err, "error: ")
-    end = r"cannot hold a file of ([\d,]+) bytes; give another --out_dir"
-    found = re.search(rf"checkpoint 4 is not saved: .* {end}", error)
-    assert found and int(found[1].replace(",", "")) > 30_000
-    assert not leftovers(tmp_path / "run")
-
-
 def seems_empty():
     """Make a full disk report free space, as under a quota, so that a write fails midway."""
     statvfs = os.statvfs
@@ -169,7 +150,7 @@ def test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_ro
     assert saved[0] == 4
     assert not [it for it in saved if 4 < it < 30]
     train_tiny(tokens, tmp_path / "straight", **options)
-    assert_same_run(tmp_path / "straight", disk / "run", 40)
+    assert_same_run(tmp_path / "straight", disk / "run", 40, log_has_gaps=True)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +169,7 @@ def test_the_last_save_waits_until_the_disk_has_room(
     assert trainer.count["sleep"] > 150
     assert lines(result.err, "warning: iter 8:")
     assert same(checkpoint(disk / "run", 8)["model"], checkpoint(straight, 8)["model"])
-    assert column(disk / "run", "step", "iter", "loss") == column(straight, "step", "iter", "loss")
+    assert_same_run(straight, disk / "run", 8, log_has_gaps=True)
     assert best_iter(disk / "run") == best_there
 
 
@@ -210,7 +191,7 @@ def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
     assert not leftovers(disk / "run")
     free(disk)
     train_tiny(tokens, disk / "run", init_from="resume")
-    assert_same_run(straight, disk / "run", 8)
+    assert_same_run(straight, disk / "run", 8, log_has_gaps=True)
 
 
 def is_folder(file) -> bool:
@@ -611,46 +592,6 @@ def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tokens, tmp_path)
     assert checkpoints(tmp_path / "run") == [2, 4, 6, 8, 10][-keep:]
     assert max(there) == keep
     assert best_iter(tmp_path / "run") == 4
-
-
-def rename(out_dir: Path) -> None:
-    out_dir.rename(out_dir.with_name("old"))
-
-
-def take(out_dir: Path) -> None:
-    rename(out_dir)
-    out_dir.mkdir()
-    (out_dir / "lock").touch()
-
-
-GONE = {
-    "deleted": shutil.rmtree,
-    "renamed": rename,
-    "taken by another run": take,
-    "only its lock deleted": lambda out_dir: (out_dir / "lock").unlink(),
-}
-
-
-@pytest.mark.parametrize("what", GONE)
-def test_a_run_ends_in_one_line_if_its_folder_is_no_longer_its_own(what, tokens, tmp_path):
-    """Write nothing more. A run whose folder gets its name back can be resumed."""
-    out_dir, there = tmp_path / "run", []
-    trainer = InProcessRun()
-
-    def go():
-        GONE[what](out_dir)
-        there.append(sorted(tmp_path.rglob("*.pt")))
-
-    trainer.at["update", 6] = go
-    result = run_tiny(tokens, out_dir, trainer)
-    assert result.code == 1
-    (error,) = lines(result.err, "error:")
-    assert f"{out_dir} or its lock" in error
-    assert there == [sorted(tmp_path.rglob("*.pt"))]
-    if what == "renamed":
-        (tmp_path / "old").rename(out_dir)
-        train_tiny(tokens, out_dir, init_from="resume")
-        assert checkpoints(out_dir) == [4, 8]
 
 
 @pytest.mark.parametrize("number", slow_but(errno.EINVAL, of=[errno.EINVAL, errno.EIO]))

@@ -95,8 +95,9 @@ def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
     )
     hw = SimpleNamespace(mfu=lambda *_: 0.412345)
     ranks = SimpleNamespace(is_main=False, world_size=1)
+    saver = SimpleNamespace(ranks=ranks, write_record=None)
     data = SimpleNamespace(train_tokens=10**10)
-    log = Log(c, clock, hw, ranks, None, data, Progress(), write_record=None)
+    log = Log(c, clock, hw, data, None, Progress(), saver)
     log.report_step(
         65_432, 34_305_212_416, 0, 10.1234, 6e-4, 1.0, Speed(9.87654, 0, 53_084, 70.1, 1)
     )

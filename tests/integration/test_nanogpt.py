@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from hf_reference import random_gpt2
-from program import ROOT, TINY_RUN, checkpoint, flags, run, train, write_tokens
+from program import (
+    ROOT,
+    TINY_RUN,
+    InProcessRun,
+    Result,
+    checkpoint,
+    flags,
+    run,
+    sigterm,
+    train,
+    write_tokens,
+)
 
 from configurator import Config, load_config
 from model import GPT, GPTConfig, generate
@@ -120,6 +131,13 @@ def test_a_resumed_fine_tuning_keeps_the_vocabulary_of_its_initial_weights(token
     assert len(checkpoint(tmp_path / "run", 4)["model"]["lm_head.weight"]) == 61
 
 
+def stopped(**keys) -> Result:
+    """Train for one iteration, until a signal comes."""
+    trainer = InProcessRun()
+    trainer.at["iteration", 1] = sigterm
+    return trainer.launch(**keys)
+
+
 def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path, monkeypatch):
     """
     Resume however the run ended, even if another command resumed it in between or the path is
@@ -130,7 +148,7 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path
     random_gpt2(tmp_path / "hf", vocab_size=61)
     keys = TINY | dict(n_layer=2, bias=True, dataset=tokens, out_dir="run", max_iters=8)
     command = keys | dict(init_from="hf")
-    out = train(**command, max_minutes=1e-6).out
+    out = stopped(**command).out
     assert "weights: hf" in out
     (again,) = re.findall(r"^to continue: python .*", out, re.MULTILINE)
     assert "--init_from=hf" in again and "--init_from=resume" not in again
@@ -138,7 +156,7 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path
     assert "weights: hf" in untouched and "resume:" not in untouched
 
     for n, way in enumerate((dict(init_from="resume"), dict(init_from=tmp_path / "hf"), {}), 2):
-        out = train(**command | dict(learning_rate=n / 1000, max_minutes=1e-6) | way).out
+        out = stopped(**command | dict(learning_rate=n / 1000) | way).out
         assert re.search("^resume: .*; the run began from hf$", out, re.MULTILINE)
         assert f"resume: learning_rate = {n / 1000} (the checkpoint had" in out
         assert "resume: init_from" not in out

@@ -1,6 +1,6 @@
 """
-Run with hours, until, max_minutes and the default ten minutes between checkpoints, on a simulated
-clock and once in real time.
+Run with hours and the default ten minutes between checkpoints, on a simulated clock and once in
+real time.
 """
 
 import errno
@@ -22,7 +22,6 @@ from program import (
     finish_ranks,
     flags,
     records,
-    run,
     sigterm,
     start,
     start_ranks,
@@ -78,12 +77,11 @@ def end_of(out_dir) -> dict:
 
 BY_CLOCK = {
     "hours": dict(hours=HOURS),
-    "until": dict(until="23:15"),
     "hours with a max_iters that is too high": dict(hours=HOURS, max_iters=1000),
 }
 
 
-@pytest.mark.parametrize("keys", slow_but("hours", "until", of=BY_CLOCK))
+@pytest.mark.parametrize("keys", slow_but("hours", of=BY_CLOCK))
 def test_a_timed_run_ends_on_time_with_its_schedule_complete(keys, trainer, tiny, tmp_path):
     result = trainer.launch(**tiny | BY_CLOCK[keys])
     assert result.code == 0
@@ -137,17 +135,6 @@ def test_a_timed_run_skips_evaluations_that_would_delay_the_last_one(trainer, ti
     assert 3600 * hours <= SECONDS - 2 * 40
     assert last - before <= 10
     assert last == end_of(tmp_path)["iters"]
-
-
-@pytest.mark.parametrize("minutes", slow_but(5, of=[5, -5]))
-def test_until_follows_a_system_clock_that_is_set_during_the_run(minutes, trainer, tiny, tmp_path):
-    def set_clock():
-        trainer.EVENING += 60 * minutes
-
-    trainer.at["iteration", 30] = set_clock
-    trainer.launch(**tiny, until="23:15")
-    assert SECONDS - 60 * minutes - 20 <= trainer.now <= SECONDS - 60 * minutes
-    assert rates(tmp_path)[-1] == 0.0
 
 
 def test_the_warmup_of_a_timed_run_takes_at_most_a_tenth_of_its_time(trainer, tiny, tmp_path):
@@ -252,7 +239,6 @@ def test_all_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
 
 MORE = {
     "hours": (dict(hours=0.1), dict(hours=0.2)),
-    "until": (dict(until="23:06"), dict(until="23:12")),
     "max_iters": (dict(max_iters=30), dict(max_iters=60)),
 }
 
@@ -302,55 +288,6 @@ def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, 
     assert 2 * SECONDS - 40 <= trainer.now <= 2 * SECONDS
 
 
-def test_until_counts_the_time_between_launches(trainer, tiny, tmp_path):
-    trainer.at["iteration", 30] = sigterm
-    trainer.launch(**tiny, until="23:15")
-    trainer.now += 300
-    assert trainer.launch(**tiny, until="23:15", init_from="auto").code == 0
-    assert SECONDS - 20 <= trainer.now <= SECONDS
-    assert rates(tmp_path)[-1] == 0.0
-
-
-def test_a_resume_after_the_until_time_ends_at_once_instead_of_running_until_tomorrow(
-    trainer, tiny, tmp_path
-):
-    """
-    Restart the command three minutes too late, as systemd might. The run trains one more iteration,
-    evaluates, saves and ends.
-    """
-    trainer.at["iteration", 30] = sigterm
-    trainer.launch(**tiny, until="23:15")
-    trainer.now = SECONDS + 180.0
-    assert trainer.launch(**tiny, until="23:15", init_from="auto").code == 0
-    assert trainer.now <= SECONDS + 180 + 30
-    assert trainer.count["iteration"] == 31
-    assert rates(tmp_path)[-1] == 0.0
-    assert column(tmp_path, "eval", "iter")[-1] == 31
-
-
-def test_a_resume_an_hour_after_the_until_time_ends_with_a_flag_that_trains_until_tomorrow(
-    trainer, tiny, tmp_path
-):
-    trainer.at["iteration", 30] = sigterm
-    trainer.launch(**tiny, until="23:15")
-    trainer.now = SECONDS + 3599.0
-    assert trainer.launch(**tiny, until="23:15", init_from="auto", eval_only=True).code == 0
-    log = (tmp_path / "metrics.jsonl").read_bytes()
-    trainer.now = SECONDS + 3600.0
-    result = trainer.launch(**tiny, until="23:15", init_from="auto")
-    assert (result.code, trainer.count["iteration"]) == (2, 30)
-    assert "23:15" in result.err and result.err.endswith("--until=23:16\n")
-    assert (tmp_path / "metrics.jsonl").read_bytes() == log
-    again = trainer.launch(**tiny, until="23:16", init_from="auto", max_iters=40)
-    assert again.code == 0 and len(rates(tmp_path)) == 40
-
-
-def test_each_launch_makes_an_iteration_even_if_its_start_took_max_minutes(tiny, tmp_path):
-    for launch in (1, 2):
-        assert run("train.py", *flags(**tiny, max_minutes=1e-6, init_from="auto")).code == 0
-        assert len(rates(tmp_path)) == launch
-
-
 def test_a_stop_between_evaluations_does_not_change_their_number(trainer, tiny, tmp_path):
     """Make 21 evaluations, as an uninterrupted run does."""
     trainer.at["iteration", 42] = sigterm
@@ -373,23 +310,6 @@ def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, t
 
 # -----------------------------------------------------------------------------
 # What else follows the clock
-
-
-def test_max_minutes_ends_a_launch_and_the_same_command_resumes_the_run(trainer, tiny, tmp_path):
-    keys = tiny | dict(max_iters=100, max_minutes=5, init_from="auto", eval_interval=1000)
-    result = trainer.launch(**keys)
-    assert result.code == 0
-    assert "to continue:" in result.out
-    assert trainer.now == pytest.approx(300, abs=15)
-    end = end_of(tmp_path)
-    assert end["reason"] == "max_minutes"
-    assert checkpoints(tmp_path)[-1] == end["iters"] == len(rates(tmp_path))
-    # the schedule is not over, so no time goes into an evaluation
-    assert column(tmp_path, "eval", "iter") == [0]
-    assert rates(tmp_path)[-1] == pytest.approx(1 - (end["iters"] - 1) / 100)
-    trainer.launch(**keys)
-    assert trainer.now == pytest.approx(600, abs=30)
-    assert column(tmp_path, "step", "iter") == [*range(trainer.count["iteration"])]
 
 
 def test_a_checkpoint_is_saved_every_ten_minutes_by_default(trainer, tiny, tmp_path):
@@ -435,8 +355,8 @@ def test_eta_counts_the_evaluations_and_saves_to_come_at_this_launchs_speed(trai
     second = etas(trainer.launch(**keys, init_from="auto").out)
     assert second[50] == 49 * 20 + 3 * 5
     assert second[95] == 4 * 20 + 1 * 5
-    # no eta is longer than the time that max_minutes leaves
-    more = keys | dict(max_iters=200, max_minutes=2)
+    # no eta is longer than the time that hours leave
+    more = keys | dict(max_iters=200, hours=(trainer.now + 120) / 3600)
     assert etas(trainer.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20
 
 
@@ -461,17 +381,6 @@ def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resu
     assert sum(ledger.values()) == 40 * 10 + 6 * 4 + ledger["checkpoints"]
     assert trainer.now - 5000 == 40 * 10 + 6 * 4 + 6 * 1
     assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
-
-
-AWAY = {"22:59": True, "01:00": False}
-
-
-@pytest.mark.parametrize("until", AWAY)
-def test_warns_if_until_is_far_away(until, trainer, tiny):
-    """Launch at 23:00, when 22:59 is a day away and 01:00 two hours."""
-    result = trainer.launch(**tiny, until=until, max_iters=2)
-    assert result.code == 0
-    assert (" h away" in result.err) == AWAY[until]
 
 
 def test_a_finished_run_that_is_given_more_hours_keeps_evaluating(trainer, tiny, tmp_path):
