@@ -4,7 +4,7 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
     python compare.py out/gpt124m                  one run: its figures; draws out/gpt124m/loss.png
     python compare.py out/a out/b --png=ab.png     several runs side by side, a verdict for each row
     python compare.py old.log new.log --gpu=4070   nanoGPT's console output, with this card's MFU
-    python compare.py out/a results/public_runs/edu_124m_rtx4070.csv   beside a published run
+    python compare.py out/a results/public_runs/edu_124m_rtx4070.log   beside a published run
     python compare.py out/idea-* --against out/base-*   is a change better? over several seeds
 
 Time includes iterations, evaluations and checkpoints, but not startup and compilation.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,6 +80,47 @@ class Point(NamedTuple):
     key: str  # the row's name in the JSON
 
 
+# Says which run is best, given the known values with their runs' names; "" if none is
+Judge = Callable[[list[tuple[Any, str]]], str]
+
+
+def not_comparable(known: list[tuple[Any, str]]) -> str:
+    return NO_VERDICT
+
+
+def differs(known: list[tuple[Any, str]]) -> str:
+    return "differs" if len({value for value, _ in known}) > 1 else ""
+
+
+def lower(noise: float) -> Judge:
+    """Judge by the difference of the lowest two: "a 0.0134 lower"; "" if only those are equal."""
+
+    def judge(known: list[tuple[Any, str]]) -> str:
+        if len(known) < 2:
+            return ""
+        (best, name), (second, _) = sorted(known)[:2]
+        if max(known)[0] - best <= noise:
+            return f"equal within {noise}"
+        return f"{name} {second - best:.4f} lower" if second - best > noise else ""
+
+    return judge
+
+
+def ratio(word: str, same: float = SAME) -> Judge:
+    """Judge by the ratio of the best two: "a 2.39x faster"; "" if only those are equal."""
+
+    def judge(known: list[tuple[Any, str]]) -> str:
+        if len(known) < 2:
+            return ""
+        (best, name), (second, _) = sorted(known, reverse=word != "less")[:2]
+        if max(known)[0] - min(known)[0] <= same * min(known)[0]:
+            return "equal"
+        low, high = sorted((best, second))
+        return f"{name} {high / low:.2f}x {word}" if 0 < low < high / (1 + same) else ""
+
+    return judge
+
+
 @dataclass
 class Row:
     """One line of the table."""
@@ -88,34 +129,12 @@ class Row:
     key: str  # name in the JSON
     values: list  # one per run, None if unknown
     format: Callable[..., str] = str
-    word: str = ""  # describes the best run, such as "faster"; "lower" compares by difference
-    same: float = SAME  # largest difference that counts as equal: relative, but absolute for losses
+    judge: Judge | None = None
 
     def verdict(self, names: list[str]) -> str:
-        """
-        Compare the best value with the second best: "a 2.39x faster", "a 0.0134 lower". Empty if
-        fewer than two values are known, or if the best two are equal but not all are.
-        """
-        if self.word in ("", NO_VERDICT):
-            return self.word
         pairs = zip(self.values, names, strict=True)
         known = [(value, name) for value, name in pairs if value is not None]
-        values = [value for value, _ in known]
-        if self.word == "differs":
-            return self.word if len(set(values)) > 1 else ""
-        if len(known) < 2:
-            return ""
-        lowest, highest = min(values), max(values)
-        (best, name), (second, _) = sorted(known, reverse=self.word not in ("lower", "less"))[:2]
-        if self.word == "lower":
-            if highest - lowest <= self.same:
-                return f"equal within {self.same}"
-            return f"{name} {second - best:.4f} lower" if second - best > self.same else ""
-        if highest - lowest <= self.same * lowest:
-            return "equal"
-        low, high = sorted((best, second))
-        is_decided = 0 < low < high / (1 + self.same)
-        return f"{name} {high / low:.2f}x {self.word}" if is_decided else ""
+        return self.judge(known) if self.judge else ""
 
 
 def setting_rows(runs: list[Run]) -> list[Row]:
@@ -123,14 +142,14 @@ def setting_rows(runs: list[Run]) -> list[Row]:
     rows = []
     datasets = [dataset_name(run) for run in runs]
     if len(set(datasets) - {None}) > 1 and not same_of_start(runs, "data_fingerprint"):
-        rows.append(Row("dataset", "config/dataset", datasets, word="differs"))
+        rows.append(Row("dataset", "config/dataset", datasets, judge=differs))
     for key in FIELDS:
         values = [run.config.get(key) for run in runs]
         values = ["by the clock" if value == UNREACHED else value for value in values]
         if len(set(values) - {None}) > 1 and key not in SHOWN_ELSEWHERE:
-            rows.append(Row(key, f"config/{key}", values, word="differs"))
+            rows.append(Row(key, f"config/{key}", values, judge=differs))
     for key in ("device", "dtype"):
-        rows.append(Row(key, key, [run.start.get(key) for run in runs], word="differs"))
+        rows.append(Row(key, key, [run.start.get(key) for run in runs], judge=differs))
     return rows
 
 
@@ -140,29 +159,17 @@ def speed_rows(runs: list[Run]) -> list[Row]:
     tokens_per_sec = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
     mfu = [percentile(run.step["mfu"], 50) for run in runs]
     step_ms = [percentile(run.step["step_ms"], 50) for run in runs]
-    micro_batch_ms = [time_of_micro_batch(run) for run in runs]
     return [
-        Row("parameters", "parameters", parameters, millions, "larger"),
-        Row("iterations", "iterations", [run.iterations for run in runs], whole, "more"),
-        Row("tokens", "tokens", [run.tokens for run in runs], count4, "more"),
-        Row("tokens per iteration", "tokens_per_iter", tokens_per_iter, whole, "differs"),
-        Row("time", "hours", [run.hours for run in runs], hours_as_time, "longer"),
-        Row("tok/s", "tokens_per_sec", tokens_per_sec, whole, "faster"),
-        Row("MFU", "mfu", mfu, percent, "higher"),
-        # no verdict, because iterations and micro-batches may differ in tokens; tok/s has one
+        Row("parameters", "parameters", parameters, millions, ratio("larger")),
+        Row("iterations", "iterations", [run.iterations for run in runs], whole, ratio("more")),
+        Row("tokens", "tokens", [run.tokens for run in runs], count4, ratio("more")),
+        Row("tokens per iteration", "tokens_per_iter", tokens_per_iter, whole, differs),
+        Row("time", "hours", [run.hours for run in runs], hours_as_time, ratio("longer")),
+        Row("tok/s", "tokens_per_sec", tokens_per_sec, whole, ratio("faster")),
+        Row("MFU", "mfu", mfu, percent, ratio("higher")),
+        # no verdict, because iterations may differ in tokens; tok/s has one
         Row("ms per iteration", "step_ms_p50", step_ms, tenths),
-        Row("ms per micro-batch", "micro_batch_ms", micro_batch_ms, tenths),
     ]
-
-
-def time_of_micro_batch(run: Run) -> float | None:
-    """Return the milliseconds per micro-batch. The GPUs share an iteration's micro-batches."""
-    step_ms = percentile(run.step["step_ms"], 50)
-    micro_batches = run.config.get("gradient_accumulation_steps")
-    gpus = run.start.get("world_size")
-    if step_ms is None or micro_batches is None or gpus is None:
-        return None
-    return step_ms * gpus / micro_batches
 
 
 def pause_rows(runs: list[Run]) -> list[Row]:
@@ -192,33 +199,30 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     all runs reach), and the best bits per byte.
     """
     problem = why_losses_do_not_compare(runs)
-    lower, less = (NO_VERDICT, NO_VERDICT) if problem else ("lower", "less")
-    noise = RANDOM_NOISE if any(map(evaluates_random_tokens, runs)) else LOSS_NOISE
-
-    def loss_row(label: str, key: str, values: list) -> Row:
-        return Row(label, key, values, decimals, lower, noise)
-
+    judge, less = lower(LOSS_NOISE), ratio("less", SAME_TO_LOSS)
+    if any(map(evaluates_random_tokens, runs)):
+        judge = lower(RANDOM_NOISE)
+    if problem:
+        judge = less = not_comparable
     lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
-    rows = [loss_row("best val loss", "best_val_loss", lowest)]
+    rows = [Row("best val loss", "best_val_loss", lowest, decimals, judge)]
     if len(runs) > 1:
         common = [] if problem else points_of_common_evaluations(runs)
         for axis, at, key in [*common, *equal_points(runs)]:
             losses = [loss_at(*learning_curve(run, axis), at) for run in runs]
-            rows.append(loss_row(f"val loss {PLACES[axis](at)}", key, losses))
+            rows.append(Row(f"val loss {PLACES[axis](at)}", key, losses, decimals, judge))
         if target is None:
             target = max([loss for loss in lowest if loss is not None], default=None)
     if target is not None:
         for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_as_time)):
             values = [reach(*learning_curve(run, axis), target) for run in runs]
             label = f"{what} to val loss {target:.4f}"
-            rows.append(Row(label, f"{axis}_to_loss", values, form, less, SAME_TO_LOSS))
-    word = ""  # bits per byte get a verdict only if losses have none; the two could disagree
-    if problem:
-        word = NO_VERDICT if why_bits_do_not_compare(runs) else "lower"
+            rows.append(Row(label, f"{axis}_to_loss", values, form, less))
     label, key = "best bits per byte", "best_bits_per_byte"
-    bits = [percentile(run.eval["bits_per_byte"], 0) for run in runs]
-    rows.append(Row(label, key, bits, decimals, word, BITS_NOISE))
-    return rows
+    bits = Row(label, key, [percentile(run.eval["bits_per_byte"], 0) for run in runs], decimals)
+    if problem:  # otherwise losses have a verdict, and the two could disagree
+        bits.judge = not_comparable if why_bits_do_not_compare(runs) else lower(BITS_NOISE)
+    return [*rows, bits]
 
 
 def equal_points(runs: list[Run]) -> list[Point]:
@@ -501,7 +505,7 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    run_help = "an out_dir, its metrics.jsonl, nanoGPT's console output, or a public CSV file"
+    run_help = "an out_dir, its metrics.jsonl, nanoGPT's console output, or a published band"
     add("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
     seeds_help = "baseline runs, one per seed; the verdict says whether the other runs are better"
     add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)

@@ -213,6 +213,8 @@ REMOVED = dict(
     records="download the shards of fineweb_records, as README.md shows",
     until="give --hours=N",
     max_minutes="put `timeout -s INT 60m` before the command, or press Ctrl-C",
+    link_gbits="plan assumes 100 Gbit/s between machines",
+    price_hour="the rent is the price per hour times the hours that plan prints",
 )
 
 

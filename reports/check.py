@@ -1,43 +1,36 @@
 """
 bench.py check: does this machine train correctly, and as fast as it should?
 
-Two small models train for a few iterations on the device with train.py's own train_step, and again
-on the CPU, where gradients are computed in float64. Losses and gradients must agree within the
-dtype's rounding. Then both models are compiled and compared with eager code, as at the start of a
-run. A matmul and a copy are timed and compared with the GPU's data sheet. The verdict is one of
-three: trains correctly; trains correctly but slowly because ...; do not train here because ...
+A small model of each recipe trains on one batch, and its losses and gradients must agree with the
+CPU's in float32. Then it is compiled and compared with eager code, as at the start of a run. A
+matmul and a copy are timed and compared with the GPU's data sheet. The verdict is one of three:
+trains correctly; trains correctly but slowly because ...; do not train here because ...
 """
 
 import contextlib
-import math
 import subprocess
 import time
 from argparse import Namespace
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from common.console import COMMAND, UserError, say
 from configurator import Config, load_config
-from data.loader import Batch, to_batch
 from model_fast import build_model
-from train import build_optimizer, model_config, train_step
+from train import model_config
 from training import hardware, preflight, speed
 from training.compiled import (
-    LOSS_SCALE,
+    CompilerError,
     WrongKernels,
-    errors,
+    compare_with_eager,
     float32_matmuls,
-    take_gradients,
-    trained,
     try_compiling,
 )
 from training.hardware import Hardware
 
-# Large enough for the GPU kernels of a real run, and small enough for float64 on a slow CPU. A
-# batch has two different sequences, so that a kernel that confuses sequences is noticed.
+# Large enough for the GPU kernels of a real run, and small enough for a slow CPU. A batch has two
+# different sequences, so that a kernel that confuses sequences is noticed.
 SIZES = dict(n_layer=2, n_embd=768, block_size=1024, batch_size=2)
 SIZES_ON_A_CPU = dict(n_layer=2, n_embd=128, block_size=64, batch_size=4)
 RECIPES = {
@@ -46,18 +39,6 @@ RECIPES = {
 }
 HEAD_SIZES = {"gpt2": 64, "fast": 128}  # as in config/, because other head sizes run other kernels
 VOCAB = 1000
-ITERATIONS = 3
-SEED = 1
-
-# The largest relative errors to accept: of a loss, and of a weight's gradient as a vector. On a CPU
-# we measured at most a third of these.
-LARGEST_ERRORS = {
-    "float32": (1e-4, 1e-4),
-    "TF32": (2e-3, 0.01),  # keeps as many bits as float16
-    "float16": (2e-3, 0.01),
-    "bfloat16": (5e-3, 0.04),
-    "float16 accumulation": (5e-3, 0.04),  # the head's matmuls run in bfloat16
-}
 
 # A GPU that reaches less than this fraction of the data sheet's peak or bandwidth is slow. Healthy
 # GPUs reach 60% to 95% in published figures, and a hot T4 reaches 65%.
@@ -77,7 +58,7 @@ def check(config: Config, options: Namespace) -> dict:
     load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")
     hw = hardware.set_up(config, find_peak=True)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
-    say("largest relative errors, against float64 on the CPU:")
+    say("largest errors of a gradient, against float32 on the CPU:")
     try:
         rows, wrong, slow = check_training(config, hw)
     except Exception as error:
@@ -108,193 +89,69 @@ def verdict(name: str, wrong: list[str], slow: list[str]) -> str:
 # Does it train correctly?
 
 
-@dataclass
-class Exact:
-    """Holds the reference: one batch in float64 and a few iterations in float32, on the CPU."""
-
-    evaluation: float  # the batch's loss, evaluated without gradients
-    gradients: list[Tensor]  # the batch's gradients times LOSS_SCALE, rounded to float32
-    losses: list[float]  # one per iteration
-
-
-@dataclass
-class Way:
-    """Describes one way to train on the device: its dtype, and which options are on."""
-
-    hw: Hardware
-    tf32: bool
-    fp16_accumulation: bool = False
-
-    @property
-    def name(self) -> str:
-        if self.fp16_accumulation:
-            return "float16 accumulation"
-        return "TF32" if self.tf32 and self.hw.dtype == torch.float32 else self.hw.dtype_name
-
-
-def ways_to_train(config: Config, hw: Hardware) -> list[Way]:
-    # float32 without TF32 rounds so little that any fault shows
-    plain = Way(replace(hw, dtype=torch.float32), tf32=False)
-    asked = Way(hw, config.tf32 and hw.device.type == "cuda", config.fp16_accumulation)
-    return [plain, asked] if asked != plain else [plain]
-
-
 def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str], list[str]]:
     """
-    Train both recipes in every way. Returns a row of errors for each way that ran, what is wrong,
-    and why training will be slow.
+    Compare both recipes with the CPU in every way, and their compiled code with eager code. Returns
+    a row for each way that is right, what is wrong, and why training will be slow.
     """
     rows: list[dict] = []
     wrong: list[str] = []
     slow: list[str] = []
     for recipe in RECIPES:
         c = config_of(recipe, config, hw)
-        model = model_off_zero(c, hw)
-        exact = train_exactly(c, model)
-        for way in ways_to_train(config, hw):
-            name = f"{recipe} {way.name}"
+        on_cpu = build(c, flash=False)  # plain attention, because a fused kernel may be wrong
+        for name, way, matmuls in ways_to_train(config, hw):
+            name = f"{recipe} {name}"
             began = time.perf_counter()
             try:
-                row = dict(name=name, **train_here(c, way, model, exact))
+                model = build(c, flash=hw.flash(c)).to(hw.device)
+                with matmuls:
+                    error, weight = compare_with_eager(model, c.batch_size, VOCAB, way, on_cpu)
+                rows.append(dict(name=name, gradient=error, weight=weight))
+                result = f"{error:.1e} ({weight})"
+                if way == hw and config.compile and hw.can_compile:
+                    compiled = build(c, flash=hw.flash(c), compiled=True).to(hw.device)
+                    problem = try_compiling(compiled, c.batch_size, VOCAB, hw)
+                    result += f", compiled: {problem or 'as exact as uncompiled'}"
+                    if problem:
+                        slow.append(f"torch.compile does not work here ({problem})")
+            except (WrongKernels, CompilerError) as error:
+                result = f"computes wrongly ({error})"
+                wrong.append(f"{name} {result}")
             except Exception as error:  # drivers and kernels raise all kinds of errors
                 if hardware.is_out_of_memory(error):
                     raise
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                say(f"  {name}: {reason}")
-                wrong.append(f"{name} fails ({reason})")
-                continue
-            rows.append(row)
-            wrong += [f"{name} has a wrong {what}" for what in what_is_wrong(row, way)]
-            losses = f"loss {row['loss']:.1e}, evaluation {row['evaluation']:.1e}"
-            gradient = f"gradient {row['gradient']:.1e} ({row['weight']})"
-            say(f"  {name}: {losses}, {gradient}; {time.perf_counter() - began:.1f} s")
-        if config.compile and hw.can_compile and not wrong:
-            began = time.perf_counter()
-            compiled = copy_of(model, c, hw, compiled=True)
-            try:
-                problem = try_compiling(compiled, c.batch_size, VOCAB, hw)
-                if problem:
-                    slow.append(f"torch.compile does not work here ({problem})")
-            except WrongKernels as error:
-                problem = str(error)
-                wrong.append(f"{recipe} has {problem}")
-            result = f"compiled: {problem or 'as exact as uncompiled'}"
-            say(f"  {recipe} {hw.dtype_name}, {result}; {time.perf_counter() - began:.1f} s")
+                result = f"fails ({type(error).__name__}: {error}".splitlines()[0] + ")"
+                wrong.append(f"{name} {result}")
+            say(f"  {name}: {result}; {time.perf_counter() - began:.1f} s")
     return rows, wrong, list(dict.fromkeys(slow))
+
+
+def ways_to_train(
+    config: Config, hw: Hardware
+) -> list[tuple[str, Hardware, contextlib.AbstractContextManager]]:
+    """Return float32 and the run's dtype, each with its name and a context that it runs in."""
+    # float32 without TF32 rounds so little that any fault shows
+    plain = "float32", replace(hw, dtype=torch.float32), float32_matmuls()
+    has_tf32 = hw.dtype == torch.float32 and config.tf32 and hw.device.type == "cuda"
+    if hw.dtype == torch.float32 and not has_tf32:
+        return [plain]
+    return [plain, ("TF32" if has_tf32 else hw.dtype_name, hw, contextlib.nullcontext())]
 
 
 def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
     """Return the recipe's small configuration, with the machine's keys taken from `config`."""
     sizes = SIZES_ON_A_CPU if hw.device.type == "cpu" else SIZES
-    keys = dict(device=str(hw.device), dtype=hw.dtype_name, flash=config.flash, warmup_iters=0)
+    keys = dict(device=str(hw.device), dtype=hw.dtype_name, flash=config.flash)
     keys |= dict(dataset="random", gradient_accumulation_steps=1)
     keys |= dict(fp16_accumulation=config.fp16_accumulation)
     keys |= sizes | RECIPES[recipe] | dict(n_head=sizes["n_embd"] // HEAD_SIZES[recipe])
     return load_config([f"--{name}={value}" for name, value in keys.items()])
 
 
-def model_off_zero(c: Config, hw: Hardware) -> torch.nn.Module:
-    """
-    Build the model on the CPU, with random numbers in matrices that start as zeros. A weight whose
-    output passes through a zero matrix would have no gradient to compare.
-    """
-    torch.manual_seed(SEED)
-    model = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=False))
-    for p in model.parameters():
-        if p.dim() == 2 and not p.any():
-            torch.nn.init.normal_(p, std=0.02)
-    return model
-
-
-def batch_of(c: Config) -> Batch:
-    """Make a batch of random tokens, the same one on every call."""
-    generator = torch.Generator().manual_seed(SEED)
-    block = torch.randint(VOCAB, (c.batch_size, c.block_size + 1), generator=generator)
-    return to_batch(block, torch.device("cpu"))
-
-
-def train_exactly(c: Config, model: torch.nn.Module) -> Exact:
-    """
-    Train the reference on the CPU, in eager code with plain attention: one batch in float64, the
-    iterations in float32, because Muon keeps its state in float32.
-    """
-    cpu = Hardware(torch.device("cpu"), torch.float32, "", None, None)
-    config: Any = model.config
-    exact = build_model(replace(config, flash=False))
-    exact.load_state_dict(model.state_dict())
-    evaluation = pass_a_batch(exact.double(), c, cpu)
-    gradients = [gradient.float() for _, gradient in take_gradients(exact)]
-    exact.load_state_dict(model.state_dict())
-    return Exact(evaluation, gradients, iterate(exact.float(), c, cpu))
-
-
-def copy_of(model: torch.nn.Module, c: Config, hw: Hardware, compiled: bool) -> torch.nn.Module:
-    """Copy the weights to the device, into the model that a run would train there."""
-    copied = build_model(model_config(c, VOCAB, flash=hw.flash(c), compiled=compiled))
-    copied.load_state_dict(model.state_dict())
-    return copied.to(hw.device)
-
-
-def train_here(c: Config, way: Way, model: torch.nn.Module, exact: Exact) -> dict:
-    """
-    Train on the device. Returns the largest relative errors, and the name of the weight whose
-    gradient has the largest one.
-    """
-    ours = copy_of(model, c, way.hw, compiled=False)
-    with contextlib.nullcontext() if way.tf32 else float32_matmuls():
-        evaluation = pass_a_batch(ours, c, way.hw)
-        gradients = errors(ours, exact.gradients)
-        losses = iterate(ours, c, way.hw)
-    names = [name for name, _ in trained(ours)]
-    gradient, weight = max(zip(map(magnitude, gradients), names, strict=True))
-    return dict(
-        loss=max(magnitude(a / b - 1) for a, b in zip(losses, exact.losses, strict=True)),
-        evaluation=magnitude(evaluation / exact.evaluation - 1),
-        gradient=gradient,
-        weight=weight,
-    )
-
-
-def magnitude(error: float) -> float:
-    """Return the error's absolute value; infinity for NaN, so that NaN is the largest error."""
-    return math.inf if math.isnan(error) else abs(error)
-
-
-def pass_a_batch(model: torch.nn.Module, c: Config, hw: Hardware) -> float:
-    """Compute the gradients of one batch, times LOSS_SCALE. Returns the loss of an evaluation."""
-    x, y = (tokens.to(hw.device) for tokens in batch_of(c))
-    model.eval()
-    with torch.no_grad(), hw.autocast():
-        evaluation = model(x, y).item()
-    model.train()
-    with hw.autocast():
-        loss = model(x, y)
-    (loss * LOSS_SCALE).backward()
-    return evaluation
-
-
-def iterate(model: torch.nn.Module, c: Config, hw: Hardware) -> list[float]:
-    """Run train.py's train_step a few times on one batch. Returns the loss of each iteration."""
-    x, y = (tokens.to(hw.device) for tokens in batch_of(c))
-    optimizer = build_optimizer(model, c, hw.dtype)
-    is_scaled = hw.dtype == torch.float16
-    scaler = torch.amp.GradScaler(hw.device.type, init_scale=LOSS_SCALE, enabled=is_scaled)
-    losses = []
-    for _ in range(ITERATIONS):
-        loss, _ = train_step(model, optimizer, scaler, [(x, y)], c.grad_clip, hw.autocast())
-        losses.append(loss.item())
-    return losses
-
-
-def what_is_wrong(row: dict, way: Way) -> list[str]:
-    most_loss, most_gradient = LARGEST_ERRORS[way.name]
-    wrong = []
-    if row["gradient"] > most_gradient:
-        wrong.append(f"gradient of {row['weight']}, off by {row['gradient']:.2%}")
-    for name in ("loss", "evaluation"):
-        if row[name] > most_loss:
-            wrong.append(f"{name}, off by {row[name]:.3%}")
-    return wrong
+def build(c: Config, flash: bool, compiled: bool = False) -> torch.nn.Module:
+    torch.manual_seed(1)  # check the same weights every time
+    return build_model(model_config(c, VOCAB, flash=flash, compiled=compiled))
 
 
 # -----------------------------------------------------------------------------

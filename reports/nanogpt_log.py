@@ -1,5 +1,5 @@
 """
-Read nanoGPT's console output, or a CSV of its figures, into records like those of metrics.jsonl.
+Read nanoGPT's console output into records like those of metrics.jsonl.
 """
 
 import ast
@@ -22,33 +22,25 @@ STEP = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms(?:, mfu ({N})%)?", re
 LOSSES = rf"val loss (?P<val_loss>{N})(?:, low (?P<low>{N}), high (?P<high>{N}))?"
 EVAL = re.compile(rf"^step (\d+): train loss {N}, {LOSSES}", re.MULTILINE)
 SAVE = re.compile(r"^saving checkpoint to", re.MULTILINE)
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# a line of nanoGPT's with something before it, such as a timestamp
-PREFIXED = re.compile(
-    r"^(.+?)(?=iter \d+: loss|step \d+: train loss|saving checkpoint to|Overriding: "
-    r"|tokens per iteration will be|number of parameters: |num (?:non-)?decayed parameter)",
-    re.MULTILINE,
-)
-# iter,loss,ms,mfu,train_loss,val_loss and, for several runs, low,high,sd: see results/public_runs
-CSV_ROW = re.compile(
-    rf"^(\d+),({N})?,({N})?,({N})?,({N})?,({N})?(?:,({N}),({N}),{N})?$", re.MULTILINE
-)
+# a row below a header of iter,val_loss and perhaps low,high,sd: see results/public_runs
+CSV_ROW = re.compile(rf"^(\d+),({N})(?:,({N}),({N}),{N})?$", re.MULTILINE)
 SETTING = re.compile(r"^(Overriding: )?(\w+) *= *([^#=\n]+?) *(?:#.*)?$", re.MULTILINE)
 PRODUCT = re.compile(r"(\d+) ?\* ?(\d+)")  # nanoGPT's config files contain no other formula
 
 
 def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
     """
-    Return the records of what nanoGPT printed, or of the part that was kept, and warnings. In a
-    CSV, lines that begin with # hold what nanoGPT printed before the first iteration. Raises
-    UserError for a file of another program, and OSError.
+    Return the records of what nanoGPT printed, or of the part that was kept, and warnings. A CSV
+    has the means of several runs, after lines with # that hold their settings. Raises UserError for
+    a file of another program, and OSError.
     """
-    text = without_prefixes(read_text(path))
+    text = read_text(path)
     if ", tok/s " in text:
         raise UserError(f"{path}: this is train.py's console output; give the run's out_dir")
     warnings = []
-    if path.suffix == ".csv":
-        text = CSV_ROW.sub(console_lines, text.replace("# ", ""))
+    if "\niter,val_loss" in text:
+        line = r"step \1: train loss nan, val loss \2, low \3, high \4"
+        text = CSV_ROW.sub(line, text.replace("# ", ""))
     tokens_per_iter = find_number(r"tokens per iteration will be: ([\d,]+)", text)
     if math.isnan(tokens_per_iter):
         missing = "no line 'tokens per iteration will be: N', so no tok/s; add it to the file"
@@ -81,33 +73,6 @@ def read_nanogpt_log(path: Path) -> tuple[list[dict], list[str]]:
             "no iterations with them, or none without; `time` is n/a or leaves them out"
         )
     return [start, *records], warnings
-
-
-def without_prefixes(text: str) -> str:
-    """
-    Remove what torchrun, srun, loggers and terminals put around the lines: prefixes such as
-    `[default0]:` or a time, colours, and progress bars, which overwrite their line.
-    """
-    text = ANSI.sub("", text).replace("\r", "\n")
-    found = {re.sub(r"\d+", r"\\d+", re.escape(match[1])) for match in PREFIXED.finditer(text)}
-    return re.sub(f"^(?:{'|'.join(found)})", "", text, flags=re.MULTILINE) if found else text
-
-
-def console_lines(row: re.Match) -> str:
-    """
-    Return the lines that nanoGPT would print for a CSV row, with a save at each evaluation, and the
-    band of several runs' val losses. A row with a val loss alone is not nanoGPT's and gets no save.
-    """
-    it, loss, ms, mfu, train_loss, val_loss, low, high = row.groups()
-    lines = []
-    if val_loss:
-        band = f", low {low}, high {high}" if low else ""
-        lines.append(f"step {it}: train loss {train_loss or 'nan'}, val loss {val_loss}{band}")
-        if it != "0" and train_loss:
-            lines.append("saving checkpoint to a file")
-    if loss:
-        lines.append(f"iter {it}: loss {loss}, time {ms}ms, mfu {mfu}%")
-    return "\n".join(lines)
 
 
 def find_number(pattern: str, text: str) -> float:

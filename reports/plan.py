@@ -38,7 +38,6 @@ from reports.memory import (
     count_parameters,
     fitting_batch,
     memory_bytes,
-    memory_needed,
 )
 from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware, preflight
@@ -60,9 +59,8 @@ ASSUMED_MFU = {
 # take memory traffic and few FLOPs, and no published MFU includes them
 # (dev/simulate_gpu/results.md).
 MUON_OVERHEAD = 1.04
-# The GB/s between GPUs to assume without --link_gbits: within a machine PCIe 4.0 without peer
-# access, unless gpus.csv has a faster link; between machines 100 Gbit/s. On a link, a byte takes
-# ten bits.
+# The GB/s to assume between GPUs: within a machine PCIe 4.0 without peer access, unless gpus.csv
+# has a faster link; between machines 100 Gbit/s. On a link, a byte takes ten bits.
 PCIE_GBS = 12
 NETWORK_GBS = 10
 GPUS_OF_A_MACHINE = 8
@@ -84,23 +82,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpu", metavar="NAME", help="such as 4070; all: every known GPU (default: this machine)")
     add("--gpus", type=parse_count, default=1, help="number of GPUs (default: 1)")
-    add("--link_gbits", type=float, metavar="G", help="speed of the link between GPUs, in Gbit/s")
-    help_text = "seconds per iteration on one GPU; 2.5,3,3.5 prints a table of several"
-    add("--iter_seconds", type=parse_paces, metavar="S", help=help_text)
+    add("--iter_seconds", type=parse_seconds, metavar="S", help="seconds per iteration on one GPU")
     add("--dataset_tokens", type=parse_count, help="such as 10B, to compute epochs")
     add("--watts", type=float, metavar="W", help="power of one GPU, to compute the energy")
     add("--price_kwh", type=float, metavar="P", help="price per kWh, to compute the energy's cost")
-    add("--price_hour", type=float, metavar="P", help="price per GPU hour, to compute the rent")
 
 
-def parse_paces(text: str) -> list[float]:
-    """Return the seconds in "9.3" or "2.5,3,3.5". Raises ArgumentTypeError for anything else."""
+def parse_seconds(text: str) -> float:
+    """Return the seconds in "9.3". Raises ArgumentTypeError for anything else."""
     with contextlib.suppress(ValueError):
-        paces = [float(word) for word in text.split(",")]
-        if all(0 < pace < math.inf for pace in paces):
-            return paces
-    problem = f"needs seconds above 0, such as 9.3 or 2.5,3,3.5, got {text!r}"
-    raise argparse.ArgumentTypeError(problem)
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"needs seconds above 0, such as 9.3, got {text!r}")
 
 
 # -----------------------------------------------------------------------------
@@ -205,22 +198,17 @@ def measured_pace(config: Config, model: GPTConfig, card: Card, measure: Callabl
     return one_pace("measured here", measure(config)["step_ms"] / 1000)
 
 
-def cards_and_paces(
+def card_and_pace(
     config: Config, model: GPTConfig, options: Namespace, measure: Callable
-) -> list[tuple[Card, Pace]]:
-    """
-    Choose what to plan: all GPUs, or one GPU at one or several paces. One GPU means the one that
-    --gpu names, else this machine's.
-    """
-    if options.gpu == "all":
-        return all_cards(config, model, options)
+) -> tuple[Card, Pace]:
+    """Return the GPU that --gpu names, else this machine's, and its pace."""
     card = card_of_row(resolve_gpu(options.gpu), config) if options.gpu else None
     if card and not options.iter_seconds:
-        return [(card, pace_by_mfu(config, model, card))]
+        return card, pace_by_mfu(config, model, card)
     card = card or card_here(config)
     if options.iter_seconds:
-        return [(card, one_pace("given", seconds)) for seconds in options.iter_seconds]
-    return [(card, measured_pace(config, model, card, measure))]
+        return card, one_pace("given", options.iter_seconds)
+    return card, measured_pace(config, model, card, measure)
 
 
 def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tuple[Card, Pace]]:
@@ -228,11 +216,9 @@ def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tupl
     Return every GPU in gpus.csv with a known peak, and its pace. GPUs that only emulate bfloat16
     are planned in float16. Raises UserError for flags that do not apply to all GPUs.
     """
-    of_one_gpu = [options.iter_seconds, options.watts, options.price_hour]
-    if any(of_one_gpu) or config.by_clock:
+    if options.iter_seconds or options.watts or config.by_clock:
         raise UserError(
-            "gpu: --iter_seconds, --watts, --price_hour and --hours do not work with --gpu=all; "
-            "name one GPU"
+            "gpu: --iter_seconds, --watts and --hours do not work with --gpu=all; name one GPU"
         )
     if config.dtype == "bfloat16":
         config = replace(config, dtype="auto")
@@ -240,30 +226,28 @@ def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tupl
     return [(card, pace_by_mfu(config, model, card)) for card in cards if card.peak_tflops]
 
 
-def exchange_seconds(card: Card, n: int, params: int, options: Namespace) -> float:
+def exchange_seconds(card: Card, n: int, params: int) -> float:
     """
     Return the seconds to average the float32 gradients after an iteration. Each of n GPUs sends and
     receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md).
     """
-    return 2 * (n - 1) / n * 4 * params / (link_gbs(card, n, options) * 1e9)
-
-
-def link_gbs(card: Card, n: int, options: Namespace) -> float:
-    if options.link_gbits:
-        return options.link_gbits / 10
-    return NETWORK_GBS if n > GPUS_OF_A_MACHINE else card.link_gbs
+    link_gbs = NETWORK_GBS if n > GPUS_OF_A_MACHINE else card.link_gbs
+    return 2 * (n - 1) / n * 4 * params / (link_gbs * 1e9)
 
 
 # -----------------------------------------------------------------------------
 # The time of a run
 
 
-def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
+def time_run(config: Config, iter_seconds: float, gb: float, at_most: float = 0.0) -> dict:
     """
-    Return the plan's figures about time. `hours` counts iterations only, `hours_total` also
-    evaluations and checkpoints; `eval_seconds` and `checkpoint_seconds` are the times of
-    one evaluation and one checkpoint.
+    Return the plan's figures about time, for as many iterations as fit into `at_most` hours, if
+    given. `hours` counts iterations only, `hours_total` also evaluations and checkpoints;
+    `eval_seconds` and `checkpoint_seconds` are the times of one evaluation and one checkpoint of so
+    many `gb`.
     """
+    if at_most:
+        config = fit_into_hours(config, at_most, iter_seconds, gb)
     n, evals = config.max_iters, config.eval_interval
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
     # every evaluation except the first saves a checkpoint
@@ -271,7 +255,7 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
     evaluations = math.ceil(n / evals) + 1
     # An evaluation runs the forward pass only, a third of the work per token, on two splits.
     eval_seconds = 2 * config.eval_size * iter_seconds / config.iter_tokens / 3
-    checkpoint_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
+    checkpoint_seconds = 1e9 * gb / CHECKPOINT_BYTES_PER_SEC
     pauses = evaluations * eval_seconds + len(saved_at) * checkpoint_seconds
     return dict(
         iter_seconds=iter_seconds,
@@ -311,23 +295,20 @@ def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float)
 
 def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options: Namespace) -> dict:
     """
-    Compute all figures of a run. hours and kwh count iterations only; hours_total, kwh_total, cost,
-    rent and ends include evaluations and checkpoints. Several GPUs share the work evenly and then
-    average their gradients.
+    Compute all figures of a run. hours and kwh count iterations only; hours_total, kwh_total, cost
+    and ends include evaluations and checkpoints. Several GPUs share the work evenly and then
+    average their gradients. watts is the power of one GPU, without the rest of the machine.
     """
     n = options.gpus
     params = count_parameters(model)
     flops = count_flops(model)
     checkpoint_gb = checkpoint_bytes(config, model) / 1e9
-    exchange = exchange_seconds(card, n, params, options)
-
+    exchange = exchange_seconds(card, n, params)
     hours = config.hours
-    runs = []
-    for one_gpu in (pace.likely, pace.fastest, pace.slowest):
-        seconds = one_gpu / n + exchange
-        c = fit_into_hours(config, hours, seconds, checkpoint_gb) if hours else config
-        runs.append(time_run(c, seconds, checkpoint_gb))
-    times, fastest, slowest = runs
+    times, fastest, slowest = (
+        time_run(config, seconds / n + exchange, checkpoint_gb, hours)
+        for seconds in (pace.likely, pace.fastest, pace.slowest)
+    )
     hours_total = min(times["hours_total"], hours or math.inf)  # rounded intervals may exceed them
     ends = datetime.fromtimestamp(time.time() + 3600 * hours_total)
     tokens, rate = times["total_tokens"], times["tokens_per_sec"]
@@ -336,6 +317,8 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     disk_tokens = options.dataset_tokens or min(fastest["total_tokens"], MOST_TOKENS)
     shards_gb = 2 * disk_tokens / 1e9
     kept = config.checkpoint_files
+    kilowatts = n * options.watts / 1000 if options.watts else None
+    kwh_total = kilowatts and kilowatts * hours_total
 
     return dict(
         gpu=card.name,
@@ -356,7 +339,6 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         pace=pace.source,
         iter_seconds_range=[fastest["iter_seconds"], slowest["iter_seconds"]],
         exchange_seconds=exchange,
-        link_gbs=link_gbs(card, n, options),
         mfu=flops * rate / (card.peak_tflops * 1e12 * n) if flops and card.peak_tflops else None,
         **times,
         hours_range=[fastest["hours"], slowest["hours"]],
@@ -367,7 +349,10 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
         disk_tokens=disk_tokens,
         shards_gb=shards_gb,
         disk_gb=shards_gb + kept * checkpoint_gb,
-        **price_figures(options, times["hours"], hours_total),
+        watts=options.watts,
+        kwh=kilowatts and kilowatts * times["hours"],
+        kwh_total=kwh_total,
+        cost=kwh_total and options.price_kwh and kwh_total * options.price_kwh,
     )
 
 
@@ -401,6 +386,14 @@ def plan_lines(p: dict) -> list[str]:
     tokens_range = range_text(*map(count, p["tokens_range"]))
     # With --hours the hours are fixed, and a faster GPU reads more tokens instead.
     hours_range = "" if tokens_range else range_text(*map(hours_text, p["hours_range"]))
+    exchange = ""
+    if p["gpus"] > 1:
+        share = p["exchange_seconds"] / p["iter_seconds"]
+        exchange = f", {share:.0%} of it averaging gradients"
+    energy = "n/a without --watts=W, the power of one GPU"
+    if p["watts"]:
+        cost = f"{p['cost']:.2f}" if p["cost"] else "n/a without --price_kwh=P"
+        energy = f"{p['kwh_total']:.3g} kWh at {p['watts']:g} W per GPU; cost {cost}"
     return [
         f"model    {p['params'] / 1e6:.2f}M parameters, vocabulary {p['vocab_size']}, {flops}",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
@@ -408,9 +401,9 @@ def plan_lines(p: dict) -> list[str]:
         f"epochs   {epochs}",
         f"compute  {compute}",
         f"GPU      {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
-        f"pace     {iteration} per iteration, {p['tokens_per_sec']:,.0f} tok/s, mfu {mfu}",
+        f"pace     {iteration} per iteration{exchange}, {p['tokens_per_sec']:,.0f} tok/s, "
+        f"mfu {mfu}",
         f"         {p['pace']}",
-        *link_lines(p),
         f"time     {hours_text(p['hours'])}{hours_range} of iterations",
         f"         {hours_text(p['hours_total'])} with {p['evaluations']} evaluations of "
         f"{eval_time} and {p['checkpoints']} checkpoints of {checkpoint_time}",
@@ -419,23 +412,12 @@ def plan_lines(p: dict) -> list[str]:
         f"disk     {p['disk_gb']:.3g} GB: {p['shards_gb']:.3g} GB of shards "
         f"({count(p['disk_tokens'])} tokens) and {p['checkpoints_kept']} checkpoints of "
         f"{p['checkpoint_gb']:.2g} GB",
-        *price_lines(p),
-    ]
-
-
-def link_lines(p: dict) -> list[str]:
-    if p["gpus"] == 1:
-        return []
-    seconds = p["exchange_seconds"]
-    where = "8 GPUs per machine" if p["gpus"] > GPUS_OF_A_MACHINE else "1 machine"
-    return [
-        f"link     averaging gradients takes {seconds_text(seconds)} of an iteration "
-        f"({seconds / p['iter_seconds']:.0%}), at {p['link_gbs']:g} GB/s ({where})"
+        f"energy   {energy}",
     ]
 
 
 # -----------------------------------------------------------------------------
-# Memory and price
+# Memory
 
 
 def memory_figures(config: Config, model: GPTConfig, card: Card, n: int) -> dict:
@@ -447,17 +429,13 @@ def memory_figures(config: Config, model: GPTConfig, card: Card, n: int) -> dict
         usable = USABLE_MEMORY * card.memory_gib
         sequences = config.iter_sequences // n
         fitting = fitting_batch(config, model, card.dtype, sequences, usable * GIB)
-    one, one_recomputed = (
-        memory_needed(config, m, card.dtype, batch_size=1)
-        for m in (model, replace(model, recompute=True))
-    )
     return dict(
         vram_gib=vram,
         vram_parts_gib={part: size / GIB for part, size in parts.items()},
         usable_gib=usable,
         fits=vram <= usable if usable else None,
         batch_size_that_fits=fitting,
-        recompute_saves=one_recomputed < one,
+        recompute=model.recompute,
     )
 
 
@@ -465,7 +443,7 @@ def memory_lines(p: dict) -> list[str]:
     lines = [f"memory   {p['vram_gib']:.1f} GiB for batch_size {p['batch_size']}, estimated"]
     lines += [f"           {part:<13} {size:5.2f}" for part, size in p["vram_parts_gib"].items()]
     if p["usable_gib"]:
-        recompute = "--recompute=True, " if p["recompute_saves"] else ""
+        recompute = "" if p["recompute"] else "--recompute=True, "
         advice = f"not even batch_size=1 fits; try {recompute}a smaller block_size or model"
         if best := p["batch_size_that_fits"]:
             accumulation = p["batch_size"] * p["gradient_accumulation_steps"] // best
@@ -476,35 +454,8 @@ def memory_lines(p: dict) -> list[str]:
     return lines
 
 
-def price_figures(options: Namespace, hours: float, hours_total: float) -> dict:
-    """
-    Return the energy, what it costs, and the rent of all GPUs. watts is the power of one GPU,
-    without the rest of the machine.
-    """
-    kilowatts = options.gpus * options.watts / 1000 if options.watts else None
-    kwh_total = kilowatts and kilowatts * hours_total
-    return dict(
-        watts=options.watts,
-        kwh=kilowatts and kilowatts * hours,
-        kwh_total=kwh_total,
-        cost=kwh_total and options.price_kwh and kwh_total * options.price_kwh,
-        rent=options.price_hour and options.gpus * options.price_hour * hours_total,
-    )
-
-
-def price_lines(p: dict) -> list[str]:
-    lines = ["energy   n/a without --watts=W, the power of one GPU"]
-    if p["watts"]:
-        cost = f"{p['cost']:.2f}" if p["cost"] else "n/a without --price_kwh=P"
-        lines = [f"energy   {p['kwh_total']:.3g} kWh at {p['watts']:g} W per GPU; cost {cost}"]
-    if p["rent"]:
-        gpu_hours = p["hours_total"] * p["gpus"]
-        lines.append(f"rent     {p['rent']:.2f} for {gpu_hours:.1f} GPU hours")
-    return lines
-
-
 # -----------------------------------------------------------------------------
-# Tables of several plans
+# A table of all GPUs
 
 
 def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
@@ -531,25 +482,6 @@ def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
     ]
 
 
-def pace_lines(plans: list[dict]) -> list[str]:
-    """Return a table with a row for each pace."""
-    prices = {"kWh": "kwh_total", "cost": "cost", "rent": "rent"}
-    rows = [
-        {
-            "iteration": seconds_text(p["iter_seconds"]),
-            "tok/s": f"{p['tokens_per_sec']:,.0f}",
-            "mfu": percent(p["mfu"]),
-            "tokens": count(p["total_tokens"]),
-            "of iterations": hours_text(p["hours"]),
-            "with evaluations and checkpoints": hours_text(p["hours_total"]),
-            "started now, ends at": p["ends"],
-            **{name: f"{p[key]:.2f}" for name, key in prices.items() if p[key]},
-        }
-        for p in plans
-    ]
-    return table_lines([[*rows[0]], *([*row.values()] for row in rows)])
-
-
 # -----------------------------------------------------------------------------
 # The mode
 
@@ -572,13 +504,13 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     model = model_config(
         config, vocab, flash=config.flash, compiled=config.compile, weights=weights
     )
-    chosen = cards_and_paces(config, model, options, measure)
-    plans = [make_plan(config, model, card, pace, options) for card, pace in chosen]
-    if len(plans) > 1:
-        cards = [card for card, _ in chosen]
-        say(*(card_lines(cards, plans) if options.gpu == "all" else pace_lines(plans)))
+    if options.gpu == "all":
+        chosen = all_cards(config, model, options)
+        plans = [make_plan(config, model, card, pace, options) for card, pace in chosen]
+        say(*card_lines([card for card, _ in chosen], plans))
         return dict(plans=plans)
-    (p,) = plans
+    card, pace = card_and_pace(config, model, options, measure)
+    p = make_plan(config, model, card, pace, options)
     warn_of_epochs(p["epochs"] or 0)
     say(*plan_lines(p))
     if vocab == GPT2_VOCAB and not options.dataset_tokens:

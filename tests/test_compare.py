@@ -126,7 +126,6 @@ def test_compares_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
     assert table.values("checkpoints") == [3, 4]
     assert table.values("pause_seconds") == [4 * 2 + 3 * 1, 5 * 2 + 4 * 1]
     # 4 micro-batches on one GPU; 2 on each of two
-    assert table.values("micro_batch_ms") == [9_000, 36_000]
     # at iteration 95, a is half-way from 3.2 to 3.0
     assert table.values("val_loss_at_equal_iter") == pytest.approx([3.1, 2.5])
     assert table.verdicts["val_loss_at_equal_iter"] == "b 0.6000 lower"
@@ -682,7 +681,6 @@ def test_reads_speed_and_mfu_from_nanogpt_logs(logs):
     # 524288 / 3.9 s and / 9.34 s; 12.93% and 15.38% of an A100's 312 TFLOP/s over 58.3
     assert table.values("tokens_per_sec") == pytest.approx([134_433, 56_134], abs=1)
     assert table.values("mfu") == pytest.approx([0.692, 0.823], abs=5e-4)
-    assert table.values("micro_batch_ms") == pytest.approx([3900 / 32, 9340 / 64])
     assert table.verdicts["tokens_per_sec"] == "old 2.39x faster"
     assert table.verdicts["val_loss_at_equal_iter"] == "equal within 0.03"  # 0.0134 lower
     assert table.values("config/batch_size") == [16, 8]
@@ -707,7 +705,7 @@ def test_keeps_nanogpts_evaluations_out_of_the_iteration_time(logs):
     "old, new, figures",
     [
         # eight cards, each with an eighth of the work: MFU is that of one card
-        ("mfu 12.93%", "mfu 1.62%", dict(mfu=0.0162 * 312 / 58.3, micro_batch_ms=None)),
+        ("mfu 12.93%", "mfu 1.62%", dict(mfu=0.0162 * 312 / 58.3)),
         # a CPU has no share of a card's peak
         ("n_layer = 12", "n_layer = 12\ndevice = 'cpu'", dict(device="cpu", mfu=None)),
         # neither a formula nor text: unknown
@@ -801,10 +799,10 @@ BAND = """\
 # tokens_per_iter = 1000
 # tokens per iteration will be: 1,000
 # tokens in an epoch: 30,000
-iter,loss,ms,mfu,train_loss,val_loss,low,high,sd
-10,,,,,4.00,3.90,4.10,0.02
-20,,,,,3.50,3.45,3.55,0.01
-30,,,,,3.00,2.98,3.02,0.01
+iter,val_loss,low,high,sd
+10,4.00,3.90,4.10,0.02
+20,3.50,3.45,3.55,0.01
+30,3.00,2.98,3.02,0.01
 """
 NOT_COMPARABLE = "not comparable with the band of ten"
 

@@ -225,15 +225,11 @@ def assumed_mfu(gpu: str) -> list[float]:
     return [100 * p["mfu"]]
 
 
-def speed_ups(config: str, *gpus: int, link: str = "") -> list[float]:
+def speed_ups(config: str, *gpus: int) -> list[float]:
     """Return the seconds per iteration on one GPU and the speed-up on several."""
     card = f"--gpu={config.partition('_')[2]}"
-    flags = [f"--link_gbits={link}"] if link else []
     alone = plan(config, card)["iter_seconds"]
-    return [
-        alone,
-        *(alone / plan(config, card, f"--gpus={n}", *flags)["iter_seconds"] for n in gpus),
-    ]
+    return [alone, *(alone / plan(config, card, f"--gpus={n}")["iter_seconds"] for n in gpus)]
 
 
 def larger_model(name: str) -> list[float]:
@@ -253,11 +249,9 @@ FIGURES = [
     ("plan", lambda: assumed_mfu("3060")),
     ("plan", lambda: assumed_mfu("RTX 4070 Laptop")),
     ("plan", lambda: assumed_mfu("T4")),
-    ("several_gpus", lambda: speed_ups("gpt124m_a100", 2, 4, 8)),
+    ("several_gpus", lambda: speed_ups("gpt124m_a100", 2, 4, 8, 16)),
     ("several_gpus", lambda: speed_ups("gpt124m_h200", 2, 4, 8)),
     ("several_gpus", lambda: speed_ups("gpt124m_4090", 2, 4, 8)),
-    ("several_gpus", lambda: speed_ups("gpt124m_a100", 2, 4, 8, 16, link="100")),
-    ("several_gpus", lambda: speed_ups("gpt124m_4090", 2, 4, 8, 16, link="10")),
     ("several_gpus", gpu_hours),
     pytest.param("several_gpus", lambda: larger_model("gpt350m"), marks=pytest.mark.slow),
     pytest.param("several_gpus", lambda: larger_model("gpt774m"), marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ Compile the model, and check that compiled code computes the same as eager code.
 import atexit
 import contextlib
 import gc
+import math
 import os
 import re
 import shutil
@@ -13,16 +14,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from common.console import RunError, UserError, say, warn
-from common.files import lack_of_space, try_lock
+from common.files import lack_of_space
 from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
@@ -43,6 +42,7 @@ FLOAT32_ERROR = 1e-5
 # Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of
 # its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 CACHE_BYTES = 200_000_000  # disk that compiling may need; on a CPU one header takes half of it
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
@@ -78,6 +78,7 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     wrong, problem = (next(filter(None, lines), "") for lines in zip(*found, strict=True))
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
+        wrong = f"wrong kernels in {hw.dtype_name}: {wrong}"
         ranks.fail(f"{wrong}; python bench.py check names the kernels; {other} may avoid them")
     failed = f"compile: torch.compile does not work here ({problem})"
     return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
@@ -88,6 +89,10 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
     Returns why compiled code cannot be used here, "" if it can. Weights, gradients, buffers and
     random states stay as they were. Raises WrongKernels, and whatever eager code raises.
+
+    If it fails in a folder with files of earlier runs, try once more in a new folder. A kill or a
+    power cut while a run compiled may have left half-written files, with which every later run
+    would fail.
     """
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":  # torch.compile would run eager code without a word
@@ -96,90 +101,35 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
         compile_model(model)
     except Exception as error:  # for example, a Python that torch.compile does not support
         return reason_of(error)
-    return compare_in_cache(model, batch_size, vocab, hw)
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+    cache = Path(os.environ.get(CACHE) or default_cache_dir())
+    is_used, new = any(cache.glob("*")), ""
+    while True:
+        try:
+            compare_with_eager(model, batch_size, vocab, hw)
+            return ""
+        except CompilerError as error:
+            if new or not is_used:
+                shutil.rmtree(new, ignore_errors=True)
+                return str(error)
+            new = leave_cache(cache)
+            warn(f"compile: {error}; trying again in {new}; if that works, delete {cache}")
 
 
-def compare_in_cache(model, batch_size: int, vocab: int, hw: Hardware) -> str:
-    """
-    Run compare_with_eager() in a folder that no other process has damaged. Returns why it failed.
-    If it fails in a folder with files of earlier runs, try again without them.
-    """
-    marker, is_used = mark_cache()
-    is_damaged = False
-    try:
-        compare_with_eager(model, batch_size, vocab, hw)
-        return ""
-    except CompilerError as error:
-        if not (marker and is_used):
-            return str(error)
-        warn(f"compile: {error}; trying again without the files of earlier runs")
-        marker.close()  # from here on, the folder counts as damaged
-        torch.compiler.reset()
-        from torch._inductor.utils import clear_caches  # slow to import
+def leave_cache(cache: Path) -> str:
+    """Let torch's compiler work in a new folder beside this one. Returns the new folder."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    from torch._inductor.utils import clear_caches
 
-        clear_caches()
-        problem = compare_in_cache(model, batch_size, vocab, hw)
-        is_damaged = not problem
-        return problem
-    finally:
-        if marker:
-            release(marker, delete=not is_damaged)
-
-
-def mark_cache() -> tuple[BinaryIO | None, bool]:
-    """
-    Choose the folder of torch's compiler: TORCHINDUCTOR_CACHE_DIR or, if a process died while
-    it compiled there, the first of NAME-2, NAME-3, ... where no process did. Such a process leaves
-    empty and half-written files, with which every later one would fail, or train without the CPU's
-    vector instructions.
-
-    A process that compiles locks a marker in its folder. An unlocked marker was left behind by a
-    process that was killed, lost power or failed. Returns the marker, or None if the folder
-    takes no files, and whether the folder has been used before.
-    """
-    from torch._inductor.runtime import cache_dir_utils  # slow to import
-
-    try:
-        folder = first = Path(cache_dir_utils.cache_dir())  # the variable, or torch's /tmp
-        number = 1
-        while any(map(is_left_behind, folder.glob("compiling-*"))):
-            number += 1
-            folder = first.with_name(f"{first.name}-{number}")
-        if folder != first and not folder.exists():
-            warn(f"compile: {first} may hold half-written files, so this run uses {folder} instead")
-            # torch always keeps these in /tmp
-            headers = Path(cache_dir_utils.default_cache_dir(), "precompiled_headers")
-            for header in headers.rglob("*.?ch"):
-                header.unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-        is_used = any(folder.iterdir())
-        # "ab": on Windows, try_lock() moves the position to the byte that it locks, at 1 GiB
-        marker = open(folder / f"compiling-{uuid.uuid4()}", "ab", buffering=0)
-        try_lock(marker)
-        marker.write(b"locked")  # an empty marker is not locked yet
-        os.fsync(marker.fileno())
-        return marker, is_used
-    except OSError:
-        return None, False
-
-
-def is_left_behind(marker: Path) -> bool:
-    """Return whether the process that wrote this marker ended while it compiled."""
-    try:
-        with open(marker, "r+b") as file:
-            return bool(file.read(1)) and try_lock(file)
-    except OSError:  # removed just now, or another user's
-        return False
-
-
-def release(marker: BinaryIO, delete: bool) -> None:
-    """Unlock a marker and, with `delete`, delete it once the files beside it are on the disk."""
-    if sys.platform != "win32":
-        os.sync()
-    marker.close()
-    if delete:
-        Path(marker.name).unlink(missing_ok=True)
+    place = cache.parent if os.access(cache.parent, os.W_OK) else None  # None: in /tmp
+    os.environ[CACHE] = tempfile.mkdtemp(prefix=f"{cache.name}-", dir=place)
+    # torch keeps these in /tmp, whatever folder it is given
+    for header in Path(default_cache_dir(), "precompiled_headers").rglob("*.?ch"):
+        header.unlink(missing_ok=True)
+    torch.compiler.reset()
+    clear_caches()
+    return os.environ[CACHE]
 
 
 def reason_of(error: Exception) -> str:
@@ -193,7 +143,7 @@ def reason_of(error: Exception) -> str:
             return "there is no g++; type sudo apt install g++ python3-dev"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "there is no Python.h; type sudo apt install g++ python3-dev"
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+        cache = os.environ.get(CACHE, tempfile.gettempdir())
         for place in (cache, tempfile.gettempdir()):
             if shortage := lack_of_space(Path(place), CACHE_BYTES):
                 return shortage
@@ -207,20 +157,27 @@ def reason_of(error: Exception) -> str:
     return reason
 
 
-def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: int = 0) -> None:
+def compare_with_eager(
+    model, batch_size: int, vocab: int, hw: Hardware, reference=None, seed: int = 0
+) -> tuple[float, str]:
     """
-    Compare compiled training and evaluation with eager code, on seeded random weights and ids.
+    Compare training and evaluation with eager code in float32, on seeded random weights and ids:
+    the model's eager code in the run's dtype, and then what model(...) runs, its compiled code.
 
-    The reference is eager code in float32. Raises CompilerError if compiled code fails, or if its
-    loss or a gradient is further from the reference than eager code's rounding explains, and
-    WrongKernels if eager code in the run's dtype is further from it than rounding explains. With
-    dropout only the evaluation is compared, because compiled code draws different random numbers.
+    A run compares on its own device, where the model is its own reference. This finds what the
+    compiler does wrong, and eager code in which half of the gradients are wrong. `reference` may be
+    an equal model on another device. Then every loss and gradient of eager code must be right.
+
+    Raises CompilerError if compiled code fails, or if its loss or a gradient is further from the
+    reference than eager code's rounding explains, and WrongKernels if eager code is further from it
+    than rounding explains. Returns the largest error of eager code's gradients, and its weight's
+    name. With dropout only the evaluation is compared, because compiled code draws different random
+    numbers.
 
     The micro-batch repeats two sequences. Eager code runs each of them once, on its own, and the
     reference gradients are kept on the host. So the check takes a small part of the compile time,
     and less device memory than an iteration.
     """
-    has_dropout = model.config.dropout > 0
     with moved_weights(model, hw.device, seed):
         # Make a few ids frequent, as in text, so that rounding averages out in their gradients.
         two = (torch.rand(2, model.config.block_size + 1) ** 4 * vocab).long()
@@ -231,30 +188,36 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
         sequences = [(x[n : n + 1], y[n : n + 1], share) for n, share in enumerate(shares) if share]
 
         # 1) exact: eager, in float32
+        exact_model = reference or model
+        if reference:
+            reference.load_state_dict(model.state_dict())
         with float32_matmuls():
-            model.eval()  # a user's loss may have a term for training only
-            with torch.no_grad():
-                losses = [share * model.forward(x, y).item() for x, y, share in sequences]
-            wanted = {"evaluation": sum(losses)}
-            model.train(not has_dropout)
-            wanted["training"] = eager_pass(model, sequences, contextlib.nullcontext())
-        exact = [gradient.cpu() for _, gradient in take_gradients(model)]
+            plain = contextlib.nullcontext()
+            wanted = {"evaluation": eager_evaluation(exact_model, sequences, plain)}
+            wanted["training"] = eager_pass(exact_model, sequences, plain)
+        exact = [gradient.cpu() for _, gradient in take_gradients(exact_model)]
         if not all(gradient.isfinite().all() for gradient in exact):
             problem = "an uncompiled gradient is not finite on random weights"
             raise CompilerError(f"compiled code cannot be checked: {problem}")
 
         # 2) how much rounding changes: eager, in the dtype of the run
-        eager_pass(model, sequences, hw.autocast())
+        losses = {"training": eager_pass(model, sequences, hw.autocast())}
         rounding = errors(model, exact)
         typical = statistics.median(rounding)
-        # With float32, matmuls may run in TF32, which has as many bits as float16.
-        dtype = torch.float16 if hw.dtype == torch.float32 else hw.dtype
-        if model.config.fp16_accumulation:
-            dtype = torch.bfloat16  # the head's dtype
-        if not typical <= MOST_ROUNDING * torch.finfo(dtype).eps:
+        most = MOST_ROUNDING * smallest_difference(model, hw)
+        if not typical <= most:
             off = f"half of the gradients are off by {typical:.2g} of their norm or more"
-            raise WrongKernels(f"wrong kernels in {hw.dtype_name}: even uncompiled, {off}")
+            raise WrongKernels(f"even uncompiled, {off}")
         typical = max(typical, FLOAT32_ERROR)
+        tolerance = typical / 2  # a loss is a mean over all tokens, so its error is far smaller
+        largest, weight = max(zip(rounding, (name for name, _ in trained(model)), strict=True))
+        if reference:
+            losses["evaluation"] = eager_evaluation(model, sequences, hw.autocast())
+            problem = wrong_loss(losses, wanted, tolerance)
+            if largest > most:
+                problem = f"the gradient of {weight} is off by {largest:.2g} of its norm"
+            if problem:
+                raise WrongKernels(f"even uncompiled, {problem}")
 
         # 3) compiled
         try:
@@ -265,26 +228,42 @@ def compare_with_eager(model, batch_size: int, vocab: int, hw: Hardware, seed: i
             found = errors(model, exact)
             model.eval()
             with hw.autocast(), torch.no_grad():
-                got = {"evaluation": model(x, y).item()}
+                losses = {"evaluation": model(x, y).item()}
         except Exception as raised:  # without a compiler, each backend raises a different error
             if is_out_of_memory(raised):
                 raise
             raise CompilerError(reason_of(raised)) from raised
 
-        if not has_dropout:
-            got["training"] = loss.item()
+        if not model.config.dropout:
+            losses["training"] = loss.item()
             for (name, p), error, eager in zip(trained(model), found, rounding, strict=True):
                 bound = BOUND_OF_FEW if p.numel() < FEW else BOUND
                 # use the typical error if eager code rounded this gradient better by chance
                 if not error <= bound * max(eager, typical):
                     off = f"{error:.2g} of its norm ({eager:.2g} uncompiled)"
                     raise CompilerError(f"the gradient of {name} is off by {off}")
-        # a loss is a mean over all tokens, so its error is far smaller than a gradient's
-        tolerance = typical / 2
-        for name, value in got.items():
-            if not abs(value - wanted[name]) <= tolerance * abs(wanted[name]):
-                both = f"{value:.6g} compiled, {wanted[name]:.6g} uncompiled"
-                raise CompilerError(f"the {name} loss is {both}")
+        if problem := wrong_loss(losses, wanted, tolerance):
+            raise CompilerError(problem)
+    return largest, weight
+
+
+def smallest_difference(model, hw: Hardware) -> float:
+    """Return the relative error with which this dtype rounds a number, or sums in float32."""
+    if model.config.fp16_accumulation and hw.dtype == torch.float16:
+        return torch.finfo(torch.bfloat16).eps  # the head's dtype
+    if hw.dtype != torch.float32:
+        return torch.finfo(hw.dtype).eps
+    if torch.get_float32_matmul_precision() == "highest":
+        return FLOAT32_ERROR
+    return torch.finfo(torch.float16).eps  # TF32 keeps as many bits
+
+
+def wrong_loss(losses: dict[str, float], wanted: dict[str, float], tolerance: float) -> str:
+    """Return which loss is further from the wanted one than the relative tolerance, or ""."""
+    for name, loss in losses.items():
+        if not abs(loss - wanted[name]) <= tolerance * abs(wanted[name]):
+            return f"the {name} loss is {loss:.6g} instead of {wanted[name]:.6g}"
+    return ""
 
 
 def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks, is_new: bool) -> None:
@@ -343,15 +322,25 @@ def moved_weights(model, device: torch.device, seed: int) -> Iterator[None]:
         model.train()
 
 
+def eager_evaluation(model, sequences: list[tuple[Tensor, Tensor, float]], autocast) -> float:
+    """Return the loss of an evaluation in eager code. A sequence is as in eager_pass()."""
+    model.eval()  # a user's loss may have a term for training only
+    device = next(model.parameters()).device
+    with torch.no_grad(), autocast:
+        return sum(s * model.forward(x.to(device), y.to(device)).item() for x, y, s in sequences)
+
+
 def eager_pass(model, sequences: list[tuple[Tensor, Tensor, float]], autocast) -> float:
     """
-    Run the forward and backward pass of each sequence in eager code. A sequence is x and y, (1, T)
-    each, and its share of the loss. Returns the loss.
+    Run the forward and backward pass of each sequence in eager code, without dropout. A sequence is
+    x and y, (1, T) each, and its share of the loss. Returns the loss.
     """
+    model.train(not model.config.dropout)
+    device = next(model.parameters()).device
     losses = []
     for x, y, share in sequences:
         with autocast:
-            loss = model.forward(x, y) * share
+            loss = model.forward(x.to(device), y.to(device)) * share
         (loss * LOSS_SCALE).backward()
         losses.append(loss.item())
     return sum(losses)
@@ -371,12 +360,13 @@ def take_gradients(model) -> Iterator[tuple[Tensor, Tensor]]:
 
 def errors(model, exact: list[Tensor]) -> list[float]:
     """
-    Return each gradient's distance from the exact one, relative to the exact one's norm. Clears the
-    gradients.
+    Return each gradient's distance from the exact one, relative to the exact one's norm; infinity
+    for one that is not a number. Clears the gradients.
     """
     found = []
     for (p, gradient), reference in zip(take_gradients(model), exact, strict=True):
         reference = reference.to(p.device)  # one at a time, to save device memory
         distance = (gradient - reference).norm()
-        found.append((distance / reference.norm()).item() if distance else 0.0)
+        error = (distance / reference.norm()).item() if distance else 0.0
+        found.append(math.inf if math.isnan(error) else error)
     return found
