@@ -18,6 +18,7 @@ loop began. If a stopped run cannot save, it exits with 1.
 import math
 import os
 import signal
+import threading
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -84,6 +85,7 @@ MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 6
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in why_stop(), is_done() and say_done()
 COMPLETE = ("max_iters", "hours")
+has_trained = threading.Event()  # set at the first update; errors after it are failures of the run
 
 
 @dataclass
@@ -792,7 +794,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Files, clock, log and batches. From here on out_dir belongs to this run
     facts = data.facts() | dict(config=config_values(c), model_config=config_to_dict(gpt_config))
     facts["peak"] = hw.peak_to_save()
-    saver = Saver(Path(c.out_dir), c.keep_checkpoints, peak_end(c), facts, ranks)
+    out_dir = Path(c.out_dir).absolute()  # after a share's return, "." may still be dead
+    saver = Saver(out_dir, c.keep_checkpoints, peak_end(c), facts, ranks)
     # Lock out_dir, open its logs, delete temporary files. In a new run, rename an earlier log. On a
     # resume, drop the log records that the run will write again, rename damaged checkpoints that
     # are newer than `resumed`, and link best.pt if a kill prevented that
@@ -870,6 +873,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
+        has_trained.set()
         skips.count(grad_norm)
         tokens_before = progress.tokens
         progress.iter_num += 1
@@ -901,4 +905,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
 
 if __name__ == "__main__":
-    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), end_process)
+    run_main(
+        lambda argv: main(argv, time.perf_counter() - STARTED),
+        end_process,
+        lambda: 1 if has_trained.is_set() else 2,
+    )

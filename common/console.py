@@ -34,12 +34,12 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-transcript: TextIO | None = None  # gets a copy of every line: a run's log.txt
+transcript: Path | None = None  # gets a copy of every line: a run's log.txt
 
 
-def keep_transcript(file: TextIO | None) -> None:
+def keep_transcript(path: Path | None) -> None:
     global transcript
-    transcript = file
+    transcript = path
 
 
 def say(*lines: str) -> None:
@@ -62,9 +62,10 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
         except OSError:
             setattr(sys, console, open(os.devnull, "w"))
     if transcript:
-        with contextlib.suppress(OSError, RuntimeError):  # OSError: a full disk
-            transcript.write(text + "\n")
-            transcript.flush()
+        # a full disk, or one that is away: "r+" creates no file in its place
+        with contextlib.suppress(OSError), open(transcript, "r+b", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
+            file.write(f"{text}\n".encode(errors="replace"))
 
 
 PATIENCE = 1.0  # seconds to wait, once, for a console that accepts no more lines
@@ -251,13 +252,15 @@ def explain_errors(explain: Callable[[Exception], str]) -> None:
 
 
 def run_main(
-    main: Callable[[list[str]], int | None], end_process: Callable[[int], NoReturn] = sys.exit
+    main: Callable[[list[str]], int | None],
+    end_process: Callable[[int], NoReturn] = sys.exit,
+    error_code: Callable[[], int] = lambda: UserError.exit_code,
 ) -> None:
     """
-    Run a script's main(argv) and exit. A UserError prints one `error:` line per problem and exits
-    with its exit code. An OSError also prints one line, and so does any other error that
-    explain_errors() was told to explain; the rest print a traceback. `end_process` gets the exit
-    code, unless stdout is a closed pipe.
+    Run a script's main(argv) and exit. A UserError prints one `error:` line per problem. An OSError
+    also prints one line, and so does any other error that explain_errors() was told to explain; the
+    rest print a traceback. For what the user can fix, `error_code` returns the exit code.
+    `end_process` gets the exit code, unless stdout is a closed pipe.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
@@ -272,7 +275,7 @@ def run_main(
     except UserError as error:
         for problem in error.problems:  # empty if rank 0 reports for all ranks
             print_err(f"error: {problem}")
-        code = error.exit_code
+        code = min(error.exit_code, error_code())
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BrokenPipeError:  # the reader has gone, as in train.py --help | head
@@ -281,7 +284,7 @@ def run_main(
         # missing permission, a name that is too long, a full disk, ...
         where = f"{error.filename}: " if error.filename else ""
         print_err(f"error: {where}{error.strerror or error}")
-        code = 2 if error.filename else 1
+        code = error_code() if error.filename else 1
     except Exception as error:
         line = next(filter(None, (explain(error) for explain in explanations)), "")
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))

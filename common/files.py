@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from common.console import UserError, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+PAUSES = (1, 10, 60, 300)  # seconds from a failed read to the next attempt
 warn_once = functools.cache(warn)  # a repeated message says nothing new
 
 
@@ -59,6 +60,20 @@ def patiently(function: Callable, *arguments) -> Any:
         try:
             return function(*arguments)
         except PermissionError:
+            time.sleep(seconds)
+    return function(*arguments)
+
+
+def retrying(function: Callable, *arguments) -> Any:
+    """
+    Call function(*arguments). If a disk fails or is away, warn and try again for six minutes.
+    Raises OSError.
+    """
+    for seconds in PAUSES:
+        try:
+            return function(*arguments)
+        except OSError as error:
+            warn(f"{error.filename}: {error.strerror}; trying again in {seconds} s")
             time.sleep(seconds)
     return function(*arguments)
 

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.console import RunError, say
+from common.console import RunError, UserError, say
+from common.files import retrying
 from configurator import Config
 from data.shards import Dataset, ShardTokens, is_being_prepared, read_folder
 
@@ -94,11 +95,12 @@ class WindowsInOrder:
     def has(self, sequences: int) -> bool:
         """
         Return whether the first `sequences` sequences can be read already. Raises RunError if they
-        cannot, and nobody is preparing the folder.
+        cannot, and nobody is preparing the folder. Raises OSError while the folder is away.
         """
         tokens = sequences * self.block_size + 1
         if self.data.complete or len(self.data.train) >= tokens:
             return True
+        (self.folder / "manifest.json").stat()  # without it, an empty folder would seem complete
         # Ask before reading the manifest: a preparation may finish it and end between the two.
         goes_on = is_being_prepared(self.folder)
         self.data = read_folder(self.folder)
@@ -168,7 +170,7 @@ class Batches:
     def read_ahead(self, first: int) -> None:
         try:
             while not self.closed:
-                if not self.windows.has(first + self.batch_size):
+                if not retrying(self.windows.has, first + self.batch_size):
                     time.sleep(POLL_SECONDS)
                     continue
                 block = self.load(first)
@@ -224,7 +226,7 @@ class Batches:
         ours = (self.rank, self.world_size)
         try:
             return [*eval_batches(split, tokens, self.config, spread, *ours)]
-        except RunError as error:
+        except (UserError, OSError) as error:
             self.error = error
             return None
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import RunError, UserError, count, raise_if_any, warn
-from common.files import read_json, replacing, try_lock
+from common.files import read_json, replacing, retrying, try_lock
 from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
@@ -76,7 +76,7 @@ def open_shard(path: Path) -> Shard:
     if size != expected:
         problem = f"{path}: has {size:,} bytes, but {tokens:,} tokens take {expected:,}"
         raise UserError(f"{problem}; {get_again(path)}")
-    return Shard(path, header_bytes, tokens)
+    return Shard(path.absolute(), header_bytes, tokens)
 
 
 def get_again(path: Path) -> str:
@@ -119,7 +119,7 @@ class ShardTokens:
     def read(self, position: int, out: np.ndarray) -> None:
         """
         Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
-        RunError if a file cannot be read or is now too short.
+        OSError if a file cannot be read, and RunError if it is now too short.
         """
         filled = 0
         while filled < len(out):
@@ -131,9 +131,9 @@ class ShardTokens:
                 with open(shard.path, "rb") as file:
                     file.seek(shard.header_bytes + 2 * offset)
                     size = file.readinto(piece)
-            except OSError as error:  # a failing disk, or a network share that went away
-                problem = f"{shard.path}: {error.strerror}"
-                raise RunError(f"{problem}; once it can be read, resume the run") from None
+            except OSError as error:
+                error.filename = shard.path  # readinto() names no file
+                raise
             if size != piece.nbytes:
                 raise RunError(f"{shard.path}: is shorter than when the run began; restore it")
             filled += len(piece)
@@ -141,17 +141,17 @@ class ShardTokens:
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
         """
         Return the windows that start at `positions` as (len(positions), length) int64. Raises
-        RunError if one cannot be read or holds a token outside the vocabulary.
+        OSError and RunError as read() does, and UserError for a token outside the vocabulary.
         """
         block = np.empty((len(positions), length), dtype="<u2")
         for row, position in zip(block, positions, strict=True):
-            self.read(position, row)
+            retrying(self.read, position, row)
         if block.size and block.max() >= self.vocab:
             row, column = np.argwhere(block >= self.vocab)[0]
             number, offset = self.locate(positions[row] + int(column))
             where = f"{self.shards[number].path}: token {block[row, column]} at offset {offset:,}"
             hint = "prepare the dataset again"
-            raise RunError(f"{where} is outside the vocabulary of {self.vocab}; {hint}")
+            raise UserError(f"{where} is outside the vocabulary of {self.vocab}; {hint}")
         return block.astype(np.int64)
 
 
@@ -362,7 +362,7 @@ def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
 
 def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokenizer: dict) -> None:
     """
-    Raise RunError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
+    Raise UserError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
     tokens, every second token is an upper half, which is near zero. Where token 0 is the space
     between words, every second token may also be 0, but then none of the others is.
     """
@@ -372,7 +372,7 @@ def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokeniz
     if table[0].isspace() and max(map(len, table)) > 1 and tokens[::2].all():
         return
     if length > 1 and tokens[::2].max() > 4096 * int(tokens[1::2].max()):
-        raise RunError(
+        raise UserError(
             f"{path}: every second value is near 0, so this looks like int32 or int64; save the "
             "file as uint16, if no id is above 65,535"
         )

@@ -244,8 +244,8 @@ def write_foreign_files(folder) -> None:
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("safetensors", "cut short or damaged, or no checkpoint"),
-        ("page", "cut short or damaged, or no checkpoint"),
+        ("safetensors", "safetensors weights; give their folder"),
+        ("page", "not a checkpoint; it begins with b'<!DOCTYPE"),
         ("cut", "cut short or damaged"),
         ("state_dict", "no model_args.*transformer.wte.weight"),
         ("numpy", r"contains numpy.*scalar.*run code"),

@@ -62,12 +62,15 @@ def size_of(state: dict) -> int:
 def damage(path: Path) -> str:
     """Read the whole file, and return why it cannot be loaded, or ""."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            record = archive.testzip()
+        with open(path, "rb") as file:
+            begins = file.read(16)
+            record = zipfile.ZipFile(file).testzip()
     except OSError as error:  # a failing disk, a dead link or a folder
         return f"cannot be read ({error.strerror})"
     except Exception:  # a damaged file can raise anything
-        return "cut short or damaged, or no checkpoint"
+        if begins[8:9] == b"{":  # after the length of the JSON
+            return "safetensors weights; give their folder"
+        return f"cut short or damaged, or not a checkpoint; it begins with {begins!r}"
     if record:
         return f"is damaged: its record {record} has the wrong checksum"
     try:
@@ -206,8 +209,9 @@ def link(path: Path, name: Path) -> None:
 class Saver:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, peak.pt and metrics.jsonl.
-    Only rank 0 writes, but every rank must call open() and save(). A full disk costs records, but
-    does not end the run.
+    Only rank 0 writes, but every rank must call open() and save(). While the disk is full or away,
+    new records are kept in memory. Only the lock stays open, because a handle on a network share
+    dies with its connection.
     """
 
     def __init__(self, out_dir: Path, keep: int, peak_end: int, facts: dict, ranks):
@@ -219,14 +223,14 @@ class Saver:
         self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
         self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
-        self.metrics: BinaryIO | None = None
-        self.is_short = False  # whether the last record did not fit on the disk
+        self.locked_at = 0.0  # the lock's time, which each run sets, on whatever device it lies
+        self.unwritten = b""  # records, or the end of one, that could not be written yet
         self.has_saved = False  # whether this launch has saved a checkpoint
         self.unlinked: Path | None = None  # the best checkpoint, until best.pt is linked to it
 
     def open(self, resumed: dict | None) -> None:
         """
-        Lock out_dir and open the logs. On a resume, removes the records that the run will write
+        Lock out_dir and create the logs. On a resume, removes the records that the run will write
         again, so that none appears twice. Raises UserError and OSError.
         """
         if resumed:
@@ -235,16 +239,38 @@ class Saver:
 
     def claim(self, resumed: dict | None) -> None:
         self.lock = claim_folder(self.out_dir, resumed["progress"] if resumed else None)
+        with contextlib.suppress(OSError):  # a share without times
+            os.utime(self.out_dir / "lock")
+        self.locked_at = os.stat(self.out_dir / "lock").st_mtime
         if resumed:
             drop_records(self.out_dir / "metrics.jsonl", resumed["progress"])
-        self.metrics = open(self.out_dir / "metrics.jsonl", "ab", buffering=0)
-        # log.txt gets a copy of each line on the console
-        keep_transcript(open(self.out_dir / "log.txt", "a", encoding="utf-8", errors="replace"))
+        for name in ("metrics.jsonl", "log.txt"):
+            open(self.out_dir / name, "ab").close()  # create it, or find that it cannot be written
+        keep_transcript(self.out_dir / "log.txt")  # gets a copy of each line on the console
+
+    def check_lock(self) -> None:
+        """
+        Lock out_dir again if its disk has been away since the last time. Raises OSError if it is
+        away now, and RunError if another run has taken the folder.
+        """
+        assert self.lock
+        held = os.stat(self.out_dir / "lock")
+        with contextlib.suppress(OSError):  # the handle died with its connection
+            # Compare without opening the file: closing it would drop the lock
+            if os.path.samestat(held, os.fstat(self.lock.fileno())):
+                return
+        if held.st_mtime != self.locked_at:  # another run's
+            keep_transcript(None)
+            raise RunError(f"out_dir: {self.out_dir} or its lock was taken by another run")
+        lock = open(self.out_dir / "lock", "ab")
+        if not try_lock(lock):
+            raise OSError("the server still holds the lock of the lost connection")
+        self.lock = lock
 
     def save(self, state: dict) -> str:
         """
         Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
-        or, if the disk is full or failing, the reason why nothing was saved.
+        or why nothing was saved: the disk is full, failing or away.
         """
         problem = self.ranks.on_main(self.write, state | self.facts)
         self.failed = bool(problem)
@@ -262,6 +288,7 @@ class Saver:
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
         try:
+            self.check_lock()
             there = list_checkpoints(self.out_dir)
             peaks = [other for other in there if iteration(other) <= self.peak_end < it]
             if peaks:
@@ -269,6 +296,7 @@ class Saver:
             self.prune(max(1, self.keep - 1))
             save(state, path)
             if not self.has_saved and (problem := damage(path)):
+                path.stat()  # OSError: the disk has just gone away
                 hint = "this disk does not return what was written to it"
                 raise RunError(f"{path}: {problem}; {hint}")
             self.prune(self.keep)
@@ -303,26 +331,25 @@ class Saver:
                 warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
 
     def write_record(self, record: dict) -> None:
-        """Append a line to metrics.jsonl. Warns once if the disk is full, and drops the line."""
-        assert self.metrics
-        left = json.dumps(record).encode() + b"\n"
-        end = self.metrics.seek(0, os.SEEK_END)
+        """Append a line to metrics.jsonl, preceded by what could not be written before."""
+        has_failed = bool(self.unwritten)
+        self.unwritten += json.dumps(record).encode() + b"\n"
         try:
-            while left:
-                left = left[self.metrics.write(left) :]
-            self.is_short = False
+            self.check_lock()
+            # "r+" creates no file in the place of a disk that is away
+            with open(self.out_dir / "metrics.jsonl", "r+b", buffering=0) as file:
+                file.seek(0, os.SEEK_END)
+                while self.unwritten:
+                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:  # a full disk must not end the run
-            with contextlib.suppress(OSError):
-                self.metrics.truncate(end)  # otherwise half a line would remain
-            if not self.is_short:
-                warn(f"metrics.jsonl: {error.strerror}; its records are lost until there is room")
-            self.is_short = True
+            if not has_failed:
+                rest = "keeping its records in memory until they can be written"
+                warn(f"metrics.jsonl: {error.strerror or error}; {rest}")
 
     def close(self) -> None:
-        """Close metrics.jsonl and unlock out_dir for other runs."""
-        for file in (self.metrics, self.lock):
-            if file:
-                file.close()
+        """Unlock out_dir for other runs."""
+        if self.lock:
+            self.lock.close()
 
 
 def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:

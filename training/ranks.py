@@ -252,6 +252,8 @@ class StopSignals:
         stopped_at = None
         while received := reader.recv(1):  # empty once the other end is closed
             number = received[0]
+            if signal.Signals(number).name not in ASK_TO_STOP:  # another handler's
+                continue
             self.receive(number)
             if self.ranks.is_main and not self.answered.is_set():
                 print_err(

@@ -558,7 +558,8 @@ def test_prints_to_the_log_alone_where_stdout_is_closed(tmp_path):
     code = """
 import sys
 from common.console import keep_transcript, say
-keep_transcript(open(sys.argv[1], "w"))
+open(sys.argv[1], "w").close()
+keep_transcript(sys.argv[1])
 say("a line")
 """
     log = tmp_path / "log.txt"

@@ -355,9 +355,9 @@ def test_eta_counts_the_evaluations_and_saves_to_come_at_this_launchs_speed(trai
     second = etas(trainer.launch(**keys, init_from="auto").out)
     assert second[50] == 49 * 20 + 3 * 5
     assert second[95] == 4 * 20 + 1 * 5
-    # no eta is longer than the time that hours leave
+    # no eta is longer than the time that hours leave; each stop's save of 1 s is not in the ledger
     more = keys | dict(max_iters=200, hours=(trainer.now + 120) / 3600)
-    assert etas(trainer.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20
+    assert etas(trainer.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20 + 2
 
 
 def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resume(
@@ -401,8 +401,9 @@ def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(
     with mock.patch("torch.compile", compile_slowly):
         trainer.launch(**tiny | dict(compile=True), max_iters=5)
     end = end_of(tmp_path)
-    # 100 s to compile, then an eager and a compiled evaluation, which check the compiled code
-    assert end["ledger"]["compile"] == 100 + 2 * 4
+    # 100 s to compile, then five evaluations, which check the compiled code: eager ones of two
+    # sequences in two dtypes, and a compiled one
+    assert end["ledger"]["compile"] == 100 + 5 * 4
     # five iterations, the evaluation at their end, and a save; InProcessRun takes the evaluation at
     # their beginning for a part of the check before it, so it adds no time to the fake clock
     assert 3600 * end["hours"] == pytest.approx(5 * 10 + 4 + 1)
