@@ -40,7 +40,7 @@ from common.console import (
 )
 from common.files import read_text
 
-MUON_LEARNING_RATE = 0.025  # learning_rate's default with Muon
+MUON_LEARNING_RATE = 0.029  # learning_rate's default with Muon
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
@@ -71,7 +71,7 @@ class Config:
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     always_save_checkpoint: bool = True  # save after every evaluation; False: only after the best
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt and, with wsd, peak.pt
+    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt
     # Logging
     log_interval: int = 1  # iterations between log lines
     tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
@@ -98,12 +98,12 @@ class Config:
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
-    learning_rate: float = 6e-4  # peak rate; with Muon: that of hidden matrices (0.025 if unset)
+    learning_rate: float = 6e-4  # peak rate; with Muon: attention's (0.029 if unset)
     head_lr: float = 0.004  # with Muon: peak rate of the output head
-    muon_momentum: float = 0.95  # momentum of Muon's updates
-    weight_decay: float = 0.1  # for matrices; with Muon: for embeddings, head, model=fast's vectors
+    muon_momentum: float = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
+    weight_decay: float = 0.1  # for matrices; with Muon: for embeddings and head
     beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
-    beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients
+    beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients; not Muon's
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
@@ -113,6 +113,7 @@ class Config:
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
+    lr_floor: float = 0.0  # the rate decays no further than to this fraction of its peak
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
@@ -133,17 +134,12 @@ class Config:
         return bool(self.hours)
 
     @property
-    def keeps_peak(self) -> bool:
-        """Return True if the run keeps peak.pt, from which a longer run can begin."""
-        return self.lr_schedule == "wsd" and not self.by_clock
-
-    @property
     def checkpoint_files(self) -> int:
         """
         Return the largest number of checkpoints on the disk at one time: the ones that are kept, at
-        least two while a new one is written, plus best.pt and peak.pt.
+        least two while a new one is written, plus best.pt.
         """
-        return max(self.keep_checkpoints, 2) + self.keeps_peak + 1
+        return max(self.keep_checkpoints, 2) + 1
 
     @property
     def iter_sequences(self) -> int:
@@ -184,13 +180,14 @@ AT_LEAST_1 = """
     gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
 """.split()
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
-AT_MOST_1 = ("decay_fraction", "top_p")
+AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
 MAY_BE_BLANK = ("start",)
 # Keys that only work with another key at this value; otherwise they must keep their defaults
 ONLY_WITH = dict(
     head_lr=("optimizer", "muon"),
     muon_momentum=("optimizer", "muon"),
+    beta2=("optimizer", "adamw"),
     decay_fraction=("lr_schedule", "wsd"),
     fp16_accumulation=("dtype", "float16"),
 )

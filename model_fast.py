@@ -2,8 +2,9 @@
 The fast recipe: a GPT of GPT-2's size that needs fewer tokens for the same loss, and its optimizer,
 Muon. Model and learning rates were tuned together.
 
-With bias=True, model and updates are those of train_gpt_simple.py in modded-nanogpt's
-records/track_3_optimization, so that its published losses apply (dev/compare_modded.py).
+With bias=True, model and updates are those of train_gpt_simple.py at record/fable-5-2726 in
+PrimeIntellect-ai/frontier-automated-speedrun, which descends from modded-nanogpt's file of that
+name, so that its published losses apply (dev/compare_modded.py).
 
 FastGPT has the same interface as model.py's GPT. Where it differs, a comment says why and names the
 source. "Record of" a date refers to the modded-nanogpt speedrun, which accepts a change only if it
@@ -41,9 +42,17 @@ LOGIT_CAP = 15.0
 # Multiplies 1 / sqrt(hs), giving 0.12 at hs = 128. With normed q and k, 1 / sqrt(hs) alone makes
 # attention too flat (record of 2025-01-16).
 ATTENTION_SCALE = 0.12 * 128**0.5
-# Epsilons of AdamW and of Newton-Schulz's norm. train_gpt_simple.py has 1e-10 and 1e-7, but it sums
-# the loss over a batch's 524,288 tokens, so its gradients are that many times larger than ours.
-ADAM_EPS, NORM_EPS = 2e-16, 2e-13
+# Epsilons of AdamW and of Muon's division of rows. train_gpt_simple.py has 1e-10 and 1e-8, but it
+# sums the loss over a batch's 524,288 tokens, so its gradients are that many times larger than
+# ours.
+ADAM_EPS, ROW_EPS = 2e-16, 2e-14
+NORM_EPS = 1e-7  # of Newton-Schulz's norm
+# train_gpt_simple.py counts two horizons in iterations of a run of 2,726. Runs of other lengths get
+# the same fractions: the momentum rises for 13% of the run, and the weights' average reaches back
+# over about 6% of it.
+PUBLIC_ITERS = 2726
+MOMENTUM_WARMUP, FIRST_MOMENTUM = 350 / PUBLIC_ITERS, 0.85
+AVERAGE_DECAY = 0.9935
 
 
 @dataclass(frozen=True)
@@ -182,13 +191,14 @@ class FastGPT(nn.Module):
         self.rotary: tuple[Tensor, Tensor] | None = None  # see compile()
         self.init_weights()
 
+    @torch.no_grad()
     def init_weights(self) -> None:
         """
         Initialise the token embedding to N(0, 1), which suits the norm after it, and matrices that
-        read the residual stream to N(0, 0.33 / fan_in). Matrices that write to it and the head
-        start at zero, so that every block begins as the identity and the first loss is ln V (as in
-        muP, arXiv:2203.03466; records of 2024-10-14 and 2024-11-03). The second argument of N is
-        the variance.
+        read the residual stream to random orthogonal ones with entries of variance 0.33 / fan_in.
+        Matrices that write to it and the head start at zero, so that every block begins as the
+        identity and the first loss is ln V (as in muP, arXiv:2203.03466; records of 2024-10-14 and
+        2024-11-03).
         """
         for name, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -198,8 +208,10 @@ class FastGPT(nn.Module):
                 nn.init.zeros_(weight)
             elif name == "transformer.wte":
                 nn.init.normal_(weight)
-            else:
-                nn.init.normal_(weight, std=(0.33 / weight.size(1)) ** 0.5)
+            else:  # q, k and v are three matrices in one weight
+                for matrix in weight.chunk(3 if name.endswith("c_attn") else 1):
+                    rows, cols = matrix.shape
+                    nn.init.orthogonal_(matrix, gain=(0.33 * max(1, rows / cols)) ** 0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
@@ -294,7 +306,8 @@ def config_from_dict(values: dict[str, Any]) -> GPTConfig:
 def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
     """
     Return the parameter groups for Muon, with the rates of a configurator.Config. Their params are
-    (name, parameter) pairs, and initial_lr is a group's peak learning rate.
+    (name, parameter) pairs, and initial_lr is a group's peak learning rate. The numbers, also those
+    in Muon, are the public file's (see above); MLPs get a fixed part of attention's rate.
     """
     every = [*model.named_parameters()]
     head = [(name, p) for name, p in every if p is model.lm_head.weight]  # tied or not
@@ -305,21 +318,37 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
         return [(name, p) for name, p in found if p is not model.lm_head.weight]
 
     blocks = matrices("transformer.h.")
+    attention = [named for named in blocks if ".attn." in named[0]]
     # The fast model's token embedding starts with a standard deviation of 1, GPT-2's of 0.02.
     embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
-    # GPT-2's configs have a weight_decay of 0.1, which is meant for matrices only.
-    vector_decay = c.weight_decay if isinstance(model, FastGPT) else 0.0
-    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, weight_decay=0.05)
-    adam = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay)
+    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, parts=1)
+    muon |= dict(weight_decay=0.08, decay_power=2.25, row_beta=0.84)
+    mlp = muon | dict(initial_lr=27 / 29 * c.learning_rate, decay_power=2.5, row_beta=0.86)
+    adam = dict(betas=(c.beta1, 0.965), weight_decay=c.weight_decay)
     groups: list[dict[str, Any]] = [
-        dict(muon, parts=1, params=[named for named in blocks if "c_attn" not in named[0]]),
+        dict(muon, params=[named for named in attention if "c_attn" not in named[0]]),
         # q, k and v are three matrices in one weight
-        dict(muon, parts=3, params=[named for named in blocks if "c_attn" in named[0]]),
+        dict(muon, params=[named for named in attention if "c_attn" in named[0]], parts=3),
         dict(adam, params=matrices("transformer.wte", "transformer.wpe"), initial_lr=embedding_lr),
         dict(adam, params=head, initial_lr=c.head_lr),
-        dict(adam, params=vectors, initial_lr=0.015, weight_decay=vector_decay),
+        dict(adam, params=vectors, initial_lr=0.035, betas=(0.99, 0.965), weight_decay=0.0),
     ]
-    return [group for group in groups if group["params"]]
+    for third, decay in enumerate((0.16, 0.22, 0.28)):  # MLPs, from the first block to the last
+        inside = [
+            (name, p)
+            for name, p in blocks
+            if ".attn." not in name and 3 * int(name.split(".")[2]) // model.config.n_layer == third
+        ]
+        groups.append(dict(mlp, params=inside, weight_decay=decay))
+    return [dict(g, progress=0.0, length=PUBLIC_ITERS) for g in groups if g["params"]]
+
+
+@torch.no_grad()
+def use_averages(optimizer: torch.optim.Optimizer) -> None:
+    """Replace each weight by its average, if the optimizer keeps one. Twice is the same as once."""
+    for p, state in optimizer.state.items():
+        if "average" in state:
+            p.copy_(state["average"])
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -334,7 +363,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     a, b, c = 2.0, -1.5, 0.5  # iterating a x + b x^3 + c x^5 converges to 1
     # dividing by the norm leaves no singular value above 1
     X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + NORM_EPS)).to(dtype)
-    for _ in range(12):
+    for _ in range(18):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X
@@ -347,6 +376,10 @@ class Muon(torch.optim.AdamW):
     nearest orthogonal matrix, so that every direction moves by the same amount (K. Jordan et al.,
     2024, https://kellerjordan.github.io/posts/muon). Every rank updates all matrices, from the same
     gradients.
+
+    Momenta, weight decay and beta2 follow each group's `progress`, the part of the run that is
+    done. The state keeps a running average of every weight, whose horizon is a fraction of
+    `length`, the run's iterations; use_averages() ends a run with it.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.
@@ -367,10 +400,29 @@ class Muon(torch.optim.AdamW):
         for group in all_groups:
             if "momentum" in group:
                 self.step_matrices(group)
+            else:
+                group["betas"] = (group["betas"][0], 0.965 + 0.034 * group["progress"])
         # AdamW's step updates every group in param_groups, so hide the matrices from it.
         self.param_groups = [group for group in all_groups if "momentum" not in group]
         super().step()
         self.param_groups = all_groups
+        for group in all_groups:
+            self.average(group)
+
+    def applied(self, p: Tensor) -> Tensor:
+        """Return 1 on p's device, or 0 if this update is skipped."""
+        return p.new_ones(()) if self.found_inf is None else 1 - self.found_inf
+
+    def average(self, group: dict) -> None:
+        """Move the averages towards the updated weights, unless the update was skipped."""
+        weight = 1 - AVERAGE_DECAY ** (PUBLIC_ITERS / group["length"])
+        weight = weight * self.applied(group["params"][0])
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = p.detach().clone()
+                state["average"].lerp_(p, weight)
 
     def step_matrices(self, group: dict) -> None:
         """Update all matrices of the same shape together, in a few kernels instead of hundreds."""
@@ -382,33 +434,43 @@ class Muon(torch.optim.AdamW):
             state = self.state[p]
             if not state:
                 state["momentum"] = torch.zeros_like(p)
-            tensors = p, p.grad, state["momentum"]
+                state["row_squares"] = torch.zeros_like(p[:, :1])
+            tensors = p, p.grad, state["momentum"], state["row_squares"]
             for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
                 by_shape.setdefault(matrix[0].shape, []).append(matrix)
         for same in by_shape.values():
             self.update(group, *zip(*same, strict=True))
 
-    def update(self, group: dict, matrices, gradients, momenta) -> None:
+    def update(self, group: dict, matrices, gradients, momenta, row_squares) -> None:
         """
-        Update n matrices of one shape. For gradient g and the group's momentum mu, m becomes m +
-        (1 - mu) (g - m). The matrix is multiplied by 1 - lr * weight_decay, then moved by -lr *
-        sqrt(max(1, rows / cols)) times the orthogonal matrix nearest to g + mu (m - g), which is
-        Nesterov's lookahead.
+        Update n matrices of one shape. For gradient g and momentum mu, m becomes m + (1 - mu) (g -
+        m), and u is g + mu (m - g), which is Nesterov's lookahead. Each row of u is divided by the
+        root of a running mean of its squares. The matrix is multiplied by 1 - lr * decay, then
+        moved by -lr * sqrt(longer side / shorter side) times the orthogonal matrix nearest to u.
         """
         rows, cols = matrices[0].shape
-        skips = matrices[0].new_zeros(()) if self.found_inf is None else self.found_inf
-        applied = 1 - skips  # applied = 0 zeroes every rate below and so skips the update
+        progress = group["progress"]
+        warm = min(1.0, progress / MOMENTUM_WARMUP)
+        mu = FIRST_MOMENTUM * (1 - warm) + group["momentum"] * warm
+        row_beta = group["row_beta"] + 0.1 * progress
+        decay = group["weight_decay"] * (1 - progress) ** group["decay_power"]
+        applied = self.applied(matrices[0])  # 0 zeroes every rate below and so skips the update
         lr = group["lr"] * applied
-        mu = group["momentum"]
         m = torch.stack(momenta)  # (n, rows, cols)
         g = torch.stack(gradients)
         g.masked_fill_(applied == 0, 0)  # NaN times 0 would be NaN
         m.lerp_(g, (1 - mu) * applied)
         torch._foreach_copy_(momenta, m.unbind())
+        u = g.lerp_(m, mu)
+        # without Adam's bias correction, which would scale all rows alike and so change nothing
+        squares = torch.stack(row_squares)  # (n, rows, 1)
+        squares.lerp_(u.square().mean(-1, keepdim=True), (1 - row_beta) * applied)
+        torch._foreach_copy_(row_squares, squares.unbind())
         # back to float32, because small learning rates would underflow in float16
-        update = orthogonalize(g.lerp_(m, mu), self.dtype).float()
-        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(matrices, (update * (lr * max(1, rows / cols) ** 0.5)).unbind())
+        update = orthogonalize(u / (squares.sqrt() + ROW_EPS), self.dtype).float()
+        scale = max(rows / cols, cols / rows) ** 0.5
+        torch._foreach_mul_(matrices, 1 - lr * decay)
+        torch._foreach_sub_(matrices, (update * (lr * scale)).unbind())
 
     def __setstate__(self, state: dict) -> None:
         # AdamW's version expects a `step` in every parameter's state, but the matrices have none.

@@ -50,13 +50,13 @@ from data.missing import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
-from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups
+from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups, use_averages
 from training import checkpoint, hardware, preflight
 from training.checkpoint import Saver
 from training.clock import Clock, Position
 from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
-from training.log import Log, change_lines, evaluation_line, origin_lines, say_extension
+from training.log import Log, change_lines, evaluation_line, origin_lines
 from training.pretrained import load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
 from training.speed import describe
@@ -258,7 +258,6 @@ def say_done(c: Config, resumed: dict) -> None:
     say(*change_lines(c, resumed))
     ways = f"to continue, give another --{key}; to start a new run, give another --out_dir"
     say(f"{c.out_dir}: {done}; {ways}")
-    say_extension(c)
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -383,29 +382,26 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     if c.lr_schedule == "constant":
         return peak
     # 3) decay from the end of the warmup or, with wsd, over the last decay_fraction of the run
-    begin = wsd_decay_start(c, decay_end, warmup) if c.lr_schedule == "wsd" else warmup
+    begin = warmup
+    if c.lr_schedule == "wsd":
+        begin = max(warmup, decay_end - round(c.decay_fraction * decay_end))
     done = 1.0  # how much of the decay is done, from 0 to 1
     if it < decay_end:
         done = max(0, it - begin) / max(1, decay_end - begin)
     left = 1 - done
     if c.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
-    return c.min_lr + left * (peak - c.min_lr)
+    return max(c.lr_floor * peak, c.min_lr + left * (peak - c.min_lr))
 
 
-def wsd_decay_start(c: Config, decay_end: float, warmup: float) -> float:
-    return max(warmup, decay_end - round(c.decay_fraction * decay_end))
-
-
-def peak_end(c: Config) -> int:
-    """
-    Return the last iteration at which a run with wsd has the same learning rate as a longer run, so
-    that a longer run can begin from any checkpoint up to there. Returns -1 for runs that keep no
-    peak.pt.
-    """
-    if not c.keeps_peak:
-        return -1
-    return int(wsd_decay_start(c, c.lr_decay_iters or c.max_iters, c.warmup_iters))
+def set_rates(optimizer, it: int, c: Config, share: float) -> None:
+    """Set each group's learning rate for iteration `it`, and what Muon's other schedules follow."""
+    length: float = c.max_iters
+    if c.by_clock and it > 0 and share > 0:
+        length = it / share  # as get_lr() predicts it
+    for group in optimizer.param_groups:
+        group["lr"] = get_lr(it, c, share, group["initial_lr"])
+        group["progress"], group["length"] = it / length, length
 
 
 def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict, ranks: Ranks) -> None:
@@ -420,8 +416,6 @@ def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict, ranks: Ranks) ->
     if new > 1.01 * old and ranks.is_main:
         why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
-        if c.max_iters > before.max_iters:
-            say_extension(c)
 
 
 # -----------------------------------------------------------------------------
@@ -440,8 +434,7 @@ def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
 def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | None) -> bool:
     """
     Return whether to evaluate here: every eval_interval iterations, or every twentieth of the
-    schedule with hours, and when the run is complete. Nothing but best.pt may depend on the
-    evaluation of a complete run, because a longer run would not make one here.
+    schedule with hours, and when the run is complete.
     """
     if progress.is_evaluated:
         return False  # the resumed run made this evaluation before it saved
@@ -795,7 +788,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     facts = data.facts() | dict(config=config_values(c), model_config=config_to_dict(gpt_config))
     facts["peak"] = hw.peak_to_save()
     out_dir = Path(c.out_dir).absolute()  # after a share's return, "." may still be dead
-    saver = Saver(out_dir, c.keep_checkpoints, peak_end(c), facts, ranks)
+    saver = Saver(out_dir, c.keep_checkpoints, facts, ranks)
     # Lock out_dir, open its logs, delete temporary files. In a new run, rename an earlier log. On a
     # resume, drop the log records that the run will write again, rename damaged checkpoints that
     # are newer than `resumed`, and link best.pt if a kill prevented that
@@ -837,6 +830,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if not stop:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
 
+        # A complete run ends with the averages of its weights, if the optimizer keeps them
+        if stop in COMPLETE:
+            use_averages(optimizer)
+
         # evaluate once in a while, and when the run is complete
         if evaluation_due(c, now, progress, stop):
             with clock.pause("evaluation"):  # its seconds are not those of an iteration
@@ -867,8 +864,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             break
 
         # train for one iteration, on all ranks
-        for group in optimizer.param_groups:
-            group["lr"] = get_lr(it, c, now.share, group["initial_lr"])
+        set_rates(optimizer, it, c, now.share)
         micro_batches = batches.take(accum)
         loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()

@@ -20,19 +20,19 @@ batch_size = 32  # estimated: 14.6 GiB
 tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
 optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
-learning_rate = 0.025
-muon_momentum = 0.95
+learning_rate = 0.029
+muon_momentum = 0.96
 head_lr = 0.004
 weight_decay = 0.001
 beta1 = 0.8
-beta2 = 0.95
 grad_clip = 0.0  # not needed: the size of Muon's updates does not depend on the gradient's
 
-max_iters = 3250  # 1.70B tokens; --max_iters=2600 or --hours gives a shorter, complete run
+max_iters = 2726  # 1.43B tokens; --max_iters=2200 or --hours gives a shorter, complete run
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7  # constant for 30% of the run, then linearly down to zero
 min_lr = 0.0
+lr_floor = 0.2
 
 eval_interval = 250
 eval_tokens = 10485760  # the published runs evaluated on the same tokens

@@ -16,12 +16,11 @@ batch_size = 16
 gradient_accumulation_steps = 1
 
 optimizer = "muon"
-learning_rate = 0.025
-muon_momentum = 0.95
+learning_rate = 0.029
+muon_momentum = 0.96
 head_lr = 0.004
 weight_decay = 0.001
 beta1 = 0.8
-beta2 = 0.95
 grad_clip = 0.0
 
 max_iters = 500  # 1.0M bytes
@@ -29,6 +28,7 @@ warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
+lr_floor = 0.2
 
 eval_interval = 125
 eval_tokens = 32768

@@ -17,12 +17,11 @@ batch_size = 12
 gradient_accumulation_steps = 1
 
 optimizer = "muon"  # learning rates as in config/fast124m_4070.py, except head_lr
-learning_rate = 0.025
+learning_rate = 0.029
 muon_momentum = 0.9
 head_lr = 0.002
 weight_decay = 0.001
 beta1 = 0.8
-beta2 = 0.95
 grad_clip = 0.0
 
 max_iters = 1000  # 1.536M characters, 1.5 epochs
@@ -30,6 +29,7 @@ warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
+lr_floor = 0.2
 
 eval_interval = 500
 eval_tokens = 111540  # the whole validation split, except 51 characters that do not fill a window

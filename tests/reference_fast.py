@@ -2,8 +2,8 @@
 Implement the fast recipe a second time, in plain torch: the model, its learning rates, Muon, the
 schedule, one iteration, an evaluation. Nothing of the program is imported; test_recipe.py compares
 train.py's runs with this trainer. Only the names of the weights are the program's, so that its
-checkpoints can be loaded. With bias=True, this is the recipe of modded-nanogpt's
-train_gpt_simple.py.
+checkpoints can be loaded. With bias=True, this is the recipe of train_gpt_simple.py at
+record/fable-5-2726 in PrimeIntellect-ai/frontier-automated-speedrun.
 
 Shapes in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / nh channels,
 V = vocabulary.
@@ -140,16 +140,17 @@ class FastGPT(nn.Module):
 # The optimizer: Muon for the matrices of the blocks, AdamW for everything else
 
 
-# modded-nanogpt's gradients are sums over the tokens of a batch, ours are means
+# the public file's gradients are sums over the tokens of a batch, ours are means
 BATCH = 524288
+PUBLIC_ITERS = 2726  # of the public run, which counts two horizons in iterations
 
 
 def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Approximate the nearest orthogonal matrix by twelve steps of Newton-Schulz."""
+    """Approximate the nearest orthogonal matrix by 18 steps of Newton-Schulz."""
     if matrix.size(0) > matrix.size(1):
         return orthogonalize(matrix.mT, dtype).mT  # cheaper on the shorter side
-    X = (matrix / (matrix.norm() + 1e-7 / BATCH)).to(dtype)
-    for _ in range(12):
+    X = (matrix / (matrix.norm() + 1e-7)).to(dtype)
+    for _ in range(18):
         A = X @ X.mT
         B = torch.addmm(A, A, A, beta=-1.5, alpha=0.5)
         X = torch.addmm(X, B, X, beta=2.0)
@@ -157,22 +158,34 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon:
-    def __init__(self, matrices: list[Tensor], c: Config):
+    def __init__(self, matrices: list[tuple[str, Tensor]], c: Config):
         """Set up the state of each matrix, a parameter or a part of one (see `parts_of`)."""
         self.matrices = matrices
-        self.momentum = c.muon_momentum
+        self.c = c
         self.dtype = getattr(torch, c.dtype)
-        self.means = [torch.zeros_like(matrix) for matrix in matrices]  # of the gradients
+        self.means = [torch.zeros_like(matrix) for _, matrix in matrices]  # of the gradients
+        self.rows = [torch.zeros(len(matrix), 1) for _, matrix in matrices]  # mean squares
+        self.steps = 0
 
-    def step(self, gradients: list[Tensor], lr: float) -> None:
-        for number, (matrix, gradient) in enumerate(zip(self.matrices, gradients, strict=True)):
-            mean = self.means[number]
-            mean.lerp_(gradient, 1 - self.momentum)
-            ahead = gradient.lerp(mean, self.momentum)  # Nesterov's
-            direction = orthogonalize(ahead, self.dtype)
-            rows, cols = matrix.shape
-            matrix.mul_(1 - lr * 0.05)  # weight decay
-            matrix.sub_(direction * (lr * max(1, rows / cols) ** 0.5))
+    def step(self, gradients: list[Tensor], lr: float, done: float) -> None:
+        """Update all matrices. `done` is the part of the run that is done."""
+        self.steps += 1
+        warm = min(1, done * PUBLIC_ITERS / 350)
+        momentum = 0.85 * (1 - warm) + self.c.muon_momentum * warm
+        for number, ((name, matrix), g) in enumerate(zip(self.matrices, gradients, strict=True)):
+            mean, row = self.means[number], self.rows[number]
+            mean.lerp_(g, 1 - momentum)
+            ahead = g.lerp(mean, momentum)  # Nesterov's
+            rate, decay, beta = lr, 0.08 * (1 - done) ** 2.25, 0.84 + 0.1 * done
+            if "mlp" in name:
+                third = int(name.split(".")[0]) * 3 // self.c.n_layer
+                rate, beta = lr * 0.027 / 0.029, 0.86 + 0.1 * done
+                decay = (0.16, 0.22, 0.28)[third] * (1 - done) ** 2.5
+            row.lerp_(ahead.square().mean(1, keepdim=True), 1 - beta)
+            unbiased = row / (1 - beta**self.steps)
+            direction = orthogonalize(ahead / (unbiased.sqrt() + 1e-8 / BATCH), self.dtype)
+            matrix.mul_(1 - rate * decay)
+            matrix.sub_(direction * rate * math.sqrt(max(matrix.shape) / min(matrix.shape)))
 
 
 def parts_of(name: str, weight: Tensor) -> list[Tensor]:
@@ -182,23 +195,24 @@ def parts_of(name: str, weight: Tensor) -> list[Tensor]:
 
 def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
     """Return AdamW's parameter groups, each with its highest rate as `initial_lr`."""
+    vectors = [p for p in model.parameters() if p.dim() == 1]
     return [
         dict(params=[model.transformer.wte.weight], initial_lr=0.7),
         dict(params=[model.lm_head.weight], initial_lr=c.head_lr),
-        dict(params=[p for p in model.parameters() if p.dim() == 1], initial_lr=0.015),
+        dict(params=vectors, initial_lr=0.035, betas=(0.99, 0.0), weight_decay=0.0),
     ]
 
 
 def get_lr(it: int, highest: float, c: Config) -> float:
     """
     Warm up linearly, stay constant, and decay linearly to min_lr over the last decay_fraction of
-    the run.
+    the run, but not below lr_floor of the highest rate.
     """
     if it < c.warmup_iters:
         return highest * (it + 1) / (c.warmup_iters + 1)
     decay_iters = round(c.decay_fraction * c.max_iters)
     left = min(1, (c.max_iters - it) / decay_iters)
-    return c.min_lr + left * (highest - c.min_lr)
+    return max(c.lr_floor * highest, c.min_lr + left * (highest - c.min_lr))
 
 
 # -----------------------------------------------------------------------------
@@ -239,13 +253,14 @@ class Trainer:
         self.windows = shuffled_windows(self.splits["train"], self.c.block_size, self.c.seed)
         self.model = FastGPT(self.c, vocab=len(weights["lm_head.weight"]))
         self.model.load_state_dict(weights)
+        self.averages: dict[str, Tensor] = {}
         blocks = self.model.transformer.h.named_parameters()
         self.matrices = [(name, p) for name, p in blocks if p.dim() == 2]
-        parts = [part.detach() for name, p in self.matrices for part in parts_of(name, p)]
+        parts = [(name, q.detach()) for name, p in self.matrices for q in parts_of(name, p)]
         self.muon = Muon(parts, self.c)
         self.adamw = torch.optim.AdamW(
             adamw_groups(self.model, self.c),
-            betas=(self.c.beta1, self.c.beta2),
+            betas=(self.c.beta1, 0.0),  # the second one is set before each step
             eps=1e-10 / BATCH,
             weight_decay=self.c.weight_decay,
         )
@@ -266,14 +281,27 @@ class Trainer:
         gradients = [p.grad for p in self.model.parameters()]
         grad_norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
-        lr = get_lr(self.it, c.learning_rate, c)
+        lr, done = get_lr(self.it, c.learning_rate, c), self.it / c.max_iters
         for group in self.adamw.param_groups:
             group["lr"] = get_lr(self.it, group["initial_lr"], c)
+            group["betas"] = (group["betas"][0], 0.965 + 0.034 * done)
         self.adamw.step()
-        self.muon.step([part for name, p in self.matrices for part in parts_of(name, p.grad)], lr)
+        gradients = [part for name, p in self.matrices for part in parts_of(name, p.grad)]
+        self.muon.step(gradients, lr, done)
         self.model.zero_grad()
         self.it += 1
+        self.average()
         return loss, lr, grad_norm
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the weights over the run. After the last step, the average replaces them."""
+        keep = 0.9935 ** (PUBLIC_ITERS / self.c.max_iters)
+        for name, p in self.model.named_parameters():
+            before = self.averages.get(name, p)
+            self.averages[name] = keep * before + (1 - keep) * p
+            if self.it == self.c.max_iters:
+                p.copy_(self.averages[name])
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float:

@@ -203,7 +203,7 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
         (["--decay_lr=False", "--lr_schedule=wsd"], dict(lr_schedule="wsd")),
         (["--lr_schedule=constant", "--decay_lr=True"], dict(lr_schedule="cosine")),
         (["--lr_schedule=wsd", "--decay_lr=True"], dict(lr_schedule="cosine")),
-        (["--optimizer=muon"], dict(learning_rate=0.025)),
+        (["--optimizer=muon"], dict(learning_rate=0.029)),
     ],
 )
 def test_translates_nanogpts_flags(argv, expected):
@@ -366,7 +366,7 @@ def test_min_lr_becomes_a_tenth_of_a_peak_rate_that_is_below_it():
     """Lower min_lr for a small learning_rate or head_lr, unless min_lr was set."""
     assert load_config(["--learning_rate=1e-5"]).min_lr == pytest.approx(1e-6)
     muon = load_config(["--optimizer=muon", "--head_lr=1e-5"])
-    assert muon.min_lr == pytest.approx(1e-6) and muon.learning_rate == 0.025
+    assert muon.min_lr == pytest.approx(1e-6) and muon.learning_rate == 0.029
     assert load_config(["--learning_rate=1e-5", "--min_lr=6e-5"]).min_lr == 6e-5
 
 

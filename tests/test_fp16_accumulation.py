@@ -4,6 +4,7 @@ which matmuls add in float16, that a run follows float32's losses, and when torc
 test_hardware.py checks which GPUs accept the key.
 """
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -98,7 +99,9 @@ def test_a_run_trains_resumes_and_leaves_float16_once_the_two_flags_are_dropped(
     train_short(data, tmp_path / "wide", **keys | dict(dtype="float32"))
     with Float16Accumulators() as counted:
         train_short(data, tmp_path / "whole", **keys | KEYS)
-        train_short(data, tmp_path / "resumed", **keys | KEYS, max_iters=4)
+        # go back to the checkpoint of iteration 4, as a kill would
+        shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+        (tmp_path / "resumed" / "ckpt-00000008.pt").unlink()
         train_short(data, tmp_path / "resumed", **keys | KEYS)
     assert counted.float16 and counted.bfloat16 and SWITCH.allow_fp16_accumulation
     whole, resumed = (column(tmp_path / name, "step", "loss") for name in ("whole", "resumed"))

@@ -36,9 +36,10 @@ def tokens(B: int, T: int, vocab: int = 64, seed: int = 0) -> torch.Tensor:
     return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
+def test_biases_gains_and_weights_start_as_in_the_public_file():
     """
-    Start biases, output projections and head at 0, and gains at 1, as train_gpt_simple.py does.
+    Start biases, output projections and head at 0, gains at 1, and other matrices orthogonal, as
+    train_gpt_simple.py does.
     """
     torch.manual_seed(0)
     config = replace(SMALL, n_embd=128)
@@ -50,6 +51,10 @@ def test_biases_gains_and_weights_start_as_in_modded_nanogpt():
         std = 0 if is_zero else 1 if "wte" in name else math.sqrt(0.33 / 128)
         # this allows three standard errors, 1 / sqrt(2 n) each, for 8,192 numbers or more
         assert p.std().item() == pytest.approx(std, rel=0.025), name
+        if not is_zero and "wte" not in name:
+            for matrix in p.chunk(3 if "c_attn" in name else 1):
+                product = matrix.mT @ matrix * 128 / len(matrix)
+                torch.testing.assert_close(product, 0.33 * torch.eye(128), rtol=0, atol=1e-5)
 
 
 def test_the_fast_model_without_biases_has_as_many_parameters_as_counted_by_hand():

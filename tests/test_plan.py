@@ -116,10 +116,10 @@ FIGURES = {
     ),
     "the hours hold fewer iterations for evaluations and checkpoints": (
         # 2,880 iterations of 10 s would have 13 evaluations of 2 * 10,485,760 / 3 tokens, 133.33 s,
-        # and 58 checkpoints of 3.217 s, 1919.9 s in all: 28800 / 30719.9 of them fit, which have 12
+        # and 58 checkpoints of 4.517 s, 1995.3 s in all: 28800 / 30795.3 of them fit, which have 12
         # evaluations and 54 checkpoints
         ("fast124m_4070", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
-        dict(max_iters=2700, hours=7.5, hours_total=7.9927, total_tokens=2700 * 524_288),
+        dict(max_iters=2693, hours=7.4806, hours_total=7.9927, total_tokens=2693 * 524_288),
     ),
     "max_iters ends before the hours": (
         ("fast124m_4070", "--gpu=4070", "--hours=8", "--max_iters=1000"),
@@ -158,9 +158,10 @@ MEMORY = {
         ),
     ),
     "Muon": (
-        # one momentum of 12 * 12 * 768^2 weights
+        # an average of every weight; of 12 * 12 * 768^2 weights one momentum instead of two, and a
+        # number for each of their 12 * 9 * 768 rows
         ("--optimizer=muon",),
-        dict(optimizer=8 * N - 4 * 84_934_656),
+        dict(optimizer=12 * N - 4 * 84_934_656 + 4 * 12 * 9 * 768),
     ),
     "recompute keeps the stream at each block's entry, and one block's copies": (
         ("--recompute=True",),

@@ -22,9 +22,9 @@ RECIPE = dict(
     head_lr=0.004,
     weight_decay=0.1,
     beta1=0.8,
-    beta2=0.95,
     warmup_iters=2,
     min_lr=0.001,
+    lr_floor=0.2,
     decay_fraction=0.7,
     max_iters=ITERATIONS,
     eval_tokens=20 * 16,
@@ -49,7 +49,7 @@ ONLY_TRAIN_PY = dict(
 # first norm by 2e-3, and the first weights by 0.03 even if only the residual stream or only Muon is
 # in float32.
 TOLERANCES = dict(
-    float32=dict(loss=1e-5, norm=1e-5, moved=(2e-3, 1e-3)),
+    float32=dict(loss=1e-5, norm=1e-5, moved=(2e-3, 5e-3)),
     bfloat16=dict(loss=1e-3, norm=1e-3, moved=(0.015, 0.3)),
 )
 
@@ -106,31 +106,31 @@ def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
             assert (saved[name] - weight).norm() <= tolerance * moved, (it, name)
 
 
-# what modded-nanogpt's train_gpt_simple.py sets (optimizer track, result 36)
+# what the public train_gpt_simple.py sets
 PUBLIC = dict(
     n_layer=12,
     n_head=6,
     n_embd=768,
     block_size=1024,
     iter_tokens=524288,
-    learning_rate=0.025,
-    muon_momentum=0.95,
+    learning_rate=0.029,
+    muon_momentum=0.96,
     head_lr=0.004,
     weight_decay=0.001,
     beta1=0.8,
-    beta2=0.95,
     grad_clip=0.0,
-    max_iters=3250,
+    max_iters=2726,
     warmup_iters=0,
     lr_schedule="wsd",
     decay_fraction=0.7,
     min_lr=0.0,
+    lr_floor=0.2,
     eval_tokens=10485760,
     dropout=0.0,
 ) | dict(model="fast", bias=True, optimizer="muon")
 
 
 @pytest.mark.parametrize("gpu", ["3060", "4070", "4090", "a100", "h200"])
-def test_the_fast_124m_configs_use_the_settings_of_modded_nanogpts_train_gpt_simple(gpu):
+def test_the_fast_124m_configs_use_the_settings_of_the_public_train_gpt_simple(gpu):
     c = load_config([f"{ROOT}/config/fast124m_{gpu}.py"])
     assert {name: getattr(c, name) for name in PUBLIC} == PUBLIC

@@ -208,17 +208,16 @@ def link(path: Path, name: Path) -> None:
 
 class Saver:
     """
-    Writes a run's files: the lock on out_dir, the checkpoints, best.pt, peak.pt and metrics.jsonl.
-    Only rank 0 writes, but every rank must call open() and save(). While the disk is full or away,
-    new records are kept in memory. Only the lock stays open, because a handle on a network share
-    dies with its connection.
+    Writes a run's files: the lock on out_dir, the checkpoints, best.pt and metrics.jsonl. Only rank
+    0 writes, but every rank must call open() and save(). While the disk is full or away, new
+    records are kept in memory. Only the lock stays open, because a handle on a network share dies
+    with its connection.
     """
 
-    def __init__(self, out_dir: Path, keep: int, peak_end: int, facts: dict, ranks):
+    def __init__(self, out_dir: Path, keep: int, facts: dict, ranks):
         self.ranks = ranks
         self.out_dir = out_dir
         self.keep = keep  # how many of the newest checkpoints to keep
-        self.peak_end = peak_end  # the newest one up to this iteration becomes peak.pt too
         self.facts = facts  # what every checkpoint of this launch holds, besides its state
         self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
         self.failed = False  # whether the last attempt to save failed
@@ -226,6 +225,7 @@ class Saver:
         self.locked_at = 0.0  # the lock's time, which each run sets, on whatever device it lies
         self.unwritten = b""  # records, or the end of one, that could not be written yet
         self.has_saved = False  # whether this launch has saved a checkpoint
+        self.size = 0  # bytes of the newest checkpoint
         self.unlinked: Path | None = None  # the best checkpoint, until best.pt is linked to it
 
     def open(self, resumed: dict | None) -> None:
@@ -282,21 +282,17 @@ class Saver:
         """
         Save `state` on this rank, and return what save() returns. Older checkpoints are deleted
         before the write to make room, but at least one stays until the write has succeeded. The
-        first save of a decay links peak.pt to the checkpoint before it, from which a longer run can
-        begin. The first checkpoint of a launch is read back; raises RunError if it is damaged.
+        first checkpoint of a launch is read back; raises RunError if it is damaged.
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
         try:
             self.check_lock()
-            there = list_checkpoints(self.out_dir)
-            peaks = [other for other in there if iteration(other) <= self.peak_end < it]
-            if peaks:
-                link(peaks[-1], self.out_dir / "peak.pt")
             self.prune(max(1, self.keep - 1))
             save(state, path)
-            if not self.has_saved and (problem := damage(path)):
-                path.stat()  # OSError: the disk has just gone away
+            problem = "" if self.has_saved else damage(path)
+            self.size = path.stat().st_size  # OSError: the disk has just gone away
+            if problem:
                 hint = "this disk does not return what was written to it"
                 raise RunError(f"{path}: {problem}; {hint}")
             self.prune(self.keep)
@@ -372,7 +368,7 @@ def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
     for path in newer:
         set_aside(path)  # damaged; prune() would count it among the newest
     # leftover temporary files could take the room that the next checkpoint needs
-    remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "peak.pt", "metrics.jsonl", "loss.png")
+    remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
     if progress is None:
         # left by a run that never saved, or put there by the user
         metrics = out_dir / "metrics.jsonl"

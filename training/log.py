@@ -30,7 +30,7 @@ from configurator import (
 )
 from data.shards import Dataset
 from model import GPTConfig
-from training.checkpoint import Saver, checkpoint_path, damage, read
+from training.checkpoint import Saver, checkpoint_path
 from training.clock import Clock, Speed, clock_time
 from training.hardware import Hardware
 from training.speed import count_flops, describe
@@ -83,7 +83,7 @@ class Log:
         self.data = data
         self.train_tokens = data.train_tokens
         self.flops_per_token = count_flops(model_config) if self.ranks.is_main else None
-        self.write_record = saver.write_record
+        self.saver = saver
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
@@ -140,9 +140,11 @@ class Log:
     def warn_of_space(self, optimizer) -> None:
         """Warn if the disk cannot hold all of the run's checkpoints."""
         files = self.config.checkpoint_files
+        averages = 4 * (self.config.optimizer == "muon")  # bytes: Muon also averages every weight
         size = 0  # bytes of the weights and their moments: one moment with Muon, two with AdamW
         for group in optimizer.param_groups:
-            size += (8 if "momentum" in group else 12) * sum(p.numel() for p in group["params"])
+            each = averages + (8 if "momentum" in group else 12)
+            size += each * sum(p.numel() for p in group["params"])
         out_dir = Path(self.config.out_dir)
         # best.pt is usually a hard link to a checkpoint, so count each inode once
         there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
@@ -257,7 +259,7 @@ class Log:
         if not self.ranks.is_main:
             return
         path, seconds = checkpoint_path(self.config.out_dir, it), self.clock.since_lap()
-        size = path.stat().st_size
+        size = self.saver.size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
         self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
@@ -278,7 +280,7 @@ class Log:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.write_record(record)
+        self.saver.write_record(record)
         self.tracker.log(record)
 
     def draw(self) -> None:
@@ -287,7 +289,7 @@ class Log:
             return
         if self.picture and self.picture.poll() is None:  # still drawing
             return
-        command = ("-m", "reports.picture", Path(self.config.out_dir).resolve())
+        command = ("-m", "reports.picture", self.saver.out_dir)
         try:
             self.picture = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
         except OSError:  # for example, not enough memory to start a process
@@ -501,15 +503,6 @@ def evaluation_line(it: int, losses: dict[str, float], seconds: float, data: Dat
     end = "" if bits is None else f", {bits:.4f} bits per byte"
     text = f"train loss {losses['train']:.4f}, val loss {losses['val']:.4f}, time {seconds:.1f}s"
     return f"step {it}: {text}, perplexity {perplexity(losses['val']):.4g}{end}"
-
-
-def say_extension(c: Config) -> None:
-    """Say from which checkpoint a longer run can begin, if the run has kept one."""
-    peak = Path(c.out_dir, "peak.pt")
-    if peak.exists() and not damage(peak):
-        name = checkpoint_path("", read(peak)["progress"]["iter_num"])
-        longer = f"for a longer run, resume a copy of {peak} that you name {name}"
-        say(f"{longer}: see docs/hours.md#one-more-night")
 
 
 def date() -> str:

@@ -145,6 +145,26 @@ def test_a_signal_before_or_during_the_last_evaluation_leaves_it_to_the_resumed_
     assert column(tmp_path, "eval", *EVAL) == column(unbroken, "eval", *EVAL)
 
 
+@pytest.mark.parametrize("moment", [("iteration", 12), ("evaluation", 4)])
+def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, tmp_path):
+    """Use the averages only when the run is complete, and once, also if a signal delays its end."""
+    keys = tiny | FAST
+    train(**keys, out_dir=tmp_path / "unbroken")
+    again = keys | dict(out_dir=tmp_path / "stopped", init_from="auto")
+    trainer = InProcessRun()
+    trainer.at[moment] = sigterm
+    assert trainer.launch(**again).code == 143
+    assert trainer.launch(**again).code == 0
+    assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", 12)
+    for it, is_averaged in ((8, False), (12, True)):
+        saved = checkpoint(tmp_path / "stopped", it)
+        groups, state = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
+        numbers = {n: i for g in groups for n, i in zip(g["param_names"], g["params"], strict=True)}
+        averages = {name: state[number]["average"] for name, number in numbers.items()}
+        assert averages.keys() == saved["model"].keys()
+        assert is_averaged == all(same(averages[name], p) for name, p in saved["model"].items())
+
+
 def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, tmp_path):
     train(**tiny, out_dir=tmp_path)
     before = contents(tmp_path)

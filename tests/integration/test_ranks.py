@@ -120,6 +120,10 @@ HOLDS = """
     content = b"".join(x.detach().numpy().tobytes() for x in held)
     print("holds", hashlib.sha256(content).hexdigest(), file=sys.stderr)
 """
+STOPS = """
+    if n == 6 and RANK == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
 CHANGES = {
     # with one window per batch, the second rank has none of an evaluation's 15 windows in the last
     # batch
@@ -138,14 +142,15 @@ def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path):
     changes, numbers = CHANGES[change]
     keys = tiny | changes
     train(**keys | dict(out_dir=tmp_path / "alone"))
-    for n, last in zip(numbers, (6, 12), strict=True):
-        arguments = flags(**keys | dict(max_iters=last, init_from="auto"))
-        results = finish_ranks(start_ranks(n, *arguments, script=watched(HOLDS), cwd=tmp_path))
-        assert [result.code for result in results] == [0] * n, results
+    for n, code in zip(numbers, (143, 0), strict=True):
+        arguments = flags(**keys | dict(init_from="auto"))
+        script = watched(HOLDS + STOPS if code else HOLDS)
+        results = finish_ranks(start_ranks(n, *arguments, script=script, cwd=tmp_path))
+        assert [result.code for result in results] == [code] * n, results
         held = [re.findall("^holds .*$", result.err, re.MULTILINE) for result in results]
         assert len(held[0]) >= 6
         assert all(one == held[0] for one in held)
-        if last == 12:
+        if not code:
             warnings = [line for result in results for line in result.err.splitlines()]
             assert len([line for line in warnings if "ckpt-00000099.pt" in line]) == 1
         (tmp_path / "run" / "ckpt-00000099.pt").write_bytes(b"damaged")

@@ -73,6 +73,18 @@ def test_a_run_moved_together_with_its_dataset_resumes(eight, corpus, tmp_path):
     assert column(tmp_path / "moved", "step", "iter") == [*range(10)]
 
 
+def test_a_finished_run_goes_on_if_it_is_given_more_iterations_and_warns_of_the_rate(
+    corpus, tmp_path
+):
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=tmp_path, init_from="auto", warmup_iters=0)
+    keys |= dict(lr_schedule="wsd", decay_fraction=0.5, learning_rate=0.01, min_lr=0.0)
+    train(**keys | dict(max_iters=4))
+    assert "all 4 iterations are done" in train(**keys | dict(max_iters=4)).out
+    longer = train(**keys | dict(max_iters=8))
+    assert "this resume raises it from 0.00e+00 to 1.00e-02" in longer.err
+    assert column(tmp_path, "step", "iter") == [*range(8)]
+
+
 def test_a_copy_of_best_pt_named_as_a_checkpoint_resumes(eight, corpus, tmp_path):
     """Resume a run of which only best.pt is left, after copying it to a checkpoint's name."""
     (tmp_path / "run").mkdir()
