@@ -28,7 +28,6 @@ import json
 import pickle
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -49,7 +48,6 @@ from common.console import (
     UserError,
     command_line,
     did_you_mean,
-    parse_count,
     percent,
     print_err,
     raise_if_any,
@@ -276,48 +274,35 @@ def gib(number: float | None) -> str:
 # Several configurations in turn
 
 Row = tuple[str, Config]  # name, configuration
-# the rows so far, each with the results of measure(): none if it ran out of memory
-Measured = list[tuple[Row, list[dict]]]
 
 
 def measure_in_turn(
-    rows: list[Row], options: Namespace, tabulate: Callable[[Measured], dict]
+    rows: list[Row], options: Namespace, tabulate: Callable[[list[dict]], dict]
 ) -> dict:
     """
-    Measure all rows in turn, so that a machine that is busy or throttled for a while slows down all
-    rows alike.
-
-    Returns what `tabulate` returns. `tabulate` prints the table, also after Ctrl-C, SIGTERM or an
-    error.
+    Measure the rows, and return what `tabulate` returns. `tabulate` prints the table, also after
+    Ctrl-C, SIGTERM or an error. A row that ran out of memory has no speed.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    turns = rows * options.trials
-    say(f"{len(turns)} measurements; Ctrl-C stops, and prints the table of the rows so far")
-    found: dict[str, list[dict]] = {}
-    measured: Measured = []
+    say(f"{len(rows)} measurements; Ctrl-C stops, and prints the table of the rows so far")
+    measured: list[dict] = []
     # Peaks by dtype and tf32. Each is measured once and reused, so that rows' MFUs are comparable.
     peaks: dict[tuple[str, bool], float] = {}
     try:
-        for number, (name, config) in enumerate(turns, 1):
-            if found.get(name) == []:  # out of memory in an earlier round
-                continue
-            say(f"row {number} of {len(turns)}: {name}")
+        for number, (name, config) in enumerate(rows, 1):
+            say(f"row {number} of {len(rows)}: {name}")
             kind = (config.dtype, config.tf32)
             config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
+            row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
             try:
-                r = measure(config, options.seconds)
-                found.setdefault(name, []).append(r)
-                peaks[kind] = r["machine"]["peak_tflops"]
-                say(f"{name}: {r['step_ms']:,.1f} ms")
+                row |= measure(config, options.seconds)
+                peaks[kind] = row["machine"]["peak_tflops"]
+                say(f"{name}: {row['step_ms']:,.1f} ms")
             except OutOfMemory:
-                found[name] = []
                 say(f"{name}: out of memory")
-            measured = [(row, found[row[0]]) for row in rows if row[0] in found]
-            if options.json:  # keep partial results in case bench.py is killed
-                fitting = [row_of(row, runs) for row, runs in measured if runs]
-                write_json(options, dict(rows=fitting))
+            measured.append(row)
     finally:
-        result = tabulate(measured) if any(runs for _, runs in measured) else {}
+        result = tabulate(measured) if any(row["tokens_per_sec"] for row in measured) else {}
     if not result:
         raise OutOfMemory(hardware.out_of_memory_line(rows[0][1]))
     return result
@@ -331,66 +316,21 @@ def mfu_text(r: dict) -> str:
     return f"{percent(r['mfu'])} of {machine['peak_tflops']:.3g} TFLOP/s ({source})"
 
 
-def pace(r: dict) -> float:
-    """
-    Return the speed by which rows are compared, in tokens/s. On a CPU, this counts CPU time instead
-    of wall-clock time, which other programs may stretch several times.
-    """
-    if r["machine"]["device_type"] == "cpu":
-        return 1000 * r["tokens_per_iter"] / r["cpu_ms"]
-    return r["tokens_per_sec"]
-
-
-def compare(runs: list[dict], base: list[dict]) -> tuple[float, list[float]]:
-    """
-    Return the median speedup over `base`, and the [lowest, highest] ratio of any turn to any turn
-    of `base`. If only noise differs, the range of three turns still misses 1.0 in 10% of cases.
-    """
-    # strict=False, because Ctrl-C may come between the last turns of the two
-    ratios = [pace(ours) / pace(theirs) for ours, theirs in zip(runs, base, strict=False)]
-    of_any = [pace(ours) / pace(theirs) for ours in runs for theirs in base]
-    return statistics.median(ratios), [min(of_any), max(of_any)]
-
-
-def row_of(row: Row, runs: list[dict]) -> dict:
-    """
-    Return the row for --json: the figures of the turn with the median pace (the faster of two), and
-    the paces of all turns.
-    """
-    name, config = row
-    if not runs:
-        return dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
-    middle = sorted(runs, key=pace)[len(runs) // 2]
-    return dict(name=name, **middle, paces=[pace(r) for r in runs])
-
-
 def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]) -> None:
     """Print the table of a sweep or a ladder. `more` holds each row's cells for `columns`."""
     last = [row for row in rows if row["tokens_per_sec"]][-1]
-    is_cpu = last["machine"]["device_type"] == "cpu"
-    rate = "tokens/CPU s" if is_cpu else "tokens/s"
-    header = ["", "batch", "iteration", rate, *columns, "MFU", "memory", "compile"]
+    header = ["", "batch", "iteration", "tokens/s", *columns, "MFU", "memory", "compile"]
     table = [header]
     for row, cells in zip(rows, more, strict=True):
         batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         if row["tokens_per_sec"] is None:
             table.append([row["name"], batch, "out of memory", *[""] * (len(header) - 3)])
             continue
-        speed = [f"{row['step_ms']:,.1f} ms", f"{pace(row):,.0f}"]
+        speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
         load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
         table.append([row["name"], batch, *speed, *cells, *load])
     say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
     say(*table_lines(table))
-    rounds = max(len(row.get("paces", [])) for row in rows)
-    if rounds > 1:
-        say(f"medians of {rounds} rounds; a speedup whose range includes 1.00 may be noise")
-    if is_cpu:
-        say("speedups compare CPU time, because other programs change the wall-clock time")
-
-
-def times(ratio: float, span: list[float]) -> str:
-    low, high = span
-    return f"{ratio:.2f}x" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
 # -----------------------------------------------------------------------------
@@ -413,17 +353,13 @@ def sweep(config: Config, options: Namespace) -> dict:
     return result
 
 
-def tabulate_sweep(config: Config, measured: Measured) -> dict:
-    _, best = max(
-        (pair for pair in measured if pair[1]),
-        key=lambda pair: statistics.median(map(pace, pair[1])),
-    )
-    table = [row_of(row, runs) for row, runs in measured]
-    more = [[times(*compare(runs, best))] if runs else [] for _, runs in measured]
-    show(f"sweep of {config.model}", table, ["of the fastest"], more)
-    fastest = table[[runs for _, runs in measured].index(best)]["batch_size"]
+def tabulate_sweep(config: Config, rows: list[dict]) -> dict:
+    rates = [row["tokens_per_sec"] or 0 for row in rows]
+    more = [[f"{rate / max(rates):.2f}x"] if rate else [] for rate in rates]
+    show(f"sweep of {config.model}", rows, ["of the fastest"], more)
+    fastest = rows[rates.index(max(rates))]["batch_size"]
     say(f"the fastest: --batch_size={fastest}")
-    return dict(rows=table, fastest=fastest)
+    return dict(rows=rows, fastest=fastest)
 
 
 # Written even if they have their default values, because other keys change these defaults
@@ -439,10 +375,10 @@ def write_config(path: Path, config: Config, swept: dict) -> None:
     if config.tokens_per_iter:
         values["tokens_per_iter"] = config.iter_tokens
         del values["gradient_accumulation_steps"]  # follows from tokens_per_iter
-    machine = fastest["machine"]
+    machine, rate = fastest["machine"], fastest["tokens_per_sec"]
     lines = [
         f"# The fastest micro-batch, measured on {machine['date']} with",
-        f"# {machine_text(machine)}: {pace(fastest):,.0f} tokens/s, {gib(fastest['mem_gib'])}.",
+        f"# {machine_text(machine)}: {rate:,.0f} tokens/s, {gib(fastest['mem_gib'])}.",
         "# All other keys except out_dir come from the measured configuration.",
     ]
     for name, value in values.items():
@@ -478,22 +414,16 @@ def ladder(config: Config, options: Namespace) -> dict:
     return measure_in_turn(ladder_rows(config), options, partial(tabulate_ladder, config))
 
 
-def tabulate_ladder(config: Config, measured: Measured) -> dict:
-    table: list[dict] = []
+def tabulate_ladder(config: Config, rows: list[dict]) -> dict:
     more: list[list[str]] = []
-    before: list[list[dict]] = []  # rows so far that fit into memory
-    for row, runs in measured:
-        figures = row_of(row, runs)
-        if runs:
-            before.append(runs)
-            gain, gain_range = compare(runs, before[max(0, len(before) - 2)])
-            total, total_range = compare(runs, before[0])
-            figures |= dict(gain=gain, gain_range=gain_range)
-            figures |= dict(total_gain=total, total_gain_range=total_range)
-        more.append([times(gain, gain_range), f"{total:.2f}x"] if runs else [])
-        table.append(figures)
-    show(f"ladder of {config.model}", table, ["gain", "total"], more)
-    return dict(rows=table)
+    rates: list[float] = []  # of the rows so far that fit into memory
+    for row in rows:
+        if rate := row["tokens_per_sec"]:
+            rates.append(rate)
+            row |= dict(gain=rate / rates[max(0, len(rates) - 2)], total_gain=rate / rates[0])
+        more.append([f"{row[key]:.2f}x" for key in ("gain", "total_gain") if rate])
+    show(f"ladder of {config.model}", rows, ["gain", "total"], more)
+    return dict(rows=rows)
 
 
 def ladder_rows(config: Config) -> list[Row]:
@@ -555,9 +485,6 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     elif mode != "check":
         help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
-    if mode in ("sweep", "ladder"):
-        help_text = "rounds over all rows (default: 1); several show how much a row varies"
-        add("--trials", type=parse_count, default=1, help=help_text)
     if mode == "sweep":
         help_text = "write the fastest micro-batch as a config file"
         add("--write", type=Path, metavar="CONFIG.py", help=help_text)

@@ -183,7 +183,7 @@ BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
 MAY_BE_BLANK = ("start",)
-# Keys that only work with another key at this value; otherwise they must keep their defaults
+# Keys that only work with another key at this value; otherwise only their defaults may be typed
 ONLY_WITH = dict(
     head_lr=("optimizer", "muon"),
     muon_momentum=("optimizer", "muon"),
@@ -498,7 +498,8 @@ def check_model(c: Config) -> list[str]:
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is not auto, off or a number like 1024")
     for name, (key, value) in ONLY_WITH.items():
-        if getattr(c, key) != value and getattr(c, name) != FIELDS[name].default:
+        is_set = name in c.typed and getattr(c, name) != FIELDS[name].default
+        if is_set and getattr(c, key) != value:
             problems.append(f"{name}: only {key}={value} reads it; leave it out")
     if c.model == "fast":
         if not rest and head_size % 4:

@@ -211,7 +211,6 @@ REMOVED = dict(
     profile="docs/plan.md shows how to profile an iteration",
     tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
     data_workers="give --workers to data/prepare_fineweb.py",
-    records="download the shards of fineweb_records, as README.md shows",
     until="give --hours=N",
     max_minutes="put `timeout -s INT 60m` before the command, or press Ctrl-C",
     link_gbits="plan assumes 100 Gbit/s between machines",

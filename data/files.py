@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,14 +14,9 @@ from typing import Any
 from common.console import UserError, raise_if_any, warn
 
 TEXT_FILES = (".txt", ".md", ".py")
-# Logs of Delta Lake, Hudi and Iceberg tables, which say which rows of the parquet files are deleted
-TABLE_LOGS = ("_delta_log", ".hoodie", "metadata/*.metadata.json")
-# Words in file and folder names that say which split a file belongs to, as on the hub
-SPLITS = re.compile(
-    r"(?:^|[-._/0-9])(train|test|val|dev|eval)(?:ing|id|idation|uation)?(?=[-._/0-9]|$)"
-)
-JSON_FILES = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in ("", ".gz", ".zst"))
-ROW_FILES = (".parquet", *JSON_FILES)
+# .json is not among them, because most hold one object or one list
+PACKED = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in (".gz", ".zst"))
+ROW_FILES = (".parquet", ".jsonl", ".ndjson", *PACKED)
 
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
@@ -45,9 +39,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
 def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     """
     List the files of one path, folder or pattern, sorted by name. Warns about files that are left
-    out: files with other endings, hidden ones, and the test and validation files beside
-    training files. Raises UserError if there is nothing to read, and for dead links, git-lfs
-    pointers and tables with a log.
+    out: files with other endings and hidden ones. Raises UserError if there is nothing to read, and
+    for dead links and git-lfs pointers.
     """
     paths = [name] if os.path.lexists(name) else glob.glob(name, recursive=True)
     # the file or folder that the user spelled out
@@ -61,28 +54,21 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
     if dead := [f for f in dead if not f.suffix or f.name.lower().endswith(wanted)]:
         link = f"{dead[0]}: links to {os.readlink(dead[0])}, which does not exist"
         raise UserError(f"{link} (dead links: {len(dead):,}); get that file, or delete the link")
-    readable = [f for f in shown if is_read(f, endings)]
-    tests = evaluation_files(readable, root)
+    readable = [f for f in shown if f.name.lower().endswith(endings) and f.is_file()]
     if not readable:
         problem = f"{name}: no such file, or only names that begin with a dot or _"
         if shown:
             problem = f"{shown[0]}: cannot be read as text or rows"
-        kinds = f"{', '.join(endings)} (.json with an object on each line)"
-        raise UserError(f"{problem}; give {kinds}")
-    files = [f for f in readable if f not in tests]
-    for file in files:
+        raise UserError(f"{problem}; give {', '.join(endings)}")
+    for file in readable:
         refuse_lfs_pointer(file)
-    refuse_tables([f for f in files if is_parquet(str(f))])
     if others := sorted({*shown} - {*readable}):
         kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
         what = f"{len(others):,} files of other types ({kinds}), such as {others[0]}"
         warn(f"skipping {what}; only {', '.join(endings)} are read here")
     if hidden:
         warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
-    if tests:
-        held = f"{len(tests):,} test or validation files are left out, such as {min(tests)}"
-        warn(f"{held}; to read them too, give their names")
-    return files
+    return readable
 
 
 def is_hidden(file: Path, root: Path) -> bool:
@@ -94,21 +80,6 @@ def is_hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(marks) for part in file.relative_to(root).parts)
 
 
-def evaluation_files(files: list[Path], root: Path) -> set[Path]:
-    """
-    Return the files named test or validation, if others are named train. A .txt counts only beside
-    a training text whose name begins the same, because an article may be about driving tests.
-    """
-    named = {}
-    for file in files:
-        name = file.relative_to(root).as_posix().lower()
-        if (words := [*SPLITS.finditer(name)]) and not name.endswith((".md", ".py")):
-            begins = name[: words[-1].start(1)] if name.endswith(".txt") else ""
-            named[file] = begins, words[-1][1]
-    trained = {begins for begins, split in named.values() if split == "train"}
-    return {f for f, (begins, split) in named.items() if split != "train" and begins in trained}
-
-
 def refuse_lfs_pointer(path: Path) -> None:
     """
     Raise UserError for a placeholder that `git lfs pull` replaces: it would be read as text or
@@ -117,16 +88,6 @@ def refuse_lfs_pointer(path: Path) -> None:
     with open(path, "rb") as file:
         if file.read(1024).startswith(b"version https://git-lfs") and not file.read(1):
             raise UserError(f"{path}: is a git-lfs pointer; type git lfs pull in its folder")
-
-
-def refuse_tables(files: list[Path]) -> None:
-    """Raise UserError if parquet files belong to a table whose log says which rows are deleted."""
-    paths = {path for file in files for path in (file.absolute(), file.resolve())}
-    for folder in {folder for path in paths for folder in path.parents}:
-        for log in TABLE_LOGS:
-            if glob.glob(os.path.join(glob.escape(str(folder)), log)):
-                held = f"{folder}: is a table with a log ({log}), so it also holds deleted rows"
-                raise UserError(f"{held}; write the rows that are left to new parquet files first")
 
 
 def files_in(path: Path) -> Iterator[Path]:
@@ -156,25 +117,6 @@ def file_id(name: str) -> tuple:
     """Return an id that is the same for every name of a file or folder."""
     stat = os.stat(name)
     return stat.st_dev, stat.st_ino or os.path.realpath(name)  # st_ino is 0 on some network disks
-
-
-def is_read(file: Path, endings: tuple[str, ...]) -> bool:
-    """
-    Return True if a file is one to read. A .json file is read if its first two lines are objects,
-    as in jsonl; if its name is that of a numbered part, one line is enough. Most other .json files
-    hold one object or one list.
-    """
-    name = file.name.lower()
-    if not (name.endswith(endings) and file.is_file()):
-        return False
-    if not name.endswith(".json"):
-        return True
-    try:
-        first = [parse_line(line) for _, line in islice(read_lines(str(file)), 2)]
-    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile):
-        return False
-    is_part = re.match(r"part-|\d+\.", name)
-    return bool(len(first) == 2 or is_part) and all(isinstance(row, dict) for row in first)
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:

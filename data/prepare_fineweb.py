@@ -7,9 +7,8 @@ hub, into token shards.
     python data/prepare_fineweb.py --source='/disk/*.parquet' --out=data/mine       all of it
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
-writes the same files. A larger --tokens adds to a finished folder; unfinished runs on that folder
-can then no longer resume. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB
-of disk.
+writes the same files. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB of
+disk.
 """
 
 import argparse
@@ -30,13 +29,9 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import (
     Parser,
-    UserError,
     count,
-    did_you_mean,
     parse_count,
-    removed,
     run_main,
-    say,
     warn,
 )
 from data.files import ROW_FILES, hub_files, local_files
@@ -60,7 +55,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
     local = "local .parquet or .jsonl (also .gz, .zst): file, folder or quoted pattern"
     add("--source", type=os.path.expanduser, help=local)  # shells do not expand the ~ in --source=~
-    add("--order", help=f"order of the documents: {' or '.join(ORDERS)} (default: shuffled)")
+    order = "order of the documents (default: %(default)s)"
+    add("--order", choices=ORDERS, default=ORDERS[0], help=order)
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     tokens = "training tokens (default: 1B of a dataset on the hub, all of --source)"
     add("--tokens", type=parse_count, help=tokens)
@@ -91,23 +87,12 @@ def default_folder(arguments: argparse.Namespace) -> Path:
     return Path("data", name)
 
 
-def order_of(asked: str | None, out: Path, started: dict) -> str:
-    """Return the order asked for, or else the one that the folder was begun in."""
-    order = asked or started.get("order", "shuffled")
-    if order not in ORDERS:
-        hint = removed(order) or did_you_mean(order, ORDERS)
-        raise UserError(f"--order={order}: give {' or '.join(ORDERS)}{hint}")
-    if order != (asked or "shuffled"):
-        say(f"{out}: continuing in the order {order}, in which it was begun")
-    return order
-
-
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     out = arguments.out or default_folder(arguments)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     started = read_manifest(out) if (out / "manifest.json").exists() else {}
-    order = order_of(arguments.order, out, started)
+    order = arguments.order
     val_tokens = arguments.val_tokens
     revision = None
     if arguments.source:

@@ -4,8 +4,7 @@ Turn documents into token shards and a manifest.json, for prepare_fineweb.py and
 Documents keep the source's order, each preceded by an end-of-text token. Shards end at a document
 boundary. After each shard, manifest.json records where in the source the next one begins. Running
 the same command again continues after the last finished shard, and the files are byte-identical
-however often it was interrupted and however many threads it used. A larger --tokens adds to a
-finished folder.
+however often it was interrupted and however many threads it used.
 
 text.py reads the files; order.py chooses their order.
 """
@@ -36,6 +35,7 @@ from data.tokenizer import Tokenizer
 
 BATCH = 64  # documents that a thread tokenizes at once
 READ_AHEAD = 2  # batches in flight per thread
+CHECKED = 16  # batches to decode again, to find a tokenizer that loses text
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
 SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.7B tokens, the GPT-2 recipe 10B
@@ -172,12 +172,10 @@ def begin_or_continue(plan: Plan) -> dict:
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
-    has_room = plan.train_tokens is None or tokens_of(manifest)["train"] < plan.train_tokens
-    if manifest["complete"] and not (manifest.get("next") and has_room):
+    if manifest["complete"]:
+        if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
+            raise UserError(f"{folder}: is finished; for more tokens, give another --out")
         say(f"{folder}: complete, nothing to do")
-    elif manifest["complete"]:
-        say(f"{folder}: adding tokens; runs that started on the smaller dataset cannot be resumed")
-        manifest["complete"] = False
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
     manifest["files"] = plan.made_from["files"]
@@ -243,7 +241,9 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     of = f" of {files:,} files" if files > 1 else ""
     say(f"{folder}: {documents:,} documents{of}, {held} in {len(shards)} shards")
     on_disk = f"{2 * total / 1e6:,.1f} MB on disk"
-    say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {on_disk}")
+    in_files = sum(stamps[0] for stamps in manifest["files"].values())
+    part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
+    say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
     if broken := manifest.get("rows_with_fffd"):
         say(f"text: {broken:,} rows hold U+FFFD, which stands for bytes that are not UTF-8")
     arguments: list[object] = [config]
@@ -362,8 +362,9 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending: deque[Future] = deque()
     try:
-        while batch := list(islice(documents, BATCH)):
-            pending.append(pool.submit(encode_batch, batch, tokenizer))
+        for number, batch in enumerate(iter(lambda: list(islice(documents, BATCH)), [])):
+            checked = number < CHECKED and tokenizer.kind == "bpe"
+            pending.append(pool.submit(encode_batch, batch, tokenizer, checked))
             if len(pending) > READ_AHEAD * workers:
                 yield from pending.popleft().result()
         for future in pending:
@@ -376,18 +377,21 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
+def encode_batch(batch: list[Document], tokenizer: Tokenizer, checked: bool) -> list[tuple]:
     return [
-        (after, encode_text(text, tokenizer), encode_text(held_out, tokenizer))
+        (after, encode_text(text, tokenizer, checked), encode_text(held_out, tokenizer, checked))
         for after, text, held_out in batch
     ]
 
 
-def encode_text(text: str | None, tokenizer: Tokenizer) -> Encoded:
+def encode_text(text: str | None, tokenizer: Tokenizer, checked: bool) -> Encoded:
     if not text:
         return Encoded(b"", b"")
     content = text.encode(errors="replace")
     ids = tokenizer.encode(text)
+    if checked and tokenizer.decode(ids) != content.decode():  # bits per byte counts all text
+        problem = f"--tokenizer: this text does not come back as it was: {text[:40]!r}"
+        raise RunError(f"{problem}; delete the folder, and choose another tokenizer")
     if not len(ids):
         return Encoded(b"", content)
     tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")

@@ -117,10 +117,6 @@ def shows(page: str, values: list[float]) -> bool:
     return any(holds(line, values) for line in lines_of(page))
 
 
-def result(name: str) -> dict:
-    return json.loads(read(f"results/{name}.json"))
-
-
 @functools.cache
 def plan(config: str, *flags: str) -> dict:
     """

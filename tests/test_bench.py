@@ -11,15 +11,11 @@ import signal
 import statistics
 import subprocess
 import tempfile
-from argparse import Namespace
 from pathlib import Path
 
 import fork_server
 import pytest
 from program import FAST, ROOT, column, flags, records, run, write_tokens
-
-from bench import ladder
-from configurator import Config
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
@@ -130,14 +126,14 @@ def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cp
 
 def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
     """
-    Try batch sizes 1, 2, 4 and 8 at 8 sequences per iteration, compare them by CPU time, and leave
-    most default values out of the config.
+    Try batch sizes 1, 2, 4 and 8 at 8 sequences per iteration, and leave most default values out
+    of the config.
     """
     keys = dict(TINY, batch_size=2, gradient_accumulation_steps=4, out_dir="out/measured")
     found, _ = bench("sweep", "--write=new/mine.py", **keys, compile=False)
     sizes = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in found["rows"]]
     assert sizes == [(1, 8), (2, 4), (4, 2), (8, 1)]
-    fastest = min(found["rows"], key=lambda row: row["cpu_ms"])
+    fastest = max(found["rows"], key=lambda row: row["tokens_per_sec"])
     assert found["fastest"] == fastest["batch_size"]
     lines = Path("new/mine.py").read_text().splitlines()
     heading = [line for line in lines if line.startswith("#")]
@@ -161,13 +157,12 @@ def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
     ids=["torch", "linux"],
 )
 def test_sweep_shows_a_row_for_a_batch_size_that_runs_out_of_memory(end, children, monkeypatch):
-    """Print the row without a speed, call another size the fastest, and try this one only once."""
+    """Print the row without a speed, and call another size the fastest."""
     subprocess.Popen.code = failing(end, batch_size=2)
     keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
-    found, out = bench("sweep", "--trials=2", **keys)
+    found, out = bench("sweep", **keys)
     assert [row["tokens_per_sec"] is None for row in found["rows"]] == [False, True]
     assert found["fastest"] == 1 and "out of memory" in out
-    assert len(children) == 3  # the row is not tried again
 
 
 @pytest.mark.slow
@@ -181,7 +176,7 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
     dtypes = [row["machine"]["dtype"] for row in rows]
     assert dtypes == ["float32", *["bfloat16"] * (len(rows) - 1)]
     for row in rows:
-        assert row["total_gain"] == pytest.approx(rows[0]["cpu_ms"] / row["cpu_ms"])
+        assert row["total_gain"] == pytest.approx(rows[0]["step_ms"] / row["step_ms"])
     gains = math.prod(row["gain"] for row in rows)
     assert gains == pytest.approx(rows[-1]["total_gain"])
     # 61 -> 128 rows of 32 in the embedding and in the head, which has a bias only in FAST; tying
@@ -191,13 +186,10 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
     assert parameters[4] - parameters[-1] == (0 if recipe else 128 * 32)
     for row in rows:
         assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
-    assert "range" not in out and " to " not in out  # one round has no spread
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_ladder_prints_and_writes_the_rows_that_are_already_measured(
-    number, children, monkeypatch
-):
+def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(number, children, monkeypatch):
     """Stop in the third measurement, and exit with 128 plus the signal's number."""
     popen = subprocess.Popen
 
@@ -208,32 +200,10 @@ def test_a_stopped_ladder_prints_and_writes_the_rows_that_are_already_measured(
 
     monkeypatch.setattr(subprocess, "Popen", stop)
     keys = TINY | dict(dtype="bfloat16")
-    result = run("bench.py", "ladder", *flags(**keys), "--seconds=0", "--json=new/result.json")
+    result = run("bench.py", "ladder", *flags(**keys), "--seconds=0")
     assert result.code == 128 + number and len(children) == 2
-    rows = json.loads(Path("new/result.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["float32", "mixed precision"]
-    for row in rows:
-        line = rf"^{row['name']} .* {row['step_ms']:,.1f} ms .*GiB"
-        assert re.search(line, result.out, re.MULTILINE)
-
-
-def test_several_rounds_show_the_median_speedup_and_its_range(monkeypatch, capsys):
-    """Compare rounds of 100, 110 and 100 tokens/s with three of 50: 2.00 times, 2.00 to 2.20."""
-    speeds = iter([50.0, 100.0, 50.0, 110.0, 50.0, 100.0])
-    machine = dict(device_type="cuda", device="a GPU", dtype="bfloat16", torch="2", peak_tflops=1.0)
-
-    def measure(config, seconds) -> dict:
-        figures = dict(tokens_per_iter=8, step_ms=1.0, mfu=0.5, mem_gib=1.0, compile_seconds=0.0)
-        figures |= dict(batch_size=config.batch_size, gradient_accumulation_steps=1)
-        return figures | dict(tokens_per_sec=next(speeds), machine=machine)
-
-    monkeypatch.setattr("bench.measure", measure)
-    monkeypatch.setattr("bench.ladder_rows", lambda c: [("slow", c), ("fast", c)])
-    found = ladder(Config(), Namespace(trials=3, seconds=0, json=None))
-    row = found["rows"][1]
-    assert (row["gain"], row["gain_range"]) == (2, pytest.approx([2, 2.2]))
-    out = capsys.readouterr().out
-    assert re.search(r"^fast .* 2\.00x \(2\.00 to 2\.20\) ", out, re.MULTILINE)
+    for name in ("float32", "mixed precision"):
+        assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
 
 
 # -----------------------------------------------------------------------------

@@ -231,9 +231,12 @@ def test_the_fast_model_has_an_untied_head_and_refuses_a_tied_one():
 
 
 @pytest.mark.parametrize("name", ONLY_WITH)
-def test_refuses_a_key_that_the_chosen_model_optimizer_or_schedule_does_not_read(name):
+def test_refuses_a_typed_key_that_the_chosen_model_optimizer_or_schedule_does_not_read(
+    name, tmp_path
+):
     """
-    Refuse such a key whether it comes before or after the choice, unless it has its default value.
+    Refuse such a key whether it comes before or after the choice, unless a file sets it or it has
+    its default value.
     """
     choice, reader = ONLY_WITH[name]
     other = another_value(FIELDS[choice], reader)
@@ -241,6 +244,8 @@ def test_refuses_a_key_that_the_chosen_model_optimizer_or_schedule_does_not_read
     value = another_value(FIELDS[name], default)
     assert load_config([f"--{choice}={reader}", f"--{name}={value}"])
     assert load_config([f"--{choice}={other}", f"--{name}={default}"])
+    (tmp_path / "a.py").write_text(f"{choice} = {reader!r}\n{name} = {value!r}\n")
+    assert load_config([str(tmp_path / "a.py"), f"--{choice}={other}"])
     problem = f"{name}: only {choice}={reader} reads it; leave it out"
     assert problems_of(f"--{choice}={other}", f"--{name}={value}") == [problem]
     assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]

@@ -247,26 +247,6 @@ def test_validation_does_not_depend_on_the_seed_or_number_of_training_tokens(
         assert sorted(val + train) == sorted(source)
 
 
-def test_more_tokens_are_added_in_the_order_in_which_a_folder_was_begun(tmp_path, monkeypatch):
-    """Refuse another --order or --seed for a folder that exists."""
-    monkeypatch.chdir(tmp_path)
-    write_sources(tmp_path)
-    flags = ["--source=many.parquet", "--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
-    prepare(*flags, "--order=prefix", "--tokens=8k", "--out=out")
-    before = contents(Path("out"))
-    result = run(FINEWEB, *flags, "--order=shuffled", "--tokens=14k", "--out=out")
-    assert result.code == 2 and result.err.count("\n") == 1 and "order" in result.err
-    assert contents(Path("out")) == before
-    said = prepare(*flags, "--tokens=14k", "--out=out").out
-    assert "continuing in the order prefix" in said
-    prepare(*flags, "--order=prefix", "--tokens=14k", "--out=straight")
-    for split in ("train", "val"):
-        assert stored(Path("out"), split) == stored(Path("straight"), split)
-    prepare(*flags, "--tokens=8k", "--out=other")
-    result = run(FINEWEB, *flags, "--seed=1", "--tokens=14k", "--out=other")
-    assert result.code == 2 and "(seed)" in result.err
-
-
 @pytest.mark.parametrize("order", [pytest.param("shuffled", marks=pytest.mark.slow), "prefix"])
 def test_a_row_group_without_text_is_left_out_with_a_warning(order, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -414,24 +394,19 @@ def test_a_full_disk_is_reported_and_the_same_command_continues_later(tmp_path, 
 OF_ROWS = "--source=rows.parquet --order=prefix --tokenizer=byte --val_tokens=2k --shard_tokens=3k"
 
 
-def test_a_larger_number_of_tokens_continues_a_finished_folder(tmp_path, monkeypatch):
+def test_a_finished_folder_takes_no_more_tokens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_sources(tmp_path)
-    flags = OF_ROWS.split()
-    prepare(*flags, "--tokens=8k", "--out=out")
-    first = digests(Path("out"))
+    flags = [*OF_ROWS.split(), "--out=out"]
+    prepare(*flags, "--tokens=8k")
+    first = contents(Path("out"))
     for fewer in ("8k", "1k"):
-        assert "complete, nothing to do" in prepare(*flags, f"--tokens={fewer}", "--out=out").out
-    assert digests(Path("out")) == first
-    prepare(*flags, "--tokens=14k", "--out=out")
-    prepare(*flags, "--tokens=14k", "--out=straight")
-    assert first.items() < digests(Path("out")).items()
-    for split in ("train", "val"):
-        assert stored(Path("out"), split) == stored(Path("straight"), split)
-    # prepare all that there is; then nothing is left to add
-    prepare(*flags, "--tokens=10M", "--out=out")
-    assert stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train") == TEXTS[:250]
-    assert "complete, nothing to do" in prepare(*flags, "--tokens=20M", "--out=out").out
+        assert "complete, nothing to do" in prepare(*flags, f"--tokens={fewer}").out
+    result = run(FINEWEB, *flags, "--tokens=14k")
+    assert (
+        result.code == 2 and "out: is finished; for more tokens, give another --out" in result.err
+    )
+    assert contents(Path("out")) == first
 
 
 def test_a_source_may_be_repaired_until_the_folder_is_complete(tmp_path, monkeypatch):

@@ -115,62 +115,6 @@ def test_hidden_files_are_skipped_and_counted_unless_they_are_named():
 
 
 @pytest.mark.parametrize(
-    "log",
-    ["_delta_log/00000000000000000000.json", ".hoodie/h.properties", "metadata/v1.metadata.json"],
-)
-@pytest.mark.parametrize("source", [".", "year=1/old.parquet"])
-def test_delta_lake_hudi_and_iceberg_tables_are_refused(log, source):
-    for name in ("old", "new"):
-        write_parquet(Path(f"table/year=1/{name}.parquet"), FILLING)
-    Path("table", log).parent.mkdir()
-    Path("table", log).write_text("{}")
-    os.chdir("table")
-    for result in (prepare_text(source), prepare_rows(f"--source={source}")):
-        assert_refused(f"table with a log ({log.split('/')[0]}", "deleted rows", result)
-
-
-NAMED_SPLITS = {
-    "the hub's parts": [f"data/{s}-00000-of-00001.jsonl" for s in ("train", "test", "validation")],
-    "folders": ["train/a.jsonl", "test/a.jsonl", "dev/a.jsonl"],
-    "text": ["TinyStories-train.txt", "TinyStories-valid.txt"],
-    "text in folders": ["train/pos/0_9.txt", "test/pos/1_10.txt"],
-}
-
-
-@pytest.mark.parametrize("names", NAMED_SPLITS.values(), ids=NAMED_SPLITS)
-def test_test_and_validation_files_are_left_out_if_a_train_file_is_there(names):
-    """Read such files if they are named on the command line."""
-    for name in [*names, "more.jsonl", "notes.txt"]:
-        Path("copy", name).parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(dict(text=f"{name} {text}")) for text in FILLING]
-        Path("copy", name).write_text("\n".join(lines))
-    Path("copy/README.md").write_text("A dataset of stories\n" * 9)
-    read = ["README.md", "more.jsonl", "notes.txt", names[0]]
-    for source in ("copy", "copy/**"):
-        result = prepare_text(source)
-        assert f"{len(names) - 1} test or validation files are left out, such as" in result.err
-        assert {*manifest_of(Path("out"))["files"]} == {f"copy/{name}" for name in read}
-        shutil.rmtree("out")
-    assert prepare_text("copy", *(f"copy/{name}" for name in names)).code == 0
-    # a file is read if the command names it
-    assert len(manifest_of(Path("out"))["files"]) == len(names) + 3
-
-
-def test_ordinary_files_named_train_or_test_are_all_read():
-    for name in ("train.txt", "driving-test.txt", "ships.txt", "train.py", "test.py"):
-        Path("pages", name).parent.mkdir(exist_ok=True)
-        Path("pages", name).write_text(f"{name} " * 90)
-    result = prepare_text("pages")
-    assert (result.code, result.err) == (0, "")
-    assert len(manifest_of(Path("out"))["files"]) == 5
-
-
-def test_a_folder_with_only_a_test_split_is_read():
-    write_parquet(Path("copy/test-00000-of-00001.parquet"), FILLING)
-    assert rows_of("copy") == FILLING
-
-
-@pytest.mark.parametrize(
     "prepare, name",
     [
         (prepare_text, "notes/lost.txt"),
@@ -187,15 +131,6 @@ def test_a_broken_link_to_text_is_refused_with_its_target(prepare, name):
     for source in ("notes", "notes/*", name) if name != "notes.v1" else [name]:
         result = prepare(flag + source)
         assert_refused(f"{name}: links to /mnt/stick/away, which", "1", result)
-
-
-def test_json_parts_with_one_row_or_none_are_read():
-    Path("source").mkdir()
-    for n, text in enumerate(FILLING):
-        Path(f"source/part-{n:05}-ab12.json").write_text(json.dumps(dict(text=text)) + "\n")
-    Path("source/part-00099-ab12.json").write_text("")
-    Path("source/000000000000.json").write_text(json.dumps(dict(text="BigQuery's")))
-    assert rows_of("source") == ["BigQuery's", *FILLING]
 
 
 @pytest.mark.parametrize("name", ["enwik8", "table/train.csv", "book.txt.gz", "pipe.txt"])
@@ -377,18 +312,6 @@ def test_jsonl_rows_with_a_text_field_are_read_and_others_left_out(ending):
     assert rows_of(write_lines(f"a.{ending}", lines)) == expected
 
 
-def test_json_files_with_an_object_on_each_of_several_lines_are_read_and_others_skipped():
-    rows = [dict(text=text) for text in FILLING]
-    Path("source").mkdir()
-    Path("source/a.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("source/config.json").write_text('{"text": "settings"}\n')
-    Path("source/list.json").write_text(json.dumps(rows))
-    Path("source/pretty.json").write_text(json.dumps(rows[0], indent=1))
-    assert rows_of("source") == FILLING
-    result = prepare_rows("--source=source/list.json")
-    assert result.code == 2 and "source/list.json: cannot be read" in result.err
-
-
 BROKEN = {
     "cut": (b'{"text": "cut', "Unterminated"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "Extra data"),
@@ -421,6 +344,16 @@ def test_the_text_field_flag_reads_the_text_from_another_field():
     write_parquet(Path("source/b.parquet"), FILLING, column="body")
     assert rows_of("source", "--text_field=body") == FILLING * 2
     assert manifest_of(Path("out"))["text_field"] == "body"
+
+
+def test_a_field_with_little_of_the_files_text_is_told_from_one_with_most():
+    rows = [
+        dict(text=f"title {n}", story="It was a dark and stormy night. " * 40) for n in range(99)
+    ]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "text: 782 bytes of 0.1 MB in the files, " in prepare_rows("--source=a.jsonl").out
+    shutil.rmtree("out")
+    assert "in the files" not in prepare_rows("--source=a.jsonl", "--text_field=story").out
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), "dictionary"])

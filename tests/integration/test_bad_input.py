@@ -177,10 +177,8 @@ TOOLS = [
     ("bench.py step tiny.py", "step no such mode"),
     ("bench.py nowhere.py", "nowhere.py no such"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
-    ("bench.py tiny.py --trials=3", "trials unknown"),
     ("bench.py tiny.py --profile=trace.json", "profile removed docs/plan.md"),
     ("bench.py tiny.py --seconds=long", "seconds 'long'"),
-    ("bench.py ladder tiny.py --trials=none", "trials 'none'"),
     ("bench.py sweep tiny.py --write=tiny.py", "write tiny.py exists"),
     ("bench.py plan tiny.py --gpu=rtx9999", "gpu rtx9999"),
     ("bench.py plan tiny.py --gpu=4070 --gpus=0", "gpus '0'"),
@@ -264,7 +262,7 @@ PREPARATION = [
     (f"{ROWS}=empty.jsonl", "empty.jsonl 0 more text"),
     (f"{ROWS}=lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
     (f"{ROWS}=good.jsonl --token=1M", "--token"),
-    (f"{ROWS}=good.jsonl --order=records", "--order=records removed README.md"),
+    (f"{ROWS}=good.jsonl --order=records", "--order 'records' shuffled prefix"),
 ]
 
 

@@ -155,18 +155,6 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
     assert_same_run(Path("whole"), Path("out"), 100)
 
 
-def test_a_longer_preparation_does_not_change_a_run_that_has_not_read_all():
-    """Resume after preparing more of the source with a larger --tokens."""
-    prepare(tokens="3k")
-    keys = TINY | dict(max_iters=20, dataset="finished")
-    train(**keys, out_dir="out")
-    arguments = flags(source="a.jsonl", out="finished", **SIZES, order="prefix", tokens="1M")
-    assert run("data/prepare_fineweb.py", *arguments).code == 0
-    train(**keys | dict(max_iters=60), out_dir="out")
-    train(**keys | dict(max_iters=60), out_dir="whole")
-    assert_same_run(Path("whole"), Path("out"), 60)
-
-
 # -----------------------------------------------------------------------------
 # Refusals
 
