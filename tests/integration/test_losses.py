@@ -26,6 +26,7 @@ from program import (
     InProcessRun,
     assert_same_run,
     checkpoint,
+    checkpoints,
     column,
     finish_ranks,
     flags,
@@ -394,6 +395,24 @@ def test_drawing_samples_changes_no_bit_of_training(tokens, tmp_path):
     train(**config, out_dir=tmp_path / "sampling", sample_tokens=12)
     assert len(records(tmp_path / "sampling", "sample")) == 4
     assert_same_run(tmp_path / "silent", tmp_path / "sampling", 12)
+
+
+def test_a_sample_that_runs_out_of_memory_is_left_out_after_the_save(tokens, tmp_path):
+    found = []
+
+    def before_forward(module, arguments):
+        is_embedding = isinstance(module, torch.nn.Embedding) and not arguments[0].is_meta
+        if is_embedding and len(arguments[0]) == 1:  # a prompt: micro-batches have four rows
+            found.append(checkpoints(tmp_path / "run")[-1])
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    config = BASE | dict(dropout=0.3, dataset=tokens)
+    train(**config, out_dir=tmp_path / "silent")
+    with register_module_forward_pre_hook(before_forward):
+        result = train(**config, out_dir=tmp_path / "run", sample_tokens=12)
+    assert found == [6, 12] == column(tmp_path / "run", "event", "iter")
+    assert result.err.count("sample_tokens: ") == 2 and not records(tmp_path / "run", "sample")
+    assert_same_run(tmp_path / "silent", tmp_path / "run", 12)
 
 
 def test_samples_during_training_are_drawn_without_dropout(tokens, trained, tmp_path):
