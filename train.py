@@ -690,7 +690,7 @@ def print_sample(model, data: Dataset, progress, c: Config, hw: Hardware, log: L
     Print sample_tokens tokens from the model, always drawn with the same random numbers. A sample
     that cannot be drawn is left out with a warning.
     """
-    if not (log.ranks.is_main and math.isfinite(progress.val_loss)):
+    if not math.isfinite(progress.val_loss):
         return
     model.eval()
     try:
@@ -912,7 +912,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights, which are now safe if it runs out of memory
-        if losses and c.sample_tokens and it > 0:
+        if losses and c.sample_tokens and ranks.is_main and it > 0:
             with clock.pause("samples"):
                 print_sample(model, data, progress, c, hw, log)
                 clock.expect("samples")

@@ -40,10 +40,9 @@ class Run:
     `start` is the last start record; `end` is empty while the run trains and after a kill. `step`,
     `eval` and `checkpoint` are columns, ordered by iteration: one array per value, NaN if unknown.
     Only published means of several runs have a band of val losses, from `low` to `high`.
-    `other_losses` are those of evaluated splits besides train and val, by name, as (tokens, loss).
-    `config`
-    has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown; `hours`
-    includes iterations, evaluations and checkpoints.
+    `other_losses` has the (tokens, loss) of each split that was evaluated besides train and val.
+    `config` has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown;
+    `hours` includes iterations, evaluations, samples and checkpoints.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
