@@ -408,8 +408,8 @@ SECOND_KEY = """
 class Config:
     second: str = ""
 
-PATHS += ("second",)
-MAY_BE_BLANK += ("second",)
+PATHS = ("out_dir", "init_from", "dataset", "second")
+MAY_BE_BLANK = ("start", "second")
 """
 SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
 ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
@@ -565,10 +565,15 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
 
 @pytest.mark.slow
 def test_the_documented_code_passes_ruff_and_mypy(tmp_path):
+    code = "".join(code for file, code in BLOCKS if file == "train.py")
     program = changed(
-        tmp_path / "program", LOSS | {"train.py": "".join(c for f, c in BLOCKS if f == "train.py")}
+        tmp_path / "program", LOSS | {"train.py": code, "configurator.py": SECOND_KEY}
     )
-    edited(program, (ADAMW_LINE, "    return Lion(groups)\n"))
+    edited(
+        program,
+        (ADAMW_LINE, "    return Lion(groups)\n"),
+        (SPLITS_LINE, SPLITS_LINE + SECOND),
+    )
     shutil.copy(ROOT / "pyproject.toml", program)
     for tool in (("ruff", "check", "train.py", "model.py"), ("mypy", "train.py", "model.py")):
         done = subprocess.run(
