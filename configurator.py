@@ -37,6 +37,7 @@ from common.console import (
     raise_if_any,
     removed,
     run_main,
+    warn,
 )
 from common.files import read_text
 
@@ -253,6 +254,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         sys.exit(0)
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     values: dict[str, Any] = {}
+    from_files: dict[str, Any] = {}
     typed: set[str] = set()
     problems: list[str] = []
     left = list(argv)
@@ -264,6 +266,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
                 typed |= found.keys()
             else:
                 found = from_nanogpt(read_file(Path(argument), known, values))
+                from_files |= found
         except UserError as error:
             problems += error.problems
             continue
@@ -271,11 +274,24 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
+    warn_of_optimizer(from_files, values, typed)
     if values.get("hours"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
         values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}
         values.setdefault("eval_interval", UNREACHED)
     return keys(**values, set_keys=frozenset(values), typed=frozenset(typed))
+
+
+def warn_of_optimizer(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
+    """Warn if a flag changes the optimizer and leaves it the files' settings for another one."""
+    theirs, ours = from_files.get("optimizer", "adamw"), values.get("optimizer")
+    names = [
+        n for n in ("learning_rate", "beta1", "weight_decay") if n in from_files.keys() - typed
+    ]
+    if "optimizer" in typed and theirs != ours and names:
+        kept = ", ".join(f"{name} {from_files[name]}" for name in names)
+        own = " ".join(f"--{name}=X" for name in names)
+        warn(f"optimizer: {kept} in the file belong to {theirs}; give {ours} its own: {own}")
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:

@@ -174,15 +174,17 @@ def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
         c = Config(**keys, max_iters=max_iters, lr_decay_iters=lr_decay_iters)
         longer = Config(**keys | dict(decay_fraction=0.0), max_iters=1000)
         for it in range(last):  # the iterations before that checkpoint
-            assert get_lr(it, c, 0.0, 1.0) == get_lr(it, longer, 0.0, 1.0)
-        assert get_lr(last + 1, c, 0.0, 1.0) < 1
+            assert get_lr(it, c, max_iters, 1.0) == get_lr(it, longer, 1000, 1.0)
+        assert get_lr(last + 1, c, max_iters, 1.0) < 1
 
 
 # -----------------------------------------------------------------------------
 # Whole nights
 
 # The shortest and the longest duration, in seconds
-RANGES = dict(iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 30.0))
+RANGES = dict(
+    iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 30.0), samples=(0.5, 30.0)
+)
 
 
 class Night:
@@ -216,6 +218,7 @@ class Night:
             max_iters=chance.choice([UNREACHED, UNREACHED, 0, 1, 20]),
             checkpoint_interval=chance.choice([0, 0, 1, 7]),
             always_save_checkpoint=chance.random() < 0.5,
+            sample_tokens=chance.choice([0, 100]),
         )
         length = chance.choice([dict(hours=0.02), dict(hours=0.1), {}])
         if not length:
@@ -272,6 +275,7 @@ class Night:
                     return "kill", it
                 stop = "SIGTERM"
 
+            is_sampled = False
             if twice(evaluation_due, c, now, progress, stop):
                 with clock.pause("evaluation"):
                     self.take("evaluation", clock)
@@ -284,6 +288,7 @@ class Night:
                             self.untrained = progress.best_val_loss
                         self.evaluations.append(it)
                         clock.expect("evaluation")
+                        is_sampled = it > 0 and c.sample_tokens > 0
 
             if twice(save_due, c, now, progress, saver, stop):
                 with clock.pause("checkpoints"):
@@ -308,9 +313,14 @@ class Night:
                         clock.expect("checkpoints")
                     saver.failed = disk_is_full
 
+            if is_sampled:
+                with clock.pause("samples"):
+                    self.take("samples", clock)
+                    clock.expect("samples")
+
             if stop:
                 if stop == "hours":
-                    # at most one iteration, evaluation and save after the end of the hours
+                    # at most one iteration and one pause of each kind after the end of the hours
                     self.overtime = self.now - end - sum(self.seconds.values())
                 return stop, it
 
@@ -334,7 +344,7 @@ def test_ten_thousand_simulated_runs_end_near_their_hours_and_keep_the_best_weig
 ):
     """
     Check that each run evaluates and saves its last iteration, repeats no evaluation and no save,
-    keeps the best weights, and makes at most one iteration, evaluation and save after its hours
+    keeps the best weights, and makes at most one iteration and pause of each kind after its hours
     unless one of these ever took more than twice as long as expected.
     """
     in_time = 0
