@@ -284,7 +284,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
 
 def warn_of_optimizer(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
     """Warn if a flag changes the optimizer and leaves it the files' settings for another one."""
-    theirs, ours = from_files.get("optimizer", "adamw"), values.get("optimizer")
+    theirs, ours = from_files.get("optimizer", FIELDS["optimizer"].default), values.get("optimizer")
     names = [
         n for n in ("learning_rate", "beta1", "weight_decay") if n in from_files.keys() - typed
     ]

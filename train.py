@@ -852,14 +852,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, loaded  # frees the loaded checkpoint
-    clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop
     if hw.compiles:
+        clock.lap("start-up")  # book the seconds since the last lap
         compile_or_end(model, c, data.vocab, hw, ranks, is_new=not saver.newest)
+        clock.lap("compile")
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
-    clock.lap("compile")
+    clock.lap("start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     skips = Skips(c, hw, ranks)
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
@@ -870,10 +871,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     while True:
         it = progress.iter_num
         # Rank 0's clock decides for all ranks. With hours, now.share is the part of the schedule
-        # that is done: 0 at the first update, 1 at the last, with room left for a final evaluation
-        # and save. get_lr() follows now.share, so each clock.expect() below moves the learning
-        # rate. now.has_spare_time says whether an evaluation and a save fit now, and once more at
-        # the end. In other runs, share stays 0 and there is always spare time
+        # that is done: 0 at the first update, 1 at the last, with room left for a final evaluation,
+        # save and sample. The learning rates follow now.share, so each clock.expect() below moves
+        # them. now.has_spare_time says whether these pauses fit now, and once more at the end. In
+        # other runs, share stays 0 and there is always spare time
         now = clock.position(it)
 
         # `stop` is the reason to stop here, or None. An interrupted evaluation may still set it
@@ -881,7 +882,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if not stop:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
 
-        # A complete run ends with the averages of its weights, if the optimizer keeps them
+        # a complete run ends with the averages of its weights, if the optimizer keeps them
         if stop in COMPLETE:
             use_averages(optimizer)
 
@@ -889,11 +890,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         losses = None
         if evaluation_due(c, now, progress, stop):
             with clock.pause("evaluation"):  # its seconds are not those of an iteration
-                found = estimate_loss(model, splits, batches, c, hw, ranks, signals)
-                if isinstance(found, str):
-                    stop = found  # a resumed run starts with this evaluation
+                losses = estimate_loss(model, splits, batches, c, hw, ranks, signals)
+                if isinstance(losses, str):
+                    stop, losses = losses, None  # a resumed run starts with this evaluation
                 else:
-                    losses = found
                     progress.evaluate(losses["val"], now.share)
                     log.report_eval(it, progress.tokens, losses)
                     clock.expect("evaluation")  # to take as long the next time

@@ -20,6 +20,7 @@ from train import (
     evaluation_due,
     get_lr,
     is_best,
+    run_length,
     save_due,
     why_stop,
 )
@@ -176,6 +177,15 @@ def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
         for it in range(last):  # the iterations before that checkpoint
             assert get_lr(it, c, max_iters, 1.0) == get_lr(it, longer, 1000, 1.0)
         assert get_lr(last + 1, c, max_iters, 1.0) < 1
+
+
+def test_the_length_of_a_run_with_hours_follows_its_pace():
+    timed = Config(hours=8.0, max_iters=UNREACHED)
+    assert run_length(0, Config(max_iters=300), 0.0) == 300
+    assert run_length(50, timed, 0.1) == 500
+    # before the first update nobody knows, but a warmup over 5% of the run must begin well above 0
+    assert 10 <= 0.05 * run_length(0, timed, 0.0) <= 1000
+    assert run_length(0, replace(timed, max_iters=200), 0.0) == 200
 
 
 # -----------------------------------------------------------------------------
