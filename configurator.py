@@ -41,7 +41,8 @@ from common.console import (
 )
 from common.files import read_text
 
-MUON_LEARNING_RATE = 0.029  # learning_rate's default with Muon
+# defaults with Muon, from the public recipe of the fast model
+MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
@@ -114,7 +115,7 @@ class Config:
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
-    lr_floor: float = 0.0  # the rate decays no further than to this fraction of its peak
+    lr_floor: float = 0.0  # decay no further than to this fraction of the peak (0.2 if unset with Muon)
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
@@ -434,8 +435,9 @@ def resolve(
     """
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
-    if c.optimizer == "muon" and "learning_rate" not in c.set_keys:
-        c = replace(c, learning_rate=MUON_LEARNING_RATE)
+    if c.optimizer == "muon":
+        unset = {name: value for name, value in MUON_RATES.items() if name not in c.set_keys}
+        c = replace(c, **unset)
     problems = check_model(c)
 
     accum, uneven = count_micro_batches(c, world_size, saved)

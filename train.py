@@ -414,7 +414,7 @@ def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     # 3) decay from the end of the warmup or, with wsd, over the last decay_fraction of the run
     begin = warmup
     if c.lr_schedule == "wsd":
-        begin = max(warmup, decay_end - round(c.decay_fraction * decay_end))
+        begin = max(warmup, (1 - c.decay_fraction) * decay_end)
     done = 1.0  # how much of the decay is done, from 0 to 1
     if it < decay_end:
         done = max(0, it - begin) / max(1, decay_end - begin)

@@ -6,7 +6,7 @@ out_dir = "out/quickstart"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "python_stdlib"  # made on the first run, in seconds, from your Python's own source files
 
-model = "fast"
+model = "fast"  # its layers and optimizer are in model_fast.py
 n_layer = 3
 n_head = 4
 n_embd = 128

@@ -6,7 +6,7 @@ out_dir = "out/shakespeare_char"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "shakespeare_char"  # or nanoGPT's folder: --dataset=../nanoGPT/data/shakespeare_char
 
-model = "fast"
+model = "fast"  # its layers and optimizer are in model_fast.py
 n_layer = 3
 n_head = 4
 n_embd = 128

@@ -24,7 +24,7 @@ def test_a_wrong_figure_on_a_page_would_be_noticed():
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/fast124m_*.py")))
 def test_a_fast_config_has_all_settings_of_the_public_runs(path):
     """Keep these runs comparable: compare.py does not compare runs with other settings."""
-    band = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
+    band = open_run(ROOT / "results/public_runs/fineweb_124m_fast_h200.csv")
     config = load_config([str(path)])
     assert band.config["optimizer"] == "muon"
     assert {key: getattr(config, key) for key in band.config} == band.config

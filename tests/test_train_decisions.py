@@ -156,8 +156,8 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
 # max_iters, lr_decay_iters, warmup_iters, decay_fraction: the end of the peak, by hand
 PEAKS = {
     (100, 0, 5, 0.4): 60,
-    (11, 0, 0, 0.4): 7,  # 4.4 of 11 iterations are rounded to 4
-    (11, 0, 0, 0.6): 4,  # 6.6 to 7
+    (11, 0, 0, 0.4): 7,  # the decay begins at 6.6
+    (11, 0, 0, 0.6): 5,  # at 4.4
     (100, 0, 70, 0.4): 70,  # no decay before the end of the warmup
     (100, 50, 5, 0.4): 30,
     (100, 200, 5, 0.4): 120,  # beyond the run

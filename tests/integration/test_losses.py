@@ -207,11 +207,12 @@ SCHEDULES = {
         *(1e-3, 1e-3),
     ],
     "linear": LINEAR,
-    # decays in the last two fifths of 11 iterations: 4 of them
+    # decays over the last two fifths of 11 iterations: 4.4 of them
     "wsd": [
         *(2.5e-3, 5e-3, 7.5e-3),
-        *(1e-2, 1e-2, 1e-2, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3, 1e-3),
-        *(1e-3, 1e-3),
+        *(1e-2, 1e-2, 1e-2, 1e-2),
+        *(1e-3 + 9e-3 * left / 4.4 for left in (4, 3, 2, 1)),
+        *(1e-3, 1e-3, 1e-3),
     ],
     "wsd from the warmup on": LINEAR,
     "wsd without a decay": [2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 8, *[1e-3] * 3],
