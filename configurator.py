@@ -115,7 +115,7 @@ class Config:
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
-    lr_floor: float = 0.0  # decay no further than to this fraction of the peak (0.2 if unset with Muon)
+    lr_floor: float = 0.0  # least rate, as a fraction of the peak (0.2 if unset with Muon)
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
@@ -437,7 +437,7 @@ def resolve(
         c = replace(c, tie_weights=False)
     if c.optimizer == "muon":
         unset = {name: value for name, value in MUON_RATES.items() if name not in c.set_keys}
-        c = replace(c, **unset)
+        c = replace(c, **unset)  # type: ignore[arg-type]
     problems = check_model(c)
 
     accum, uneven = count_micro_batches(c, world_size, saved)

@@ -47,9 +47,9 @@ ATTENTION_SCALE = 0.12 * 128**0.5
 # ours.
 ADAM_EPS, ROW_EPS = 2e-16, 2e-14
 NORM_EPS = 1e-7  # of Newton-Schulz's norm
-# train_gpt_simple.py counts three horizons in iterations of a run of 2,726. Runs of other lengths get
-# the same fractions: Muon's momentum rises for 13% of the run, the weights' average reaches back
-# over about 6% of it, and the momentum of biases and gains over 4%.
+# train_gpt_simple.py counts three horizons in iterations of a run of 2,726. Runs of other lengths
+# get the same fractions: Muon's momentum rises for 13% of the run, the weights' average reaches
+# back over about 6% of it, and the momentum of biases and gains over 4%.
 PUBLIC_ITERS = 2726
 MOMENTUM_WARMUP, FIRST_MOMENTUM = 350 / PUBLIC_ITERS, 0.85
 AVERAGE_DECAY, VECTORS_BETA1 = 0.9935, 0.99
@@ -427,8 +427,8 @@ class Muon(torch.optim.AdamW):
 
     def average(self, group: dict) -> None:
         """Move the averages towards the updated weights, unless the update was skipped."""
-        weight = 1 - stretched(AVERAGE_DECAY, group["length"])
-        weight = weight * self.applied(group["params"][0])
+        applied = self.applied(group["params"][0])
+        weight = (1 - stretched(AVERAGE_DECAY, group["length"])) * applied
         for p in group["params"]:
             if p.grad is not None:
                 state = self.state[p]

@@ -1,6 +1,6 @@
 # GPT-2's loss in one day: 3.28 on FineWeb after 1.44B tokens, on an RTX 3060 (12 GB).
-# Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s averaged
-# 3.2785; docs/fast_recipe.md says what that proves, and dev/compare_modded.py compares the programs.
+# Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
+# averaged 3.2785. docs/fast_recipe.md says what that proves; dev/compare_modded.py compares the two.
 # Estimated, not measured (docs/status.md): 19.8 hours with evaluations and checkpoints. Iterations
 # alone take 18.6 (16.6 to 24.5) hours, by
 # python bench.py plan config/fast124m_3060.py --gpu=3060
@@ -22,7 +22,7 @@ tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch
 
 optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
 learning_rate = 0.029
-muon_momentum = 0.96
+muon_momentum = 0.96  # rises to this from 0.85
 head_lr = 0.004
 weight_decay = 0.001
 beta1 = 0.8
@@ -31,9 +31,9 @@ grad_clip = 0.0  # not needed: the size of Muon's updates does not depend on the
 max_iters = 2750  # 1.44B tokens; --max_iters=2200 or --hours gives a shorter, complete run
 warmup_iters = 0
 lr_schedule = "wsd"
-decay_fraction = 0.7  # constant for 30% of the run, then linearly down to zero
+decay_fraction = 0.7  # constant for 30% of the run, then linearly towards zero
 min_lr = 0.0
-lr_floor = 0.2
+lr_floor = 0.2  # but never below a fifth of the peak
 
 eval_interval = 250
 eval_tokens = 10485760  # the published runs evaluated on the same tokens
