@@ -1,6 +1,6 @@
 # GPT-2's loss in one day: 3.28 on FineWeb after 1.44B tokens, on an RTX 3060 (12 GB).
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
-# averaged 3.2785. docs/fast_recipe.md says what that proves; dev/compare_modded.py compares the two.
+# averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 19.8 hours with evaluations and checkpoints. Iterations
 # alone take 18.6 (16.6 to 24.5) hours, by
 # python bench.py plan config/fast124m_3060.py --gpu=3060

@@ -1,6 +1,6 @@
 # GPT-2's loss in one night: 3.28 on FineWeb after 1.44B tokens, on an RTX 4070 (12 GB).
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
-# averaged 3.2785. docs/fast_recipe.md says what that proves; dev/compare_modded.py compares the two.
+# averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 7.9 hours with evaluations and checkpoints. Iterations
 # alone take 7.4 (7.2 to 7.4) hours, by
 # python bench.py plan config/fast124m_4070.py --gpu=4070

@@ -1,6 +1,6 @@
 # GPT-2's loss: 3.28 on FineWeb after 1.44B tokens, on a rented A100 (40 or 80 GB).
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
-# averaged 3.2785. docs/fast_recipe.md says what that proves; dev/compare_modded.py compares the two.
+# averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 1.9 hours with evaluations and checkpoints. Iterations
 # alone take 1.7 (1.5 to 2.0) hours, by
 # python bench.py plan config/fast124m_a100.py --gpu=a100

@@ -1,6 +1,6 @@
 # GPT-2's loss: 3.28 on FineWeb after 1.44B tokens, on an H200 (141 GB).
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
-# averaged 3.2785. docs/fast_recipe.md says what that proves; dev/compare_modded.py compares the two.
+# averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
 # Estimated (docs/status.md): 0.80 hours of iterations (0.78 to 0.84), by
 # python bench.py plan config/fast124m_h200.py --gpu=h200
 # docs/fast_recipe.md has the command that downloads those runs' tokens. If they are missing,
