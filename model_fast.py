@@ -352,11 +352,15 @@ def stretched(decay: float, length: float) -> float:
 
 
 @torch.no_grad()
-def use_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replace each weight by its average, if the optimizer keeps one. Twice is the same as once."""
-    for p, state in optimizer.state.items():
-        if "average" in state:
-            p.copy_(state["average"])
+def use_averages(optimizer: torch.optim.Optimizer) -> bool:
+    """
+    Replace each weight by its average, if the optimizer keeps one. Twice is the same as once.
+    Returns whether there were any.
+    """
+    averaged = [(p, state) for p, state in optimizer.state.items() if "average" in state]
+    for p, state in averaged:
+        p.copy_(state["average"])
+    return bool(averaged)
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:

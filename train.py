@@ -797,6 +797,8 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
         problem = f"the optimizer in {c.out_dir} groups the weights in another way"
         hint = f"--init_from={c.out_dir} with another --out_dir starts from the weights alone"
+        if c.optimizer == "muon":
+            hint = f"git checkout c4db720e finishes a run of the earlier recipe; {hint}"
         raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=ours))
     # Clone CPU tensors. They are mapped from the checkpoint file, and would keep it open for the
@@ -883,8 +885,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
 
         # a complete run ends with the averages of its weights, if the optimizer keeps them
-        if stop in COMPLETE:
-            use_averages(optimizer)
+        if stop in COMPLETE and use_averages(optimizer):
+            log.report_averages(it)
 
         # evaluate once in a while, and when the run is complete
         losses = None

@@ -241,6 +241,9 @@ class Log:
         )
         self.draw()
 
+    def report_averages(self, it: int) -> None:
+        say(f"averages: at iteration {it}, the averages of the weights replace the weights")
+
     def report_save(self, it: int) -> None:
         """Log a save, within its pause."""
         if not self.ranks.is_main:
