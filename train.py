@@ -633,15 +633,21 @@ def evaluate_only(model, data, c, hw, ranks, resumed: dict | None, loaded: dict 
     return 0
 
 
-def print_sample(model, data: Dataset, progress, c: Config, hw: Hardware, log: Log) -> None:
+def sample_tokenizer(c: Config, data: Dataset, progress, log: Log) -> Tokenizer | None:
+    """Open the tokenizer of samples, if the run prints any. Warn if it is missing on a resume."""
+    try:
+        return Tokenizer(data.tokenizer) if c.sample_tokens else None
+    except UserError as error:  # offline, and the vocabulary is not cached
+        log.warn(progress.iter_num, f"sample_tokens: {error}; continuing without samples")
+        return None
+
+
+def print_sample(
+    model, text: Tokenizer, data: Dataset, progress, c: Config, hw: Hardware, log: Log
+) -> None:
     """Print sample_tokens tokens from the model, always drawn with the same random numbers."""
     it = progress.iter_num
     if not math.isfinite(progress.val_loss):
-        return
-    try:
-        text = Tokenizer(data.tokenizer)
-    except UserError as error:  # offline, and the vocabulary is not cached
-        log.warn(it, f"sample_tokens: {error}; continuing without this sample")
         return
     prompt = text.start_ids()
     idx = torch.tensor([prompt], device=hw.device)
@@ -796,6 +802,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, gpt_config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
+    tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     if resumed:
         warn_of_higher_rate(c, clock, resumed, ranks)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
@@ -808,7 +815,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         compile_or_end(model, c, data.vocab, hw, ranks, is_new)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
-    clock.lap("compile")
+    clock.lap("compile" if hw.compiles else "start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     skips = Skips(c, hw, ranks)
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
@@ -843,8 +850,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 else:
                     progress.evaluate(losses["val"], now.share)
                     log.report_eval(it, progress.tokens, losses)
-                    if c.sample_tokens and ranks.is_main and it > 0:
-                        print_sample(eval_model, data, progress, c, hw, log)
+                    if tokenizer and it > 0:
+                        print_sample(eval_model, tokenizer, data, progress, c, hw, log)
                     clock.expect("evaluation")  # to take as long the next time
 
         # save once in a while, and at the end. If the disk is full, train on and try again
