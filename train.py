@@ -685,27 +685,36 @@ def evaluate_only(
     return 0
 
 
-def print_sample(model, data: Dataset, progress, c: Config, hw: Hardware, log: Log) -> None:
+def sample_tokenizer(c: Config, data: Dataset, progress, log: Log) -> Tokenizer | None:
+    """Open the tokenizer of samples, if the run prints any. Warn if it is missing on a resume."""
+    try:
+        return Tokenizer(data.tokenizer) if c.sample_tokens else None
+    except UserError as error:  # offline, and the vocabulary is not cached
+        log.warn(progress.iter_num, f"sample_tokens: {error}; continuing without samples")
+        return None
+
+
+def print_sample(
+    model, text: Tokenizer, data: Dataset, progress, c: Config, hw: Hardware, log: Log
+) -> None:
     """
-    Print sample_tokens tokens from the model, always drawn with the same random numbers. A sample
-    that cannot be drawn is left out with a warning.
+    Print sample_tokens tokens from the model, always drawn with the same random numbers. If memory
+    runs out, warn and leave the sample out.
     """
     if not math.isfinite(progress.val_loss):
         return
+    prompt = text.start_ids()
     model.eval()
     try:
-        text = Tokenizer(data.tokenizer)  # fails offline, if the vocabulary is not cached
-        prompt = text.start_ids()
         idx = torch.tensor([prompt], device=hw.device)
         generator = torch.Generator(hw.device).manual_seed(c.seed)
         with hw.autocast():
             ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
         log.report_sample(progress.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
     except Exception as error:
-        if not (hardware.is_out_of_memory(error) or isinstance(error, UserError)):
+        if not hardware.is_out_of_memory(error):
             raise
-        reason = error if isinstance(error, UserError) else "out of memory"
-        log.warn(progress.iter_num, f"sample_tokens: {reason}; continuing without this sample")
+        log.warn(progress.iter_num, "sample_tokens: out of memory; continuing without this sample")
     finally:
         model.train()
 
@@ -850,6 +859,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model.config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
+    tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     warn_of_rates(c, clock, resumed, ranks)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
@@ -914,9 +924,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights, which are now safe if it runs out of memory
-        if losses and c.sample_tokens and ranks.is_main and it > 0:
+        if losses and tokenizer and it > 0:
             with clock.pause("samples"):
-                print_sample(model, data, progress, c, hw, log)
+                print_sample(model, tokenizer, data, progress, c, hw, log)
                 clock.expect("samples")
 
         if stop:

@@ -41,20 +41,20 @@ from reports.memory import (
 )
 from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware, preflight
-from training.gpus import GIB, read_gpu_table, resolve_gpu, row_peak, short_name
+from training.gpus import (
+    GIB,
+    PUBLISHED_WIDTH,
+    assumed_mfus,
+    published_mfus,
+    read_gpu_table,
+    resolve_gpu,
+    row_peak,
+    short_name,
+)
 from training.log import warn_of_epochs
 from training.pretrained import load_pretrained
 from training.speed import count_flops
 
-# The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
-# in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
-# MFUs of 124M models. A laptop GPU's peak is stated at its highest boost clock; its lowest boost
-# clock is 0.6 to 0.8 of that.
-ASSUMED_MFU = {
-    "Laptop": (0.34, 0.50, 0.67),
-    "GeForce": (0.57, 0.75, 0.84),
-    "": (0.25, 0.35, 0.58),
-}
 # What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
 # take memory traffic and few FLOPs, and no published MFU includes them
 # (dev/simulate_gpu/results.md).
@@ -70,10 +70,9 @@ CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 USABLE_MEMORY = 0.9
 # Beyond this many FLOPs an iteration may take a CPU ten seconds, too long to measure several.
 MOST_FLOPS_ON_A_CPU = 1e12
-# A model narrower than the published ones reaches a lower MFU: the likely one times
+# A model narrower than PUBLISHED_WIDTH reaches a lower MFU: the likely one times
 # (n_embd / 768) ** 0.25, the lowest times (n_embd / 768) ** 0.4. Public pairs of runs have 0.84 and
 # 0.76 for half the width (docs/plan.md).
-PUBLISHED_WIDTH = 768
 LIKELY_POWER, LOWEST_POWER = 0.25, 0.4
 
 
@@ -123,7 +122,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
         dtype=dtype,
         peak_tflops=config.peak_tflops or row_peak(row, dtype, config.tf32),
         memory_gib=float(row["memory_gib"]),
-        published_mfu=tuple(float(mfu) / 100 for mfu in percents.split()),
+        published_mfu=published_mfus(row),
         published_by=row["mfu_source"] or f"published, compiled: {percents}% of its peak",
         link_gbs=float(row["link_gbs"] or PCIE_GBS),
     )
@@ -176,8 +175,7 @@ def pace_by_mfu(config: Config, model: GPTConfig, card: Card) -> Pace:
         at_peak *= MUON_OVERHEAD
     mfus, source = card.published_mfu, card.published_by
     if not mfus:
-        kind = next(word for word in ASSUMED_MFU if word in card.name)
-        low, likely, high = mfus = ASSUMED_MFU[kind]
+        low, likely, high = mfus = assumed_mfus(card.name)
         source = f"assumed: {likely:.0%} ({low:.0%} to {high:.0%}) of its peak; no MFU is published"
     width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
     likely, lowest = width**LIKELY_POWER * median(mfus), width**LOWEST_POWER * min(mfus)

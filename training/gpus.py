@@ -23,6 +23,16 @@ GIB = 2**30
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
 MEMORY = re.compile(r"\d+gb")  # a word such as 12gb in a GPU's name
 PEAK_COLUMNS = dict(bfloat16="bf16_tflops", float16="fp16_tflops", float32="fp32_tflops")
+# The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
+# in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
+# MFUs of 124M models. A laptop GPU's peak is stated at its highest boost clock; its lowest boost
+# clock is 0.6 to 0.8 of that.
+ASSUMED_MFU = {
+    "Laptop": (0.34, 0.50, 0.67),
+    "GeForce": (0.57, 0.75, 0.84),
+    "": (0.25, 0.35, 0.58),
+}
+PUBLISHED_WIDTH = 768  # n_embd of the models whose MFUs are published
 
 
 def read_gpu_table() -> list[dict[str, str]]:
@@ -58,6 +68,16 @@ def row_peak(row: dict[str, str], dtype: str, tf32: bool) -> float | None:
     if dtype == "float32" and tf32 and row["tf32_tflops"]:
         column = "tf32_tflops"
     return float(row[column]) if row[column] else None
+
+
+def published_mfus(row: dict[str, str]) -> tuple[float, ...]:
+    """Return the MFUs published for a GPU, as fractions; () if there are none."""
+    return tuple(float(percent) / 100 for percent in row["mfu_percent"].split())
+
+
+def assumed_mfus(name: str) -> tuple[float, float, float]:
+    """Return the lowest, likely and highest MFU to assume of a GPU for which none is published."""
+    return next(mfus for word, mfus in ASSUMED_MFU.items() if word in name)
 
 
 # -----------------------------------------------------------------------------

@@ -239,11 +239,13 @@ def set_up(
 
 def same_peak(hw: Hardware, saved: dict | None) -> float | None:
     """Return a saved peak if it was measured on this device and in this dtype."""
-    is_same = saved and (saved["device"], saved["dtype"]) == (hw.name, hw.dtype_name)
-    return saved["tflops"] if saved and is_same else None
+    if saved and (saved["device"], saved["dtype"]) == (hw.name, hw.dtype_name):
+        return saved["tflops"]
+    return None
 
 
 def measure_peak(hw: Hardware) -> float:
+    """Measure the TFLOP/s of a matmul in the dtype in which the run's matmuls are fast."""
     # torch.mm in float16 is slower on a CPU than autocast's layers
     in_float32 = hw.device.type == "cpu" and hw.dtype == torch.float16
     dtype = torch.float32 if in_float32 else hw.dtype

@@ -10,43 +10,32 @@ import math
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from common.child import start_child
 from common.console import UserError, command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
-from configurator import (
-    FIELDS,
-    NOT_WEIGHTS,
-    UNREACHED,
-    Config,
-    batch_line,
-    config_values,
-)
+from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
 from model import GPTConfig
 from training.checkpoint import Saver, checkpoint_path
 from training.clock import PAUSES, Clock, Speed, clock_time
+from training.gpus import PUBLISHED_WIDTH, assumed_mfus, published_mfus
 from training.hardware import Hardware
 from training.speed import count_flops, describe
+from training.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
 MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs reach up to 16 on a tiny text
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
+# A run is slow if its MFU, after so many iterations, is below this share of the lowest known one.
+# Muon takes 4%, and runs of one card differ by a few percent more.
+SLOW_AFTER, SLOW = 50, 0.85
 LEDGER_NAMES = {"start-up": "startup", "steps": "training"}  # friendlier than the clock's
-# Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
-NANOGPT_NAMES = {
-    "step/lr": "lr",
-    "step/mfu": "mfu",
-    "eval/train_loss": "train/loss",
-    "eval/val_loss": "val/loss",
-}
 
 
 class Log:
@@ -81,6 +70,8 @@ class Log:
         self.flops_per_token = count_flops(model_config) if self.ranks.is_main else None
         self.saver = saver
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
+        self.last_loss: tuple[float, int] | None = None  # the last line's loss, and its iteration
+        self.is_slow = False  # whether the log has warned of it
         self.picture: subprocess.Popen | None = None  # the process that draws loss.png
         self.picture_failed = False
 
@@ -103,10 +94,12 @@ class Log:
         """
         c = self.config
         self.start_tracker(is_new=not resumed)
+        commit = git_commit() if self.ranks.is_main else None
+        program = f"nightshift {version()}" + (f" ({commit})" if commit else "")
         say(
             *origin_lines(c, resumed, weights),
             f"command: {launch_command(self.world_size)}",
-            f"start: {date()}, nightshift {version()}, torch {torch.__version__}",
+            f"start: {date()}, {program}, torch {torch.__version__}",
             self.hw.line(),
             describe(model, self.data.vocab),
             self.data.line(),
@@ -128,6 +121,7 @@ class Log:
             tokens_per_iter=c.iter_tokens,
             world_size=self.world_size,
             torch=torch.__version__,
+            commit=commit,
             **self.hw.record(),
             **self.data.record(),
         )
@@ -199,6 +193,35 @@ class Log:
             compile_seconds=self.clock.seconds["compile"],
             hours=self.clock.training_hours(),
         )
+        self.last_loss = (loss, it)
+        self.warn_if_slow(it, tokens_after)
+
+    def warn_if_slow(self, it: int, tokens: int) -> None:
+        """
+        Warn once if this launch's MFU is below those known of this GPU. They are MFUs of one GPU,
+        with a model at least PUBLISHED_WIDTH wide.
+        """
+        c, hw = self.config, self.hw
+        row = hw.row if hw.peak_source == "gpus.csv" and c.n_embd >= PUBLISHED_WIDTH else None
+        is_unusual = c.recompute or c.fp16_accumulation or self.world_size > 1
+        if self.is_slow or it < self.first_iter + SLOW_AFTER or row is None or is_unusual:
+            return
+        _, mfu = self.launch_speed(tokens)
+        lowest = min(published_mfus(row) or assumed_mfus(hw.name))
+        if mfu is not None and mfu < SLOW * lowest:
+            self.is_slow = True
+            known = f"{mfu:.0%} so far, but a {hw.name} should reach {lowest:.0%}"
+            causes = "another program on the GPU, a power limit, heat, or --compile=False"
+            page = "docs/first_hour.md#2-how-fast-is-it"
+            self.warn(it, f"mfu: {known}; look for {causes} ({page})")
+
+    def launch_speed(self, tokens: int) -> tuple[float | None, float | None]:
+        """Return this launch's mean tokens per second and MFU; None if they are unknown."""
+        trained = tokens - self.first_tokens
+        if not trained:
+            return None, None
+        rate = trained / (self.clock.seconds["steps"] - self.first_steps)
+        return rate, self.hw.mfu(self.flops_per_token, rate, self.world_size)
 
     def left(self) -> float:
         """Return the seconds left under `hours`; inf if it is not set."""
@@ -207,7 +230,7 @@ class Log:
     def used_of_total(self) -> str:
         """Return the hours used and the total, as in "1.25 of 8.00" or "0.0012 of 0.0200"."""
         used = self.clock.used() / 3600
-        total = used + max(0.0, self.clock.left()) / 3600
+        total = used + self.left() / 3600
         digits = 2 if total >= 1 else 4
         return f"{used:.{digits}f} of {total:.{digits}f}"
 
@@ -305,12 +328,11 @@ class Log:
         say(f"time: {duration(total)} wall (this launch {launch}) = {', '.join(shares)}")
         if waited > 0.01 * (seconds["steps"] - self.first_steps):
             say(f"waiting for data: {waited:.1f}s of this launch's training")
-        say(*self.results(tokens, progress.val_loss, mem_gib))
         said = "the schedule is complete" if reason == "hours" else reason
-        old = ""
-        if not progress.is_evaluated and math.isfinite(progress.val_loss):
-            old = f"; val_loss is from iteration {progress.evaluated_at:,}"
-        say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}{old}")
+        say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
+        if not progress.is_evaluated:
+            say(f"last measured: {self.last_losses(progress) or 'nothing'}")
+        say(*self.results(tokens, progress.val_loss, mem_gib))
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if complete and self.data.tokenizer["kind"] != "unknown":
@@ -324,16 +346,23 @@ class Log:
             self.draw_end()
         keep_transcript(None)
 
+    def last_losses(self, progress) -> str:
+        """Return the losses that were measured last, and when. `progress` is a train.Progress."""
+        parts = []
+        if self.last_loss:
+            loss, it = self.last_loss
+            parts.append(f"loss {loss:.4f} at iteration {it:,}")
+        if math.isfinite(progress.val_loss):
+            parts.append(f"val loss {progress.val_loss:.4f} at iteration {progress.evaluated_at:,}")
+        return ", ".join(parts)
+
     def results(self, tokens: int, val_loss: float, mem_gib: float) -> list[str]:
         """
         Return the `name: value` lines that scripts read at the end of a run. mfu, tokens_per_sec
         and mem_gib describe this launch; the other values describe the whole run.
         """
         clock = self.clock
-        steps = clock.seconds["steps"] - self.first_steps
-        trained = tokens - self.first_tokens
-        rate = trained / steps if trained else None
-        mfu = self.hw.mfu(self.flops_per_token, rate, self.world_size) if rate else None
+        rate, mfu = self.launch_speed(tokens)
         hours_per_epoch = None
         if self.train_tokens and tokens:
             hours_per_epoch = clock.training_hours() * self.train_tokens / tokens
@@ -370,89 +399,6 @@ class Log:
         except subprocess.TimeoutExpired:
             self.picture_failed = True
             self.picture.kill()
-
-
-class Tracker:
-    """
-    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker fails
-    during the run, warns once and sends nothing more.
-    """
-
-    def __init__(self, kind: str):
-        self.kind = kind
-        self.writer: Any = None
-
-    def start(self, c: Config, purge_from: int) -> str:
-        """
-        Start the tracker. Returns why it does not start, or "". On a resume, tensorboard discards
-        the curves in out_dir from iteration `purge_from` (0 for a new run), and wandb continues the
-        run whose id is in out_dir/wandb_id.txt, dropping steps at or below its last one.
-        """
-        try:
-            if self.kind == "wandb":
-                from wandb import init  # fails for a mere folder named wandb
-
-                id_file = Path(c.out_dir, "wandb_id.txt")
-                run_id = id_file.read_text() if purge_from and id_file.exists() else ""
-                self.writer = init(
-                    id=run_id or None,
-                    resume="allow",
-                    allow_val_change=True,  # keys may change on a resume
-                    project=c.wandb_project,
-                    name=c.wandb_run_name,
-                    dir=c.out_dir,
-                    config=config_values(c),
-                )
-                id_file.write_text(self.writer.id)
-                if run_id:
-                    say(f"resume: wandb run {run_id}; wandb drops steps at or below its last one")
-            elif self.kind == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.writer = SummaryWriter(c.out_dir, purge_step=purge_from)
-        except Exception as error:
-            return self.give_up(error)
-        return ""
-
-    def give_up(self, error: Exception) -> str:
-        """Send nothing more. Returns why, as one line."""
-        reason = " ".join(str(error).splitlines()).rstrip(".")
-        if isinstance(error, ImportError):
-            reason += f"; type pip install {self.kind}"
-        line = f"tracker: {self.kind} does not work here ({reason})"
-        self.kind = "none"
-        return line
-
-    @contextlib.contextmanager
-    def warn_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # once the run has trained, a broken tracker must not end it
-            warn(f"{self.give_up(error)}; continuing without it")
-
-    def log(self, record: dict) -> None:
-        if self.kind == "none" or record["kind"] not in ("step", "eval"):
-            return
-        numbers = {}
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "iter":
-                name = f"{record['kind']}/{name}"
-                numbers[NANOGPT_NAMES.get(name, name)] = value
-        if numbers.get("mfu"):
-            numbers["mfu"] *= 100
-        with self.warn_on_failure():
-            if self.kind == "wandb":
-                self.writer.log(numbers | {"iter": record["iter"]}, step=record["iter"])
-            else:
-                for name, value in numbers.items():
-                    self.writer.add_scalar(name, value, record["iter"])
-
-    def close(self) -> None:
-        with self.warn_on_failure():
-            if self.kind == "wandb":
-                self.writer.finish()
-            elif self.kind == "tensorboard":
-                self.writer.close()
 
 
 def launch_command(world_size: int, *more: str) -> str:
@@ -497,6 +443,17 @@ def evaluation_line(it: int, losses: dict[str, float], seconds: float, data: Dat
 def date() -> str:
     """Return the date and time in a readable form. Records use ISO 8601 instead."""
     return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+
+
+def git_commit() -> str | None:
+    """Describe the commit of this clone; None without git or outside a clone. Never fails."""
+    if not (PROJECT / ".git").exists():  # git would find a repository that holds this folder
+        return None
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
+    options: dict = dict(cwd=PROJECT, stdin=subprocess.DEVNULL, timeout=5, check=True)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, **options).stdout.strip()
+    return None
 
 
 def version() -> str:

@@ -66,8 +66,8 @@ def has_kernels(device: torch.device) -> bool:
 
 def no_gpu_problem(config: Config) -> list[str]:
     """
-    Return a problem if a run for a GPU would train on the CPU because torch sees no GPU. A small
-    run trains there without a word, unless there is a GPU with an old driver.
+    Return a problem if a run for a GPU would train on the CPU because torch sees no GPU. Warn if a
+    small run uses the CPU because the GPU's driver is too old.
     """
     if config.device != "auto" or choose_device(config, local_rank=0).type != "cpu":
         return []
@@ -76,7 +76,7 @@ def no_gpu_problem(config: Config) -> list[str]:
         anyway = "--device=cpu trains anyway"
         return [f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}"]
     if hint := old_driver():
-        warn(f"this trains on the CPU, very slowly: torch sees no GPU; {hint}")
+        warn(f"device: this runs on the CPU, very slowly, because torch sees no GPU; {hint}")
     return []
 
 

@@ -12,7 +12,7 @@ from timeit import default_timer
 import torch
 
 from model import GPTConfig
-from model_fast import build_model
+from model_fast import build_model, config_to_dict
 
 MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
@@ -44,12 +44,17 @@ def count_flops(config: GPTConfig) -> float | None:
 
 
 def describe(model, vocab: int) -> str:
-    """Describe a model's size and FLOPs. `vocab` is the vocabulary size before padding."""
+    """
+    Describe a model: its file, which is where to edit its layers, its size and its FLOPs. `vocab`
+    is the vocabulary size before padding.
+    """
+    kind = config_to_dict(model.config)["model"]
     parameters = sum(p.numel() for p in model.parameters())
     rows, flops = model.config.vocab_size, count_flops(model.config)
     vocabulary = f"vocabulary {vocab}" if rows == vocab else f"vocabulary {vocab}, padded to {rows}"
     counted = f"{flops / 1e6:.1f} MFLOP/token (counted)" if flops else "FLOPs not counted"
-    return f"model: {parameters / 1e6:.2f}M parameters, {vocabulary}, {counted}"
+    name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"
+    return f"model: {name}, {vocabulary}, {counted}"
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:

@@ -1,0 +1,102 @@
+"""
+Send a run's figures to wandb or TensorBoard. Each is imported only if a run asks for it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.console import say, warn
+from configurator import Config, config_values
+
+# Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
+NANOGPT_NAMES = {
+    "step/lr": "lr",
+    "step/mfu": "mfu",
+    "eval/train_loss": "train/loss",
+    "eval/val_loss": "val/loss",
+}
+
+
+class Tracker:
+    """
+    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker fails
+    during the run, warns once and sends nothing more.
+    """
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.writer: Any = None
+
+    def start(self, c: Config, purge_from: int) -> str:
+        """
+        Start the tracker. Returns why it does not start, or "". On a resume, tensorboard discards
+        the curves in out_dir from iteration `purge_from` (0 for a new run), and wandb continues the
+        run whose id is in out_dir/wandb_id.txt, dropping steps at or below its last one.
+        """
+        try:
+            if self.kind == "wandb":
+                from wandb import init  # fails for a mere folder named wandb
+
+                id_file = Path(c.out_dir, "wandb_id.txt")
+                run_id = id_file.read_text() if purge_from and id_file.exists() else ""
+                self.writer = init(
+                    id=run_id or None,
+                    resume="allow",
+                    allow_val_change=True,  # keys may change on a resume
+                    project=c.wandb_project,
+                    name=c.wandb_run_name,
+                    dir=c.out_dir,
+                    config=config_values(c),
+                )
+                id_file.write_text(self.writer.id)
+                if run_id:
+                    say(f"resume: wandb run {run_id}; wandb drops steps at or below its last one")
+            elif self.kind == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(c.out_dir, purge_step=purge_from)
+        except Exception as error:
+            return self.give_up(error)
+        return ""
+
+    def give_up(self, error: Exception) -> str:
+        """Send nothing more. Returns why, as one line."""
+        reason = " ".join(str(error).splitlines()).rstrip(".")
+        if isinstance(error, ImportError):
+            reason += f"; type pip install {self.kind}"
+        line = f"tracker: {self.kind} does not work here ({reason})"
+        self.kind = "none"
+        return line
+
+    @contextlib.contextmanager
+    def warn_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # once the run has trained, a broken tracker must not end it
+            warn(f"{self.give_up(error)}; continuing without it")
+
+    def log(self, record: dict) -> None:
+        if self.kind == "none" or record["kind"] not in ("step", "eval"):
+            return
+        numbers = {}
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "iter":
+                name = f"{record['kind']}/{name}"
+                numbers[NANOGPT_NAMES.get(name, name)] = value
+        if numbers.get("mfu"):
+            numbers["mfu"] *= 100
+        with self.warn_on_failure():
+            if self.kind == "wandb":
+                self.writer.log(numbers | {"iter": record["iter"]}, step=record["iter"])
+            else:
+                for name, value in numbers.items():
+                    self.writer.add_scalar(name, value, record["iter"])
+
+    def close(self) -> None:
+        with self.warn_on_failure():
+            if self.kind == "wandb":
+                self.writer.finish()
+            elif self.kind == "tensorboard":
+                self.writer.close()
