@@ -37,10 +37,12 @@ from common.console import (
     raise_if_any,
     removed,
     run_main,
+    warn,
 )
 from common.files import read_text
 
-MUON_LEARNING_RATE = 0.029  # learning_rate's default with Muon
+# defaults with Muon, from the public recipe of the fast model
+MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
@@ -113,7 +115,7 @@ class Config:
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
-    lr_floor: float = 0.0  # the rate decays no further than to this fraction of its peak
+    lr_floor: float = 0.0  # least rate, as a fraction of the peak (0.2 if unset with Muon)
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
@@ -252,6 +254,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         sys.exit(0)
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     values: dict[str, Any] = {}
+    from_files: dict[str, Any] = {}
     typed: set[str] = set()
     problems: list[str] = []
     left = list(argv)
@@ -263,6 +266,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
                 typed |= found.keys()
             else:
                 found = from_nanogpt(read_file(Path(argument), known, values))
+                from_files |= found
         except UserError as error:
             problems += error.problems
             continue
@@ -270,11 +274,24 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
+    warn_of_optimizer(from_files, values, typed)
     if values.get("hours"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
         values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}
         values.setdefault("eval_interval", UNREACHED)
     return keys(**values, set_keys=frozenset(values), typed=frozenset(typed))
+
+
+def warn_of_optimizer(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
+    """Warn if a flag changes the optimizer and leaves it the files' settings for another one."""
+    theirs, ours = from_files.get("optimizer", FIELDS["optimizer"].default), values.get("optimizer")
+    names = [
+        n for n in ("learning_rate", "beta1", "weight_decay") if n in from_files.keys() - typed
+    ]
+    if "optimizer" in typed and theirs != ours and names:
+        kept = ", ".join(f"{name} {from_files[name]}" for name in names)
+        own = " ".join(f"--{name}=X" for name in names)
+        warn(f"optimizer: {kept} in the file belong to {theirs}; give {ours} its own: {own}")
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
@@ -418,8 +435,9 @@ def resolve(
     """
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
-    if c.optimizer == "muon" and "learning_rate" not in c.set_keys:
-        c = replace(c, learning_rate=MUON_LEARNING_RATE)
+    if c.optimizer == "muon":
+        unset = {name: value for name, value in MUON_RATES.items() if name not in c.set_keys}
+        c = replace(c, **unset)  # type: ignore[arg-type]
     problems = check_model(c)
 
     accum, uneven = count_micro_batches(c, world_size, saved)

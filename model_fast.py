@@ -47,12 +47,12 @@ ATTENTION_SCALE = 0.12 * 128**0.5
 # ours.
 ADAM_EPS, ROW_EPS = 2e-16, 2e-14
 NORM_EPS = 1e-7  # of Newton-Schulz's norm
-# train_gpt_simple.py counts two horizons in iterations of a run of 2,726. Runs of other lengths get
-# the same fractions: the momentum rises for 13% of the run, and the weights' average reaches back
-# over about 6% of it.
+# train_gpt_simple.py counts three horizons in iterations of a run of 2,726. Runs of other lengths
+# get the same fractions: Muon's momentum rises for 13% of the run, the weights' average reaches
+# back over about 6% of it, and the momentum of biases and gains over 4%.
 PUBLIC_ITERS = 2726
 MOMENTUM_WARMUP, FIRST_MOMENTUM = 350 / PUBLIC_ITERS, 0.85
-AVERAGE_DECAY = 0.9935
+AVERAGE_DECAY, VECTORS_BETA1 = 0.9935, 0.99
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
         dict(muon, params=[named for named in attention if "c_attn" in named[0]], parts=3),
         dict(adam, params=matrices("transformer.wte", "transformer.wpe"), initial_lr=embedding_lr),
         dict(adam, params=head, initial_lr=c.head_lr),
-        dict(adam, params=vectors, initial_lr=0.035, betas=(0.99, 0.965), weight_decay=0.0),
+        dict(adam, params=vectors, initial_lr=0.035, public_beta1=VECTORS_BETA1, weight_decay=0.0),
     ]
     for third, decay in enumerate((0.16, 0.22, 0.28)):  # MLPs, from the first block to the last
         inside = [
@@ -343,12 +343,24 @@ def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
     return [dict(g, progress=0.0, length=PUBLIC_ITERS) for g in groups if g["params"]]
 
 
+def stretched(decay: float, length: float) -> float:
+    """
+    Return a decay for a run of `length` iterations whose running mean covers the same part of the
+    run as the mean with `decay` covers of the public run.
+    """
+    return decay ** (PUBLIC_ITERS / length)
+
+
 @torch.no_grad()
-def use_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replace each weight by its average, if the optimizer keeps one. Twice is the same as once."""
-    for p, state in optimizer.state.items():
-        if "average" in state:
-            p.copy_(state["average"])
+def use_averages(optimizer: torch.optim.Optimizer) -> bool:
+    """
+    Replace each weight by its average, if the optimizer keeps one. Twice is the same as once.
+    Returns whether there were any.
+    """
+    averaged = [(p, state) for p, state in optimizer.state.items() if "average" in state]
+    for p, state in averaged:
+        p.copy_(state["average"])
+    return bool(averaged)
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -378,8 +390,9 @@ class Muon(torch.optim.AdamW):
     gradients.
 
     Momenta, weight decay and beta2 follow each group's `progress`, the part of the run that is
-    done. The state keeps a running average of every weight, whose horizon is a fraction of
-    `length`, the run's iterations; use_averages() ends a run with it.
+    done. The state keeps a running average of every weight. Its horizon, and that of a group with
+    `public_beta1`, is a fraction of `length`, the run's iterations. use_averages() ends a run with
+    the averages.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.
@@ -400,8 +413,11 @@ class Muon(torch.optim.AdamW):
         for group in all_groups:
             if "momentum" in group:
                 self.step_matrices(group)
-            else:
-                group["betas"] = (group["betas"][0], 0.965 + 0.034 * group["progress"])
+                continue
+            beta1 = group["betas"][0]
+            if "public_beta1" in group:
+                beta1 = stretched(group["public_beta1"], group["length"])
+            group["betas"] = (beta1, 0.965 + 0.034 * group["progress"])
         # AdamW's step updates every group in param_groups, so hide the matrices from it.
         self.param_groups = [group for group in all_groups if "momentum" not in group]
         super().step()
@@ -415,8 +431,8 @@ class Muon(torch.optim.AdamW):
 
     def average(self, group: dict) -> None:
         """Move the averages towards the updated weights, unless the update was skipped."""
-        weight = 1 - AVERAGE_DECAY ** (PUBLIC_ITERS / group["length"])
-        weight = weight * self.applied(group["params"][0])
+        applied = self.applied(group["params"][0])
+        weight = (1 - stretched(AVERAGE_DECAY, group["length"])) * applied
         for p in group["params"]:
             if p.grad is not None:
                 state = self.state[p]

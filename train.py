@@ -47,7 +47,7 @@ from configurator import (
 )
 from data.loader import Batch, Batches
 from data.missing import make_or_explain
-from data.shards import Dataset, check_dataset, open_dataset
+from data.shards import Dataset, ShardTokens, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
 from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups, use_averages
@@ -76,6 +76,7 @@ FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "st
 # Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
 # Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
+FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before it has timed any
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
@@ -261,20 +262,26 @@ def say_done(c: Config, resumed: dict) -> None:
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
-    """Open the dataset. Raises UserError if the run cannot use it."""
-    ranks.on_main(make_or_explain, c)  # if the dataset is missing
-    data = ranks.main_first(open_dataset, c.dataset, c.stream)
-    ranks.check_same("dataset", data.fingerprint, "give all machines the same files")
+    """Open the run's dataset. Raises UserError if the run cannot use it."""
+    data = open_one(c, "dataset", ranks)
     ranks.on_main(check_data, c, data, resumed, weights)
+    return data
+
+
+def open_one(c: Config, key: str, ranks: Ranks) -> Dataset:
+    """Open the dataset that this key names. Raises UserError if it is missing or too short."""
+    ranks.on_main(make_or_explain, c, key)
+    data = ranks.main_first(open_dataset, getattr(c, key), c.stream)
+    ranks.check_same(key, data.fingerprint, "give all machines the same files")
+    ranks.on_main(check_dataset, data, c.block_size)
     return data
 
 
 def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | None) -> None:
     """
-    Raise UserError if the data are too short, do not match the checkpoint or the weights, or if a
-    new run cannot print the samples that it was asked for.
+    Raise UserError if the data do not match the checkpoint or the weights, or if a new run cannot
+    print the samples that it was asked for.
     """
-    check_dataset(data, c.block_size)
     if c.sample_tokens and not resumed and not c.eval_only:
         try:
             Tokenizer(data.tokenizer)
@@ -283,19 +290,26 @@ def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | N
             raise UserError(f"sample_tokens: {error}; {hint}") from None
     if not weights:
         return
-    source = c.out_dir if resumed else c.init_from
-    hint = f"give data made with the tokenizer of {source}"
-    theirs, ours = weights["tokenizer"], data.tokenizer
-    if not same_tokenizer(theirs, ours):
-        kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
-        raise UserError(f"dataset: {data.source} has {kinds}; {hint}")
+    check_tokens("dataset", data, weights, c.out_dir if resumed else c.init_from)
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         change = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {change}")
-    if weights["vocab"] < data.vocab:
-        known = f"{data.vocab} token ids, but {source} knows only {weights['vocab']}"
-        raise UserError(f"dataset: {data.source} has {known}; {hint}")
+
+
+def check_tokens(key: str, data: Dataset, known: dict, source: str) -> None:
+    """
+    Raise UserError if the dataset of this key has other tokens than `source`, whose tokenizer and
+    vocab are `known`: a checkpoint, weights, or another dataset's facts().
+    """
+    hint = f"give data made with the tokenizer of {source}"
+    theirs, ours = known["tokenizer"], data.tokenizer
+    if not same_tokenizer(theirs, ours):
+        kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
+        raise UserError(f"{key}: {data.source} has {kinds}; {hint}")
+    if known["vocab"] < data.vocab:
+        ids = f"{data.vocab} token ids, but {source} knows only {known['vocab']}"
+        raise UserError(f"{key}: {data.source} has {ids}; {hint}")
 
 
 # -----------------------------------------------------------------------------
@@ -317,6 +331,16 @@ def model_config(
     if weights:
         values["vocab_size"] = weights["model_config"]["vocab_size"]
     return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
+
+
+def make_model(c: Config, vocab: int, hw: Hardware, weights: dict | None):
+    """Return the model on its device, with `weights` or else with random ones, which seed sets."""
+    torch.manual_seed(c.seed)
+    config = model_config(c, vocab, flash=hw.flash(c), compiled=hw.compiles, weights=weights)
+    model = build_model(config).to(hw.device)
+    if weights:
+        load_weights(model, weights)
+    return model
 
 
 def loss_chunk(c: Config, compiled: bool) -> int:
@@ -360,20 +384,26 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, fused=fused)
 
 
-def get_lr(it: int, c: Config, share: float, peak: float) -> float:
+def run_length(it: int, c: Config, share: float) -> float:
     """
-    Return the learning rate of iteration `it`. The rate warms up to `peak`, then decays to min_lr.
+    Return how many iterations the run has. With hours this is predicted at iteration `it`, from the
+    share of the schedule that is done: 0 at the first update, 1 at the last, counting the time of
+    evaluations and saves too. The pace is assumed to stay the same.
+    """
+    if not c.by_clock:
+        return c.max_iters
+    return min(c.max_iters, it / share if it and share else it + FIRST_LENGTH)
 
-    A run with hours does not know its number of iterations. The number is predicted as
-    `it / share`, which assumes that the pace stays the same. `share` says how much of the schedule
-    is done: 0 at the first update, 1 at the last, counting the time of evaluations and saves too.
-    Such a run warms up for at most a tenth of its iterations.
+
+def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     """
-    decay_end: float = c.lr_decay_iters or c.max_iters
+    Return the learning rate of iteration `it` in a run of `length` iterations. The rate warms up to
+    `peak`, then decays to min_lr. A run with hours warms up for at most a tenth of its iterations.
+    """
+    decay_end: float = c.lr_decay_iters or length
     warmup: float = c.warmup_iters
-    if c.by_clock:  # decay_end is infinite here unless flags set it
-        if it > 0 and share > 0:
-            decay_end = min(decay_end, it / share)
+    if c.by_clock:
+        decay_end = min(decay_end, length)
         warmup = min(warmup, decay_end / 10)
     # 1) linear warmup; like nanoGPT's, it starts above 0
     if it < warmup:
@@ -384,7 +414,7 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
     # 3) decay from the end of the warmup or, with wsd, over the last decay_fraction of the run
     begin = warmup
     if c.lr_schedule == "wsd":
-        begin = max(warmup, decay_end - round(c.decay_fraction * decay_end))
+        begin = max(warmup, (1 - c.decay_fraction) * decay_end)
     done = 1.0  # how much of the decay is done, from 0 to 1
     if it < decay_end:
         done = max(0, it - begin) / max(1, decay_end - begin)
@@ -396,23 +426,30 @@ def get_lr(it: int, c: Config, share: float, peak: float) -> float:
 
 def set_rates(optimizer, it: int, c: Config, share: float) -> None:
     """Set each group's learning rate for iteration `it`, and what Muon's other schedules follow."""
-    length: float = c.max_iters
-    if c.by_clock and it > 0 and share > 0:
-        length = it / share  # as get_lr() predicts it
+    length = run_length(it, c, share)
     for group in optimizer.param_groups:
-        group["lr"] = get_lr(it, c, share, group["initial_lr"])
+        group["lr"] = get_lr(it, c, length, group["initial_lr"])
         group["progress"], group["length"] = it / length, length
 
 
-def warn_of_higher_rate(c: Config, clock: Clock, resumed: dict, ranks: Ranks) -> None:
-    """Warn if a resume raises the learning rate, for example by extending a decayed run."""
-    it = resumed["progress"]["iter_num"]
-    before = config_before(resumed)
-    share = resumed["clock"]["share"]
-    old = get_lr(it, before, share, before.learning_rate)
+def warn_of_rates(c: Config, clock: Clock, resumed: dict | None, ranks: Ranks) -> None:
+    """
+    Warn if the learning rate never reaches its peak, or if a resume raises it, for example by
+    extending a decayed run.
+    """
+    it, end = resumed["progress"]["iter_num"] if resumed else 0, c.max_iters
+    if it < end and not c.by_clock and ranks.is_main:
+        earlier, last = (get_lr(n, c, end, c.learning_rate) for n in (end - 2, end - 1))
+        if earlier < last < c.learning_rate:
+            whole = f"the whole run of {end:,} iterations is warmup"
+            warn(f"warmup_iters: {whole}; give --warmup_iters={end // 10} or so")
+    if not resumed:
+        return
+    before, share = config_before(resumed), resumed["clock"]["share"]
+    old = get_lr(it, before, run_length(it, before, share), before.learning_rate)
     if before.hours != c.hours:
         share = clock.position(it).share
-    new = get_lr(it, c, share, c.learning_rate)
+    new = get_lr(it, c, run_length(it, c, share), c.learning_rate)
     if new > 1.01 * old and ranks.is_main:
         why = "its schedule differs from the checkpoint's (see the resume: lines)"
         warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
@@ -573,24 +610,28 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | N
 
 
 @torch.no_grad()
-def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, float] | None:
+def estimate_loss(
+    model, splits: dict[str, ShardTokens], batches, c, hw, ranks, signals
+) -> dict[str, float] | str:
     """
-    Return the mean losses on fixed windows of the train and val splits, in nats per token, without
-    dropout. The tokens do not depend on the micro-batch size or the number of ranks. Every rank
-    must call this. Returns None on all ranks after a signal, or if a rank cannot read its data.
+    Return each split's mean loss on fixed windows, in nats per token, without dropout. The tokens
+    do not depend on the micro-batch size or the number of ranks. Every rank must call this.
+
+    Returns instead, on all ranks, why the run must stop: the name of a signal, "data" if a rank
+    cannot read its data, or "memory" if a rank runs out of it after the first update.
     """
-    tokens = min(c.eval_size, len(data.val))  # the same number from each split
-    losses = {}
+    tokens = min(c.eval_size, len(splits["val"]))  # the same number from each split
+    losses: dict[str, float] = {}
     model.eval()
     try:
-        for name, split in (("train", data.train), ("val", data.val)):
+        for name, split in splits.items():
             micro_batches = batches.read_eval(split, tokens, spread=name == "train")
             (failed,) = signals.agree(micro_batches is None)
             if failed or micro_batches is None:
-                return None
+                return signals.name or "data"
             sums = sum_losses(model, micro_batches, hw, signals)
-            if sums is None:
-                return None
+            if isinstance(sums, str):
+                return sums
             loss_sum, count = ranks.sum(*sums)
             losses[name] = loss_sum / count
     finally:
@@ -598,21 +639,34 @@ def estimate_loss(model, data, batches, c, hw, ranks, signals) -> dict[str, floa
     return losses
 
 
-def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int] | None:
-    """Return the summed loss over all targets in nats and their number, or None after a signal."""
+def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int] | str:
+    """
+    Return the summed loss over all targets in nats and their number or, as estimate_loss() does,
+    why the run must stop.
+    """
     losses, counts = [], []
-    for x, y in micro_batches:  # as many on every rank, as stop_asked() requires
-        if signals.stop_asked():
-            return None
-        with hw.autocast():
-            losses.append(model(x.to(hw.device), y.to(hw.device)))
+    for x, y in micro_batches:  # as many on every rank, as agree() requires
+        fits = True
+        try:
+            with hw.autocast():
+                losses.append(model(x.to(hw.device), y.to(hw.device)))
+        except Exception as error:
+            # before the first update there is nothing to save
+            if not (has_trained.is_set() and hardware.is_out_of_memory(error)):
+                raise
+            fits = False
+        (failed,) = signals.agree(not fits)
+        if signals.name or failed:
+            return signals.name or "memory"
         counts.append(int((y != -1).sum()))
     means = torch.stack(losses).tolist()
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
     return math.fsum(mean * n for mean, n in zip(means, counts, strict=True) if n), sum(counts)
 
 
-def evaluate_only(model, data, c, hw, ranks, resumed: dict | None, loaded: dict | None) -> int:
+def evaluate_only(
+    model, data: Dataset, splits, c, hw, ranks, resumed: dict | None, loaded: dict | None
+) -> int:
     """Evaluate the weights once, print the losses and write nothing. Returns the exit code."""
     say(*origin_lines(c, resumed, loaded), hw.line(), describe(model, data.vocab), data.line())
     if not loaded:
@@ -620,13 +674,11 @@ def evaluate_only(model, data, c, hw, ranks, resumed: dict | None, loaded: dict 
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
     signals = StopSignals(ranks)
     began = time.perf_counter()
-    losses = estimate_loss(model, data, batches, c, hw, ranks, signals)
+    losses = estimate_loss(model, splits, batches, c, hw, ranks, signals)
     batches.close()
     signals.close()
-    if signals.name:
-        return 128 + signal.Signals[signals.name]
-    if losses is None:  # the rank that failed to read raises its own error
-        raise batches.error or RunError()
+    if isinstance(losses, str):
+        return exit_code(losses, batches, signals, c, ranks)
     it = resumed["progress"]["iter_num"] if resumed else 0
     say(evaluation_line(it, losses, time.perf_counter() - began, data))
     say(f"val_loss: {losses['val']:.4f}")
@@ -645,18 +697,26 @@ def sample_tokenizer(c: Config, data: Dataset, progress, log: Log) -> Tokenizer 
 def print_sample(
     model, text: Tokenizer, data: Dataset, progress, c: Config, hw: Hardware, log: Log
 ) -> None:
-    """Print sample_tokens tokens from the model, always drawn with the same random numbers."""
-    it = progress.iter_num
+    """
+    Print sample_tokens tokens from the model, always drawn with the same random numbers. If memory
+    runs out, warn and leave the sample out.
+    """
     if not math.isfinite(progress.val_loss):
         return
     prompt = text.start_ids()
-    idx = torch.tensor([prompt], device=hw.device)
-    generator = torch.Generator(hw.device).manual_seed(c.seed)
     model.eval()
-    with hw.autocast():
-        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
-    model.train()
-    log.report_sample(it, text.decode(ids[0, len(prompt) :].tolist()))
+    try:
+        idx = torch.tensor([prompt], device=hw.device)
+        generator = torch.Generator(hw.device).manual_seed(c.seed)
+        with hw.autocast():
+            ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
+        log.report_sample(progress.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
+    except Exception as error:
+        if not hardware.is_out_of_memory(error):
+            raise
+        log.warn(progress.iter_num, "sample_tokens: out of memory; continuing without this sample")
+    finally:
+        model.train()
 
 
 # -----------------------------------------------------------------------------
@@ -677,6 +737,12 @@ def check_alive(model, progress: Progress, skips: Skips, c: Config, ranks: Ranks
     if signs:
         problem = f"iter {it}: {signs[0]}, so the weights are not saved"
         ranks.fail(f"{problem}; use a lower learning_rate; {checkpoint.resume_hint(c.out_dir)}")
+
+
+def facts_to_save(c: Config, data: Dataset, model, hw: Hardware) -> dict:
+    """Collect what every checkpoint of this launch holds, besides its state."""
+    config, model_config = config_values(c), config_to_dict(model.config)
+    return data.facts() | dict(config=config, model_config=model_config, peak=hw.peak_to_save())
 
 
 def state_to_save(model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
@@ -740,6 +806,8 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
         problem = f"the optimizer in {c.out_dir} groups the weights in another way"
         hint = f"--init_from={c.out_dir} with another --out_dir starts from the weights alone"
+        if c.optimizer == "muon":
+            hint = f"git checkout c4db720e finishes a run of the earlier recipe; {hint}"
         raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=ours))
     # Clone CPU tensors. They are mapped from the checkpoint file, and would keep it open for the
@@ -761,23 +829,17 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # weights to begin with, or is None for random ones. What follows happens on every rank
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
-    is_new = resumed is None
 
-    # Data and device
+    # Data and device. Every split here is evaluated, printed, recorded and drawn by its name
     data = open_data(c, resumed, loaded, ranks)
+    splits = {"train": data.train, "val": data.val}
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks
-    torch.manual_seed(c.seed)
-    gpt_config = model_config(
-        c, data.vocab, flash=hw.flash(c), compiled=hw.compiles, weights=loaded
-    )
-    model = build_model(gpt_config).to(hw.device)
-    if loaded:
-        load_weights(model, loaded)
+    model = make_model(c, data.vocab, hw, loaded)
     if c.eval_only:
-        return evaluate_only(model, data, c, hw, ranks, resumed, loaded)
+        return evaluate_only(model, data, splits, c, hw, ranks, resumed, loaded)
     if resumed and is_done(c, resumed):
         say_done(c, resumed)
         return 0
@@ -786,36 +848,31 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank) if resumed else Progress()
-    # The weights to evaluate, sample and save as "model". If you make this an average, also save
-    # the weights of `model` and load them here, or a resume would train the average
-    eval_model = model
 
     # Files, clock, log and batches. From here on out_dir belongs to this run
-    facts = data.facts() | dict(config=config_values(c), model_config=config_to_dict(gpt_config))
-    facts["peak"] = hw.peak_to_save()
     out_dir = Path(c.out_dir).absolute()  # after a share's return, "." may still be dead
-    saver = Saver(out_dir, c.keep_checkpoints, facts, ranks)
+    saver = Saver(out_dir, c.keep_checkpoints, facts_to_save(c, data, model, hw), ranks)
     # Lock out_dir, open its logs, delete temporary files. In a new run, rename an earlier log. On a
     # resume, drop the log records that the run will write again, rename damaged checkpoints that
     # are newer than `resumed`, and link best.pt if a kill prevented that
     saver.open(resumed)
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
-    log = Log(c, clock, hw, data, gpt_config, progress, saver)
+    log = Log(c, clock, hw, data, model.config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
-    if resumed:
-        warn_of_higher_rate(c, clock, resumed, ranks)
+    warn_of_rates(c, clock, resumed, ranks)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, loaded  # frees the loaded checkpoint
-    clock.lap("start-up")  # book the seconds since the last lap
 
     # Compile, and prepare the loop
     if hw.compiles:
-        compile_or_end(model, c, data.vocab, hw, ranks, is_new)
+        clock.lap("start-up")  # book the seconds since the last lap
+        compile_or_end(model, c, data.vocab, hw, ranks, is_new=not saver.newest)
+        clock.lap("compile")
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
-    clock.lap("compile" if hw.compiles else "start-up")
+    clock.lap("start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     skips = Skips(c, hw, ranks)
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
@@ -826,10 +883,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     while True:
         it = progress.iter_num
         # Rank 0's clock decides for all ranks. With hours, now.share is the part of the schedule
-        # that is done: 0 at the first update, 1 at the last, with room left for a final evaluation
-        # and save. get_lr() follows now.share, so each clock.expect() below moves the learning
-        # rate. now.has_spare_time says whether an evaluation and a save fit now, and once more at
-        # the end. In other runs, share stays 0 and there is always spare time
+        # that is done: 0 at the first update, 1 at the last, with room left for a final evaluation,
+        # save and sample. The learning rates follow now.share, so each clock.expect() below moves
+        # them. now.has_spare_time says whether these pauses fit now, and once more at the end. In
+        # other runs, share stays 0 and there is always spare time
         now = clock.position(it)
 
         # `stop` is the reason to stop here, or None. An interrupted evaluation may still set it
@@ -837,35 +894,40 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if not stop:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
 
-        # A complete run ends with the averages of its weights, if the optimizer keeps them
-        if stop in COMPLETE:
-            use_averages(optimizer)
+        # a complete run ends with the averages of its weights, if the optimizer keeps them
+        if stop in COMPLETE and use_averages(optimizer):
+            log.report_averages(it)
 
         # evaluate once in a while, and when the run is complete
+        losses = None
         if evaluation_due(c, now, progress, stop):
             with clock.pause("evaluation"):  # its seconds are not those of an iteration
-                losses = estimate_loss(eval_model, data, batches, c, hw, ranks, signals)
-                if losses is None:
-                    stop = signals.name or "data"  # a resumed run starts with this evaluation
+                losses = estimate_loss(model, splits, batches, c, hw, ranks, signals)
+                if isinstance(losses, str):
+                    stop, losses = losses, None  # a resumed run starts with this evaluation
                 else:
                     progress.evaluate(losses["val"], now.share)
                     log.report_eval(it, progress.tokens, losses)
-                    if tokenizer and it > 0:
-                        print_sample(eval_model, tokenizer, data, progress, c, hw, log)
                     clock.expect("evaluation")  # to take as long the next time
 
         # save once in a while, and at the end. If the disk is full, train on and try again
         if save_due(c, now, progress, saver, stop):
             with clock.pause("checkpoints"):
-                check_alive(eval_model, progress, skips, c, ranks)
+                check_alive(model, progress, skips, c, ranks)
                 to_save = progress
                 if is_best(progress):  # becomes best.pt too, and counts as best once saved
                     to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
-                state = state_to_save(eval_model, optimizer, scaler, to_save, clock, hw, ranks)
+                state = state_to_save(model, optimizer, scaler, to_save, clock, hw, ranks)
                 if save(state, stop, saver, signals, log):
                     progress = to_save
                     clock.expect("checkpoints")
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
+
+        # print a sample of the evaluated weights, which are now safe if it runs out of memory
+        if losses and tokenizer and it > 0:
+            with clock.pause("samples"):
+                print_sample(model, tokenizer, data, progress, c, hw, log)
+                clock.expect("samples")
 
         if stop:
             break
@@ -902,6 +964,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log.finish(stop, stop in COMPLETE, progress, batches.waited)
     saver.close()
     signals.close()
+    return exit_code(stop, batches, signals, c, ranks)
+
+
+def exit_code(stop: str, batches: Batches, signals: StopSignals, c: Config, ranks: Ranks) -> int:
+    """Return the exit code of a launch that stopped for this reason, or raise its error."""
+    if stop == "memory":
+        ranks.fail(hardware.out_of_memory_line(c, ranks.world_size))
     if stop == "data":  # the rank that failed to read raises its own error
         raise batches.error or RunError()
     return 128 + signal.Signals[stop] if stop == signals.name else 0

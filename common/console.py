@@ -211,8 +211,8 @@ REMOVED = dict(
     profile="docs/plan.md shows how to profile an iteration",
     tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
     data_workers="give --workers to data/prepare_fineweb.py",
-    until="give --hours=N",
-    max_minutes="put `timeout -s INT 60m` before the command, or press Ctrl-C",
+    until="give the hours until then as --hours=N",
+    max_minutes="put `timeout --preserve-status -s INT 60m` before the command, or press Ctrl-C",
     link_gbits="plan assumes 100 Gbit/s between machines",
     price_hour="the rent is the price per hour times the hours that plan prints",
 )

@@ -1,38 +1,39 @@
-# GPT-2's loss in one night: 3.28 on FineWeb after 1.70B tokens, on an RTX 4090 (24 GB).
-# Model and updates come from a public program, whose ten runs on eight H100s averaged 3.2787
-# (modded-nanogpt, optimizer track, result 36); dev/compare_modded.py compares the two programs.
-# Estimated, not measured (docs/status.md): 3.9 hours (3.4 to 4.5) for 1.70B tokens, by
+# GPT-2's loss in one night: 3.28 on FineWeb after 1.44B tokens, on an RTX 4090 (24 GB).
+# Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
+# averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
+# Estimated, not measured (docs/status.md): 3.5 hours with evaluations and checkpoints. Iterations
+# alone take 3.3 (2.9 to 3.8) hours, by
 # python bench.py plan config/fast124m_4090.py --gpu=4090
-# docs/fast_recipe.md has the command that downloads the ten runs' tokens. If they are missing,
+# docs/fast_recipe.md has the command that downloads those runs' tokens. If they are missing,
 # train.py prints it.
 out_dir = "out/fast124m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
 init_from = "auto"  # the same command starts the run and resumes it
 
 # Rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: see model_fast.py
-model = "fast"
+model = "fast"  # its layers and optimizer are in model_fast.py
 n_layer = 12
 n_head = 6  # heads of 128
 n_embd = 768
 bias = True  # biases in all layers, and gains in the norms
 block_size = 1024
-batch_size = 32  # estimated: 14.6 GiB
+batch_size = 32  # estimated: 15.2 GiB
 tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
 optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
 learning_rate = 0.029
-muon_momentum = 0.96
+muon_momentum = 0.96  # rises to this from 0.85
 head_lr = 0.004
 weight_decay = 0.001
 beta1 = 0.8
 grad_clip = 0.0  # not needed: the size of Muon's updates does not depend on the gradient's
 
-max_iters = 2726  # 1.43B tokens; --max_iters=2200 or --hours gives a shorter, complete run
+max_iters = 2750  # 1.44B tokens; --max_iters=2200 or --hours gives a shorter, complete run
 warmup_iters = 0
 lr_schedule = "wsd"
-decay_fraction = 0.7  # constant for 30% of the run, then linearly down to zero
+decay_fraction = 0.7  # constant for 30% of the run, then linearly towards zero
 min_lr = 0.0
-lr_floor = 0.2
+lr_floor = 0.2  # but never below a fifth of the peak
 
 eval_interval = 250
 eval_tokens = 10485760  # the published runs evaluated on the same tokens

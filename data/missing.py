@@ -25,22 +25,23 @@ DOWNLOAD = (
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 
 
-def make_or_explain(config: Config) -> None:
+def make_or_explain(config: Config, key: str = "dataset") -> None:
     """
-    Make the quickstart's dataset, which needs no download, if it is missing or unfinished. Raises
-    UserError if another dataset is missing, with the commands that get or make it.
+    Make the dataset that this key names, if it is missing or unfinished and needs no download.
+    Raises UserError if another dataset is missing, with the commands that get or make it.
     """
-    folder = dataset_folder(config.dataset)
+    name = getattr(config, key)
+    folder = dataset_folder(name)
     is_there = (folder / "manifest.json").exists() and read_manifest(folder).get("complete", True)
-    if config.dataset == PREPARED_ON_DEMAND and not is_there:
+    if name == PREPARED_ON_DEMAND and not is_there:
         script = Path(__file__).with_name("prepare_text.py")
         say(f"data: preparing {folder} from Python's own source files")
         command = [sys.executable, str(script), f"--out={folder}"]
         # Hide the script's output, which ends by telling the user what to type next.
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-            raise UserError(f"dataset: {script} failed; see its message above")
+            raise UserError(f"{key}: {script} failed; see its message above")
     elif not folder.is_dir() or (config.stream and not is_begun(folder)):
-        raise UserError(explanation(config, folder))
+        raise UserError(f"{key}: {explanation(config, key, folder)}")
 
 
 def is_begun(folder: Path) -> bool:
@@ -48,22 +49,22 @@ def is_begun(folder: Path) -> bool:
     return any(p.name == "manifest.json" or split_of(p.name) for p in folder.iterdir())
 
 
-def explanation(config: Config, folder: Path) -> str:
-    """Return the error message for a missing dataset."""
-    name = config.dataset
+def explanation(config: Config, key: str, folder: Path) -> str:
+    """Say that the dataset of this key is missing, and how to get it."""
+    name = getattr(config, key)
     tokens = HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
     if config.stream:
-        return f"dataset: {name} is not a folder of shards; {both_commands(name, folder, tokens)}"
-    problem = f"dataset: there is no folder {folder}"
+        return f"{name} is not a folder of shards; {both_commands(name, folder, tokens)}"
+    problem = f"there is no folder {folder}"
     if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
         problem += f" in {Path.cwd()}; cd to where it is"
     if name == "openwebtext":  # the default, so most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
     if name == "shakespeare_char":
-        ways = "docs/own_text.md says how to make it, or give nanoGPT's with --dataset=PATH"
+        ways = f"docs/own_text.md says how to make it, or give nanoGPT's with --{key}=PATH"
         return f"{problem}; {ways}"
-    ways = "give another folder, such as nanoGPT's, with --dataset=PATH, or get it with"
+    ways = f"give another folder, such as nanoGPT's, with --{key}=PATH, or get it with"
     return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
 
 

@@ -63,6 +63,7 @@ class Theirs:
             (f"train_steps = {PUBLIC_ITERS}", f"train_steps = {c.max_iters}"),
             ("step / 350", f"step / {350 * part!r}"),
             ("decay=0.9935", f"decay={0.9935 ** (1 / part)!r}"),
+            ("(0.99 if gi == 2", f"({0.99 ** (1 / part)!r} if gi == 2"),
         ):
             assert there in text, there
             text = text.replace(there, here)

@@ -63,6 +63,9 @@ def draw(figure, groups: list[list[Run]]) -> None:
         panels["losses"].plot(tokens, losses, alpha=0.25, **line)
         panels["losses"].plot(tokens, smooth(losses), alpha=0.8, **line)
         panels["losses"].plot(at, vals, label=label, **marked)
+        for name, points in run.other_losses.items():
+            other = f"{name} loss of {run.name}"
+            panels["losses"].plot(*zip(*points, strict=True), "--", label=other, **marked)
         if band:
             mean_at, means = learning_curve(band, "tokens")
             both, ours, theirs = np.intersect1d(at, mean_at, return_indices=True)

@@ -39,9 +39,10 @@ class Run:
 
     `start` is the last start record; `end` is empty while the run trains and after a kill. `step`,
     `eval` and `checkpoint` are columns, ordered by iteration: one array per value, NaN if unknown.
-    Only published means of several runs have a band of val losses, from `low` to `high`. `config`
-    has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown; `hours`
-    includes iterations, evaluations and checkpoints.
+    Only published means of several runs have a band of val losses, from `low` to `high`.
+    `other_losses` has the (tokens, loss) of each split that was evaluated besides train and val.
+    `config` has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown;
+    `hours` includes iterations, evaluations, samples and checkpoints.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
@@ -49,6 +50,7 @@ class Run:
         self.end: dict = {}
         self.warnings: list[str] = []
         starts = []
+        self.other_losses: dict[str, list[tuple[float, float]]] = {}
         rows = {kind: array("d") for kind in COLUMNS}  # flat: row after row
         for record in records:
             kind = record.get("kind")
@@ -58,6 +60,11 @@ class Run:
                 self.end = record
             elif kind in COLUMNS:
                 rows[kind].extend([number(record.get(key)) for key in COLUMNS[kind]])
+            if kind == "eval" and record.get("iter"):
+                for key in record.keys() - {"train_loss", "val_loss"}:
+                    if key.endswith("_loss"):
+                        point = number(record.get("tokens")), number(record[key])
+                        self.other_losses.setdefault(key.removesuffix("_loss"), []).append(point)
         self.step = to_columns(rows["step"], COLUMNS["step"])
         self.eval = to_columns(rows["eval"], COLUMNS["eval"])
         self.checkpoint = to_columns(rows["checkpoint"], COLUMNS["checkpoint"])

@@ -93,6 +93,13 @@ def tokens(tmp_path_factory) -> Path:
     return program.write_tokens(folder, [700, 37, 500], [250, 150])
 
 
+@pytest.fixture
+def tiny(request, tokens, tmp_path) -> dict:
+    """Return the keys of a tiny run on `tokens`, with those that the test module has in TINY."""
+    module = getattr(request.module, "TINY", {})
+    return program.TINY_RUN | module | dict(dataset=tokens, out_dir=tmp_path / "out")
+
+
 def pytest_collection_modifyitems(items):
     """Start the fork server early if there are many tests. Skip gpu tests if CUDA is missing."""
     if sys.platform == "linux" and len(items) > 100:  # a single file may not need the server

@@ -126,6 +126,19 @@ def printed_config(*arguments) -> dict:
     return values
 
 
+def refused(result: Result, *words: str) -> str:
+    """
+    Check that a command was refused before it did anything: exit code 2, and one line of error that
+    holds these words. Returns the line.
+    """
+    assert result.code == 2, result
+    (line,) = [line for line in result.err.splitlines() if not line.startswith("warning: ")]
+    assert line.startswith("error: "), line
+    for word in words:
+        assert word in line, (word, line)
+    return line
+
+
 started: list[subprocess.Popen | fork_server.ForkedProcess] = []  # by the running test
 
 
@@ -272,6 +285,15 @@ def first_line(node: ast.stmt) -> int:
 
 def sigterm() -> None:
     signal.raise_signal(signal.SIGTERM)
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    """Return a function that raises the error."""
+
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
 class InProcessRun:
@@ -441,6 +463,43 @@ def write_tokens(folder: Path, train: list[int], val: list[int], vocab: int = 61
     manifest = dict(tokenizer="byte", vocab=vocab, eot=0, shards=shards)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
+
+
+class Run:
+    """Read what a run has left in its folder, at the moment of each question."""
+
+    def __init__(self, out_dir: Path | str):
+        self.out_dir = Path(out_dir)
+
+    def records(self, kind: str | None = None) -> list[dict]:
+        return records(self.out_dir, kind)
+
+    def column(self, kind: str, *names: str) -> list:
+        return column(self.out_dir, kind, *names)
+
+    def steps(self, *names: str) -> list:
+        return column(self.out_dir, "step", *names)
+
+    def evals(self, *names: str) -> list:
+        return column(self.out_dir, "eval", *names)
+
+    @property
+    def saved(self) -> list[int]:
+        """Return the iterations of the checkpoints, in order."""
+        return checkpoints(self.out_dir)
+
+    def state(self, iter_num: int = -1) -> dict:
+        """Load the checkpoint of an iteration, or the newest one."""
+        return checkpoint(self.out_dir, self.saved[-1] if iter_num < 0 else iter_num)
+
+    @property
+    def best(self) -> dict:
+        return best(self.out_dir)
+
+    @property
+    def end(self) -> dict:
+        """Return the record of the end of the last launch."""
+        return records(self.out_dir, "end")[-1]
 
 
 def records(out_dir: Path, kind: str | None = None) -> list[dict]:

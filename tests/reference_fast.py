@@ -196,10 +196,11 @@ def parts_of(name: str, weight: Tensor) -> list[Tensor]:
 def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
     """Return AdamW's parameter groups, each with its highest rate as `initial_lr`."""
     vectors = [p for p in model.parameters() if p.dim() == 1]
+    beta1 = 0.99 ** (PUBLIC_ITERS / c.max_iters)
     return [
         dict(params=[model.transformer.wte.weight], initial_lr=0.7),
         dict(params=[model.lm_head.weight], initial_lr=c.head_lr),
-        dict(params=vectors, initial_lr=0.035, betas=(0.99, 0.0), weight_decay=0.0),
+        dict(params=vectors, initial_lr=0.035, betas=(beta1, 0.0), weight_decay=0.0),
     ]
 
 
@@ -210,7 +211,7 @@ def get_lr(it: int, highest: float, c: Config) -> float:
     """
     if it < c.warmup_iters:
         return highest * (it + 1) / (c.warmup_iters + 1)
-    decay_iters = round(c.decay_fraction * c.max_iters)
+    decay_iters = c.decay_fraction * c.max_iters
     left = min(1, (c.max_iters - it) / decay_iters)
     return max(c.lr_floor * highest, c.min_lr + left * (highest - c.min_lr))
 

@@ -388,3 +388,20 @@ def test_decay_lr_false_turns_warmup_off_as_in_nanogpt(tmp_path):
     assert load_config([str(path)]).warmup_iters == 0
     assert load_config([str(path), "--warmup_iters=10"]).warmup_iters == 10
     assert load_config(["--warmup_iters=10", str(path)]).warmup_iters == 0
+
+
+@pytest.mark.parametrize(
+    "command, warned",
+    [
+        ("quickstart.py --optimizer=adamw", ["learning_rate", "beta1", "weight_decay"]),
+        ("quickstart.py --optimizer=adamw --learning_rate=3e-3", ["beta1", "weight_decay"]),
+        ("gpt124m_4070.py --optimizer=muon", ["learning_rate"]),
+        ("quickstart.py --optimizer=muon", []),
+        ("gpt124m_4070.py --optimizer=adamw", []),
+    ],
+)
+def test_warns_of_a_files_settings_for_another_optimizer_and_keeps_them(command, warned, capsys):
+    file, *flags = command.split()
+    c = load_config([str(ROOT / "config" / file), *flags])
+    assert re.findall(r"--(\w+)=X", capsys.readouterr().err) == warned
+    assert c.beta1 == (0.8 if file == "quickstart.py" else 0.9)

@@ -29,9 +29,10 @@ N = 124_373_760  # parameters of GPT-2 124M
 CONFIG_FILES = [
     path for path in sorted((ROOT / "config").glob("*.py")) if "# estimated: " in read(path)
 ]
-# the rows of dev/simulate_gpu/run.py except nanoGPT's
+# The rows of dev/simulate_gpu/run.py for our GPT-2. Those of the fast model were simulated with the
+# recipe of 3,250 iterations, whose optimizer kept no averages.
 SIMULATED = json.loads(read("results/nullgpu.json"))["rows"]
-SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] != "nanoGPT"}
+SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] == "gpt2"}
 
 
 def model_of(config: Config) -> GPTConfig:
@@ -123,7 +124,7 @@ def tensor_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
 
 @pytest.mark.parametrize(
     "name",
-    slow_but("4070-gpt2-eager", "4070-fast", "h200-fast-128", "4070-gpt2-dropout", of=SIMULATED),
+    slow_but("4070-gpt2-eager", "4070-gpt2-dropout", of=SIMULATED),
 )
 def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
     """

@@ -20,6 +20,7 @@ from train import (
     evaluation_due,
     get_lr,
     is_best,
+    run_length,
     save_due,
     why_stop,
 )
@@ -155,8 +156,8 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
 # max_iters, lr_decay_iters, warmup_iters, decay_fraction: the end of the peak, by hand
 PEAKS = {
     (100, 0, 5, 0.4): 60,
-    (11, 0, 0, 0.4): 7,  # 4.4 of 11 iterations are rounded to 4
-    (11, 0, 0, 0.6): 4,  # 6.6 to 7
+    (11, 0, 0, 0.4): 7,  # the decay begins at 6.6
+    (11, 0, 0, 0.6): 5,  # at 4.4
     (100, 0, 70, 0.4): 70,  # no decay before the end of the warmup
     (100, 50, 5, 0.4): 30,
     (100, 200, 5, 0.4): 120,  # beyond the run
@@ -174,15 +175,26 @@ def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
         c = Config(**keys, max_iters=max_iters, lr_decay_iters=lr_decay_iters)
         longer = Config(**keys | dict(decay_fraction=0.0), max_iters=1000)
         for it in range(last):  # the iterations before that checkpoint
-            assert get_lr(it, c, 0.0, 1.0) == get_lr(it, longer, 0.0, 1.0)
-        assert get_lr(last + 1, c, 0.0, 1.0) < 1
+            assert get_lr(it, c, max_iters, 1.0) == get_lr(it, longer, 1000, 1.0)
+        assert get_lr(last + 1, c, max_iters, 1.0) < 1
+
+
+def test_the_length_of_a_run_with_hours_follows_its_pace():
+    timed = Config(hours=8.0, max_iters=UNREACHED)
+    assert run_length(0, Config(max_iters=300), 0.0) == 300
+    assert run_length(50, timed, 0.1) == 500
+    # before the first update nobody knows, but a warmup over 5% of the run must begin well above 0
+    assert 10 <= 0.05 * run_length(0, timed, 0.0) <= 1000
+    assert run_length(0, replace(timed, max_iters=200), 0.0) == 200
 
 
 # -----------------------------------------------------------------------------
 # Whole nights
 
 # The shortest and the longest duration, in seconds
-RANGES = dict(iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 30.0))
+RANGES = dict(
+    iteration=(1.0, 30.0), evaluation=(0.5, 60.0), checkpoints=(0.2, 30.0), samples=(0.5, 30.0)
+)
 
 
 class Night:
@@ -216,6 +228,7 @@ class Night:
             max_iters=chance.choice([UNREACHED, UNREACHED, 0, 1, 20]),
             checkpoint_interval=chance.choice([0, 0, 1, 7]),
             always_save_checkpoint=chance.random() < 0.5,
+            sample_tokens=chance.choice([0, 100]),
         )
         length = chance.choice([dict(hours=0.02), dict(hours=0.1), {}])
         if not length:
@@ -272,6 +285,7 @@ class Night:
                     return "kill", it
                 stop = "SIGTERM"
 
+            is_sampled = False
             if twice(evaluation_due, c, now, progress, stop):
                 with clock.pause("evaluation"):
                     self.take("evaluation", clock)
@@ -284,6 +298,7 @@ class Night:
                             self.untrained = progress.best_val_loss
                         self.evaluations.append(it)
                         clock.expect("evaluation")
+                        is_sampled = it > 0 and c.sample_tokens > 0
 
             if twice(save_due, c, now, progress, saver, stop):
                 with clock.pause("checkpoints"):
@@ -308,9 +323,14 @@ class Night:
                         clock.expect("checkpoints")
                     saver.failed = disk_is_full
 
+            if is_sampled:
+                with clock.pause("samples"):
+                    self.take("samples", clock)
+                    clock.expect("samples")
+
             if stop:
                 if stop == "hours":
-                    # at most one iteration, evaluation and save after the end of the hours
+                    # at most one iteration and one pause of each kind after the end of the hours
                     self.overtime = self.now - end - sum(self.seconds.values())
                 return stop, it
 
@@ -334,7 +354,7 @@ def test_ten_thousand_simulated_runs_end_near_their_hours_and_keep_the_best_weig
 ):
     """
     Check that each run evaluates and saves its last iteration, repeats no evaluation and no save,
-    keeps the best weights, and makes at most one iteration, evaluation and save after its hours
+    keeps the best weights, and makes at most one iteration and pause of each kind after its hours
     unless one of these ever took more than twice as long as expected.
     """
     in_time = 0

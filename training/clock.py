@@ -15,8 +15,9 @@ from datetime import datetime
 
 from configurator import Config
 
-CATEGORIES = ("start-up", "compile", "steps", "evaluation", "checkpoints")
-RESERVE = 0.01  # share of the time to reserve for an evaluation or save not yet timed
+PAUSES = ("evaluation", "samples", "checkpoints")  # between iterations
+CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
+RESERVE = 0.01  # share of the time to reserve for an evaluation, sample or save not yet timed
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Position:
     # The rest is for runs with hours
     share: float = 0.0  # how much of the schedule is done: 0 at the first update, 1 at the last
     time_is_up: bool = False
-    has_spare_time: bool = True  # for another evaluation or save besides the final ones
+    has_spare_time: bool = True  # for another evaluation, save and sample besides the final ones
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Clock:
         self.setup_seconds: float | None = saved.get("setup_seconds")
         # the share at the last update; position().share is the current one
         self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
-        # expected seconds of the next iteration, evaluation and save
+        # expected seconds of the next iteration and of each kind of pause
         self.estimates: dict[str, float] = dict(saved.get("estimates", {}))
 
     def state_dict(self) -> dict:
@@ -116,15 +117,17 @@ class Clock:
         """
         Return where the run stands by this rank's clock. The share is the time so far divided by
         the time at which the final update is due, or it / max_iters if a max_iters flag ends the
-        run sooner. After that update there is room for an evaluation and a save, which are expected
-        to take as long as the previous ones did, or 1% of the time each if there was none.
+        run sooner. After that update there is room for an evaluation, a save and a sample, which
+        are expected to take as long as the previous ones did, or 1% of the time each if there was
+        none.
         """
         since_save = time.perf_counter() - self.save_timer_began
         if not self.c.by_clock:
             return Position(since_save)
         used, left = self.used(), self.left()
         reserve = RESERVE * (used + left)
-        closing = sum(self.estimates.get(name, reserve) for name in ("evaluation", "checkpoints"))
+        last = [name for name in PAUSES if name != "samples" or self.c.sample_tokens]
+        closing = sum(self.estimates.get(name, reserve) for name in last)
         iteration = self.estimates.get("iteration", 0.0)
         past = used - (self.setup_seconds or 0.0)
         room = left - closing - iteration  # seconds until the last update must begin
@@ -192,9 +195,9 @@ class Clock:
 
     def expect(self, what: str, seconds: float | None = None) -> None:
         """
-        Expect the next iteration, evaluation or save to take as long as the last one: `seconds`, or
-        those of the pause so far. `what` is "iteration", "evaluation" or "checkpoints". An estimate
-        at most doubles per call, so that a single hang does not end the run far too early.
+        Expect the next iteration or pause to take as long as the last one: `seconds`, or those of
+        the pause so far. `what` is "iteration" or one of PAUSES. An estimate at most doubles per
+        call, so that a single hang does not end the run far too early.
         """
         seconds = self.since_lap() if seconds is None else seconds
         before = self.estimates.get(what) or seconds

@@ -22,7 +22,7 @@ from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, con
 from data.shards import Dataset
 from model import GPTConfig
 from training.checkpoint import Saver, checkpoint_path
-from training.clock import Clock, Speed, clock_time
+from training.clock import PAUSES, Clock, Speed, clock_time
 from training.gpus import PUBLISHED_WIDTH, assumed_mfus, published_mfus
 from training.hardware import Hardware
 from training.speed import count_flops, describe
@@ -35,11 +35,7 @@ PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
 # A run is slow if its MFU, after so many iterations, is below this share of the lowest known one.
 # Muon takes 4%, and runs of one card differ by a few percent more.
 SLOW_AFTER, SLOW = 50, 0.85
-LEDGER_NAMES = {  # friendlier names for the clock's categories
-    "start-up": "startup",
-    "steps": "training",
-    "evaluation": "evaluation and samples",
-}
+LEDGER_NAMES = {"start-up": "startup", "steps": "training"}  # friendlier than the clock's
 
 
 class Log:
@@ -113,7 +109,6 @@ class Log:
         if self.ranks.is_main:
             if not c.by_clock and self.train_tokens:
                 warn_of_epochs(self.last_tokens() / self.train_tokens)
-            self.warn_of_warmup()
             self.warn_of_space(optimizer)
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
@@ -144,13 +139,6 @@ class Log:
         there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
         if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
             warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
-
-    def warn_of_warmup(self) -> None:
-        """Warn if the learning rate never reaches its peak, or never decays."""
-        c = self.config
-        if not c.by_clock and c.warmup_iters >= c.max_iters > self.first_iter:
-            run = f"the whole run of {c.max_iters:,} iterations is warmup"
-            warn(f"warmup_iters: {run}; give --warmup_iters={c.max_iters // 10} or so")
 
     def last_tokens(self) -> int:
         """Return how many tokens the run will have trained on after max_iters."""
@@ -249,14 +237,14 @@ class Log:
     def eta(self, it: int) -> float:
         """
         Return the estimated seconds to the end of the run. The remaining iterations are assumed to
-        run at this launch's mean pace, with one evaluation and one save per remaining interval.
-        The estimate never exceeds a time limit.
+        run at this launch's mean pace, with one evaluation, save and sample per remaining
+        interval. The estimate never exceeds a time limit.
         """
         c = self.config
         pace = (self.clock.seconds["steps"] - self.first_steps) / (it + 1 - self.first_iter)
         intervals = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
         estimates = self.clock.estimates
-        pause = sum(estimates.get(name, 0.0) for name in ("evaluation", "checkpoints"))
+        pause = sum(estimates.get(name, 0.0) for name in PAUSES)
         left = (c.max_iters - it - 1) * pace + intervals * pause
         return max(0.0, min(left, self.left()))
 
@@ -269,13 +257,15 @@ class Log:
             iter=it,
             tokens=tokens,
             hours=self.clock.training_hours(),
-            train_loss=losses["train"],
-            val_loss=losses["val"],
+            **{f"{name}_loss": loss for name, loss in losses.items()},
             seconds=seconds,
             perplexity=perplexity(losses["val"]),
             bits_per_byte=self.data.bits_per_byte(losses["val"]),
         )
         self.draw()
+
+    def report_averages(self, it: int) -> None:
+        say(f"averages: at iteration {it}, the averages of the weights replace the weights")
 
     def report_save(self, it: int) -> None:
         """Log a save, within its pause."""
@@ -333,11 +323,8 @@ class Log:
         seconds = self.clock.seconds
         total = sum(seconds.values())
         launch = duration(self.clock.since_launch())
-        names = LEDGER_NAMES
-        if not self.config.sample_tokens:
-            names = names | dict(evaluation="evaluation")
-        spent = {names.get(name, name): s for name, s in seconds.items() if s}
-        shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in spent.items()]
+        names, used = LEDGER_NAMES, {k: s for k, s in seconds.items() if s}
+        shares = [f"{names.get(k, k)} {s:.1f}s ({s / total:.1%})" for k, s in used.items()]
         say(f"time: {duration(total)} wall (this launch {launch}) = {', '.join(shares)}")
         if waited > 0.01 * (seconds["steps"] - self.first_steps):
             say(f"waiting for data: {waited:.1f}s of this launch's training")
@@ -446,10 +433,11 @@ def perplexity(loss: float) -> float:
 
 def evaluation_line(it: int, losses: dict[str, float], seconds: float, data: Dataset) -> str:
     """Describe an evaluation that took `seconds`. The losses are in nats per token."""
+    text = ", ".join(f"{name} loss {loss:.4f}" for name, loss in losses.items())
     bits = data.bits_per_byte(losses["val"])
     end = "" if bits is None else f", {bits:.4f} bits per byte"
-    text = f"train loss {losses['train']:.4f}, val loss {losses['val']:.4f}, time {seconds:.1f}s"
-    return f"step {it}: {text}, perplexity {perplexity(losses['val']):.4g}{end}"
+    text += f", time {seconds:.1f}s, perplexity {perplexity(losses['val']):.4g}"
+    return f"step {it}: {text}{end}"
 
 
 def date() -> str:

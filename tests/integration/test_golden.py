@@ -1,6 +1,6 @@
 """
-Resume recorded checkpoints, which dev/make_golden.py made with version 0.3.0, and refuse those of
-version 0.2, such as tables.pt.
+Resume recorded checkpoints, which dev/make_golden.py made. Refuse those of version 0.2, such as
+tables.pt, and those of the fast recipe of 3,250 iterations, such as plain.pt.
 """
 
 import json
@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from program import column, run, train
+from program import column, flags, refused, run, train
 
 from dev.make_golden import GOLDEN, MODELS, SAVED_AT, write_dataset
 
@@ -48,3 +48,10 @@ def test_a_checkpoint_of_version_0_2_is_refused_in_one_line(command, tmp_path, m
     (line,) = result.err.splitlines()
     assert "git checkout 877e89a" in line
     assert not Path("new").exists()
+
+
+def test_a_checkpoint_of_the_earlier_fast_recipe_is_refused_in_one_line(tmp_path):
+    shutil.copy(GOLDEN / "plain.pt", tmp_path / f"ckpt-{SAVED_AT:08}.pt")
+    keys = MODELS["fast"] | dict(dataset=write_dataset(tmp_path / "tokens"), out_dir=tmp_path)
+    result = run("train.py", *flags(**keys, init_from="resume"))
+    refused(result, "git checkout c4db720e", f"--init_from={tmp_path}")

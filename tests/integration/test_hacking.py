@@ -33,8 +33,12 @@ from program import (
     start,
     train,
     with_definitions,
+    write_tokens,
 )
 from torch import Tensor
+
+from reports.picture import draw
+from reports.runs import open_run
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,
@@ -395,10 +399,32 @@ def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(to
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, OPTIMIZER, SCHEDULE = (
-    {file: code for file, code in BLOCKS if f"def {function}(" in code}
-    for function in ("loss_sum", "build_optimizer", "get_lr")
+LOSS, LION, SCHEDULE, AVERAGING, EXCHANGE = (
+    {file: code for file, code in BLOCKS if name in code}
+    for name in ("def loss_sum(", "class Lion(", "def get_lr(", "class Averaging(", "def exchange(")
 )
+[SECOND] = re.findall(r"^```python\n(    if c\.second:.*?)^```$", PAGE, re.M | re.S)
+SECOND_KEY = """
+class Config:
+    second: str = ""
+
+PATHS = ("out_dir", "init_from", "dataset", "second")
+MAY_BE_BLANK = ("start", "second")
+"""
+SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
+ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
+
+
+def edited(program: Path, *edits: tuple[str, str]) -> Path:
+    """Replace lines of a changed program's train.py, as the page says."""
+    text = (program / "train.py").read_text("utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (program / "train.py").write_text(text, "utf-8")
+    return program
+
+
 Z = 1e-4
 # the z-loss with a key in place of the number, as the page says
 Z_LOSS_KEY = {
@@ -438,6 +464,12 @@ def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(token
     assert result.code == 0, result.err
 
 
+def tied(state: dict) -> list[Tensor]:
+    """Return the weights of a checkpoint in the order of the optimizer's groups."""
+    names = [n for group in state["optimizer"]["param_groups"] for n in group["param_names"]]
+    return [state["model"][name] for name in names]
+
+
 def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> Tensor:
     return torch.cat([w.flatten() for w in checkpoint(out_dir, iter_num)["model"].values()])
 
@@ -447,7 +479,7 @@ def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> Tensor:
 def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_for_bit(
     dtype, tokens, tmp_path
 ):
-    program = changed(tmp_path / "program", OPTIMIZER)
+    program = edited(changed(tmp_path / "program", LION), (ADAMW_LINE, "    return Lion(groups)\n"))
     keys = dict(dataset=tokens, learning_rate=1e-3, weight_decay=0.0, grad_clip=0.0, dtype=dtype)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     result = train_changed(program, **keys, checkpoint_interval=1, out_dir=whole)
@@ -472,9 +504,82 @@ def test_the_documented_1_sqrt_schedule_follows_its_formula(tokens, tmp_path):
     keys = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
     result = train_changed(program, **keys, dataset=tokens, out_dir=tmp_path / "run")
     assert result.code == 0, result.err
-    expected = [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.01]  # two iterations of warmup; decay from 4 on
+    expected = [0.01 / 1.4, *[0.01] * 4]  # warmup takes 5% of 8 iterations; decay from 4 on
     expected += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
     assert column(tmp_path / "run", "step", "lr") == pytest.approx(expected)
+
+
+def test_the_documented_average_is_evaluated_and_saved_and_resumes_bit_for_bit(tokens, tmp_path):
+    program = changed(
+        tmp_path / "program", {"train.py": AVERAGING["train.py"] + EXCHANGE["train.py"]}
+    )
+    call, moment = "exchange(optimizer)\n", "                moments[name] = moment.clone()\n"
+    edited(
+        program,
+        (ADAMW_LINE, "    return Averaging(groups, fused=fused)\n"),
+        ("        losses = None\n", f"        {call}        losses = None\n"),
+        (
+            "        if stop:\n            break\n",
+            f"        {call}        if stop:\n            break\n",
+        ),
+        (moment, f"{moment}    {call}"),
+    )
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    keys = dict(dataset=tokens, dropout=0.1, checkpoint_interval=1)
+    for out_dir in (whole, halves):
+        result = train_changed(program, **keys, init_from="auto", out_dir=out_dir)
+        assert result.code == 0, result.err
+        if out_dir == whole:
+            halves.mkdir()
+            shutil.copy(whole / "ckpt-00000003.pt", halves)
+            shutil.copy(whole / "metrics.jsonl", halves)
+    assert_same_run(whole, halves, 8)
+    for it in range(2, 8):
+        before, after = checkpoint(whole, it - 1), checkpoint(whole, it)
+        for n, (old, new) in enumerate(zip(tied(before), tied(after), strict=True)):
+            raw = after["optimizer"]["state"][n]["average"]
+            assert torch.allclose(new, old + 0.01 * (raw - old), atol=1e-7)
+    again = train_changed(program, **keys, init_from=whole / "ckpt-00000004.pt", eval_only=True)
+    assert f"val_loss: {column(whole, 'eval', 'val_loss')[1]:.4f}" in again.out
+
+
+def test_the_documented_second_validation_set_is_checked_printed_recorded_and_drawn(
+    tokens, tmp_path
+):
+    program = changed(tmp_path / "program", {"configurator.py": SECOND_KEY})
+    edited(program, (SPLITS_LINE, SPLITS_LINE + SECOND))
+    keys = dict(dataset=tokens, out_dir=tmp_path / "run")
+    assert "--second=PATH" in train_changed(program, **keys, second="nowhere").err
+    other = write_tokens(tmp_path / "other", [700], [300], vocab=77)
+    assert_refused(train_changed(program, **keys, second=other), "second: ")
+    result = train_changed(program, **keys, second=tokens)
+    assert result.code == 0, result.err
+    losses = column(tmp_path / "run", "eval", "train_loss", "val_loss", "second_loss")
+    line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, time "
+    assert line.format(*losses[-1]) in result.out
+    assert all(val == second for _, val, second in losses)
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    draw(figure, [[open_run(tmp_path / "run")]])
+    assert "second loss of run" in figure.axes[0].get_legend_handles_labels()[1]
+
+
+@pytest.mark.slow
+def test_the_documented_code_passes_ruff_and_mypy(tmp_path):
+    code = "".join(code for file, code in BLOCKS if file == "train.py")
+    program = changed(
+        tmp_path / "program", LOSS | {"train.py": code, "configurator.py": SECOND_KEY}
+    )
+    edited(
+        program,
+        (ADAMW_LINE, "    return Lion(groups)\n"),
+        (SPLITS_LINE, SPLITS_LINE + SECOND),
+    )
+    shutil.copy(ROOT / "pyproject.toml", program)
+    for tool in (("ruff", "check", "train.py", "model.py"), ("mypy", "train.py", "model.py")):
+        done = subprocess.run(
+            [sys.executable, "-m", *tool], cwd=program, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
 
 
 def test_the_functions_named_in_the_hacking_guide_exist():

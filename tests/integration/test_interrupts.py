@@ -439,6 +439,25 @@ def test_an_error_loses_only_the_iterations_since_the_newest_checkpoint(
     assert_same_run(unbroken, tmp_path, 12)
 
 
+@pytest.mark.parametrize("kind", slow_but({}, of=[{}, FAST]), ids=["gpt2", "fast"])
+def test_a_final_evaluation_that_runs_out_of_memory_comes_after_a_save(kind, tiny, tmp_path):
+    """End as soon again if the memory is still short, and otherwise like a run that had enough."""
+
+    def fail():
+        raise ERRORS["out of memory"]
+
+    keys = tiny | kind | dict(out_dir=tmp_path / "run", init_from="auto")
+    train(**keys | dict(out_dir=tmp_path / "whole"))
+    for evaluation in (4, 1):  # of the launch: each time that of the trained model
+        trainer = InProcessRun()
+        trainer.at["evaluation", evaluation] = fail
+        result = trainer.launch(**keys)
+        assert result.code == 1 and "--batch_size=3" in result.err.splitlines()[-1]
+        assert checkpoints(tmp_path / "run") == [4, 8, 12]
+    train(**keys)
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 12)
+
+
 SKIPPED = {
     "19": (range(3, 22), 0),
     "20": (range(3, 23), 1),

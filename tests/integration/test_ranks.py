@@ -454,6 +454,21 @@ def test_a_shard_that_one_rank_cannot_read_ends_all_ranks_after_saving(
     assert checkpoints(tmp_path / "run")[-1] == end["iters"] == done
 
 
+def test_an_evaluation_that_runs_out_of_memory_on_one_rank_ends_all_ranks_after_saving(
+    tiny, tmp_path
+):
+    fill = """
+        if n == 6 and RANK == "1":
+            torch.nn.Embedding.forward = lambda *_: torch.empty(2**60)
+    """
+    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(max_iters=6)), script=watched(fill)))
+    assert [result.code for result in results] == [1, 1]
+    (line,) = error_lines(*(result.err for result in results))
+    assert "--batch_size=" in line
+    assert checkpoints(tmp_path / "run") == [6]
+    assert column(tmp_path / "run", "end", "reason") == ["memory"]
+
+
 def test_a_warning_about_a_key_is_printed_once_for_all_ranks(tiny):
     results = finish_ranks(start_ranks(2, *flags(**tiny | dict(max_iters=1, warmup_iters=5))))
     assert [result.code for result in results] == [0, 0]
