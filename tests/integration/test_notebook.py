@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from documents import documents, write_parquet
-from program import ROOT, records
+from program import ROOT, column, records
 
 from common.console import UserError
 from data.tokenizer import Tokenizer
@@ -109,19 +109,18 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     parquet = write_parquet(fresh_folder / "fineweb.parquet", documents(300))
     write_book(fresh_folder / "book.txt")
     flags = dict(
-        quickstart=TINY,
         ITERS=TINY,
         prepare_fineweb=f"--source={parquet} --tokens=4000 --val_tokens=600 --workers=1",
         fast40m=f"{TINY} --tokens_per_iter=256",
-    )
+    ) | {"config/quickstart.py": TINY}
     pictures = []
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=pictures.append))
 
     cells = edit(CELLS, REPOSITORY=commit_tree(fresh_folder / "source"))
-    _, _, quickstart, book, read, wrote, prepared, trained, figures, samples = run_cells(
-        cells, **flags
+    _, _, quickstart, book, read, wrote, prepared, trained, figures, samples, changed, compared = (
+        run_cells(cells, **flags)
     )
     clone = fresh_folder / "nightshift"
     assert Path.cwd() == clone
@@ -136,6 +135,11 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     assert "best val loss" in figures
     assert [(clone / name).read_bytes()[:4] for name in pictures] == [b"\x89PNG"]
     assert samples.count("The sun is") == 3
+    # the changed model trained and was compared, and the file is as it was
+    assert "end: max_iters after 4 iterations" in changed and "best val loss" in compared
+    runs = [column(clone / "out" / name, "eval", "val_loss") for name in ("quickstart", "changed")]
+    assert runs[0] != runs[1]
+    assert (clone / "model_fast.py").read_bytes() == (ROOT / "model_fast.py").read_bytes()
     # once more, as after closing the browser: nothing is lost and nothing fails
     _, quickstart, read, _, prepared, trained = run_cells(cells[:5], **flags)
     assert all("all 4 iterations are done" in out for out in (quickstart, read))
