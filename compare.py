@@ -130,6 +130,7 @@ class Row:
     values: list  # one per run, None if unknown
     format: Callable[..., str] = str
     judge: Judge | None = None
+    unknown: list[str] | None = None  # what to print for each run's None; "n/a" if not given
 
     def verdict(self, names: list[str]) -> str:
         pairs = zip(self.values, names, strict=True)
@@ -217,7 +218,10 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
         for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_as_time)):
             values = [reach(*learning_curve(run, axis), target) for run in runs]
             label = f"{what} to val loss {target:.4f}"
-            rows.append(Row(label, f"{axis}_to_loss", values, form, less))
+            # a run that got there without an evaluation near that loss is not worse than the others
+            there = [np.any(learning_curve(run, axis)[1] <= target) for run in runs]
+            unknown = ["between evaluations" if is_there else "n/a" for is_there in there]
+            rows.append(Row(label, f"{axis}_to_loss", values, form, less, unknown))
     label, key = "best bits per byte", "best_bits_per_byte"
     bits = Row(label, key, [percentile(run.eval["bits_per_byte"], 0) for run in runs], decimals)
     if problem:  # otherwise losses have a verdict, and the two could disagree
@@ -255,7 +259,11 @@ def points_of_common_evaluations(runs: list[Run]) -> list[Point]:
 def print_table(rows: list[Row], names: list[str]) -> None:
     cells = [["", *names]]
     for row in rows:
-        values = ["n/a" if value is None else row.format(value) for value in row.values]
+        unknown = row.unknown or ["n/a"] * len(names)
+        values = [
+            text if value is None else row.format(value)
+            for value, text in zip(row.values, unknown, strict=True)
+        ]
         cells.append([row.label, *values])
     header, *lines = table_lines(cells)
     print(header)
@@ -536,7 +544,7 @@ def main(argv: list[str]) -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if args.png:
-        save_picture(groups, args.png)
+        save_picture(groups, args.png, why_losses_do_not_compare(runs))
     elif len(runs) == 1 and paths[0].is_dir():
         try:
             save_picture(groups, paths[0] / "loss.png")

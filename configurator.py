@@ -275,6 +275,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
     warn_of_optimizer(from_files, values, typed)
+    note_unread(from_files, values, typed)
     if values.get("hours"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
         values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}
@@ -292,6 +293,13 @@ def warn_of_optimizer(from_files: dict[str, Any], values: dict[str, Any], typed:
         kept = ", ".join(f"{name} {from_files[name]}" for name in names)
         own = " ".join(f"--{name}=X" for name in names)
         warn(f"optimizer: {kept} in the file belong to {theirs}; give {ours} its own: {own}")
+
+
+def note_unread(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
+    """Say which keys of a file no value of another key reads. check_model() refuses typed ones."""
+    for name, (key, value) in ONLY_WITH.items():
+        if name in from_files.keys() - typed and values.get(key, FIELDS[key].default) != value:
+            print_err(f"note: {name}: only {key}={value} reads it")
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:

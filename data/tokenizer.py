@@ -128,13 +128,26 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
         if name in ("gpt2", "byte"):
             return Tokenizer(dict(kind=name))
         # Shells do not expand the ~ in --tokenizer=~/x.
-        return Tokenizer(read_bpe(Path(name).expanduser()), name)
+        tokenizer = Tokenizer(read_bpe(Path(name).expanduser()), name)
+        check_bytes(tokenizer, name)
+        return tokenizer
     if not (size.isdecimal() and BYTE_VOCAB < int(size) <= MOST_IDS):
         raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
     path = out / "tokenizer.json"
     if path.exists() and (tokenizer := Tokenizer(read_bpe(path), path)).vocab == int(size):
         return tokenizer
     return None
+
+
+def check_bytes(tokenizer: Tokenizer, name: str) -> None:
+    """Raise UserError if a BPE lacks an id for some byte, because such text would be lost."""
+    from tokenizers.pre_tokenizers import ByteLevel  # lazily, as tiktoken above
+
+    known = tokenizer.bpe.get_vocab().keys()
+    if not (known >= {*ByteLevel.alphabet()} or known >= {f"<0x{i:02X}>" for i in range(256)}):
+        raise UserError(
+            f"--tokenizer={name}: it has no id for some bytes; use --tokenizer=gpt2 or bpe:N"
+        )
 
 
 def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:

@@ -23,10 +23,11 @@ COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = "os^Dv*XP"
 
 
-def save_picture(groups: list[list[Run]], path: Path) -> None:
+def save_picture(groups: list[list[Run]], path: Path, problem: str = "") -> None:
     """
-    Write a PNG of one or several groups of runs: the seeds of one setting, or a single run. Raises
-    UserError without matplotlib, and OSError; an old file then stays as it was.
+    Write a PNG of one or several groups of runs: the seeds of one setting, or a single run. The
+    title says why losses are not comparable, if there is a `problem`. Raises UserError without
+    matplotlib, and OSError; an old file then stays as it was.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot, which may look for a display
@@ -35,11 +36,11 @@ def save_picture(groups: list[list[Run]], path: Path) -> None:
 
     figure = Figure(figsize=(12, 7), facecolor="white", layout="constrained")
     with replacing(path) as file:
-        draw(figure, groups)
+        draw(figure, groups, problem)
         figure.savefig(file, format="png", dpi=110)
 
 
-def draw(figure, groups: list[list[Run]]) -> None:
+def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     """
     Draw losses, tok/s and learning rate over tokens, and val loss over time. Each group has a
     colour and a marker. If a published run has a band, which is too narrow to see among the losses,
@@ -99,7 +100,10 @@ def draw(figure, groups: list[list[Run]]) -> None:
     figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(groups) < 4 else 2)
     names = textwrap.shorten(", ".join(map(seeds.name_of, groups)), 100, placeholder=" ...")
     last_launch = max(run.start.get("time") or "" for run in runs)  # "" for nanoGPT's logs
-    figure.suptitle(f"{names}, {last_launch[:10]}".rstrip(", "))
+    title = f"{names}, {last_launch[:10]}".rstrip(", ")
+    if problem:
+        title += f"\nLosses are not comparable: {problem}"
+    figure.suptitle(title)
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

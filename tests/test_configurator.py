@@ -232,11 +232,11 @@ def test_the_fast_model_has_an_untied_head_and_refuses_a_tied_one():
 
 @pytest.mark.parametrize("name", ONLY_WITH)
 def test_refuses_a_typed_key_that_the_chosen_model_optimizer_or_schedule_does_not_read(
-    name, tmp_path
+    name, tmp_path, capsys
 ):
     """
-    Refuse such a key whether it comes before or after the choice, unless a file sets it or it has
-    its default value.
+    Refuse such a key whether it comes before or after the choice, unless it has its default value.
+    If a file sets it, say so in a line.
     """
     choice, reader = ONLY_WITH[name]
     other = another_value(FIELDS[choice], reader)
@@ -245,7 +245,10 @@ def test_refuses_a_typed_key_that_the_chosen_model_optimizer_or_schedule_does_no
     assert load_config([f"--{choice}={reader}", f"--{name}={value}"])
     assert load_config([f"--{choice}={other}", f"--{name}={default}"])
     (tmp_path / "a.py").write_text(f"{choice} = {reader!r}\n{name} = {value!r}\n")
+    assert load_config([str(tmp_path / "a.py"), f"--{choice}={reader}"])
+    assert f"note: {name}: " not in capsys.readouterr().err
     assert load_config([str(tmp_path / "a.py"), f"--{choice}={other}"])
+    assert f"note: {name}: " in capsys.readouterr().err
     problem = f"{name}: only {choice}={reader} reads it; leave it out"
     assert problems_of(f"--{choice}={other}", f"--{name}={value}") == [problem]
     assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]

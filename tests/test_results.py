@@ -72,7 +72,8 @@ def planned_cells():
             for row in rows:
                 if not (named := CONFIG.search(row)):
                     continue
-                card = re.match(r"\| RTX (\d+)", row)  # a row may name another card than the config
+                # a row may name another card than the config
+                card = re.match(r"\| RTX (\d+(?: Ti| Laptop)?)", row)
                 gpu = card[1] if card else named[2]
                 words = (named[1], f"--gpu={gpu}", *named[3].split())
                 for title, cell in zip(cells_of(head), cells_of(row), strict=True):

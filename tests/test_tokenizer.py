@@ -294,6 +294,7 @@ TOKENIZER_FILES = {
         lambda: edited(lambda c: c["added_tokens"].clear()),
         "has no special token that ends a text, such as <|endoftext|>, ",
     ),
+    "a byte without an id": (lambda: edited(lambda c: c["model"]["vocab"].pop("ÿ")), "bpe:N"),
 }
 
 

@@ -6,6 +6,7 @@ log's lines say.
 import contextlib
 import math
 import re
+import subprocess
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 from cases import slow_but
 from program import (
     FAST,
+    ROOT,
     InProcessRun,
     best,
     checkpoint,
@@ -26,9 +28,11 @@ from program import (
 
 from configurator import Config
 from train import Progress
+from training import hardware
 from training.checkpoint import size_of
 from training.clock import Speed
-from training.log import Log
+from training.gpus import find_row
+from training.log import Log, git_commit
 
 TINY = dict(
     n_layer=1,
@@ -93,7 +97,7 @@ def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
         estimates={},
         left=lambda: math.inf,
     )
-    hw = SimpleNamespace(mfu=lambda *_: 0.412345)
+    hw = SimpleNamespace(mfu=lambda *_: 0.412345, peak_source="measured")
     ranks = SimpleNamespace(is_main=False, world_size=1)
     saver = SimpleNamespace(ranks=ranks, write_record=None)
     data = SimpleNamespace(train_tokens=10**10)
@@ -122,18 +126,21 @@ def last_line(out: str, name: str) -> str:
     return [line for line in out.splitlines() if line.startswith(f"{name}: ")][-1]
 
 
-def test_a_stopped_run_names_the_iteration_of_its_val_loss_and_a_finished_run_the_sample_command(
+def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample_command(
     tokens, tmp_path
 ):
     keys = TINY | dict(dataset=tokens, out_dir=tmp_path / "run", init_from="auto")
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
     stopped = trainer.launch(**keys)
-    assert last_line(stopped.out, "end").endswith("val_loss is from iteration 4")
+    (line,) = re.findall("^last measured: .*\nval_loss: ", stopped.out, re.MULTILINE)
+    loss = column(tmp_path / "run", "step", "loss")[-1]
+    val_loss = column(tmp_path / "run", "eval", "val_loss")[-1]
+    assert f" {loss:.4f} at iteration 5, " in line and f" {val_loss:.4f} at iteration 4" in line
     assert "\nsample: python" not in stopped.out
     result = train(**keys)
     assert result.out.startswith(f"resume: {tmp_path / 'run' / 'ckpt-0000000'}")
-    assert "val_loss is from" not in result.out
+    assert "last measured: " not in result.out
     assert (
         last_line(result.out, "sample") == f"sample: python sample.py --out_dir={keys['out_dir']}"
     )
@@ -184,3 +191,43 @@ def test_warns_of_more_than_20_epochs(train_tokens, warns, tmp_path):
     data = write_tokens(tmp_path / "data", train=[train_tokens], val=[200])
     result = train(**TINY, dataset=data, out_dir=tmp_path / "run")
     assert ("warning: 20 epochs: " in result.err) == warns
+
+
+@pytest.mark.parametrize(
+    "share, keys, warns",
+    [  # of the peak; an RTX 4090 reaches 57 to 75%, and 85% of 57% is 48%
+        (0.46, {}, True),
+        (0.50, {}, False),
+        pytest.param(0.46, dict(n_embd=384), False, marks=pytest.mark.slow),
+        pytest.param(0.46, dict(recompute=True), False, marks=pytest.mark.slow),
+    ],
+)
+def test_warns_once_if_a_run_is_slower_than_all_known_ones_of_its_gpu(
+    share, keys, warns, tokens, tmp_path
+):
+    keys = TINY | dict(n_embd=768, batch_size=1, sample_tokens=0, max_iters=52) | keys
+    keys |= dict(gradient_accumulation_steps=1, eval_interval=52, log_interval=1)
+    hw = hardware.set_up(Config(device="cpu", dtype="float32", compile=False))
+    hw.name, hw.row = "RTX 4090", find_row("NVIDIA GeForce RTX 4090", 128)
+    # an iteration has 16 tokens and takes 10 seconds; FLOPs as in the PaLM paper
+    width = keys["n_embd"]
+    flops = 6 * (12 * width**2 + 128 * width) + 12 * width * 16
+    hw.peak_tflops, hw.peak_source = 1.6 * flops / share / 1e12, "gpus.csv"
+    trainer = InProcessRun(fake_clock=True)
+    with mock.patch("training.hardware.set_up", lambda *_, **__: hw):
+        result = trainer.launch(**keys, dataset=tokens, out_dir=tmp_path)
+    found = re.findall(r"^warning: iter (\d+): mfu: (\d+)%", result.err, re.MULTILINE)
+    assert found == [("50", f"{100 * share:.0f}")] * warns
+
+
+def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):
+    """Name none outside a clone, or without git."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if head.returncode:
+        pytest.skip("needs git and a checkout")
+    assert head.stdout.startswith((git_commit() or "none").removesuffix("-dirty"))
+    monkeypatch.setenv("PATH", "")
+    assert git_commit() is None
+    monkeypatch.undo()
+    monkeypatch.setattr("training.log.PROJECT", tmp_path)
+    assert git_commit() is None

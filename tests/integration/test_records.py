@@ -22,7 +22,7 @@ N = r"-?[\d.]+"
 ITER = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms, mfu ({N})%", re.MULTILINE)
 STEP = re.compile(rf"^step (\d+): train loss ({N}), val loss ({N})", re.MULTILINE)
 FIELDS = dict(
-    start="config data_fingerprint device device_type dtype flops_per_token iter parameters"
+    start="commit config data_fingerprint device device_type dtype flops_per_token iter parameters"
     " peak_source peak_tflops tokenizer tokens_per_iter torch val_fingerprint"
     " val_text_sha256 train_tokens val_tokens world_size",
     step="compile_seconds cpu_ms data_wait_ms epoch grad_norm hours iter loss lr mem_gib mfu"

@@ -1,9 +1,13 @@
 """Sample and export whole runs."""
 
+import contextlib
+import io
 import shutil
 
 from char_dataset import LETTERS, SHORT_RUN, T, sample, write_parrot
+from doc_pages import code_blocks
 from program import (
+    ROOT,
     checkpoint,
     run,
     train,
@@ -105,3 +109,14 @@ def test_a_typed_prompt_is_answered_with_num_samples_samples(gpt2):
     assert (
         len(sample(f"--out_dir={gpt2}", "--max_new_tokens=5", "--num_samples=3", typed="a\n")) == 3
     )
+
+
+def test_the_program_on_the_sampling_page_prints_a_sample_of_a_run(gpt2, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/x").mkdir(parents=True)
+    write_parrot(gpt2, tmp_path / "out/x/best.pt", token=LETTERS.index("x"))
+    blocks = code_blocks(ROOT / "docs/sampling.md", "python")
+    (program,) = [block for block in blocks if "out/x" in block]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {})
+    assert printed.getvalue() == "The" + 100 * "x" + "\n"  # the model knows no space
