@@ -408,9 +408,10 @@ def launch_command(world_size: int, *more: str) -> str:
 
 
 def origin_lines(c: Config, resumed: dict | None, weights: dict | None) -> list[str]:
-    """Say from which checkpoint or weights a run starts; [] if from random ones."""
+    """Say from which checkpoint or weights a run starts; [] if from random ones, as scratch asks."""
     if not resumed:
-        return [f"weights: {weights['source']}"] if weights else []
+        began = [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
+        return [*began, f"weights: {weights['source']}"] if weights else began
     it = resumed["progress"]["iter_num"]
     begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
     first = f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}"
