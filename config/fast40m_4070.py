@@ -28,9 +28,9 @@ grad_clip = 0.0  # not needed: the size of Muon's updates does not depend on the
 max_iters = 2750  # 1.44B tokens; --max_iters=2200 or --hours gives a shorter, complete run
 warmup_iters = 0
 lr_schedule = "wsd"
-decay_fraction = 0.7  # constant for 30% of the run, then linearly down to zero
+decay_fraction = 0.7  # constant for 30% of the run, then linearly towards zero
 min_lr = 0.0
-lr_floor = 0.2
+lr_floor = 0.2  # but never below a fifth of the peak
 
 eval_interval = 250
 eval_tokens = 10485760
