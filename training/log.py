@@ -408,7 +408,7 @@ def launch_command(world_size: int, *more: str) -> str:
 
 
 def origin_lines(c: Config, resumed: dict | None, weights: dict | None) -> list[str]:
-    """Say from which checkpoint or weights a run starts; [] if from random ones, as scratch asks."""
+    """Say from which checkpoint or weights a run starts. With init_from=scratch, say nothing."""
     if not resumed:
         began = [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
         return [*began, f"weights: {weights['source']}"] if weights else began

@@ -52,6 +52,8 @@ def test_console_and_log_begin_with_the_command_in_a_form_to_paste(tokens, tmp_p
     label, python, _, *shown = shlex.split(lines[0])
     assert (label, python, shown) == ("command:", "python", typed)
     assert "float32, not compiled; peak " in result.out
+    again = run("train.py", *typed, "--init_from=auto", f"--out_dir={tmp_path / 'b'}")
+    assert again.out.startswith(f"new run: {tmp_path / 'b'} ")
 
 
 @pytest.mark.slow
