@@ -368,6 +368,16 @@ def range_text(low: str, high: str) -> str:
     return f" ({low} to {high})" if low != high else ""
 
 
+def memory_text(p: dict) -> str:
+    """Return the GPU's memory, and how to plan a card of the same name with another memory."""
+    sizes = {row["memory_gib"] for row in read_gpu_table() if short_name(row) == p["gpu"]}
+    told = f", {p['gpu_memory_gib']:.0f} GB" if sizes else ""
+    # the driver reports a little less than the data sheet
+    others = [size for size in sorted(sizes) if abs(float(size) - p["gpu_memory_gib"]) > 1]
+    ways = " or ".join(f"--gpu='{p['gpu']} {size} GB'" for size in others)
+    return f"{told} ({ways} for another memory)" if ways else told
+
+
 def plan_lines(p: dict) -> list[str]:
     flops, compute = "FLOPs n/a", "n/a"
     if p["flops_per_token"]:
@@ -398,7 +408,7 @@ def plan_lines(p: dict) -> list[str]:
         f"{p['total_tokens']:,}{tokens_range}",
         f"epochs   {epochs}",
         f"compute  {compute}",
-        f"GPU      {p['gpus']} x {p['gpu']}, {p['dtype']}, {peak}",
+        f"GPU      {p['gpus']} x {p['gpu']}{memory_text(p)}, {p['dtype']}, {peak}",
         f"pace     {iteration} per iteration{exchange}, {p['tokens_per_sec']:,.0f} tok/s, "
         f"mfu {mfu}",
         f"         {p['pace']}",

@@ -88,6 +88,12 @@ def test_recognises_every_gpu_name_that_an_error_suggests():
         assert [found[key] for key in PEAKS] == [row[key] for key in PEAKS], short_name(row)
 
 
+def test_plan_says_which_memory_it_takes_and_how_to_plan_the_other():
+    printed = plan("fast124m_4070", "--gpu=4060 Ti")["out"]
+    assert "RTX 4060 Ti, 8 GB" in printed and "--gpu='GeForce RTX 4060 Ti 16 GB'" in printed
+    assert "--gpu=" not in plan("fast124m_4070", "--gpu=4070")["out"]
+
+
 UNKNOWN = ["407", "RTX 4O90", "4070 Tii", "7900 XTX", "m2", "GTX1080", ""]
 
 
