@@ -422,4 +422,4 @@ def test_check_passes_torchs_compiler_on_random_weights_and_batches(name, dtype)
     compare_with_eager(gpt, BATCH, 500, hw)
     with torch.compiler.set_stance("fail_on_recompile"):
         for seed in range(1, 24):
-            compare_with_eager(gpt, BATCH, 500, hw, seed)
+            compare_with_eager(gpt, BATCH, 500, hw, seed=seed)

@@ -29,10 +29,14 @@ N = 124_373_760  # parameters of GPT-2 124M
 CONFIG_FILES = [
     path for path in sorted((ROOT / "config").glob("*.py")) if "# estimated: " in read(path)
 ]
-# The rows of dev/simulate_gpu/run.py for our GPT-2. Those of the fast model were simulated with the
-# recipe of 3,250 iterations, whose optimizer kept no averages.
+# The rows of dev/simulate_gpu/run.py for our GPT-2 with AdamW. Those with Muon were simulated with
+# the recipe of 3,250 iterations, whose optimizer kept no averages.
 SIMULATED = json.loads(read("results/nullgpu.json"))["rows"]
-SIMULATED = {name: row for name, row in SIMULATED.items() if row["model"] == "gpt2"}
+SIMULATED = {
+    name: row
+    for name, row in SIMULATED.items()
+    if row["model"] == "gpt2" and "muon" not in row["command"]
+}
 
 
 def model_of(config: Config) -> GPTConfig:
