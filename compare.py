@@ -195,9 +195,10 @@ def seconds_of_pauses(run: Run) -> float | None:
 
 def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     """
-    Build the rows of losses: the best val loss, the val loss at shared evaluations and at equal
-    iterations, tokens and time, the tokens and time to `target` (by default the lowest loss that
-    all runs reach), and the best bits per byte.
+    Build the rows of losses, what decides first: of several runs, the val loss at equal iterations,
+    tokens and time; of a single run, what was measured last. Then the tokens and time to `target`
+    (by default the lowest loss that all runs reach, if losses are comparable), the best val loss
+    and bits per byte, and the val loss at shared evaluations.
     """
     problem = why_losses_do_not_compare(runs)
     judge, less = lower(LOSS_NOISE), ratio("less", SAME_TO_LOSS)
@@ -206,27 +207,51 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     if problem:
         judge = less = not_comparable
     lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
-    rows = [Row("best val loss", "best_val_loss", lowest, decimals, judge)]
-    if len(runs) > 1:
-        common = [] if problem else points_of_common_evaluations(runs)
-        for axis, at, key in [*common, *equal_points(runs)]:
-            losses = [loss_at(*learning_curve(run, axis), at) for run in runs]
-            rows.append(Row(f"val loss {PLACES[axis](at)}", key, losses, decimals, judge))
-        if target is None:
-            target = max([loss for loss in lowest if loss is not None], default=None)
+    rows, common = [], []
+    if len(runs) == 1:
+        rows += last_rows(runs[0])
+    else:
+        rows += rows_at(runs, equal_points(runs), judge)
+        if not problem:
+            common = rows_at(runs, points_of_common_evaluations(runs), judge)
+            if target is None:
+                target = max([loss for loss in lowest if loss is not None], default=None)
     if target is not None:
         for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_as_time)):
-            values = [reach(*learning_curve(run, axis), target) for run in runs]
-            label = f"{what} to val loss {target:.4f}"
+            curves = [learning_curve(run, axis) for run in runs]
+            values = [reach(*curve, target) for curve in curves]
             # a run that got there without an evaluation near that loss is not worse than the others
-            there = [np.any(learning_curve(run, axis)[1] <= target) for run in runs]
-            unknown = ["between evaluations" if is_there else "n/a" for is_there in there]
+            seen = [x[losses <= target] for x, losses in curves]
+            unknown = [f"by {form(x[0])}" if len(x) else "n/a" for x in seen]
+            label = f"{what} to val loss {target:.4f}"
             rows.append(Row(label, f"{axis}_to_loss", values, form, less, unknown))
+    rows.append(Row("best val loss", "best_val_loss", lowest, decimals, judge))
     label, key = "best bits per byte", "best_bits_per_byte"
     bits = Row(label, key, [percentile(run.eval["bits_per_byte"], 0) for run in runs], decimals)
     if problem:  # otherwise losses have a verdict, and the two could disagree
         bits.judge = not_comparable if why_bits_do_not_compare(runs) else lower(BITS_NOISE)
-    return [*rows, bits]
+    return [*rows, bits, *common]
+
+
+def last_rows(run: Run) -> list[Row]:
+    """Build the rows of a run's last train loss and last val loss, the later one first."""
+    found = []
+    for name, kind, key in (("train", "step", "loss"), ("val", "eval", "val_loss")):
+        its, losses = (getattr(run, kind)[column] for column in ("iter", key))
+        if len(its):
+            label, last = f"{name} loss at iteration {its[-1]:,.0f}", percentile(losses[-1:], 0)
+            found.append((its[-1], Row(label, f"{name}_loss", [last], decimals)))
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    return [row for _, row in found]
+
+
+def rows_at(runs: list[Run], points: list[Point], judge: Judge) -> list[Row]:
+    """Build a row of val losses for each point."""
+    rows = []
+    for axis, at, key in points:
+        losses = [loss_at(*learning_curve(run, axis), at) for run in runs]
+        rows.append(Row(f"val loss {PLACES[axis](at)}", key, losses, decimals, judge))
+    return rows
 
 
 def equal_points(runs: list[Run]) -> list[Point]:
@@ -496,11 +521,11 @@ def find_paths(given: list[Path]) -> list[Path]:
 def compare_runs(runs: list[Run], target: float | None) -> dict:
     """Print the table and the warnings. Returns the dict that --json writes."""
     names = [run.name for run in runs]
-    rows = [*setting_rows(runs), *speed_rows(runs), *pause_rows(runs), *loss_rows(runs, target)]
+    rows = [*loss_rows(runs, target), *setting_rows(runs), *speed_rows(runs), *pause_rows(runs)]
     warnings = collect_warnings(runs)
-    print_table(rows, names)
     for warning in warnings:
         warn(warning)
+    print_table(rows, names)
     for band in filter(has_band, runs):
         for run in runs:
             if not has_band(run):

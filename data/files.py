@@ -59,7 +59,8 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
         problem = f"{name}: no such file, or only names that begin with a dot or _"
         if shown:
             problem = f"{shown[0]}: cannot be read as text or rows"
-        raise UserError(f"{problem}; give {', '.join(endings)}")
+        hint = "rename a .json with an object on each line to .jsonl"
+        raise UserError(f"{problem}; give {', '.join(endings)}; {hint}")
     for file in readable:
         refuse_lfs_pointer(file)
     if others := sorted({*shown} - {*readable}):

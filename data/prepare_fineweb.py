@@ -27,18 +27,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import (
-    Parser,
-    count,
-    parse_count,
-    run_main,
-    warn,
-)
+from common.console import Parser, count, parse_count, run_main, warn
 from data.files import ROW_FILES, hub_files, local_files
 from data.order import ORDERS, InFileOrder, Shuffled, choose_held_out
 from data.shards import read_manifest
 from data.text import FIELD, FIRST_ROWS, Place, Source
-from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
+from data.tokenizer import TOKENIZERS, check_lossless, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, say_what_it_holds, tokens_of
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
@@ -92,8 +86,7 @@ def main(argv: list[str]) -> None:
     out = arguments.out or default_folder(arguments)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     started = read_manifest(out) if (out / "manifest.json").exists() else {}
-    order = arguments.order
-    val_tokens = arguments.val_tokens
+    order, val_tokens = arguments.order, arguments.val_tokens
     revision = None
     if arguments.source:
         title, files = arguments.source, local_files([arguments.source], ROW_FILES)
@@ -108,8 +101,10 @@ def main(argv: list[str]) -> None:
     if started.get("source") != title:
         started = {}  # the manifest describes another source; prepare() will refuse the folder
     source = Source(files, arguments.text_field)
-    for _ in islice(source.rows(Place()), FIRST_ROWS):  # fail here, before anything is written
-        pass
+    # read and encode some rows here, to fail before anything is written
+    first = [text for _, text in islice(source.rows(Place()), FIRST_ROWS)]
+    if tokenizer:
+        check_lossless(tokenizer, arguments.tokenizer, first)
     per_token = 1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN
     settings: dict[str, Any] = dict(revision=revision, text_field=arguments.text_field)
     settings |= dict(val_tokens=val_tokens, shard_tokens=arguments.shard_tokens, order=order)

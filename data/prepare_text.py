@@ -32,8 +32,8 @@ from common.console import COMMAND, Parser, UserError, command_line, parse_count
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
-from data.text import FIELD, Place, Row, Source
-from data.tokenizer import TOKENIZERS, Tokenizer, pick_tokenizer, train_bpe
+from data.text import FIELD, FIRST_ROWS, Place, Row, Source
+from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
 from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
 
 TEMPLATE = Path(__file__).with_name("own_config.template")
@@ -182,7 +182,9 @@ def main(argv: list[str]) -> None:
     source = Source(files, arguments.text_field, arguments.encoding)
     rows, size = read_all(source, for_large_text(arguments, files, out))
     documents = list(divide(rows, arguments.val_fraction))
-    if not tokenizer:  # train one, on the training text only
+    if tokenizer:
+        check_lossless(tokenizer, arguments.tokenizer, (text for _, text in rows[:FIRST_ROWS]))
+    else:  # train one, on the training text only
         texts = (document.text for document in documents)
         tokenizer = train_bpe(arguments.tokenizer, texts, total=size)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
