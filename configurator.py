@@ -296,10 +296,19 @@ def warn_of_optimizer(from_files: dict[str, Any], values: dict[str, Any], typed:
 
 
 def note_unread(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
-    """Say which keys of a file no value of another key reads. check_model() refuses typed ones."""
-    for name, (key, value) in ONLY_WITH.items():
-        if name in from_files.keys() - typed and values.get(key, FIELDS[key].default) != value:
-            print_err(f"note: {name}: only {key}={value} reads it")
+    """Say which keys of a file nothing reads. check_model() refuses them if they were typed."""
+    for name, reader in unread_keys(values).items():
+        if name in from_files.keys() - typed:
+            print_err(f"note: {name}: only {reader} reads it")
+
+
+def unread_keys(values: dict[str, Any]) -> dict[str, str]:
+    """Return the keys that nothing reads with these values, and for each the value that would."""
+    return {
+        name: f"{key}={value}"
+        for name, (key, value) in ONLY_WITH.items()
+        if values.get(key, FIELDS[key].default) != value
+    }
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
@@ -523,10 +532,9 @@ def check_model(c: Config) -> list[str]:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is not auto, off or a number like 1024")
-    for name, (key, value) in ONLY_WITH.items():
-        is_set = name in c.typed and getattr(c, name) != FIELDS[name].default
-        if is_set and getattr(c, key) != value:
-            problems.append(f"{name}: only {key}={value} reads it; leave it out")
+    for name, reader in unread_keys(config_values(c)).items():
+        if name in c.typed and getattr(c, name) != FIELDS[name].default:
+            problems.append(f"{name}: only {reader} reads it; leave it out")
     if c.model == "fast":
         if not rest and head_size % 4:
             problem = f"n_head: the heads have {head_size} channels each"
@@ -551,8 +559,10 @@ def config_values(config: Config) -> dict[str, Any]:
 
 
 def config_text(config: Config) -> str:
-    """Return the text of a config file that sets this configuration."""
-    return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
+    """Return the text of a config file that sets this configuration: all keys that are read."""
+    values = config_values(config)
+    unread = unread_keys(values)
+    return "".join(f"{name} = {value!r}\n" for name, value in values.items() if name not in unread)
 
 
 def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:

@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.child import keep_awake
-from common.console import RunError, UserError, command_line, print_err, say, warn
+from common.console import RunError, UserError, command_line, count, print_err, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
 from data.text import Place
@@ -173,8 +173,8 @@ def begin_or_continue(plan: Plan) -> dict:
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
     if manifest["complete"]:
         if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
-            more = f"for more, give another folder, such as --out={folder}_more"
-            raise UserError(f"{folder}: is finished and takes no more tokens; {more}")
+            other = f"{folder}_{count(plan.train_tokens) if plan.train_tokens else 'all'}"
+            raise UserError(f"{folder}: is finished and takes no more tokens; give --out={other}")
         say(f"{folder}: complete, nothing to do")
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")

@@ -117,6 +117,9 @@ def test_compares_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
     twice = dict(tokens_per_iter=2000, world_size=2)
     b = write_run(tmp_path / "b", losses, step_ms=72_000, start=twice, learning_rate=2e-3)
     table = Table(a, b, "--loss=4")
+    assert table.keys("")[:3] == [
+        f"val_loss_at_equal_{axis}" for axis in ("iter", "tokens", "hours")
+    ]
     assert table.values("config/learning_rate") == [1e-3, 2e-3]
     assert table.values("tokens") == [100_000, 190_000]
     assert table.values("tokens_per_iter") == [1000, 2000]
@@ -201,23 +204,26 @@ def test_prefers_neither_of_two_runs_with_the_same_loss_curve(
 
 
 @pytest.mark.parametrize(
-    "loss, iterations",
+    "loss, iterations, shown",
     [
-        (1.85, 525),  # half-way between two evaluations
-        (1.9, 500),
-        (2.0, None),  # passed before the first evaluation
-        (1.7, None),  # never reached
+        (1.85, 525, "525k"),  # half-way between two evaluations
+        (1.9, 500, "500k"),
+        (2.0, None, "by 500k"),  # passed before the first evaluation
+        (1.7, None, "n/a"),  # never reached
     ],
 )
-def test_says_how_many_tokens_a_loss_took_if_that_is_known(loss, iterations, tmp_path):
+def test_says_how_many_tokens_a_loss_took_if_that_is_known(loss, iterations, shown, tmp_path):
     """
-    Interpolate between two evaluations, but not from iteration 0, where the loss falls steeply.
+    Interpolate between two evaluations, but not from iteration 0, where the loss falls steeply. Of
+    a run whose evaluations are too far apart, show the first one that was below the loss.
     """
     a = write_run(tmp_path / "a", {0: 5.4, 500: 1.9, 550: 1.8})
     b = write_run(tmp_path / "b", {0: 5.4, 300: 3.0, 550: 1.0})
     table = Table(a, b, f"--loss={loss}")
     tokens = table.runs["a"]["tokens_to_loss"]
     assert tokens == (iterations and pytest.approx(iterations * 1000))
+    (row,) = re.findall(r"^tokens to val loss [\d.]+ +(.+?)  ", table.result.out, re.MULTILINE)
+    assert row == shown
 
 
 @pytest.mark.parametrize("before, after, loss", [(90, 110, 3.0), (75, 125, None)])
@@ -443,6 +449,8 @@ def test_a_killed_run_has_the_iterations_of_its_last_record(tmp_path):
     (a / "metrics.jsonl").write_text("".join(lines[: seventh + 1]))
     figures = Table(a).runs["a"]
     assert (figures["iterations"], figures["tokens"]) == (7, 7000)
+    # what was measured last comes first: the train loss of iteration 6, then the untrained val loss
+    assert [*figures.items()][:2] == [("train_loss", 5), ("val_loss", 8)]
 
 
 @pytest.mark.parametrize(
@@ -906,6 +914,17 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_p
     assert [*over_time[0]] == pytest.approx([4.5 / 60, 8 / 60])  # minutes
     assert [*speed[1]] == [10_000] * 10
     assert [*rate[1]] == [0.1] * 10
+
+
+@pytest.mark.parametrize("reason", ["", "different validation tokens"])
+def test_a_picture_of_losses_that_do_not_compare_says_why(reason, tmp_path):
+    from matplotlib.figure import Figure
+
+    a = write_run(tmp_path / "a", {0: 8.0, 10: 3.0})
+    b = write_run(tmp_path / "b", {0: 8.0, 10: 3.0}, start=dict(val_fingerprint=reason or "val"))
+    with mock.patch.object(Figure, "suptitle") as title:
+        drawn(a, b, f"--png={tmp_path / 'ab.png'}")
+    assert title.call_args.args[0].partition("not comparable: ")[2] == reason
 
 
 def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tmp_path):

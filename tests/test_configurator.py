@@ -249,6 +249,9 @@ def test_refuses_a_typed_key_that_the_chosen_model_optimizer_or_schedule_does_no
     assert f"note: {name}: " not in capsys.readouterr().err
     assert load_config([str(tmp_path / "a.py"), f"--{choice}={other}"])
     assert f"note: {name}: " in capsys.readouterr().err
+    (tmp_path / "printed.py").write_text(config_text(load_config([f"--{choice}={other}"])))
+    load_config([str(tmp_path / "printed.py")])
+    assert "note: " not in capsys.readouterr().err
     problem = f"{name}: only {choice}={reader} reads it; leave it out"
     assert problems_of(f"--{choice}={other}", f"--{name}={value}") == [problem]
     assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]

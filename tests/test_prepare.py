@@ -403,9 +403,7 @@ def test_a_finished_folder_takes_no_more_tokens(tmp_path, monkeypatch):
     for fewer in ("8k", "1k"):
         assert "complete, nothing to do" in prepare(*flags, f"--tokens={fewer}").out
     result = run(FINEWEB, *flags, "--tokens=14k")
-    assert (
-        result.code == 2 and "out: is finished; for more tokens, give another --out" in result.err
-    )
+    assert result.code == 2 and "--out=out_14k" in result.err
     assert contents(Path("out")) == first
 
 
