@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import RunError, UserError, explain_errors, raise_if_any, run_main, say, warn
+from common.console import Unreachable, UserError, explain_errors, raise_if_any, run_main, say, warn
 from configurator import (
     FIELDS,
     NOT_WEIGHTS,
@@ -86,7 +86,9 @@ MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 6
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in why_stop(), is_done() and say_done()
 COMPLETE = ("max_iters", "hours")
-has_trained = threading.Event()  # set at the first update; errors after it are failures of the run
+# What this launch has reached, for error_code()
+is_resume = threading.Event()  # set if there should be a run to resume
+is_running = threading.Event()  # set once a run is resumed, and in a new run at the first update
 
 
 @dataclass
@@ -144,7 +146,11 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
         path, state = newest_checkpoint(c)
         return path
 
+    if c.init_from == "resume":
+        is_resume.set()
     path = ranks.on_main(find)  # called on rank 0; all ranks get the result or the error
+    if path:
+        is_resume.set()
     return state if ranks.is_main or path is None else checkpoint.read(path)
 
 
@@ -160,7 +166,7 @@ def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
     path, state = checkpoint.find_newest(Path(c.out_dir))
     if not path and c.init_from == "resume":
         problem = f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume"
-        raise UserError(f"{problem}; --init_from=auto starts a new run there")
+        raise Unreachable(f"{problem}; --init_from=auto starts a new run there")
     return path, state
 
 
@@ -625,7 +631,9 @@ def estimate_loss(
     model.eval()
     try:
         for name, split in splits.items():
-            micro_batches = batches.read_eval(split, tokens, spread=name == "train")
+            micro_batches = batches.read_eval(
+                split, tokens, spread=name == "train", wait=signals.answered.wait
+            )
             (failed,) = signals.agree(micro_batches is None)
             if failed or micro_batches is None:
                 return signals.name or "data"
@@ -651,8 +659,8 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
             with hw.autocast():
                 losses.append(model(x.to(hw.device), y.to(hw.device)))
         except Exception as error:
-            # before the first update there is nothing to save
-            if not (has_trained.is_set() and hardware.is_out_of_memory(error)):
+            # before a new run's first update there is nothing to save
+            if not (is_running.is_set() and hardware.is_out_of_memory(error)):
                 raise
             fits = False
         (failed,) = signals.agree(not fits)
@@ -764,9 +772,9 @@ def state_to_save(model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
 
 def save(state: dict, stop: str | None, saver: Saver, signals: StopSignals, log: Log) -> bool:
     """
-    Save the state, and return whether that worked. If the disk is full, warns once. At the end of a
-    run (`stop`), waits until the disk has room. After a signal it tries only once and then raises
-    RunError, because the sender wants the device back.
+    Save the state, and return whether that worked. If the disk is full or away, warns once. At the
+    end of a run (`stop`), waits until it has room or is back. After a signal it tries only once and
+    then raises UserError, because the sender wants the device back.
     """
     it, has_failed = state["progress"]["iter_num"], saver.failed
     while problem := saver.save(state):
@@ -776,7 +784,7 @@ def save(state: dict, stop: str | None, saver: Saver, signals: StopSignals, log:
             return False
         if signals.stop_asked():
             hint = checkpoint.resume_hint(saver.out_dir)
-            saver.ranks.fail(f"{problem}; make room; {hint}")
+            saver.ranks.fail(f"{problem}; {hint}")
         hint = "trying again every minute; Ctrl-C gives up and frees the device"
         log.warn(it, f"{problem}; {hint}")
         signals.wait(FINAL_RETRY_SECONDS)
@@ -856,6 +864,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # resume, drop the log records that the run will write again, rename damaged checkpoints that
     # are newer than `resumed`, and link best.pt if a kill prevented that
     saver.open(resumed)
+    if resumed:
+        is_running.set()
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model.config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
@@ -868,7 +878,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Compile, and prepare the loop
     if hw.compiles:
         clock.lap("start-up")  # book the seconds since the last lap
-        compile_or_end(model, c, data.vocab, hw, ranks, is_new=not saver.newest)
+        compile_or_end(model, c, data.vocab, hw, ranks)
         clock.lap("compile")
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
@@ -938,7 +948,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        has_trained.set()
+        is_running.set()
         skips.count(grad_norm)
         tokens_before = progress.tokens
         progress.iter_num += 1
@@ -972,13 +982,22 @@ def exit_code(stop: str, batches: Batches, signals: StopSignals, c: Config, rank
     if stop == "memory":
         ranks.fail(hardware.out_of_memory_line(c, ranks.world_size))
     if stop == "data":  # the rank that failed to read raises its own error
-        raise batches.error or RunError()
+        raise batches.error or UserError()
     return 128 + signal.Signals[stop] if stop == signals.name else 0
+
+
+def error_code(error: UserError | OSError) -> int:
+    """
+    Return the exit code for an error: 2 if the user must mend the command or the data first, 1 if a
+    script may launch the run again, because a disk, a share or a network may recover by itself.
+    """
+    may_come_back = is_resume.is_set() and isinstance(error, OSError | Unreachable)
+    return 1 if is_running.is_set() or may_come_back else 2
 
 
 if __name__ == "__main__":
     run_main(
         lambda argv: main(argv, time.perf_counter() - STARTED),
         end_process,
-        lambda: 1 if has_trained.is_set() else 2,
+        error_code,
     )

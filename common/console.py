@@ -34,12 +34,12 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-transcript: Path | None = None  # gets a copy of every line: a run's log.txt
+transcript: Callable[[str], None] | None = None  # writes a copy of every line to a run's log.txt
 
 
-def keep_transcript(path: Path | None) -> None:
+def keep_transcript(write_line: Callable[[str], None] | None) -> None:
     global transcript
-    transcript = path
+    transcript = write_line
 
 
 def say(*lines: str) -> None:
@@ -53,7 +53,7 @@ def print_err(*lines: str) -> None:
 
 
 def tell(console: str, lines: tuple[str, ...]) -> None:
-    """Print and copy to the transcript. Neither a closed console nor a full disk stops the run."""
+    """Print and copy to the transcript. A closed console does not stop the run."""
     text = printable("\n".join(lines))
     # A signal handler that prints while a line is being printed raises RuntimeError. Drop its line.
     with contextlib.suppress(RuntimeError):
@@ -62,10 +62,7 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
         except OSError:
             setattr(sys, console, open(os.devnull, "w"))
     if transcript:
-        # a full disk, or one that is away: "r+" creates no file in its place
-        with contextlib.suppress(OSError), open(transcript, "r+b", buffering=0) as file:
-            file.seek(0, os.SEEK_END)
-            file.write(f"{text}\n".encode(errors="replace"))
+        transcript(text)
 
 
 PATIENCE = 1.0  # seconds to wait, once, for a console that accepts no more lines
@@ -194,9 +191,28 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """Raised for an error after the work began."""
+    """Raised for an error after the work began. In train.py, error_code() decides."""
 
     exit_code = 1
+
+
+class Unreachable(UserError):
+    """Raised for a file or folder that is not there, or cannot be read. Its disk may come back."""
+
+
+def error_lines(error: UserError | OSError) -> list[str]:
+    """Return one line per problem: a missing permission, a full disk, or what a UserError says."""
+    if isinstance(error, UserError):
+        return error.problems
+    where = f"{error.filename}: " if error.filename else ""
+    return [f"{where}{error.strerror or error}"]
+
+
+def code_of(error: UserError | OSError) -> int:
+    """Return the exit code for an error, unless a script knows better."""
+    if isinstance(error, UserError):
+        return error.exit_code
+    return 2 if error.filename else 1  # the user may have given that file
 
 
 def raise_if_any(problems: list[str]) -> None:
@@ -253,13 +269,13 @@ def explain_errors(explain: Callable[[Exception], str]) -> None:
 def run_main(
     main: Callable[[list[str]], int | None],
     end_process: Callable[[int], NoReturn] = sys.exit,
-    error_code: Callable[[], int] = lambda: UserError.exit_code,
+    error_code: Callable[[UserError | OSError], int] = code_of,
 ) -> None:
     """
-    Run a script's main(argv) and exit. A UserError prints one `error:` line per problem. An OSError
-    also prints one line, and so does any other error that explain_errors() was told to explain; the
-    rest print a traceback. For what the user can fix, `error_code` returns the exit code.
-    `end_process` gets the exit code, unless stdout is a closed pipe.
+    Run a script's main(argv) and exit. A UserError or an OSError prints one `error:` line per
+    problem, and error_code() returns its exit code. Another error that explain_errors() was told to
+    explain prints one line too, and the rest print a traceback. `end_process` gets the exit code,
+    unless stdout is a closed pipe.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
@@ -271,19 +287,14 @@ def run_main(
         code = error.code if isinstance(error.code, int) else bool(error.code)
         if isinstance(error.code, str):
             print_err(error.code)
-    except UserError as error:
-        for problem in error.problems:  # empty if rank 0 reports for all ranks
-            print_err(f"error: {problem}")
-        code = min(error.exit_code, error_code())
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BrokenPipeError:  # the reader has gone, as in train.py --help | head
         os._exit(1)
-    except OSError as error:
-        # missing permission, a name that is too long, a full disk, ...
-        where = f"{error.filename}: " if error.filename else ""
-        print_err(f"error: {where}{error.strerror or error}")
-        code = error_code() if error.filename else 1
+    except (UserError, OSError) as error:
+        for line in error_lines(error):  # none if rank 0 reports for all ranks
+            print_err(f"error: {line}")
+        code = error_code(error)
     except Exception as error:
         line = next(filter(None, (explain(error) for explain in explanations)), "")
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.console import UserError, warn
+from common.console import Unreachable, UserError, error_lines, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 PAUSES = (1, 10, 60, 300)  # seconds from a failed read to the next attempt
@@ -64,17 +64,18 @@ def patiently(function: Callable, *arguments) -> Any:
     return function(*arguments)
 
 
-def retrying(function: Callable, *arguments) -> Any:
+def retrying(wait: Callable[[float], bool], function: Callable, *arguments) -> Any:
     """
-    Call function(*arguments). If a disk fails or is away, warn and try again for six minutes.
-    Raises OSError.
+    Call function(*arguments). If a disk fails or is away, warn and try again for six minutes, or
+    until wait(seconds), which does the waiting, returns True. Raises OSError and Unreachable.
     """
     for seconds in PAUSES:
         try:
             return function(*arguments)
-        except OSError as error:
-            warn(f"{error.filename}: {error.strerror}; trying again in {seconds} s")
-            time.sleep(seconds)
+        except (OSError, Unreachable) as error:
+            warn(f"{'; '.join(error_lines(error))}; trying again in {seconds} s")
+            if wait(seconds):
+                raise
     return function(*arguments)
 
 
@@ -108,8 +109,9 @@ def fsync_folder(folder: Path) -> None:
 
 def try_lock(file: BinaryIO) -> bool:
     """
-    Try to lock a file for this process until it closes the file or exits. Returns True if that
-    worked, and also, with a warning, if the disk does not support locks.
+    Try to lock a file for this process until it closes the file or exits; a file opened for reading
+    gets a shared lock. Returns True if that worked, and also, with a warning, if the disk does not
+    support locks.
     """
     try:
         if sys.platform == "win32":
@@ -121,7 +123,8 @@ def try_lock(file: BinaryIO) -> bool:
             import fcntl
 
             # lockf, because forked workers would inherit flock's lock
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH
+            fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
             return False
@@ -141,12 +144,13 @@ def read_text(path: Path, errors: str = "replace") -> str:
 
 
 def read_json(path: Path, hint: str) -> dict:
-    """Read a JSON object from a file. Raises UserError, with `hint` at the end."""
+    """Read a JSON object from a file. Raises Unreachable or UserError, with `hint` at the end."""
     try:
         return dict(json.loads(patiently(path.read_text, "utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or f"not readable as JSON ({error})"
-        raise UserError(f"{path}: {reason}; {hint}") from None
+    except OSError as error:
+        raise Unreachable(f"{path}: {error.strerror}; {hint}") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); {hint}") from None
 
 
 def read_record(line: bytes) -> dict:

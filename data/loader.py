@@ -20,14 +20,14 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.console import RunError, UserError, say
+from common.console import Unreachable, UserError, say
 from common.files import retrying
 from configurator import Config
 from data.shards import Dataset, ShardTokens, is_being_prepared, read_folder
@@ -71,7 +71,7 @@ class ShuffledWindows:
     def read(self, first: int, count: int) -> np.ndarray:
         """
         Return the windows of sequences `first` to first + count - 1 as (count, block_size + 1)
-        int64. Raises RunError if a shard cannot be read.
+        int64. Raises OSError and UserError if a shard cannot be read.
         """
         starts = [self.start(n) for n in range(first, first + count)]
         return self.tokens.read_windows(starts, self.block_size + 1)
@@ -88,28 +88,30 @@ class WindowsInOrder:
     """
 
     def __init__(self, folder: Path, block_size: int):
-        self.folder, self.block_size = folder, block_size
-        self.data = read_folder(folder)
+        self.folder, self.block_size = folder.absolute(), block_size
+        self.data = read_folder(self.folder)
         self.told = ""  # what the console was told last
 
     def has(self, sequences: int) -> bool:
         """
-        Return whether the first `sequences` sequences can be read already. Raises RunError if they
-        cannot, and nobody is preparing the folder. Raises OSError while the folder is away.
+        Return whether the first `sequences` sequences can be read already. Raises UserError if they
+        cannot, and nobody is preparing the folder, and OSError or Unreachable while it is away.
         """
         tokens = sequences * self.block_size + 1
         if self.data.complete or len(self.data.train) >= tokens:
             return True
-        (self.folder / "manifest.json").stat()  # without it, an empty folder would seem complete
         # Ask before reading the manifest: a preparation may finish it and end between the two.
         goes_on = is_being_prepared(self.folder)
-        self.data = read_folder(self.folder)
+        data = read_folder(self.folder)
+        if not data.manifest:
+            raise Unreachable(f"{self.folder}: its manifest.json is gone; restore it")
+        self.data = data
         if self.data.complete or len(self.data.train) >= tokens:
             return True
         there = f"{len(self.data.train):,} training tokens are prepared"
         if not goes_on:
             hint = "repeat the command that prepares it, then resume with --init_from=resume"
-            raise RunError(f"{self.folder}: {there}, and its preparation has ended; {hint}")
+            raise UserError(f"{self.folder}: {there}, and its preparation has ended; {hint}")
         if there != self.told:
             self.told = there
             say(f"data: {there}, waiting for {tokens:,}")
@@ -170,10 +172,10 @@ class Batches:
     def read_ahead(self, first: int) -> None:
         try:
             while not self.closed:
-                if not retrying(self.windows.has, first + self.batch_size):
-                    time.sleep(POLL_SECONDS)
+                if not retrying(self.pause, self.windows.has, first + self.batch_size):
+                    self.pause(POLL_SECONDS)
                     continue
-                block = self.load(first)
+                block = retrying(self.pause, self.load, first)
                 first += self.stride
                 with self.changed:
                     self.blocks.append(block)
@@ -183,6 +185,11 @@ class Batches:
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for `seconds`. Returns True at once if this object is closed."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.closed, seconds)
 
     def load(self, first: int) -> Tensor:
         """
@@ -218,14 +225,16 @@ class Batches:
             self.changed.notify_all()
         return [to_batch(block, self.device) for block in blocks]
 
-    def read_eval(self, split: ShardTokens, tokens: int, spread: bool) -> list[Batch] | None:
+    def read_eval(
+        self, split: ShardTokens, tokens: int, spread: bool, wait: Callable[[float], bool]
+    ) -> list[Batch] | None:
         """
         Read this rank's share of eval_batches() into host memory. Returns None if that fails, with
-        the reason in `error`.
+        the reason in `error`. wait(seconds) returns True if the run must stop, as for retrying().
         """
-        ours = (self.rank, self.world_size)
+        arguments = (split, tokens, self.config, spread, self.rank, self.world_size)
         try:
-            return [*eval_batches(split, tokens, self.config, spread, *ours)]
+            return retrying(wait, lambda: [*eval_batches(*arguments)])
         except (UserError, OSError) as error:
             self.error = error
             return None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.console import COMMAND, UserError, command_line, count, did_you_mean, say
+from common.console import COMMAND, Unreachable, UserError, command_line, count, did_you_mean, say
 from configurator import Config
 from data.shards import dataset_folder, read_manifest, split_of
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
@@ -28,7 +28,7 @@ PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py
 def make_or_explain(config: Config, key: str = "dataset") -> None:
     """
     Make the dataset that this key names, if it is missing or unfinished and needs no download.
-    Raises UserError if another dataset is missing, with the commands that get or make it.
+    Raises Unreachable if another dataset is missing, with the commands that get or make it.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
@@ -41,7 +41,7 @@ def make_or_explain(config: Config, key: str = "dataset") -> None:
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
             raise UserError(f"{key}: {script} failed; see its message above")
     elif not folder.is_dir() or (config.stream and not is_begun(folder)):
-        raise UserError(f"{key}: {explanation(config, key, folder)}")
+        raise Unreachable(f"{key}: {explanation(config, key, folder)}")
 
 
 def is_begun(folder: Path) -> bool:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import RunError, UserError, count, raise_if_any, warn
-from common.files import read_json, replacing, retrying, try_lock
+from common.console import Unreachable, UserError, count, raise_if_any, warn
+from common.files import read_json, replacing, try_lock
 from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
@@ -119,7 +119,7 @@ class ShardTokens:
     def read(self, position: int, out: np.ndarray) -> None:
         """
         Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
-        OSError if a file cannot be read, and RunError if it is now too short.
+        OSError if a file cannot be read, and UserError if it is now too short.
         """
         filled = 0
         while filled < len(out):
@@ -135,17 +135,17 @@ class ShardTokens:
                 error.filename = shard.path  # readinto() names no file
                 raise
             if size != piece.nbytes:
-                raise RunError(f"{shard.path}: is shorter than when the run began; restore it")
+                raise UserError(f"{shard.path}: is shorter than when the run began; restore it")
             filled += len(piece)
 
     def read_windows(self, positions: list[int], length: int) -> np.ndarray:
         """
         Return the windows that start at `positions` as (len(positions), length) int64. Raises
-        OSError and RunError as read() does, and UserError for a token outside the vocabulary.
+        OSError and UserError as read() does, and UserError for a token outside the vocabulary.
         """
         block = np.empty((len(positions), length), dtype="<u2")
         for row, position in zip(block, positions, strict=True):
-            retrying(self.read, position, row)
+            self.read(position, row)
         if block.size and block.max() >= self.vocab:
             row, column = np.argwhere(block >= self.vocab)[0]
             number, offset = self.locate(positions[row] + int(column))
@@ -195,8 +195,8 @@ class Dataset:
 
     @property
     def complete(self) -> bool:
-        """Return False while the dataset is still being prepared."""
-        return self.manifest.get("complete", True)
+        """Return False while the dataset is still being prepared, or if its folder seems empty."""
+        return self.manifest.get("complete", len(self.train) > 0)
 
     def listed(self, split: ShardTokens) -> list[dict]:
         """Return the manifest's entries of a split's shards, in order; [] without a manifest."""
@@ -246,7 +246,7 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
     data.train_tokens = len(data.train) if data.complete else None
     # prepare_fineweb.py, which alone records an order, finishes all validation shards first.
     can_begin = stream and "order" in data.manifest and len(data.train)
-    if not (data.complete or can_begin):
+    if data.manifest and not (data.complete or can_begin):
         until = " to write the first training shard" if stream else ""
         hint = f"wait for its preparation{until}, or repeat the command that prepares it"
         raise UserError(f"{folder}: is unfinished; {hint}")
@@ -254,7 +254,7 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
         if not len(held):
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
-            raise UserError(f"{folder}: holds no tokens for {split}; {hint}")
+            raise Unreachable(f"{folder}: holds no tokens for {split}; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
     if stream:  # however many shards have followed, so that a resume evaluates the same tokens
@@ -333,7 +333,7 @@ def read_manifest(folder: Path) -> dict:
 
 def is_being_prepared(folder: Path) -> bool:
     """Return whether a preparation holds the folder's lock. Raises OSError."""
-    with open(folder / "lock", "ab") as lock:
+    with open(folder / "lock", "rb") as lock:  # for reading, as the folder may be read-only here
         return not try_lock(lock)
 
 
@@ -341,7 +341,7 @@ def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
     """
     Check the tokens at both ends of each shard; training checks the rest as it reads them. Returns
     the dataset's fingerprint, a SHA-256 over those tokens and manifest.json's entries. Raises
-    UserError and RunError.
+    UserError and OSError.
     """
     # Leave out `bytes`, which says nothing about the tokens.
     listed = [entry for split in splits for entry in data.listed(split)]

@@ -32,7 +32,7 @@ from program import (
     write_tokens,
 )
 
-from common.console import RunError, UserError
+from common.console import UserError
 from configurator import Config
 from data.loader import ShuffledWindows, eval_batches, to_batch
 from data.shards import ShardTokens, check_dataset, open_dataset, open_shard
@@ -114,7 +114,7 @@ def test_refuses_a_window_that_a_truncated_shard_cuts_off(tmp_path):
     path = split.shards[0].path
     os.truncate(path, 1024 + 2 * 410)
     assert split.read_windows([390], 20).tolist() == [[*range(390, 410)]]
-    with pytest.raises(RunError, match=str(path)):
+    with pytest.raises(UserError, match=str(path)):
         split.read_windows([400], 20)
 
 

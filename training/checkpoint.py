@@ -22,7 +22,7 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
-from common.console import RunError, UserError, keep_transcript, warn
+from common.console import Unreachable, UserError, error_lines, keep_transcript, warn
 from common.files import (
     fsync_folder,
     lack_of_space,
@@ -42,7 +42,6 @@ FORMAT = 2  # raise this when the previous version cannot resume new checkpoints
 
 def save(state: dict, path: Path) -> None:
     """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if shortage := lack_of_space(path.parent, size_of(state)):
         raise OSError(errno.ENOSPC, shortage)
     with replacing(path) as file:
@@ -60,13 +59,13 @@ def size_of(state: dict) -> int:
 
 
 def damage(path: Path) -> str:
-    """Read the whole file, and return why it cannot be loaded, or ""."""
+    """Read the whole file, and return why it cannot be loaded, or "". Raises OSError."""
     try:
         with open(path, "rb") as file:
             begins = file.read(16)
             record = zipfile.ZipFile(file).testzip()
-    except OSError as error:  # a failing disk, a dead link or a folder
-        return f"cannot be read ({error.strerror})"
+    except OSError:
+        raise
     except Exception:  # a damaged file can raise anything
         if begins[8:9] == b"{":  # after the length of the JSON
             return "safetensors weights; give their folder"
@@ -75,6 +74,8 @@ def damage(path: Path) -> str:
         return f"is damaged: its record {record} has the wrong checksum"
     try:
         open_state(path)
+    except OSError:
+        raise
     except Exception as error:  # written by another program, or contains code
         if code := re.search(r"GLOBAL (\S+)", str(error)):
             return f"contains {code[1]}, and loading that could run code"
@@ -140,15 +141,19 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     """
     Return the newest valid checkpoint's path and state, or (None, None) if out_dir has none. Warns
     about each damaged checkpoint, and looks again if a run that saves there has deleted one. Raises
-    UserError if all are damaged, so that a run never silently starts again, and for a checkpoint
-    whose name gives another iteration than its content.
+    UserError if all are damaged, so that a run never silently starts again, Unreachable if one of
+    them cannot be read, and UserError for a checkpoint whose name gives another iteration than its
+    content.
     """
     paths = list_checkpoints(out_dir)
+    kind = UserError
     for path in reversed(paths):
         state: dict = {}
-        problem = damage(path)
-        with contextlib.suppress(FileNotFoundError):
+        try:
+            problem = damage(path)
             state = {} if problem else read(path)
+        except OSError as error:  # a failing disk, a dead link or a folder
+            problem, kind = f"cannot be read ({error.strerror})", Unreachable
         if not os.path.lexists(path):
             return find_newest(out_dir)
         if problem:
@@ -162,12 +167,14 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     if paths:
         problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
-        raise UserError(f"{out_dir}: {problem}; {hint}")
+        raise kind(f"{out_dir}: {problem}; {hint}")
     return None, None
 
 
 def resume_hint(out_dir: str | Path) -> str:
     """Return a hint, for error messages, on how to resume a run that ends now."""
+    if not os.path.isdir(out_dir):
+        return f"--init_from=resume continues once {out_dir} is back"
     paths = list_checkpoints(Path(out_dir))
     if not paths:
         return "there is no checkpoint to resume from"
@@ -202,16 +209,34 @@ def link(path: Path, name: Path) -> None:
             shutil.copyfileobj(content, file)
 
 
+def link_missed_best(out_dir: Path, best_iter: int) -> None:
+    """Link best.pt if the run was killed between saving its best checkpoint and linking it."""
+    path, best = checkpoint_path(out_dir, best_iter), out_dir / "best.pt"
+    if path.exists() and not (best.exists() and best.stat().st_mtime >= path.stat().st_mtime):
+        link(path, best)
+
+
+def set_logs_aside(out_dir: Path) -> None:
+    """Rename the logs of a run that never saved, or that the user has put there, and say so."""
+    metrics = out_dir / "metrics.jsonl"
+    has_begun = metrics.exists() and metrics.stat().st_size  # 0 if that run never began
+    kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
+    if has_begun:
+        logs = ", ".join(filter(None, kept))
+        left = f"{out_dir}: the run that was here left no checkpoint"
+        warn(f"{left}, so this one begins at 0; see {logs}")
+
+
 # -----------------------------------------------------------------------------
 # Writing the run's files during training
 
 
 class Saver:
     """
-    Writes a run's files: the lock on out_dir, the checkpoints, best.pt and metrics.jsonl. Only rank
-    0 writes, but every rank must call open() and save(). While the disk is full or away, new
-    records are kept in memory. Only the lock stays open, because a handle on a network share dies
-    with its connection.
+    Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
+    Only rank 0 writes, but every rank must call open() and save(). While the disk is full or away,
+    new records are kept in memory. Only the lock stays open, because a handle on a network share
+    dies with its connection.
     """
 
     def __init__(self, out_dir: Path, keep: int, facts: dict, ranks):
@@ -222,7 +247,7 @@ class Saver:
         self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
         self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
-        self.locked_at = 0.0  # the lock's time, which each run sets, on whatever device it lies
+        self.mark = b""  # what the lock holds: each launch adds bytes of its own
         self.unwritten = b""  # records, or the end of one, that could not be written yet
         self.has_saved = False  # whether this launch has saved a checkpoint
         self.size = 0  # bytes of the newest checkpoint
@@ -238,31 +263,64 @@ class Saver:
         self.ranks.on_main(self.claim, resumed)
 
     def claim(self, resumed: dict | None) -> None:
-        self.lock = claim_folder(self.out_dir, resumed["progress"] if resumed else None)
-        with contextlib.suppress(OSError):  # a share without times
-            os.utime(self.out_dir / "lock")
-        self.locked_at = os.stat(self.out_dir / "lock").st_mtime
+        """
+        Do open()'s work on rank 0. Raises OSError if the folder cannot be written, and UserError if
+        another run is using it, or has saved there since this run chose its checkpoint.
+        """
+        out_dir, it = self.out_dir, resumed["progress"]["iter_num"] if resumed else -1
+        out_dir.mkdir(parents=True, exist_ok=True)
+        self.lock = open(out_dir / "lock", "a+b", buffering=0)
+        if not try_lock(self.lock):
+            hint = "stop that one first, or choose another --out_dir"
+            raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
+        newer = [path for path in list_checkpoints(out_dir) if iteration(path) > it]
+        for path in newer:
+            with contextlib.suppress(OSError):  # as unreadable as when the run was chosen
+                if not damage(path):
+                    hint = "give the command again, or another --out_dir"
+                    problem = f"another run has just written to {out_dir}"
+                    raise UserError(f"out_dir: {problem}; {hint}")
+        with contextlib.suppress(OSError):  # a full disk
+            self.lock.write(os.urandom(8).hex().encode())
+            os.fsync(self.lock.fileno())
+        self.lock.seek(0)
+        self.mark = self.lock.read()
+        for path in newer:
+            set_aside(path)  # damaged; prune() would count it among the newest
+        # leftover temporary files could take the room that the next checkpoint needs
+        remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
         if resumed:
-            drop_records(self.out_dir / "metrics.jsonl", resumed["progress"])
+            link_missed_best(out_dir, resumed["progress"]["best_iter"])
+            drop_records(out_dir / "metrics.jsonl", resumed["progress"])
+        else:
+            set_logs_aside(out_dir)
         for name in ("metrics.jsonl", "log.txt"):
-            open(self.out_dir / name, "ab").close()  # create it, or find that it cannot be written
-        keep_transcript(self.out_dir / "log.txt")  # gets a copy of each line on the console
+            open(out_dir / name, "ab").close()  # create it, or find that it cannot be written
+        keep_transcript(self.write_line)
+
+    def has_lock(self) -> bool:
+        """Return whether out_dir is there, and its lock is the file that this run has locked."""
+        assert self.lock
+        try:
+            # Compare without opening the file, because closing it would drop the lock
+            held = os.stat(self.out_dir / "lock")
+            return os.path.samestat(held, os.fstat(self.lock.fileno()))
+        except (OSError, ValueError):  # the disk is away, or the handle died with its connection
+            return False
 
     def check_lock(self) -> None:
         """
         Lock out_dir again if its disk has been away since the last time. Raises OSError if it is
-        away now, and RunError if another run has taken the folder.
+        away now, and UserError if another run has taken the folder.
         """
         assert self.lock
-        held = os.stat(self.out_dir / "lock")
-        with contextlib.suppress(OSError):  # the handle died with its connection
-            # Compare without opening the file: closing it would drop the lock
-            if os.path.samestat(held, os.fstat(self.lock.fileno())):
-                return
-        if held.st_mtime != self.locked_at:  # another run's
-            keep_transcript(None)
-            raise RunError(f"out_dir: {self.out_dir} or its lock was taken by another run")
-        lock = open(self.out_dir / "lock", "ab")
+        if self.has_lock():
+            return
+        lock = open(self.out_dir / "lock", "r+b", buffering=0)
+        if lock.read() != self.mark:
+            raise UserError(f"out_dir: {self.out_dir} or its lock was taken by another run")
+        with contextlib.suppress(OSError):  # close the old one first: it may be the same file
+            self.lock.close()
         if not try_lock(lock):
             raise OSError("the server still holds the lock of the lost connection")
         self.lock = lock
@@ -282,7 +340,7 @@ class Saver:
         """
         Save `state` on this rank, and return what save() returns. Older checkpoints are deleted
         before the write to make room, but at least one stays until the write has succeeded. The
-        first checkpoint of a launch is read back; raises RunError if it is damaged.
+        first checkpoint of a launch is read back; raises UserError if it is damaged.
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
@@ -290,14 +348,13 @@ class Saver:
             self.check_lock()
             self.prune(max(1, self.keep - 1))
             save(state, path)
-            problem = "" if self.has_saved else damage(path)
-            self.size = path.stat().st_size  # OSError: the disk has just gone away
-            if problem:
+            if not self.has_saved and (problem := damage(path)):
                 hint = "this disk does not return what was written to it"
-                raise RunError(f"{path}: {problem}; {hint}")
+                raise UserError(f"{path}: {problem}; {hint}; give another --out_dir")
+            self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
-            return f"checkpoint {it} is not saved: {error.strerror or error}"
+            return f"checkpoint {it} is not saved: {error_lines(error)[0]}"
         self.has_saved = True
         if state["progress"]["best_iter"] == it:
             self.unlinked = path
@@ -332,59 +389,30 @@ class Saver:
         self.unwritten += json.dumps(record).encode() + b"\n"
         try:
             self.check_lock()
-            # "r+" creates no file in the place of a disk that is away
-            with open(self.out_dir / "metrics.jsonl", "r+b", buffering=0) as file:
-                file.seek(0, os.SEEK_END)
-                while self.unwritten:
-                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
-        except OSError as error:  # a full disk must not end the run
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.append("metrics.jsonl", self.unwritten) :]
+        except (OSError, UserError) as error:  # only a save may end the run
             if not has_failed:
                 rest = "keeping its records in memory until they can be written"
-                warn(f"metrics.jsonl: {error.strerror or error}; {rest}")
+                warn(f"metrics.jsonl: {'; '.join(error_lines(error))}; {rest}")
+
+    def write_line(self, text: str) -> None:
+        """Copy what the console got to log.txt, unless the disk is full or the folder not ours."""
+        with contextlib.suppress(OSError):
+            if self.has_lock():
+                self.append("log.txt", f"{text}\n".encode(errors="replace"))
+
+    def append(self, name: str, content: bytes) -> int:
+        """Append to a file in out_dir. Returns how many bytes the disk had room for."""
+        # "r+" creates no file in the place of a disk that is away
+        with open(self.out_dir / name, "r+b", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
+            return file.write(content)
 
     def close(self) -> None:
         """Unlock out_dir for other runs."""
         if self.lock:
             self.lock.close()
-
-
-def claim_folder(out_dir: Path, progress: dict | None) -> BinaryIO:
-    """
-    Create out_dir if necessary, lock it, and clean up after a killed run. The lock holds while the
-    returned file is open; the system closes the file when this process ends. `progress` comes from
-    the resumed checkpoint (None for a new run). Raises OSError if the folder cannot be written, and
-    UserError if another run is using it, or has saved there since this run chose its checkpoint.
-    """
-    out_dir.mkdir(parents=True, exist_ok=True)
-    lock = open(out_dir / "lock", "ab")
-    if not try_lock(lock):
-        hint = "stop that one first, or choose another --out_dir"
-        raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
-    it = progress["iter_num"] if progress else -1
-    newer = [path for path in list_checkpoints(out_dir) if iteration(path) > it]
-    if not all(damage(path) for path in newer):
-        hint = "give the command again, or another --out_dir"
-        raise UserError(f"out_dir: another run has just written to {out_dir}; {hint}")
-    for path in newer:
-        set_aside(path)  # damaged; prune() would count it among the newest
-    # leftover temporary files could take the room that the next checkpoint needs
-    remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
-    if progress is None:
-        # left by a run that never saved, or put there by the user
-        metrics = out_dir / "metrics.jsonl"
-        has_begun = metrics.exists() and metrics.stat().st_size  # 0 if that run never began
-        kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
-        if has_begun:
-            logs = ", ".join(filter(None, kept))
-            left = f"{out_dir}: the run that was here left no checkpoint"
-            warn(f"{left}, so this one begins at 0; see {logs}")
-        return lock
-    path = checkpoint_path(out_dir, progress["best_iter"])
-    best = path.with_name("best.pt")
-    # the run may have been killed after writing this checkpoint and before linking best.pt
-    if path.exists() and not (best.exists() and best.stat().st_mtime >= path.stat().st_mtime):
-        link(path, best)
-    return lock
 
 
 def drop_records(path: Path, progress: dict) -> None:

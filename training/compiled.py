@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.console import RunError, UserError, say, warn
+from common.console import say, warn
 from common.files import lack_of_space
 from configurator import Config
 from data.loader import to_batch
@@ -67,7 +67,7 @@ def compile_model(model, **options) -> None:
 def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> str:
     """
     Compile and check the model on all ranks, which must all call this. Returns why compiling does
-    not work on some rank, or "". Raises RunError if eager code is wrong on some rank.
+    not work on some rank, or "". Raises UserError if eager code is wrong on some rank.
     """
     wrong = problem = ""
     try:
@@ -266,7 +266,7 @@ def wrong_loss(losses: dict[str, float], wanted: dict[str, float], tolerance: fl
     return ""
 
 
-def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks, is_new: bool) -> None:
+def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> None:
     """
     Compile the model and check it. If that fails, a resumed run ends with exit code 1, so that the
     script or service that restarts it will try again: the cause may go away, for example a full
@@ -275,7 +275,7 @@ def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks, is_
     began = time.perf_counter()
     say("compiling: about a minute, or several minutes with few CPU cores")
     if problem := compile_and_check(model, c, vocab, hw, ranks):
-        ranks.fail(problem, UserError if is_new else RunError)
+        ranks.fail(problem)
     say(f"compile: {time.perf_counter() - began:.1f}s")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from common.child import start_child
-from common.console import UserError, command_line, count, duration, keep_transcript, say, warn
+from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import lack_of_space, plain
 from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
@@ -81,7 +81,7 @@ class Log:
         purge_from = self.first_iter + 1 if self.first_iter else 0
         if problem := self.ranks.on_main(self.tracker.start, self.config, purge_from):
             if is_new:
-                self.ranks.fail(f"{problem}; --tracker=none trains without it", UserError)
+                self.ranks.fail(f"{problem}; --tracker=none trains without it")
             self.warn(self.first_iter, f"{problem}; continuing without it")
 
     # -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import RunError, UserError, explain_errors, print_err
+from common.console import Unreachable, UserError, explain_errors, print_err
 from configurator import launched
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
@@ -143,7 +143,7 @@ class Ranks:
         if isinstance(box[0], SystemExit) or (isinstance(box[0], Exception) and self.is_main):
             raise box[0]
         if isinstance(box[0], Exception):
-            raise RunError() if isinstance(box[0], RunError) else UserError()
+            raise Unreachable() if isinstance(box[0], (OSError, Unreachable)) else UserError()
         return box[0]
 
     def main_first(self, function: Callable[..., Any], *args) -> Any:
@@ -156,9 +156,9 @@ class Ranks:
         self.on_main(lambda: mine.append(function(*args)))
         return mine[0] if self.is_main else function(*args)
 
-    def fail(self, line: str, kind: type[UserError] = RunError) -> NoReturn:
+    def fail(self, line: str) -> NoReturn:
         """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""
-        raise kind(line) if self.is_main else kind()
+        raise UserError(line) if self.is_main else UserError()
 
     def check_same(self, name: str, value: Any, hint: str) -> None:
         """Raise UserError on every rank if any rank's value differs from rank 0's."""
@@ -166,7 +166,7 @@ class Ranks:
         for rank, theirs in enumerate(everywhere):
             if theirs != everywhere[0]:
                 line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {hint}"
-                self.fail(line, UserError)
+                self.fail(line)
 
 
 def arrange_buckets(ddp_model: DistributedDataParallel) -> None:

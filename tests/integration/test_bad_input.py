@@ -120,8 +120,6 @@ FOLDERS = [
     ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "book.txt"),
     ("train.py tiny.py --out_dir=book.txt/new", "book.txt/new"),
-    ("train.py tiny.py --init_from=resume", "new no checkpoint --init_from=auto"),
-    ("train.py tiny.py --init_from=resume --out_dir=run/best.pt", "best.pt no checkpoint"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run 2 checkpoints"),
     ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --out_dir"),
     # a browser names a second copy like this

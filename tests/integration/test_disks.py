@@ -13,9 +13,11 @@ import re
 import shutil
 import signal
 import stat
+import time
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Timer
 from unittest import mock
 
 import pytest
@@ -441,6 +443,32 @@ def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
     assert_same_run(tmp_path / "straight", out_dir, 12)
 
 
+@pytest.mark.parametrize("then", ["back", "signal"])
+def test_a_run_waits_for_data_that_are_away_until_they_are_back_or_a_signal_comes(
+    then, tokens, straight, tmp_path
+):
+    """The evaluation at iteration 4 finds its folder renamed, waits 1 second and then would 10."""
+    data, away, out_dir = tmp_path / "tokens", tmp_path / "away", tmp_path / "run"
+    shutil.copytree(tokens, data)
+    trainer, acts = InProcessRun(), dict(back=(0.3, lambda: away.rename(data)))
+    acts["signal"] = 1.3, lambda: signal.raise_signal(signal.SIGTERM)
+
+    def leave():
+        data.rename(away)
+        Timer(*acts[then]).start()
+
+    trainer.at["update", 4] = leave
+    began = time.monotonic()
+    result = run_tiny(data, out_dir, trainer)
+    assert time.monotonic() - began < 9
+    assert lines(result.err, "warning:")[0].endswith("trying again in 1 s")
+    if then == "back":
+        assert result.code == 0
+        assert_same_run(straight, out_dir, 8)
+    else:
+        assert (result.code, checkpoints(out_dir)) == (143, [4])
+
+
 # -----------------------------------------------------------------------------
 # The folder, and who else is in it
 
@@ -570,7 +598,7 @@ def test_torch_load_reads_a_checkpoint_with_the_keys_that_the_docs_list(straight
 
 
 USERS_FILES = [
-    *("log.txt", "loss.png", "metrics.jsonl", "lock"),
+    *("log.txt", "loss.png", "metrics.jsonl"),
     *("best.pt", "notes.txt", "notes.tmp", "ckpt-notes.pt", "metrics.jsonl.mine.tmp"),
 ]
 
@@ -596,12 +624,30 @@ def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tokens, tmp_path)
     assert best_iter(tmp_path / "run") == 4
 
 
-def test_a_run_goes_on_if_its_folder_was_away_for_a_while(tokens, straight, tmp_path):
+def lose_handle(path: Path) -> None:
+    """Let this process's handle of a file name another one, as if its connection had died."""
+    (number,) = (
+        fd
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)
+    )
+    with open(os.devnull) as file:
+        os.dup2(file.fileno(), int(number))
+
+
+@pytest.mark.parametrize("back", ["itself", "as a copy", "with a dead handle"])
+def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tokens, straight, tmp_path):
     """Save nothing below another name. Then lock the folder again, and lose no record."""
     out_dir, away = tmp_path / "run", tmp_path / "away"
     trainer = InProcessRun()
+
+    def come_back():
+        shutil.copytree(away, out_dir) if back == "as a copy" else away.rename(out_dir)
+        if back == "with a dead handle":
+            lose_handle(out_dir / "lock")
+
     trainer.at["update", 3] = lambda: out_dir.rename(away)
-    trainer.at["update", 6] = lambda: away.rename(out_dir)
+    trainer.at["update", 6] = come_back
     result = run_tiny(tokens, out_dir, trainer)
     assert result.code == 0
     assert len(lines(result.err, "warning: metrics.jsonl")) == 1

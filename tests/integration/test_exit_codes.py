@@ -154,6 +154,27 @@ def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, 
     assert checkpoints(tmp_path / "run")[-1] == 3
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_signal_that_another_library_handles_does_not_stop_the_run(tiny, tmp_path):
+    trainer, handled = InProcessRun(), []
+    trainer.at["iteration", 3] = lambda: signal.raise_signal(signal.SIGUSR2)
+    before = signal.signal(signal.SIGUSR2, lambda *_: handled.append(True))
+    assert (trainer.launch(**tiny).code, handled) == (0, [True])
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize(
+    "away, begun, code", [("tokens", False, 2), ("tokens", True, 1), ("run", True, 1)]
+)
+def test_a_resume_whose_share_is_away_asks_to_be_started_again(away, begun, code, tiny, tmp_path):
+    shutil.copytree(tiny["dataset"], tmp_path / "tokens")
+    tiny |= dict(dataset=tmp_path / "tokens")
+    if begun:
+        train(**tiny | dict(max_iters=4))
+    (tmp_path / away).rename(tmp_path / "away")
+    assert run("train.py", *flags(**tiny, init_from="resume" if begun else "auto")).code == code
+
+
 def test_the_documented_systemd_unit_restarts_a_run_only_after_a_failure():
     first = block_with("SuccessExitStatus=").partition("tell@.service\n")[0]
     unit = dict(re.findall(r"^(\w+)=(.*)$", first, re.M))

@@ -79,7 +79,7 @@ def test_a_run_on_a_growing_folder_equals_one_on_the_finished_folder(killed):
     finished = write_tokens(Path("finished"), [8 * 16, 8 * 16, 1000, 7, 500], [300, 200])
     train(**TINY, dataset=finished, out_dir="whole")
     growing = GrowingFolder(finished, Path("x"))
-    process = start_run()
+    manifest, process = Path("x/manifest.json"), start_run()
     while growing.left:
         wait_until_it_waits(process)
         if killed and len(growing.left) % 2:
@@ -87,6 +87,9 @@ def test_a_run_on_a_growing_folder_equals_one_on_the_finished_folder(killed):
             process.communicate()
             process = start_run()
             wait_until_it_waits(process)
+        manifest.rename("away")  # as if the share of the folder were away
+        time.sleep(0.5)
+        Path("away").rename(manifest)
         growing.add()
     growing.finish()
     result = finish(process)
@@ -103,7 +106,7 @@ def test_a_preparation_that_ended_too_early_ends_the_run_with_a_checkpoint():
     result = finish(process)
     assert result.code == 1
     (error,) = result.err.splitlines()
-    assert error.startswith("error: x: ") and "its preparation has ended" in error
+    assert "/x: " in error and "its preparation has ended" in error
     assert checkpoints(Path("out"))[-1] > 5
     growing.finish()
     train(**TINY, dataset="x", out_dir="out")
