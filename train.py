@@ -50,7 +50,14 @@ from data.missing import make_or_explain
 from data.shards import Dataset, ShardTokens, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
-from model_fast import FastConfig, Muon, build_model, config_to_dict, muon_groups, use_averages
+from model_fast import (
+    FastConfig,
+    Muon,
+    build_model,
+    config_to_dict,
+    muon_groups,
+    switch_to_averages,
+)
 from training import checkpoint, hardware, preflight
 from training.checkpoint import Saver
 from training.clock import Clock, Position
@@ -731,7 +738,7 @@ def print_sample(
 # Saving and resuming
 
 
-def check_alive(model, progress: Progress, skips: Skips, c: Config, ranks: Ranks) -> None:
+def end_if_diverged(model, progress: Progress, skips: Skips, c: Config, ranks: Ranks) -> None:
     """
     End the run if it has diverged, before a save could replace a good checkpoint. In float16 a
     launch may begin with many skips; they do no harm, because the weights stay unchanged.
@@ -833,18 +840,21 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
 
-    # Which run is this? `resumed` is its last checkpoint, or None for a new run; `loaded` holds the
-    # weights to begin with, or is None for random ones. What follows happens on every rank
+    # Which run is this? init_from decides whether it is a new one. `resumed` is the last checkpoint
+    # of a run to continue, or None; `loaded` holds the weights to begin with: resumed's, those that
+    # init_from names, or None for random ones. All ranks go through this function together, but
+    # rank 0 alone reads the command, prints, samples and writes
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
 
-    # Data and device. Every split here is evaluated, printed, recorded and drawn by its name
+    # Data and device. All splits named here are evaluated, logged and drawn
     data = open_data(c, resumed, loaded, ranks)
     splits = {"train": data.train, "val": data.val}
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
 
-    # Model and optimizer. All ranks start from the same weights but draw different dropout masks
+    # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
+    # a resume continues with the random states that it has saved
     model = make_model(c, data.vocab, hw, loaded)
     if c.eval_only:
         return evaluate_only(model, data, splits, c, hw, ranks, resumed, loaded)
@@ -857,15 +867,17 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank) if resumed else Progress()
 
-    # Files, clock, log and batches. From here on out_dir belongs to this run
-    out_dir = Path(c.out_dir).absolute()  # after a share's return, "." may still be dead
+    # Files, clock, log and batches. out_dir is absolute, because after a share's return the current
+    # folder may still be unreachable
+    out_dir = Path(c.out_dir).absolute()
     saver = Saver(out_dir, c.keep_checkpoints, facts_to_save(c, data, model, hw), ranks)
-    # Lock out_dir, open its logs, delete temporary files. In a new run, rename an earlier log. On a
-    # resume, drop the log records that the run will write again, rename damaged checkpoints that
-    # are newer than `resumed`, and link best.pt if a kill prevented that
-    saver.open(resumed)
+    # From here on out_dir belongs to this run. Lock it, create the logs and delete temporary files.
+    # In a new run, rename an earlier log. On a resume, drop the log records that the run will write
+    # again, rename damaged checkpoints that are newer than `resumed`, and link best.pt if a kill
+    # prevented that
+    saver.claim(resumed)
     if resumed:
-        is_running.set()
+        is_running.set()  # if an error ends it, a script may start it again: exit code 1
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model.config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
@@ -875,7 +887,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, loaded  # frees the loaded checkpoint
 
-    # Compile, and prepare the loop
+    # Compile, and compare with eager code. A run that cannot compile, or comes out wrong, ends here
     if hw.compiles:
         clock.lap("start-up")  # book the seconds since the last lap
         compile_or_end(model, c, data.vocab, hw, ranks)
@@ -893,22 +905,23 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     while True:
         it = progress.iter_num
         # Rank 0's clock decides for all ranks. With hours, now.share is the part of the schedule
-        # that is done: 0 at the first update, 1 at the last, with room left for a final evaluation,
-        # save and sample. The learning rates follow now.share, so each clock.expect() below moves
-        # them. now.has_spare_time says whether these pauses fit now, and once more at the end. In
-        # other runs, share stays 0 and there is always spare time
+        # that is done: 0 at the first update, 1 at the last. now.has_spare_time says whether an
+        # evaluation, a save and a sample fit here and then once more at the end. In other runs,
+        # share stays 0 and there is always spare time
         now = clock.position(it)
 
-        # `stop` is the reason to stop here, or None. An interrupted evaluation may still set it
+        # `stop` is the reason to stop here, or None. "max_iters" and "hours" complete the run. With
+        # the name of a signal, "data" (unreadable) or, from an evaluation below, "memory", it can
+        # be resumed
         stop = why_stop(c, now, progress)
         if not stop:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
 
         # a complete run ends with the averages of its weights, if the optimizer keeps them
-        if stop in COMPLETE and use_averages(optimizer):
+        if stop in COMPLETE and switch_to_averages(optimizer):
             log.report_averages(it)
 
-        # evaluate once in a while, and when the run is complete
+        # evaluate once in a while and when the run is complete, but not after a signal
         losses = None
         if evaluation_due(c, now, progress, stop):
             with clock.pause("evaluation"):  # its seconds are not those of an iteration
@@ -918,14 +931,17 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 else:
                     progress.evaluate(losses["val"], now.share)
                     log.report_eval(it, progress.tokens, losses)
-                    clock.expect("evaluation")  # to take as long the next time
+                    # to take as long the next time. With hours, this moves now.share and with it
+                    # the learning rates
+                    clock.expect("evaluation")
 
-        # save once in a while, and at the end. If the disk is full, train on and try again
+        # save once in a while, and at the end. If the disk is full, train on and try again; at the
+        # end, wait until it has room or a signal comes
         if save_due(c, now, progress, saver, stop):
             with clock.pause("checkpoints"):
-                check_alive(model, progress, skips, c, ranks)
+                end_if_diverged(model, progress, skips, c, ranks)
                 to_save = progress
-                if is_best(progress):  # becomes best.pt too, and counts as best once saved
+                if is_best(progress):  # best.pt too, and the best so far if this save works
                     to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
                 state = state_to_save(model, optimizer, scaler, to_save, clock, hw, ranks)
                 if save(state, stop, saver, signals, log):
@@ -933,7 +949,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                     clock.expect("checkpoints")
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
-        # print a sample of the evaluated weights, which are now safe if it runs out of memory
+        # print a sample of the evaluated weights. After the save, because it may run out of memory
         if losses and tokenizer and it > 0:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
@@ -942,7 +958,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if stop:
             break
 
-        # train for one iteration, on all ranks
+        # train for one iteration. An error here ends the run without another save
         set_rates(optimizer, it, c, now.share)
         micro_batches = batches.take(accum)
         loss_sum, grad_norm = train_step(
@@ -957,11 +973,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         clock.advance(now.share)
 
         # log every log_interval iterations, and after the last one (with hours, perhaps the last
-        # few). Training waits for the device only here, so this is also where it notices
-        # skipped updates
+        # few). Training waits for the device only here, so it also notices skipped updates here;
+        # MAX_SKIPS in a row end the run
         is_last = progress.iter_num == c.max_iters or now.share >= 1
         if it % c.log_interval == 0 or is_last:
-            # speed since the last line, including waits for data but not evaluations and saves
+            # speed since the last line, including waits for data but not evaluations and saves; but
+            # the loss of this iteration alone
             speed = clock.lap_iterations(progress, batches.waited, hw.peak_memory_gib())
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)

@@ -234,7 +234,7 @@ def set_logs_aside(out_dir: Path) -> None:
 class Saver:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
-    Only rank 0 writes, but every rank must call open() and save(). While the disk is full or away,
+    Only rank 0 writes, but every rank must call claim() and save(). While the disk is full or away,
     new records are kept in memory. Only the lock stays open, because a handle on a network share
     dies with its connection.
     """
@@ -253,19 +253,19 @@ class Saver:
         self.size = 0  # bytes of the newest checkpoint
         self.unlinked: Path | None = None  # the best checkpoint, until best.pt is linked to it
 
-    def open(self, resumed: dict | None) -> None:
+    def claim(self, resumed: dict | None) -> None:
         """
         Lock out_dir and create the logs. On a resume, removes the records that the run will write
         again, so that none appears twice. Raises UserError and OSError.
         """
         if resumed:
             self.newest = (resumed["progress"]["iter_num"], resumed["progress"]["evaluated_at"])
-        self.ranks.on_main(self.claim, resumed)
+        self.ranks.on_main(self.claim_here, resumed)
 
-    def claim(self, resumed: dict | None) -> None:
+    def claim_here(self, resumed: dict | None) -> None:
         """
-        Do open()'s work on rank 0. Raises OSError if the folder cannot be written, and UserError if
-        another run is using it, or has saved there since this run chose its checkpoint.
+        Do claim()'s work, on rank 0. Raises OSError if the folder cannot be written, and UserError
+        if another run is using it, or has saved there since this run chose its checkpoint.
         """
         out_dir, it = self.out_dir, resumed["progress"]["iter_num"] if resumed else -1
         out_dir.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ FAULTS = [
     Fault(
         "damaged checkpoints count among the newest",
         "training/checkpoint.py",
-        "Saver.claim",
+        "Saver.claim_here",
         "set_aside(path)",
         "pass",
         "integration/test_disks.py::test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save[2-6]",
