@@ -69,67 +69,77 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     Compile and check the model on all ranks, which must all call this. Returns why compiling does
     not work on some rank, or "". Raises UserError if eager code is wrong on some rank.
     """
-    wrong = problem = ""
+    wrong = problem = warning = ""
     try:
-        problem = try_compiling(model, c.batch_size, vocab, hw)
+        problem, warning = try_compiling(model, c.batch_size, vocab, hw)
     except WrongKernels as error:
         wrong = str(error)
-    found = ranks.gather((wrong, problem))
-    wrong, problem = (next(filter(None, lines), "") for lines in zip(*found, strict=True))
+    found = zip(*ranks.gather((wrong, problem, warning)), strict=True)
+    wrong, problem, warning = (next(filter(None, lines), "") for lines in found)
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
         wrong = f"wrong kernels in {hw.dtype_name}: {wrong}"
         ranks.fail(f"{wrong}; python bench.py check names the kernels; {other} may avoid them")
+    if warning and ranks.is_main:
+        warn(warning)
     failed = f"compile: torch.compile does not work here ({problem})"
     return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
 
 
-def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
+def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> tuple[str, str]:
     """
     Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
-    Returns why compiled code cannot be used here, "" if it can. Weights, gradients, buffers and
-    random states stay as they were. Raises WrongKernels, and whatever eager code raises.
+    Returns why compiled code cannot be used here, or "", and a warning, or "". Weights, gradients,
+    buffers and random states stay as they were. Raises WrongKernels, and whatever eager code
+    raises.
 
-    If it fails in a folder with files of earlier runs, try once more in a new folder. A kill or a
-    power cut while a run compiled may have left half-written files, with which every later run
+    If it fails in a folder with files of earlier runs, try once more in a second folder. A kill or
+    a power cut while a run compiled may have left half-written files, with which every later run
     would fail.
     """
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":  # torch.compile would run eager code without a word
-            return f"{name} switches torch.compile off; unset {name}"
+            return f"{name} switches torch.compile off; unset {name}", ""
     try:
         compile_model(model)
     except Exception as error:  # for example, a Python that torch.compile does not support
-        return reason_of(error)
+        return reason_of(error), ""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
     cache = Path(os.environ.get(CACHE) or default_cache_dir())
-    is_used, new = any(cache.glob("*")), ""
-    while True:
-        try:
-            compare_with_eager(model, batch_size, vocab, hw)
-            return ""
-        except CompilerError as error:
-            if new or not is_used:
-                shutil.rmtree(new, ignore_errors=True)
-                return str(error)
-            new = leave_cache(cache)
-            warn(f"compile: {error}; trying again in {new}; if that works, delete {cache}")
+    is_used = any(cache.glob("*"))
+    try:
+        compare_with_eager(model, batch_size, vocab, hw)
+        return "", ""
+    except CompilerError as error:
+        problem = str(error)
+    if not is_used:
+        return problem, ""
+    second = leave_cache(cache)
+    try:
+        compare_with_eager(model, batch_size, vocab, hw)
+        return "", f"compile: {problem}; this does not happen in {second}, so delete {cache}"
+    except CompilerError as error:
+        return f"{error}; if it worked before, delete {cache} and {second}", ""
 
 
-def leave_cache(cache: Path) -> str:
-    """Let torch's compiler work in a new folder beside this one. Returns the new folder."""
+def leave_cache(cache: Path) -> Path:
+    """
+    Let torch's compiler work in a second folder beside this one, always the same, so that the next
+    run finds there what this one compiles. Returns that folder.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.utils import clear_caches
 
-    place = cache.parent if os.access(cache.parent, os.W_OK) else None  # None: in /tmp
-    os.environ[CACHE] = tempfile.mkdtemp(prefix=f"{cache.name}-", dir=place)
+    place = cache.parent if os.access(cache.parent, os.W_OK) else Path(tempfile.gettempdir())
+    second = place / f"{cache.name}-2"
+    os.environ[CACHE] = str(second)
     # torch keeps these in /tmp, whatever folder it is given
     for header in Path(default_cache_dir(), "precompiled_headers").rglob("*.?ch"):
         header.unlink(missing_ok=True)
     torch.compiler.reset()
     clear_caches()
-    return os.environ[CACHE]
+    return second
 
 
 def reason_of(error: Exception) -> str:
