@@ -519,7 +519,7 @@ def main(argv: list[str]) -> int:
         raise_if_any(preflight.check_device(config))
     write = getattr(options, "write", None)
     if write and write.exists():
-        raise UserError(f"write: {write} exists; remove it or choose another name")
+        raise UserError(f"write: {write} exists; delete it, or give another --write")
     for path in filter(None, (options.json, write)):
         path.parent.mkdir(parents=True, exist_ok=True)
     result = MODES[mode](config, options)

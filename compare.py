@@ -490,7 +490,7 @@ def set_mfu(run: Run, gpu: str) -> None:
     dtype = start.get("dtype") or "bfloat16"  # nanoGPT's default on all but old GPUs
     peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
     if peak is None:
-        raise UserError(f"gpu: the {dtype} peak of {gpu} is not certain; leave out --gpu")
+        raise UserError(f"gpu: the {dtype} peak of {gpu} is not known; leave out --gpu")
     # tok/s counts all GPUs together, MFU only one
     flops = number(start.get("flops_per_token")) / (start.get("world_size") or 1)
     run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)

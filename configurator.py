@@ -290,9 +290,9 @@ def warn_of_optimizer(from_files: dict[str, Any], values: dict[str, Any], typed:
         n for n in ("learning_rate", "beta1", "weight_decay") if n in from_files.keys() - typed
     ]
     if "optimizer" in typed and theirs != ours and names:
-        kept = ", ".join(f"{name} {from_files[name]}" for name in names)
+        kept = ", ".join(f"{name} = {from_files[name]}" for name in names)
         own = " ".join(f"--{name}=X" for name in names)
-        warn(f"optimizer: {kept} in the file belong to {theirs}; give {ours} its own: {own}")
+        warn(f"optimizer: the file sets {kept} for {theirs}; for {ours} give {own}")
 
 
 def note_unread(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:

@@ -118,7 +118,9 @@ def check_logits(model: GPT | FastGPT, exported: Any) -> None:
     if difference <= TOLERANCE * logits.abs().max():
         return
     code = "training/modeling_fast.py" if isinstance(model, FastGPT) else "transformers' GPT-2"
-    problem = f"the export's logits are off by {difference:.2g}, because {code} is another model"
+    problem = (
+        f"the export's logits are off by {difference:.2g}, because {code} defines another model"
+    )
     raise UserError(f"{problem}; share the checkpoint and its model file instead")
 
 
@@ -143,8 +145,8 @@ def open_export(state: dict) -> Any:
     ]
     if strange:
         raise UserError(
-            f"{len(strange)} tensors are not GPT-2's, such as {strange[0]}, so transformers cannot "
-            "load this model; share the checkpoint and model.py instead (docs/sampling.md)"
+            f"transformers cannot load this model: {strange[0]} is none of GPT-2's tensors; "
+            "share the checkpoint and model.py instead (docs/sampling.md)"
         )
     return exported.eval()
 

@@ -391,7 +391,9 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
     grouped = [name for group in groups for name, _ in group["params"]]
     if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
-        raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
+        raise UserError(
+            f"optimizer: these weights are not in exactly one group: {', '.join(wrong)}"
+        )
     if c.optimizer == "muon":
         return Muon(groups, dtype, fused)
     return torch.optim.AdamW(groups, fused=fused)
@@ -819,7 +821,7 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     """Restore the optimizer's state. The hyperparameters come from the configuration."""
     ours, theirs = optimizer.state_dict()["param_groups"], saved["param_groups"]
     if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
-        problem = f"the optimizer in {c.out_dir} groups the weights in another way"
+        problem = f"the optimizer in {c.out_dir} groups the weights differently"
         hint = f"--init_from={c.out_dir} with another --out_dir starts from the weights alone"
         if c.optimizer == "muon":
             hint = f"git checkout c4db720e finishes a run of the earlier recipe; {hint}"

@@ -65,10 +65,10 @@ def files_of(name: str, endings: tuple[str, ...]) -> list[Path]:
         refuse_lfs_pointer(file)
     if others := sorted({*shown} - {*readable}):
         kinds = ", ".join(sorted({f.suffix or f.name for f in others})[:5])
-        what = f"{len(others):,} files of other types ({kinds}), such as {others[0]}"
-        warn(f"skipping {what}; only {', '.join(endings)} are read here")
+        what = f"skipping files of other types: {len(others):,} ({kinds}), such as {others[0]}"
+        warn(f"{what}; only {', '.join(endings)} are read here")
     if hidden:
-        warn(f"{len(hidden):,} names begin with a dot or _ and are skipped, such as {hidden[0]}")
+        warn(f"skipping names that begin with a dot or _: {len(hidden):,}, such as {hidden[0]}")
     return readable
 
 
@@ -138,7 +138,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         raise UserError(f"{dataset}: {first_line(error)}; fix it, or give --source=FILES") from None
     if not files or not all(file.endswith(ROW_FILES) for file in files):
         problem = f"{dataset}: has no training split of parquet or jsonl files"
-        raise UserError(f"{problem}; choose another dataset")
+        raise UserError(f"{problem}; give another --dataset=ORG/NAME, or --source=FILES")
     return files, revision
 
 

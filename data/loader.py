@@ -110,8 +110,9 @@ class WindowsInOrder:
             return True
         there = f"{len(self.data.train):,} training tokens are prepared"
         if not goes_on:
+            problem = f"{there}, the run needs {tokens:,}, and its preparation has ended"
             hint = "repeat the command that prepares it, then resume with --init_from=resume"
-            raise UserError(f"{self.folder}: {there}, and its preparation has ended; {hint}")
+            raise UserError(f"{self.folder}: {problem}; {hint}")
         if there != self.told:
             self.told = there
             say(f"data: {there}, waiting for {tokens:,}")

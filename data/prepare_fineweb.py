@@ -70,7 +70,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.name and (arguments.dataset in NAMED and not arguments.source):
         parser.error(f"--name: {arguments.dataset} has samples; try --sample=10B")
     if arguments.sample and (arguments.dataset not in NAMED or arguments.source):
-        parser.error("--sample: only for fineweb and fineweb_edu; leave it out")
+        parser.error("--sample: works only with fineweb and fineweb_edu; leave it out")
     return arguments
 
 

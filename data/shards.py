@@ -63,7 +63,7 @@ def open_shard(path: Path) -> Shard:
     header_bytes = 4 * HEADER_INTS
     is_wide = tokens and size == header_bytes + 4 * tokens
     if magic == LLAMA_MAGIC or (magic == SHARD_MAGIC and is_wide):
-        raise UserError(f"{path}: holds 32-bit tokens; get tokens of 16 bits, such as GPT-2's")
+        raise UserError(f"{path}: holds 32-bit tokens; get 16-bit ones, such as GPT-2's")
     if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's have no header
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
@@ -254,7 +254,7 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
         if not len(held):
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
-            raise Unreachable(f"{folder}: holds no tokens for {split}; {hint}")
+            raise Unreachable(f"{folder}: has no {split} tokens; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
     if stream:  # however many shards have followed, so that a resume evaluates the same tokens

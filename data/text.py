@@ -92,7 +92,7 @@ class Source:
         if 2 * without <= len(readable):
             return
         rows = f"{without:,} of the first {len(first):,} rows"
-        held = f"{rows} hold no readable text in the field {self.field}"
+        held = f"{rows} have no readable text in their field {self.field!r}"
         raise UserError(f"{name}: {held}; give --text_field=NAME")
 
     def row_groups(self) -> list[int]:
@@ -168,8 +168,9 @@ class Source:
             columns = parquet.schema_arrow
             kind = str(columns.field(self.field).type) if self.field in columns.names else "absent"
             if not TEXT_COLUMN.match(kind):
-                problem = f"{name}: no text in the field {self.field} ({kind})"
-                raise UserError(f"{problem}; give --text_field=NAME")
+                problem = f"{name}: no text in the field {self.field!r} ({kind})"
+                there = ", ".join(columns.names)
+                raise UserError(f"{problem}; give --text_field=NAME, one of {there}")
             last = place.group if one_group else footer.num_row_groups - 1
             for n in range(place.group, last + 1):
                 done = place.row if n == place.group else 0
@@ -304,7 +305,7 @@ def decode(content: bytes, given: str | None) -> str:
         controls = too_many_controls(text)
         if not controls:
             return text
-        problem = f"{controls:,} NULs and control characters in {encoding}"
+        problem = f"control characters, such as NUL: {controls:,} in {encoding}"
     raise UserError(problem)
 
 

@@ -301,7 +301,7 @@ def vocabulary(spec: dict, path: str | Path = "tokenizer.json") -> tuple[Any, li
         return content["model"]["vocab"], content["added_tokens"]
     except (ValueError, LookupError, TypeError):
         raise UserError(
-            f"{path}: not a file of the tokenizers library; download or copy it again"
+            f"{path}: is not a file of the tokenizers library; download or copy it again"
         ) from None
 
 

@@ -36,8 +36,9 @@ from data.tokenizer import Tokenizer
 BATCH = 64  # documents that a thread tokenizes at once
 READ_AHEAD = 2  # batches in flight per thread
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
+LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
 SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
-MEDIUM_DATASET = 8_000_000_000  # the fast recipe reads 1.7B tokens, the GPT-2 recipe 10B
+MEDIUM_DATASET = 8_000_000_000  # the fast recipe trains on 1.44B, the GPT-2 recipe on 10B
 FFFD = "\ufffd".encode()  # the character that stands for broken UTF-8
 
 CONTINUE = "the same command continues after the last finished shard"
@@ -121,7 +122,7 @@ def wait_for_lock(lock, folder: Path) -> None:
     while not try_lock(lock):
         if time.monotonic() - began > LOCK_SECONDS:
             problem = f"{folder}: another preparation is writing to it"
-            raise UserError(f"{problem}; wait for that one, or choose another folder")
+            raise UserError(f"{problem}; wait for that one, or give another --out")
         time.sleep(0.2)
 
 
@@ -129,13 +130,13 @@ def check_folder(plan: Plan) -> None:
     """Raise UserError if the folder holds anything but what this plan makes."""
     folder = plan.folder
     if folder.resolve() == Path(__file__).resolve().parent:
-        raise UserError(f"{folder}: holds this program's own files; choose a folder inside it")
+        raise UserError(
+            f"{folder}: holds this program's own files; give a folder inside it: --out=data/NAME"
+        )
     if (folder / "manifest.json").exists():
         check_manifest(plan, read_manifest(folder))
     elif any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
-        raise UserError(
-            f"{folder}: holds files from another program; give another folder with --out"
-        )
+        raise UserError(f"{folder}: holds files from another program; give another --out")
 
 
 def check_manifest(plan: Plan, manifest: dict) -> None:
@@ -150,7 +151,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
         del asked["files"]
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
-        raise UserError(f"{plan.folder}: {problem}; choose another folder")
+        raise UserError(f"{plan.folder}: {problem}; give another --out")
 
 
 def begin_or_continue(plan: Plan) -> dict:
@@ -165,7 +166,7 @@ def begin_or_continue(plan: Plan) -> dict:
         if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n][:2]]:
             what = f"{changed[0]}: has another size or time than when {folder} was begun"
             hint = f"if rows were added or removed, delete {folder} and begin again"
-            warn(f"{what} (one of {len(changed):,} such files); finished shards are kept; {hint}")
+            warn(f"{what} (such files: {len(changed):,}); finished shards are kept; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
@@ -245,7 +246,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
     say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
     if broken := manifest.get("rows_with_fffd"):
-        say(f"text: {broken:,} rows hold U+FFFD, which stands for bytes that are not UTF-8")
+        say(f"text: rows with U+FFFD, which stands for bytes that are not UTF-8: {broken:,}")
     arguments: list[object] = [config]
     if config is None:
         recipe = "fast124m_4070.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
@@ -257,6 +258,10 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
         if Path("data", folder).is_dir() and not folder.is_absolute():
             name = f"./{folder}"  # without ./ this would name data/FOLDER
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
+    if manifest["tokenizer"] != "gpt2" and LITTLE_TEXT <= total < SMALL_DATASET:
+        say(
+            "model: more text than a small model needs; docs/own_text.md has a table of larger ones"
+        )
     say(f"next: {command_line('python', 'train.py', *arguments)}")
 
 

@@ -216,7 +216,8 @@ def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tupl
     """
     if options.iter_seconds or options.watts or config.by_clock:
         raise UserError(
-            "gpu: --iter_seconds, --watts and --hours do not work with --gpu=all; name one GPU"
+            "gpu: --iter_seconds, --watts and --hours do not work with --gpu=all; "
+            "name one GPU, such as --gpu=4070"
         )
     if config.dtype == "bfloat16":
         config = replace(config, dtype="auto")
@@ -278,7 +279,8 @@ def fit_into_hours(config: Config, hours: float, iter_seconds: float, gb: float)
     most = min(config.max_iters, int(3600 * hours / iter_seconds))
     if most < 1:
         raise UserError(
-            f"hours: {hours:.3g} h is too short for one iteration of {seconds_text(iter_seconds)}"
+            f"hours: {hours:.3g} h is too short for one iteration of {seconds_text(iter_seconds)}; "
+            "give more --hours"
         )
     evals = config.eval_interval if config.eval_interval < UNREACHED else math.ceil(most / 20)
     config = replace(config, max_iters=most, eval_interval=evals)

@@ -100,8 +100,8 @@ def read(path: Path) -> dict:
     is_0_2 = "value_tables" in state.get("config", ())  # 0.2.0 had format 1, and so had 0.3.0
     is_known = state.get("format") in (1, FORMAT) and not is_0_2
     if "progress" in state and not is_known:  # from a run, not only weights
-        hint = "finish a run of version 0.2.0 with `git checkout 877e89a`"
-        raise UserError(f"{path}: another version of this program wrote it; {hint}")
+        hint = "git checkout 877e89a" if is_0_2 else "git pull"
+        raise UserError(f"{path}: another version wrote it; to finish that run, type {hint}")
     return state
 
 
@@ -165,7 +165,7 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
             raise UserError(f"{path}: holds iteration {it:,}, so name it {name}, or move it away")
         return path, state
     if paths:
-        problem = f"none of its {len(paths)} checkpoints can be resumed, see above"
+        problem = "none of its checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
         raise kind(f"{out_dir}: {problem}; {hint}")
     return None, None
@@ -224,7 +224,7 @@ def set_logs_aside(out_dir: Path) -> None:
     if has_begun:
         logs = ", ".join(filter(None, kept))
         left = f"{out_dir}: the run that was here left no checkpoint"
-        warn(f"{left}, so this one begins at 0; see {logs}")
+        warn(f"{left}, so this one begins at iteration 0; see {logs}")
 
 
 # -----------------------------------------------------------------------------

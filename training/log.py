@@ -154,7 +154,7 @@ class Log:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
-        stops = f"stops by about {clock_time(self.left())}"
+        stops = f"stops at about {clock_time(self.left())}"
         return f"hours {self.used_of_total()}{bound}; {stops}"
 
     # -------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def version() -> str:
 
 
 def warn_of_epochs(epochs: float) -> None:
-    """Warn of a run that reads its text so often that the model learns it by heart."""
+    """Warn of a run that reads its text so often that the model memorises it."""
     if epochs > MANY_EPOCHS:
         hint = "train on more text, or for fewer iterations"
-        warn(f"{epochs:,.0f} epochs: the model will learn the text by heart; {hint}")
+        warn(f"{epochs:,.0f} epochs: the model will memorise the text; {hint}")

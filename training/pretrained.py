@@ -114,7 +114,7 @@ def fetch(name: str) -> Path:
     except Exception as error:  # a failing network raises all kinds of errors
         raise UserError(
             f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); "
-            "go online once, or give its folder"
+            "go online once, or give its folder as --init_from=FOLDER"
         ) from None
 
 
@@ -136,7 +136,9 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
             return read_weights(name_or_path, best)
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path}: not a model ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{path}: cannot be read as a model ({type(error).__name__}: {error})"
+        ) from None
 
 
 def describe_source(state: dict, path: Path) -> str:
@@ -258,7 +260,7 @@ def read_checkpoint(path: Path) -> dict:
         return state
     if "model_args" not in state:
         held = ", ".join(map(str, [*state][:3]))
-        problem = "not a checkpoint of this program or of nanoGPT"
+        problem = "is not a checkpoint of this program or of nanoGPT"
         raise UserError(f"{path}: {problem}; it has no model_args, but {held}")
     config = GPTConfig(**state["model_args"])
     weights = {}
