@@ -568,14 +568,6 @@ def test_a_reader_survives_a_run_that_deletes_the_newest_checkpoint(
     assert result.code == 0, result.err
 
 
-def test_a_log_emptied_during_a_run_continues_from_its_beginning(tokens, tmp_path):
-    """Empty the log as `> metrics.jsonl` does. No zeros take the place of the old records."""
-    trainer = InProcessRun()
-    trainer.at["update", 6] = lambda: os.truncate(tmp_path / "run" / "metrics.jsonl", 0)
-    train_tiny(tokens, tmp_path / "run", trainer)
-    assert column(tmp_path / "run", "step", "iter") == [5, 6, 7]
-
-
 def test_a_save_imports_no_module(tokens, tmp_path):
     """Survive an upgrade or removal of the program's folder while a run trains."""
     between_updates = """
@@ -609,7 +601,8 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tokens, tmp_
     content = b"what a user has kept here\n"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_bytes(content)
-    assert run_tiny(tokens, tmp_path / "run", init_from="auto").code in (0, 2)
+    code = 2 if name.endswith(".pt") else 0
+    assert run_tiny(tokens, tmp_path / "run", init_from="auto").code == code
     assert content in contents(tmp_path / "run").values()
 
 
