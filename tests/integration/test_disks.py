@@ -528,7 +528,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_a_line_and_k
     log = (tmp_path / "run" / "log.txt").read_bytes()
     result = train_tiny(tokens, tmp_path / "run", init_from="auto")
     (line,) = lines(result.err, "warning:")
-    assert "begins at 0" in line and "log.txt.1" in line
+    assert "begins at iteration 0" in line and "log.txt.1" in line
     assert (tmp_path / "run" / "log.txt.1").read_bytes() == log
     assert column(tmp_path / "run", "step", "iter") == [*range(8)]
 

@@ -107,7 +107,7 @@ BREAKS = {
     "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [0], []),
     "a signal in the first iteration": (("iteration", 1), sigterm, 143, [1], [0]),
     "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8], [0, 4]),
-    "a signal in a save": (("save", 2), sigterm, 143, [4, 8], [0, 4, 8]),
+    "a signal in a save": (("save", 2), sigterm, 143, [4, 8, 9], [0, 4, 8]),
     "a signal before the last evaluation": (("iteration", 12), sigterm, 143, [4, 8, 12], [0, 4, 8]),
     "a signal in the last evaluation": (("evaluation", 4), sigterm, 143, [4, 8, 12], [0, 4, 8]),
     "out of memory": (("iteration", 6), raises(NO_MEMORY), 1, [4], [0, 4]),

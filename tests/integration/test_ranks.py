@@ -278,7 +278,7 @@ def test_a_wrong_kernel_in_half_precision_ends_the_run_before_it_trains(n, tiny)
     script = watched(before=f"LAST = '{n - 1}'\n{textwrap.dedent(wrong)}")
     keys = tiny | dict(compile=True, dtype="bfloat16")
     results = finish_ranks(start_ranks(n, *flags(**keys), script=script))
-    assert [result.code for result in results] == [1] * n, results
+    assert [result.code for result in results] == [2] * n, results
     (line,) = error_lines(*(result.err for result in results))
     assert line.startswith("error: wrong kernels in bfloat16: ")
     assert "python bench.py check" in line and "--dtype=float32" in line
