@@ -150,11 +150,11 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
 
     def find() -> Path | None:
         nonlocal state
+        if c.init_from == "resume" or checkpoint.list_checkpoints(Path(c.out_dir)):
+            is_resume.set()
         path, state = newest_checkpoint(c)
         return path
 
-    if c.init_from == "resume":
-        is_resume.set()
     path = ranks.on_main(find)  # called on rank 0; all ranks get the result or the error
     if path:
         is_resume.set()
@@ -889,7 +889,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, loaded  # frees the loaded checkpoint
 
-    # Compile, and compare with eager code. A run that cannot compile, or comes out wrong, ends here
+    # Compile, and compare with eager code. If that fails, or compiled code is wrong, the run ends
     if hw.compiles:
         clock.lap("start-up")  # book the seconds since the last lap
         compile_or_end(model, c, data.vocab, hw, ranks)

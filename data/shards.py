@@ -333,8 +333,11 @@ def read_manifest(folder: Path) -> dict:
 
 def is_being_prepared(folder: Path) -> bool:
     """Return whether a preparation holds the folder's lock. Raises OSError."""
-    with open(folder / "lock", "rb") as lock:  # for reading, as the folder may be read-only here
-        return not try_lock(lock)
+    try:
+        with open(folder / "lock", "rb") as lock:  # the folder may be read-only here
+            return not try_lock(lock)
+    except FileNotFoundError:  # a copy of the folder has no lock
+        return False
 
 
 def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:

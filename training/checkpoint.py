@@ -60,13 +60,15 @@ def size_of(state: dict) -> int:
 
 def damage(path: Path) -> str:
     """Read the whole file, and return why it cannot be loaded, or "". Raises OSError."""
+    begins = b""
     try:
         with open(path, "rb") as file:
             begins = file.read(16)
             record = zipfile.ZipFile(file).testzip()
-    except OSError:
-        raise
-    except Exception:  # a damaged file can raise anything
+    except Exception as error:  # a damaged file can raise anything
+        # EINVAL: zipfile seeks to where a damaged directory points
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         if begins[8:9] == b"{":  # after the length of the JSON
             return "safetensors weights; give their folder"
         return f"cut short or damaged, or not a checkpoint; it begins with {begins!r}"
@@ -132,7 +134,10 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     Return the paths of all checkpoints (ckpt-*.pt), oldest first. Raises OSError for a folder that
     may not be listed, in which glob() would find nothing.
     """
-    names = os.listdir(out_dir) if out_dir.is_dir() else []
+    try:
+        names = os.listdir(out_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
     paths = [out_dir / name for name in names if re.fullmatch(r"ckpt-\d+\.pt", name)]
     return sorted(paths, key=iteration)
 
@@ -155,6 +160,8 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
         except OSError as error:  # a failing disk, a dead link or a folder
             problem, kind = f"cannot be read ({error.strerror})", Unreachable
         if not os.path.lexists(path):
+            if not list_checkpoints(out_dir):  # a run that saves there would have left one
+                raise Unreachable(f"{out_dir}: its checkpoints have just gone; restore them")
             return find_newest(out_dir)
         if problem:
             warn(f"{path}: {problem}; trying the checkpoint before it")
@@ -304,7 +311,9 @@ class Saver:
         try:
             # Compare without opening the file, because closing it would drop the lock
             held = os.stat(self.out_dir / "lock")
-            return os.path.samestat(held, os.fstat(self.lock.fileno()))
+            is_same = os.path.samestat(held, os.fstat(self.lock.fileno()))
+            # on a share without locks, another run may have added its bytes
+            return is_same and held.st_size == len(self.mark)
         except (OSError, ValueError):  # the disk is away, or the handle died with its connection
             return False
 
@@ -369,7 +378,7 @@ class Saver:
             self.unlinked = None
         except OSError as error:
             hint = f"{self.unlinked} is kept, and the next save tries again"
-            warn(f"best.pt: {error.strerror or error}; {hint}")
+            warn(f"best.pt: {error_lines(error)[0]}; {hint}")
 
     def prune(self, keep: int) -> None:
         """

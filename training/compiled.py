@@ -119,8 +119,8 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> tuple[str
     try:
         compare_with_eager(model, batch_size, vocab, hw)
         return "", f"compile: {problem}; this does not happen in {second}, so delete {cache}"
-    except CompilerError as error:
-        return f"{error}; if it worked before, delete {cache} and {second}", ""
+    except CompilerError:
+        return f"{problem}; if it worked before, delete {cache} and {second}", ""
 
 
 def leave_cache(cache: Path) -> Path:
@@ -131,8 +131,7 @@ def leave_cache(cache: Path) -> Path:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.utils import clear_caches
 
-    place = cache.parent if os.access(cache.parent, os.W_OK) else Path(tempfile.gettempdir())
-    second = place / f"{cache.name}-2"
+    second = cache.with_name(f"{cache.name}-2")
     os.environ[CACHE] = str(second)
     # torch keeps these in /tmp, whatever folder it is given
     for header in Path(default_cache_dir(), "precompiled_headers").rglob("*.?ch"):
@@ -277,11 +276,7 @@ def wrong_loss(losses: dict[str, float], wanted: dict[str, float], tolerance: fl
 
 
 def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> None:
-    """
-    Compile the model and check it. If that fails, a resumed run ends with exit code 1, so that the
-    script or service that restarts it will try again: the cause may go away, for example a full
-    disk. A new run ends with 2.
-    """
+    """Compile the model and check it. If that fails, end the run."""
     began = time.perf_counter()
     say("compiling: about a minute, or several minutes with few CPU cores")
     if problem := compile_and_check(model, c, vocab, hw, ranks):

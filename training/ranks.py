@@ -230,15 +230,13 @@ class StopSignals:
         self.received = 0  # number of the first signal, or 0
         self.answered = threading.Event()  # set once the first signal is confirmed on the console
         self.name: str | None = None  # the signal that all ranks have agreed on
+        self.numbers = [getattr(signal, n) for n in ASK_TO_STOP if hasattr(signal, n)]
         # Python runs a signal handler only once the main thread returns from its kernel or
         # collective, which may take minutes. A second thread, woken through a socket, answers now.
         reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
         signal.set_wakeup_fd(self.writer.fileno())
-        for name in ASK_TO_STOP:
-            number = getattr(signal, name, None)
-            if not number:  # Windows lacks some of them
-                continue
+        for number in self.numbers:
             # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
@@ -252,7 +250,7 @@ class StopSignals:
         stopped_at = None
         while received := reader.recv(1):  # empty once the other end is closed
             number = received[0]
-            if signal.Signals(number).name not in ASK_TO_STOP:  # another handler's
+            if number not in self.numbers:  # another handler's
                 continue
             self.receive(number)
             if self.ranks.is_main and not self.answered.is_set():

@@ -651,24 +651,26 @@ def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tokens, straight
     assert not leftovers(out_dir)
 
 
-def test_a_run_ends_in_one_line_if_another_one_has_taken_its_folder(tokens, tmp_path):
-    """Write nothing more."""
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_run_ends_in_one_line_if_another_one_has_taken_its_folder(has_locks, tokens, tmp_path):
+    """Write nothing more, also where a share without locks let the other run in."""
     out_dir, there = tmp_path / "run", []
     trainer = InProcessRun()
 
     def take():
-        out_dir.rename(tmp_path / "old")
-        out_dir.mkdir()
-        (out_dir / "lock").touch()
-        there.append(sorted(tmp_path.rglob("*.pt")))
+        if has_locks:
+            out_dir.rename(tmp_path / "old")
+            out_dir.mkdir()
+        with open(out_dir / "lock", "a") as lock:
+            lock.write("another run's")
+        there.append(contents(out_dir))
 
     trainer.at["update", 6] = take
     result = run_tiny(tokens, out_dir, trainer)
     assert result.code == 1
     (error,) = lines(result.err, "error:")
     assert f"{out_dir} or its lock was taken" in error
-    assert there == [sorted(tmp_path.rglob("*.pt"))]
-    assert [path.name for path in out_dir.iterdir()] == ["lock"]
+    assert there == [contents(out_dir)]
 
 
 @pytest.mark.parametrize("number", slow_but(errno.EINVAL, of=[errno.EINVAL, errno.EIO]))

@@ -3,6 +3,7 @@ Check what a run does at its start if it cannot do what it was asked, the docume
 the systemd unit and the script that act on them.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -156,11 +157,12 @@ def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_signal_that_another_library_handles_does_not_stop_the_run(tiny, tmp_path):
+    number = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
     trainer, handled = InProcessRun(), []
-    trainer.at["iteration", 3] = lambda: signal.raise_signal(signal.SIGUSR2)
-    before = signal.signal(signal.SIGUSR2, lambda *_: handled.append(True))
+    trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
+    before = signal.signal(number, lambda *_: handled.append(True))
     assert (trainer.launch(**tiny).code, handled) == (0, [True])
-    signal.signal(signal.SIGUSR2, before)
+    signal.signal(number, before)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,18 @@ def test_a_resume_whose_share_is_away_asks_to_be_started_again(away, begun, code
         train(**tiny | dict(max_iters=4))
     (tmp_path / away).rename(tmp_path / "away")
     assert run("train.py", *flags(**tiny, init_from="resume" if begun else "auto")).code == code
+
+
+def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, tmp_path):
+    train(**tiny | dict(max_iters=4))
+
+    def drop(file):
+        (tmp_path / "run").rename(tmp_path / "away")
+        raise OSError(errno.EIO, "Input/output error")
+
+    with mock.patch("zipfile.ZipFile.testzip", drop):
+        assert run("train.py", *flags(**tiny, init_from="auto")).code == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_documented_systemd_unit_restarts_a_run_only_after_a_failure():
