@@ -178,7 +178,7 @@ COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it c
 class UserError(Exception):
     """
     An error that the user can fix, with one line per problem in `problems`, and perhaps a command
-    below it. Scripts print those lines and exit with `exit_code`.
+    below it. Scripts print those lines and exit with `exit_code`; train.py with its error_code().
     """
 
     exit_code = 2  # for errors found before the work began

@@ -20,7 +20,9 @@ from typing import Any, BinaryIO
 from common.console import Unreachable, UserError, error_lines, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-PAUSES = (1, 10, 60, 300)  # seconds from a failed read to the next attempt
+# Seconds from a failed read to the next attempt. In an evaluation the other ranks wait meanwhile, so
+# the sum must stay below HOST_TIMEOUT in training/ranks.py
+READ_PAUSES = (1, 10, 60, 300)
 warn_once = functools.cache(warn)  # a repeated message says nothing new
 
 
@@ -69,7 +71,7 @@ def retrying(wait: Callable[[float], bool], function: Callable, *arguments) -> A
     Call function(*arguments). If a disk fails or is away, warn and try again for six minutes, or
     until wait(seconds), which does the waiting, returns True. Raises OSError and Unreachable.
     """
-    for seconds in PAUSES:
+    for seconds in READ_PAUSES:
         try:
             return function(*arguments)
         except (OSError, Unreachable) as error:
