@@ -12,7 +12,7 @@ and the machinery around a run in training/.
 
 Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + N stopped by signal N. In the last
 case the run has saved, unless it had --eval_only, or the signal came twice or before the training
-loop began. If a stopped run cannot save, it exits with 1.
+loop began. If a stopped run cannot save, it exits as after an error.
 """
 
 import math
@@ -173,7 +173,8 @@ def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
     path, state = checkpoint.find_newest(Path(c.out_dir))
     if not path and c.init_from == "resume":
         problem = f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume"
-        raise Unreachable(f"{problem}; --init_from=auto starts a new run there")
+        hint = "is its disk mounted? --init_from=auto begins a new run"
+        raise Unreachable(f"{problem}; {hint}")
     return path, state
 
 

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 from common.console import Unreachable, UserError, error_lines, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Seconds from a failed read to the next attempt. In an evaluation the other ranks wait meanwhile, so
-# the sum must stay below HOST_TIMEOUT in training/ranks.py
+# Seconds from a failed read to the next attempt. In an evaluation the other ranks wait meanwhile,
+# which they do for HOST_TIMEOUT (training/ranks.py) at most
 READ_PAUSES = (1, 10, 60, 300)
 warn_once = functools.cache(warn)  # a repeated message says nothing new
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -242,7 +243,7 @@ class Saver:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
     Only rank 0 writes, but every rank must call claim() and save(). While the disk is full or away,
-    new records are kept in memory. Only the lock stays open, because a handle on a network share
+    new records and lines are kept in memory. Only the lock stays open, because a handle on a share
     dies with its connection.
     """
 
@@ -255,7 +256,8 @@ class Saver:
         self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
         self.mark = b""  # what the lock holds: each launch adds bytes of its own
-        self.unwritten = b""  # records, or the end of one, that could not be written yet
+        self.unwritten = {"metrics.jsonl": b"", "log.txt": b""}  # what the disk has not taken yet
+        self.telling = threading.Lock()  # the thread that answers signals writes lines too
         self.has_saved = False  # whether this launch has saved a checkpoint
         self.size = 0  # bytes of the newest checkpoint
         self.unlinked: Path | None = None  # the best checkpoint, until best.pt is linked to it
@@ -327,7 +329,9 @@ class Saver:
             return
         lock = open(self.out_dir / "lock", "r+b", buffering=0)
         if lock.read() != self.mark:
-            raise UserError(f"out_dir: {self.out_dir} or its lock was taken by another run")
+            hint = "put this run's folder back and resume it, or give another --out_dir"
+            problem = f"{self.out_dir} or its lock was taken by another run"
+            raise UserError(f"out_dir: {problem}; {hint}")
         with contextlib.suppress(OSError):  # close the old one first: it may be the same file
             self.lock.close()
         if not try_lock(lock):
@@ -394,29 +398,30 @@ class Saver:
 
     def write_record(self, record: dict) -> None:
         """Append a line to metrics.jsonl, preceded by what could not be written before."""
-        has_failed = bool(self.unwritten)
-        self.unwritten += json.dumps(record).encode() + b"\n"
+        has_failed = bool(self.unwritten["metrics.jsonl"])
+        self.unwritten["metrics.jsonl"] += json.dumps(record).encode() + b"\n"
         try:
             self.check_lock()
-            while self.unwritten:
-                self.unwritten = self.unwritten[self.append("metrics.jsonl", self.unwritten) :]
+            self.append("metrics.jsonl")
         except (OSError, UserError) as error:  # only a save may end the run
             if not has_failed:
                 rest = "keeping its records in memory until they can be written"
                 warn(f"metrics.jsonl: {'; '.join(error_lines(error))}; {rest}")
 
     def write_line(self, text: str) -> None:
-        """Copy what the console got to log.txt, unless the disk is full or the folder not ours."""
-        with contextlib.suppress(OSError):
+        """Copy what the console got to log.txt, now or once the disk has room and is back."""
+        with self.telling, contextlib.suppress(OSError):
+            self.unwritten["log.txt"] += f"{text}\n".encode(errors="replace")
             if self.has_lock():
-                self.append("log.txt", f"{text}\n".encode(errors="replace"))
+                self.append("log.txt")
 
-    def append(self, name: str, content: bytes) -> int:
-        """Append to a file in out_dir. Returns how many bytes the disk had room for."""
+    def append(self, name: str) -> None:
+        """Append what is unwritten to a file in out_dir. Raises OSError."""
         # "r+" creates no file in the place of a disk that is away
         with open(self.out_dir / name, "r+b", buffering=0) as file:
             file.seek(0, os.SEEK_END)
-            return file.write(content)
+            while self.unwritten[name]:
+                self.unwritten[name] = self.unwritten[name][file.write(self.unwritten[name]) :]
 
     def close(self) -> None:
         """Unlock out_dir for other runs."""
