@@ -32,81 +32,32 @@ from train import build_optimizer
 from training import hardware, speed
 from training.pretrained import load_pretrained
 
-# nanoGPT's config files use these forms: products, imports, strings made at run time, comments
-# after values.
+# Lines of nanoGPT's config files in all their forms (products, imports, strings made at run time,
+# comments after values), and the keys that they set here.
 FILES = {
-    "train_gpt2": """
-wandb_log = True # or --wandb_log=False
-wandb_project = 'owt'
-wandb_run_name='gpt2-124M'
-batch_size = 12
-block_size = 1024
-gradient_accumulation_steps = 5 * 8
-max_iters = 600000
-lr_decay_iters = 600000
-eval_interval = 1000
-eval_iters = 200
-log_interval = 10
-weight_decay = 1e-1
-""",
-    "train_shakespeare_char": """
-out_dir = 'out-shakespeare-char'
-eval_interval = 250
-eval_iters = 200
-log_interval = 10
-always_save_checkpoint = False
-wandb_log = False
-wandb_project = 'shakespeare-char'
-wandb_run_name = 'mini-gpt'
-dataset = 'shakespeare_char'
-gradient_accumulation_steps = 1
-batch_size = 64
-block_size = 256
-n_layer = 6
-n_head = 6
-n_embd = 384
-dropout = 0.2
-learning_rate = 1e-3
-max_iters = 5000
-lr_decay_iters = 5000
-min_lr = 1e-4
-beta2 = 0.99
-warmup_iters = 100
-""",
-    "finetune_shakespeare": """
-import time
-out_dir = 'out-shakespeare'
-eval_interval = 5
-eval_iters = 40
-wandb_log = False
-wandb_project = 'shakespeare'
-wandb_run_name = 'ft-' + str(time.time())
-dataset = 'shakespeare'
-init_from = 'gpt2-xl'
-always_save_checkpoint = False
-batch_size = 1
-gradient_accumulation_steps = 32
-max_iters = 20
-learning_rate = 3e-5
-decay_lr = False
-""",
-    "eval_gpt2": """
-batch_size = 8
-eval_iters = 500
-eval_only = True
-wandb_log = False
-init_from = 'gpt2'
-""",
+    "train_gpt2": (
+        "wandb_log = True # or --wandb_log=False\nwandb_run_name='gpt2-124M'\nblock_size = 1024\n"
+        "gradient_accumulation_steps = 5 * 8\nmax_iters = 600000\nweight_decay = 1e-1\n",
+        dict(tracker="wandb", wandb_run_name="gpt2-124M", block_size=1024, max_iters=600_000)
+        | dict(gradient_accumulation_steps=40, weight_decay=0.1),
+    ),
+    "finetune_shakespeare": (
+        "import time\nwandb_log = False\nwandb_run_name = 'ft-' + str(time.time())[:0]\n"
+        "init_from = 'gpt2-xl'\nalways_save_checkpoint = False\ndecay_lr = False\n",
+        dict(tracker="none", wandb_run_name="ft-", init_from="gpt2-xl", warmup_iters=0)
+        | dict(always_save_checkpoint=False, lr_schedule="constant"),
+    ),
+    "eval_gpt2": (
+        "eval_iters = 500\neval_only = True\ninit_from = 'gpt2'\n",
+        dict(eval_iters=500, eval_only=True, init_from="gpt2"),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_settings_of_nanogpts_config_files_load(name, tmp_path):
-    path = tmp_path / f"{name}.py"
-    path.write_text(FILES[name])
-    config = load_config([str(path)])
-    if name == "train_gpt2":
-        assert config.gradient_accumulation_steps == 40 and config.tracker == "wandb"
+@pytest.mark.parametrize("text, expected", FILES.values(), ids=FILES)
+def test_the_settings_of_nanogpts_config_files_load(text, expected, tmp_path):
+    (tmp_path / "c.py").write_text(text)
+    assert load_config([str(tmp_path / "c.py")]) == dataclasses.replace(Config(), **expected)
 
 
 TINY = TINY_RUN | dict(
