@@ -6,15 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from char_dataset import LETTERS, SHORT_RUN, T, files, sample, write_letters
-from program import (
-    checkpoint,
-    checkpoints,
-    column,
-    records,
-    run,
-    train,
+from char_dataset import (
+    LETTERS,
+    SHORT_RUN,
+    T,
+    files,
+    sample,
+    write_letters,
+    write_nanogpts_checkpoint,
 )
+from hf_reference import random_gpt2
+from program import Run, checkpoint, checkpoints, column, run, train
 
 # the form of nanoGPT's own config files: products, imports, strings made at run time
 NANOGPTS_CONFIG = """
@@ -47,32 +49,6 @@ dtype = 'float32'
 """
 
 
-def write_nanogpts_checkpoint(path: Path) -> Path:
-    """Write a checkpoint as nanoGPT saves it for a compiled model."""
-    sizes = dict(n_layer=2, n_head=2, n_embd=32, block_size=T, bias=False, vocab_size=len(LETTERS))
-    generator = torch.Generator().manual_seed(0)
-    C = 32
-    shapes = {"transformer.wte.weight": (len(LETTERS), C), "transformer.wpe.weight": (T, C)}
-    for layer in range(2):
-        block = f"transformer.h.{layer}"
-        shapes |= {f"{block}.ln_1.weight": (C,), f"{block}.ln_2.weight": (C,)}
-        shapes |= {f"{block}.attn.c_attn.weight": (3 * C, C), f"{block}.attn.c_proj.weight": (C, C)}
-        shapes |= {f"{block}.mlp.c_fc.weight": (4 * C, C), f"{block}.mlp.c_proj.weight": (C, 4 * C)}
-    shapes["transformer.ln_f.weight"] = (C,)
-    weights = {}
-    for name, shape in shapes.items():
-        weight = 0.2 * torch.randn(shape, generator=generator)
-        weights[f"_orig_mod.{name}"] = weight + (len(shape) == 1)  # norms around 1
-    weights["_orig_mod.lm_head.weight"] = weights["_orig_mod.transformer.wte.weight"]
-    # the causal mask, which old checkpoints hold
-    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()
-    state = dict(model=weights, optimizer={}, model_args=sizes | dict(dropout=0.0), iter_num=500)
-    state |= dict(best_val_loss=torch.tensor(2.5), config=dict(dataset="letters"))
-    path.parent.mkdir(parents=True)
-    torch.save(state, path)
-    return path
-
-
 def loss_by_transformers(folder: Path, ids: np.ndarray) -> float:
     """Return transformers' mean loss of an exported model over whole windows of T tokens."""
     transformers = pytest.importorskip("transformers")
@@ -97,16 +73,13 @@ def test_nanogpts_config_and_data_folder_train_unchanged(tmp_path, monkeypatch):
     Path("letters.py").write_text(NANOGPTS_CONFIG)
     result = run("train.py", "letters.py")
     assert result.code == 0, result.err
-    run_folder = Path("out-letters")
-    (config,) = column(run_folder, "start", "config")
-    assert config["tracker"] == "none"
-    assert config["dropout"] == 0.2
-    assert [record["iter"] for record in records(run_folder, "eval")] == [0, 4, 8]
-    # a tokenizer of single characters
-    assert column(run_folder, "start", "tokenizer")[0].startswith("char")
+    ended = Run("out-letters")
+    (config,) = ended.column("start", "config")
+    assert (config["tracker"], config["dropout"]) == ("none", 0.2)
+    assert ended.evals("iter") == [0, 4, 8]
+    assert ended.column("start", "tokenizer")[0].startswith("char")  # of single characters
     (text,) = sample("letters.py", "--start=abc", "--num_samples=1", "--max_new_tokens=9")
-    assert text.startswith("abc")
-    assert set(text) <= set(LETTERS)
+    assert text.startswith("abc") and set(text) <= set(LETTERS)
 
 
 def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
@@ -158,13 +131,7 @@ def test_weights_keep_their_bias_and_padding_and_say_which_flags_to_type(tmp_pat
 
 
 def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = dict(n_positions=2 * T, n_layer=2, n_head=2, n_embd=32, vocab_size=61)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    for parameter in theirs.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    theirs.save_pretrained(tmp_path / "hf")
+    random_gpt2(tmp_path / "hf", n_positions=2 * T, vocab_size=61)
     val = np.fromfile(corpus / "val_000000.bin", "<u2")[512:]
     before = loss_by_transformers(tmp_path / "hf", val)
 
