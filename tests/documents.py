@@ -145,6 +145,13 @@ def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
     assert not begins and not ends
 
 
+def check_folder(out: Path, texts: list[str]) -> list[str]:
+    """Check that a byte dataset holds each text once, in order. Return its validation documents."""
+    val, train = stored_texts(out, "val"), stored_texts(out, "train")
+    check_documents(val, train, texts)
+    return val
+
+
 class Hub(BaseHTTPRequestHandler):
     """Answer the requests that the datasets library sends to the Hugging Face hub."""
 

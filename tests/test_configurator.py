@@ -77,7 +77,8 @@ def test_ignores_modules_functions_classes_and_underscored_names_in_a_config_fil
     """Set only two keys from a file that also runs as __main__, as nanoGPT's do."""
     text = (
         "import math\nfrom math import sqrt\nfrom typing import Any, Optional as Maybe\n"
-        "_tokens = 4\nclass Size:\n    n = 3\ndef double(x):\n    return 2 * x\nbatch_size = double(_tokens)\n"
+        "_tokens = 4\nclass Size:\n    n = 3\n"
+        "def double(x):\n    return 2 * x\nbatch_size = double(_tokens)\n"
         "if __name__ == '__main__':\n    n_layer = Size.n"
     )
     config = load_config([write(tmp_path, text)])

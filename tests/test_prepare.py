@@ -37,7 +37,7 @@ from documents import (
 from program import ROOT, Result, finish, run, start, wait_for_line
 
 from common.console import UserError
-from data import prepare_fineweb, prepare_text, writer
+from data import prepare_fineweb, writer
 
 FINEWEB = "data/prepare_fineweb.py"
 EOT = 50256
@@ -312,19 +312,9 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # the moments at which one p
     [
         ("book.txt rows.jsonl", (3, 5)),
         ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
-        pytest.param(
-            "rows.jsonl --val_tokens=2k --shard_tokens=3k", (2, 5, 3, 4), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300",
-            (1, 2, 4),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k",
-            THIRTEEN,
-            marks=pytest.mark.slow,  # the default tests shuffle rows.jsonl instead
-        ),
+        slow(("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4))),
+        # the default tests shuffle rows.jsonl instead
+        slow(("many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k", THIRTEEN)),
         ("rows.jsonl --order=shuffled --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 5)),
     ],
 )
@@ -663,20 +653,6 @@ def test_a_slow_or_failing_hub_does_not_change_the_shards(tmp_path):
 def test_local_files_are_prepared_whole_and_a_dataset_of_the_hub_in_part():
     assert prepare_fineweb.parse_arguments(["--source=a.jsonl", "--out=out"]).tokens is None
     assert prepare_fineweb.parse_arguments([]).tokens == 10**9
-
-
-def test_more_text_than_fits_into_memory_names_the_command_for_it(tmp_path, monkeypatch):
-    """Keep the tokenizer and the folder that were typed, and jsonl files with their field."""
-    monkeypatch.chdir(tmp_path)
-    Path("all.txt").write_text("a line\n" * 400)
-    monkeypatch.setattr(prepare_text, "MOST_BYTES", 1000)
-    with pytest.raises(UserError) as error:
-        prepare_text.main(["all.txt", "--tokenizer=bpe:300"])
-    typed = f"--source=FILE.jsonl --tokenizer=bpe:300 --out={Path('data/all')}"
-    assert typed in error.value.problems[0] and not Path("data").exists()
-    write_jsonl(Path("all.jsonl"), ["a line"] * 400)
-    with pytest.raises(UserError, match="fineweb.py --source=all.jsonl .* --text_field=body"):
-        prepare_text.main(["all.jsonl", "--text_field=body"])
 
 
 def test_prints_a_training_command_for_the_prepared_dataset(tmp_path, monkeypatch, capsys):
