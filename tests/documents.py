@@ -51,6 +51,7 @@ def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
 
 def write_jsonl(path: Path, texts: list) -> Path:
     lines = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))
     return path
 
