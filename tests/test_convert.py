@@ -430,17 +430,15 @@ def test_a_fast_export_opens_offline_in_another_folder(fast_export, tmp_path):
     """
     code = """
 import sys
-from itertools import pairwise
 from transformers import AutoModelForCausalLM
-for source, target in pairwise(sys.argv[1:]):
+for source, target in zip(sys.argv[1:], sys.argv[2:]):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
     model.save_pretrained(target)
 print(model(model.dummy_inputs["input_ids"]).logits.sum().item())
 """
     _, exported, folder = fast_export
-    folders = map(str, (folder, tmp_path / "a", tmp_path / "b"))
     offline = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
-    result = finish(start("-c", code, *folders, cwd=tmp_path, cold=True, **offline))
+    result = finish(start("-c", code, str(folder), "a", "b", cwd=tmp_path, cold=True, **offline))
     assert result.code == 0, result.err
     expected = exported(exported.dummy_inputs["input_ids"]).logits.sum().item()
     assert float(result.out) == pytest.approx(expected, rel=1e-4)  # a sum of 800 logits

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from itertools import accumulate
 from pathlib import Path
@@ -435,11 +434,11 @@ def test_warns_if_validation_takes_much_of_a_small_source():
 
 
 HOLDS_THE_LOCK = """
-import sys
+import sys, time
 from common.files import try_lock
 with open(sys.argv[1], "ab") as file:
     print("locked:", try_lock(file), flush=True)
-    sys.stdin.read()
+    time.sleep(60)
 """
 
 
@@ -448,13 +447,7 @@ def test_a_second_preparation_in_one_folder_is_refused(tmp_path):
     write_sources(tmp_path)
     flags = ["--source=rows.jsonl", *FLAGS, "--order=prefix", "--out=out"]
     Path("out").mkdir()
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLDS_THE_LOCK, str(tmp_path / "out/lock")],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    first = start("-c", HOLDS_THE_LOCK, str(tmp_path / "out/lock"))
     wait_for_line(first, "locked: True")
     hands = [time.monotonic()]
     with (
@@ -464,7 +457,8 @@ def test_a_second_preparation_in_one_folder_is_refused(tmp_path):
         result = run(FINEWEB, *flags)
     assert 10 < hands[-1] - hands[0] < 11  # seconds, which a preparation may take to end
     refused(result, "out: another preparation is writing to it")
-    first.communicate()
+    first.kill()
+    finish(first)
     prepare(*flags)
 
 

@@ -4,10 +4,8 @@ log's lines say.
 """
 
 import contextlib
-import math
 import re
 import subprocess
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,12 +13,10 @@ from cases import slow, slow_but
 from program import FAST, ROOT, InProcessRun, Run, same, sigterm, train, write_tokens
 
 from configurator import Config
-from train import Progress
 from training import hardware
 from training.checkpoint import size_of
-from training.clock import Speed
 from training.gpus import find_row
-from training.log import Log, git_commit
+from training.log import git_commit
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)
@@ -51,27 +47,6 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
         for key in ("model", "optimizer", "scaler", "rng", "progress", "val_loss"):
             assert same(a[key], b[key]), key
     assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
-
-
-def test_a_log_line_of_a_long_gpu_run_fits_120_columns(capsys):
-    c = Config(max_iters=99_999, hours=100.0)
-    clock = SimpleNamespace(seconds=dict(steps=3.2e5, compile=32.0), estimates={})
-    clock.since_launch, clock.training_hours, clock.left = (
-        lambda: 3e5,
-        lambda: 90.0,
-        lambda: math.inf,
-    )
-    hw = SimpleNamespace(mfu=lambda *_: 0.412345, peak_source="measured")
-    ranks = SimpleNamespace(is_main=False, world_size=1)
-    saver = SimpleNamespace(ranks=ranks, write_record=None)
-    data = SimpleNamespace(train_tokens=10**10)
-    log = Log(c, clock, hw, data, None, Progress(), saver)
-    speed = Speed(9.87654, 0, 53_084, 70.1, 1)
-    log.report_step(65_432, 34_305_212_416, 0, 10.1234, 6e-4, 1.0, speed)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("iter 65432: loss 10.1234, time 9876.54ms, mfu 41.23%, tok/s ")
-    assert "tokens 34.3B" in line and "mem 70.1GiB" in line
-    assert len(line) <= 120
 
 
 @pytest.mark.parametrize("recipe", slow_but(FAST, of=[{}, FAST]), ids=["gpt2", "fast"])

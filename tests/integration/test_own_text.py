@@ -14,7 +14,7 @@ import pytest
 from cases import slow_but
 from char_dataset import train_short
 from doc_pages import README, command_lines
-from documents import check_folder, digests, stored_texts, write_parquet
+from documents import check_folder, write_parquet
 from hf_reference import random_gpt2
 from program import ROOT, Run, refused, run, write_tokens
 
@@ -89,16 +89,6 @@ def test_validation_is_spread_over_the_whole_text(name):
         assert set(val) < set(texts)
         numbers = [texts.index(text) for text in val]
         assert max(b - a for a, b in pairwise([0, *numbers, 1000])) < 150
-
-
-def test_preparing_the_default_text_again_makes_identical_shards():
-    """Use all cores, then one thread. Hold out about 5% of the text for validation."""
-    prepare("--out=first")
-    prepare("--out=second", "--workers=1")
-    assert digests(Path("first")) == digests(Path("second"))
-    val, train = (stored_texts(Path("first"), split) for split in ("val", "train"))
-    share = sum(map(len, val)) / sum(map(len, [*val, *train]))
-    assert len(val) > 8 and 0.045 < share < 0.055
 
 
 @pytest.mark.parametrize(

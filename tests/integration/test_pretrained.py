@@ -16,7 +16,7 @@ from char_dataset import (
     write_nanogpts_checkpoint,
 )
 from hf_reference import random_gpt2
-from program import Run, checkpoint, checkpoints, column, run, train
+from program import Run, run, train
 
 # the form of nanoGPT's own config files: products, imports, strings made at run time
 NANOGPTS_CONFIG = """
@@ -82,36 +82,43 @@ def test_nanogpts_config_and_data_folder_train_unchanged(tmp_path, monkeypatch):
     assert text.startswith("abc") and set(text) <= set(LETTERS)
 
 
-def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
-    tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("kind", ["nanoGPT", "Hugging Face"])
+def test_weights_can_be_sampled_evaluated_fine_tuned_and_exported(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write_letters(Path("nanoGPT/data/letters"))
-    ckpt = write_nanogpts_checkpoint(Path("nanoGPT/out-letters/ckpt.pt"))
-    Path("letters.py").write_text(NANOGPTS_CONFIG)
-    greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
-    text = sample("--out_dir=nanoGPT/out-letters", *greedy)
-    assert sample(f"--init_from={ckpt}", *greedy) == text
+    weights = Path("hf")
+    if kind == "nanoGPT":
+        weights = write_nanogpts_checkpoint(Path("nanoGPT/out-letters/ckpt.pt"))
+        greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
+        text = sample("--out_dir=nanoGPT/out-letters", *greedy)
+        assert sample(f"--init_from={weights}", *greedy) == text
+        assert run("convert.py", "ckpt-to-hf", weights, "hf").code == 0
+    else:
+        random_gpt2(weights, n_positions=2 * T, vocab_size=len(LETTERS))
+    val = np.fromfile(data / "val.bin", "<u2")
+    before = loss_by_transformers(Path("hf"), val)
 
-    assert run("convert.py", "ckpt-to-hf", ckpt, "hf").code == 0
-    expected = loss_by_transformers(Path("hf"), np.fromfile(data / "val.bin", "<u2"))
+    # the sizes come from the weights, except for a shorter context
+    names = ("n_layer", "n_head", "n_embd")
+    keys = {name: value for name, value in SHORT_RUN.items() if name not in names}
+    keys |= dict(dataset=data, init_from=weights, eval_tokens=20 * T)
+    there = files(tmp_path)
+    out = train(**keys, out_dir="tuned", eval_only=True).out
+    # GPT-2's GELU, as transformers computes it; nanoGPT's would move the loss by less than this
+    assert evaluation_in(out) == pytest.approx(before, abs=1e-4)
+    assert files(tmp_path) == there  # an evaluation writes nothing
 
-    before = files(tmp_path)
-    where = (f"--dataset={data}", f"--init_from={ckpt}", "--out_dir=tuned")
-    evaluation = ("--eval_only=True", f"--eval_tokens={20 * T}")
-    result = run("train.py", "letters.py", *where, *evaluation)
-    assert result.code == 0, result.err
-    # the program computes GPT-2's GELU, as transformers does; nanoGPT's would move the loss by less
-    # than this tolerance
-    assert evaluation_in(result.out) == pytest.approx(expected, abs=1e-4)
-    assert files(tmp_path) == before  # an evaluation writes nothing
-
-    result = run("train.py", "letters.py", *where)
-    assert result.code == 0, result.err
-    losses = column(Path("tuned"), "eval", "val_loss")
-    assert losses[-1] < losses[0] - 0.5
-    state = checkpoint(Path("tuned"), 8)["model"]
-    assert len(state["transformer.wte.weight"]) == len(LETTERS)  # new rows would be noise
+    train(**keys, out_dir="tuned")
+    ran = Run("tuned")
+    losses = ran.evals("val_loss")
+    assert losses[0] == pytest.approx(before, abs=1e-5)
+    assert losses[-1] < before - 0.5
+    # new rows would be noise
+    assert len(ran.state()["model"]["transformer.wte.weight"]) == len(LETTERS)
+    assert run("convert.py", "ckpt-to-hf", "tuned", "tuned-hf").code == 0
+    # the export is of the best evaluation; transformers adds float32 in a different order
+    after = loss_by_transformers(Path("tuned-hf"), val)
+    assert after == pytest.approx(min(losses), abs=1e-5)
 
 
 def test_weights_keep_their_bias_and_padding_and_say_which_flags_to_type(tmp_path, monkeypatch):
@@ -127,45 +134,20 @@ def test_weights_keep_their_bias_and_padding_and_say_which_flags_to_type(tmp_pat
     for its in (4, 6):  # the second launch resumes the first
         result = run("train.py", *where, *asked, f"--max_iters={its}")
         assert result.code == 0, result.err
-    assert column(Path("more"), "start", "config")[-1]["bias"] is False
+    assert Run("more").column("start", "config")[-1]["bias"] is False
 
 
-def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, tmp_path):
-    random_gpt2(tmp_path / "hf", n_positions=2 * T, vocab_size=61)
-    val = np.fromfile(corpus / "val_000000.bin", "<u2")[512:]
-    before = loss_by_transformers(tmp_path / "hf", val)
-
-    # the sizes come from the weights, except for a shorter context
-    names = ("n_layer", "n_head", "n_embd")
-    given = {name: value for name, value in SHORT_RUN.items() if name not in names}
-    given |= dict(dataset=corpus, init_from=tmp_path / "hf", eval_tokens=20 * T)
-    result = train(**given, out_dir=tmp_path / "none", eval_only=True)
-    assert evaluation_in(result.out) == pytest.approx(before, abs=1e-4)
-    assert not (tmp_path / "none").exists()
-
-    train(**given, out_dir=tmp_path / "tuned")
-    losses = column(tmp_path / "tuned", "eval", "val_loss")
-    assert losses[0] == pytest.approx(before, abs=1e-5)
-    assert losses[-1] < before - 0.5
-    result = run("convert.py", "ckpt-to-hf", tmp_path / "tuned", tmp_path / "tuned-hf")
-    assert result.code == 0, result.err
-    # the export is of the best evaluation; transformers adds float32 in a different order
-    after = loss_by_transformers(tmp_path / "tuned-hf", val)
-    assert after == pytest.approx(min(losses), abs=1e-5)
-
-
-def test_a_new_run_can_start_from_another_runs_weights(gpt2, letters, tmp_path):
-    other = write_letters(tmp_path / "other")
-    given = SHORT_RUN | dict(learning_rate=1e-3, dropout=0.1, max_iters=4)
+def test_a_new_run_can_start_from_another_runs_weights(gpt2, tmp_path):
+    other, ran = write_letters(tmp_path / "other"), Run(tmp_path / "tuned")
+    given = SHORT_RUN | dict(learning_rate=1e-3, dropout=0.1, dataset=other, out_dir=ran.out_dir)
     before = files(gpt2)
-    train(**given, dataset=other, init_from=gpt2, out_dir=tmp_path / "tuned")
-    assert column(tmp_path / "tuned", "eval", "iter") == [0, 4]
-    assert column(tmp_path / "tuned", "step", "lr")[0] < 1e-3  # warms up again
-    newest = column(gpt2, "eval", "val_loss")[-1]
-    assert column(tmp_path / "tuned", "eval", "val_loss")[0] == pytest.approx(newest, abs=1e-6)
-    assert checkpoint(tmp_path / "tuned", 4)["optimizer"]["state"][0]["step"] == 4
+    train(**given | dict(max_iters=4), init_from=gpt2)
+    assert ran.evals("iter") == [0, 4]
+    assert ran.steps("lr")[0] < 1e-3  # warms up again
+    newest = Run(gpt2).evals("val_loss")[-1]
+    assert ran.evals("val_loss")[0] == pytest.approx(newest, abs=1e-6)
+    assert ran.state()["optimizer"]["state"][0]["step"] == 4
     assert files(gpt2) == before
     # the new run is resumed like any other
-    given |= dict(max_iters=6)
-    train(**given, dataset=other, init_from="resume", out_dir=tmp_path / "tuned")
-    assert checkpoints(tmp_path / "tuned") == [4, 6]
+    train(**given | dict(max_iters=6), init_from="resume")
+    assert ran.saved == [4, 6]
