@@ -13,11 +13,7 @@ from program import TINY_RUN, Result, checkpoint, checkpoints, run, train
 T = 16  # context
 LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, not a multiple of 128
 SHORT_RUN = TINY_RUN | dict(
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=10 * T,
+    learning_rate=0.01, warmup_iters=2, max_iters=8, eval_interval=4, eval_tokens=10 * T
 )
 RULER = "\n---------------\n"
 

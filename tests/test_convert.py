@@ -259,11 +259,7 @@ FastGPT.forward = forward
 CHANGES = {  # change -> file, code, words of the error
     "a window of 15 in a context of 16": ("model.py", WINDOW, "logits transformers GPT-2"),
     "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature GPT-2"),
-    "a fast model that does more in forward": (
-        "model_fast.py",
-        FORWARD,
-        "logits modeling_fast.py",
-    ),
+    "a fast model that does more in forward": ("model_fast.py", FORWARD, "logits modeling_fast.py"),
     "a fast model that imports another file": ("model_fast.py", "import layers", "imports layers"),
 }
 

@@ -19,16 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import (
-    Run,
-    assert_same_run,
-    finish,
-    flags,
-    run,
-    start,
-    train,
-    write_tokens,
-)
+from program import Run, assert_same_run, finish, flags, run, start, train, write_tokens
 
 from common.console import RunError, UserError
 from configurator import Config

@@ -15,14 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from documents import (
-    check_folder,
-    documents,
-    manifest_of,
-    stored,
-    stored_texts,
-    write_parquet,
-)
+from documents import check_folder, documents, manifest_of, stored, stored_texts, write_parquet
 from program import Result, refused, run
 
 from data.tokenizer import Tokenizer
