@@ -93,6 +93,17 @@ def tokens(tmp_path_factory) -> Path:
     return program.write_tokens(folder, [700, 37, 500], [250, 150])
 
 
+@pytest.fixture(scope="session")
+def gpt2_bpe():
+    """Return GPT-2's BPE, which tiktoken downloads or reads from TIKTOKEN_CACHE_DIR, or skip."""
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def tiny(request, tokens, tmp_path) -> dict:
     """Return the keys of a tiny run on `tokens`, with those that the test module has in TINY."""

@@ -179,21 +179,16 @@ def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path
     assert answer["generated_text"].startswith("the cat")
 
 
-def test_exports_gpt2s_tokenizer_with_the_weights(tmp_path):
+def test_exports_gpt2s_tokenizer_with_the_weights(gpt2_bpe, tmp_path):
     """Write tokenizer files that give tiktoken's ids."""
-    tiktoken = pytest.importorskip("tiktoken")
-    try:
-        bpe = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # without a network
-        pytest.skip(str(error))
     model = random_gpt(vocab_size=50304, n_embd=8, n_layer=1)
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 50257, "gpt2"), tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     alone = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
-    ids = bpe.encode_ordinary(TEXT)
+    ids = gpt2_bpe.encode_ordinary(TEXT)
     assert tokenizer(TEXT).input_ids == alone.encode(TEXT).ids == ids
     assert tokenizer.decode(ids) == alone.decode(ids) == TEXT
-    assert tokenizer.eos_token_id == bpe.eot_token
+    assert tokenizer.eos_token_id == gpt2_bpe.eot_token
     assert tokenizer.model_max_length == 16
 
 

@@ -62,22 +62,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def vocabulary():
-    """Return GPT-2's BPE, which tiktoken downloads or reads from TIKTOKEN_CACHE_DIR, or skip."""
-    tiktoken = pytest.importorskip("tiktoken")
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:
-        pytest.skip(str(error))
-
-
 # -----------------------------------------------------------------------------
 # The right tokens
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_shards_hold_every_document_once_in_order(vocabulary, tmp_path, form):
+def test_shards_hold_every_document_once_in_order(gpt2_bpe, tmp_path, form):
     """Store the tokens that tiktoken computes, with an end-of-text before each document."""
     texts = documents(700) + ["<|endoftext|> in a text is text"]
     write = write_parquet if form == "parquet" else write_jsonl
@@ -89,7 +79,7 @@ def test_shards_hold_every_document_once_in_order(vocabulary, tmp_path, form):
     assert result.code == 0
     assert "3 of 701 rows hold no text" in result.err
     whole = [text for text in texts if text]
-    expected = [[EOT, *vocabulary.encode_ordinary(text)] for text in whole]
+    expected = [[EOT, *gpt2_bpe.encode_ordinary(text)] for text in whole]
     sums = list(accumulate(map(len, expected)))
     held_out = next(i for i, tokens in enumerate(sums) if tokens >= 1000) + 1
     assert stored(out, "val") == sum(expected[:held_out], [])

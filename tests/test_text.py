@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiktoken
 from documents import check_folder, documents, manifest_of, stored, stored_texts, write_parquet
 from program import Result, refused, run
 
@@ -178,12 +177,9 @@ def test_a_folder_of_old_texts_is_read_with_the_encoding_that_the_error_names():
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-def test_a_text_file_is_split_into_documents_at_end_of_text(tokenizer):
+def test_a_text_file_is_split_into_documents_at_end_of_text(tokenizer, request):
     if tokenizer == "gpt2":
-        try:
-            tiktoken.get_encoding("gpt2")
-        except OSError:
-            pytest.skip("needs GPT-2's vocabulary")
+        request.getfixturevalue("gpt2_bpe")  # skips without GPT-2's vocabulary
     stories = [f"Story {n}.\nThe end.\n" for n in range(300)]
     Path("a.txt").write_bytes("<|endoftext|>\r\n".join([*stories, " \n"]).encode())
     result = prepare_text("a.txt", f"--tokenizer={tokenizer}")
