@@ -57,11 +57,9 @@ def test_a_config_file_can_read_the_values_given_before_it(tmp_path):
         ("layers = 2\nn_layer = n_head = layers", dict(n_layer=2, n_head=2)),  # nanoGPT's way
         ("size = 4\ndef f():\n    return 2 * size\nbatch_size = f()", dict(batch_size=8)),
         ("def f():\n    return n_layer + 1\nn_layer = 5\nn_head = f()", dict(n_layer=5, n_head=6)),
-        ("n_embd = sum(n_head for _ in range(2))", dict(n_embd=24)),
         ("n_head = 2\nn_embd = [n_head * n for n in range(9)][-1]", dict(n_head=2, n_embd=16)),
         ("for n_layer in (3, 4):\n    n_head = 2 * n_layer", dict(n_layer=4, n_head=8)),
         ("for i in range(3):\n    n_layer = i + 1\ndel i", dict(n_layer=3)),
-        ("n_layer += 1\nbatch_size: int = 2", dict(n_layer=13, batch_size=2)),
         ("def f():\n    global n_layer\n    n_layer = 4\nf()", dict(n_layer=4)),
         ("if (n_layer := 3) > 2:\n    globals()['n_head'] = 4", dict(n_layer=3, n_head=4)),
     ],
