@@ -302,6 +302,7 @@ BAD_FILES = {
     "exits": "import sys\nsys.exit(0)",
     "a name that is only changed": "learning_rat = 1e-3\nlearning_rat *= 2",
     "nan": "learning_rate = float('nan')",
+    "number for bool": "compile = 2",
     "not text": "batch_size = 4\n\0",
     "a function for a key": "max_iters = lambda: 4",
     "an unknown tuple": "betas = (0.9, 0.99)",
