@@ -111,6 +111,12 @@ def tiny(request, tokens, tmp_path) -> dict:
     return program.TINY_RUN | module | dict(dataset=tokens, out_dir=tmp_path / "out")
 
 
+@pytest.fixture
+def ran(tiny) -> program.Run:
+    """Read what a run with the keys of `tiny` has left."""
+    return program.Run(tiny["out_dir"])
+
+
 def pytest_collection_modifyitems(items):
     """Start the fork server early if there are many tests. Skip gpu tests if CUDA is missing."""
     if sys.platform == "linux" and len(items) > 100:  # a single file may not need the server

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import Run, assert_same_run, finish, flags, run, start, train, write_tokens
+from program import assert_same_run, finish, flags, run, start, train, write_tokens
 
 from common.console import RunError, UserError
 from configurator import Config
@@ -340,7 +340,7 @@ def test_bytes_per_token_are_counted_on_the_validation_split(counted, expected, 
 # Data that does not come
 
 
-def test_a_signal_stops_a_run_that_waits_for_a_disk(tiny, tmp_path):
+def test_a_signal_stops_a_run_that_waits_for_a_disk(tiny, ran, tmp_path):
     """
     Save and exit with code 143 without waiting for the reading thread, and lose nothing on the
     resume.
@@ -358,7 +358,6 @@ def test_a_signal_stops_a_run_that_waits_for_a_disk(tiny, tmp_path):
                 released.wait(60)
         return real(file, *arguments, **options)
 
-    ran = Run(tiny["out_dir"])
     with mock.patch("builtins.open", hanging):
         result = run("train.py", *flags(**tiny))
     assert not released.is_set() and reads == 60

@@ -5,7 +5,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from program import ROOT, Run, flags, printed_config, refused, run
+from program import ROOT, flags, printed_config, refused, run
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=64)
 # tokens_per_iter, and the accumulation that follows from it
@@ -45,7 +45,7 @@ def test_recomputes_accumulation_for_flags_after_a_config(
     assert values["gradient_accumulation_steps"] == accumulation
 
 
-def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys):
+def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys, ran):
     first = run("train.py", config, "--batch_size=3", *flags(**keys | dict(max_iters=2)))
     lines = [line for line in first.out.splitlines() if ": 528 = 11 x 3 x 16 " in line]
     assert lines and "512" in lines[0]
@@ -53,12 +53,11 @@ def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys):
     refused(run("train.py", config, "--batch_size=5", *resume), "use 3 or 11")
     again = run("train.py", config, "--batch_size=11", *resume)
     assert again.code == 0, again.err
-    ran = Run(keys["out_dir"])
     assert ran.column("start", "tokens_per_iter") == [528, 528]
     assert ran.steps("tokens_after")[-1] == 4 * 528
 
 
-def test_a_resume_keeps_the_tokens_per_iteration_that_its_accumulation_gave(config, keys):
+def test_a_resume_keeps_the_tokens_per_iteration_that_its_accumulation_gave(config, keys, ran):
     """
     Resume a run whose config, like nanoGPT's, has no tokens_per_iter, with a larger micro-batch.
     """
@@ -66,7 +65,7 @@ def test_a_resume_keeps_the_tokens_per_iteration_that_its_accumulation_gave(conf
     assert run("train.py", config, *flags(**keys | dict(max_iters=2))).code == 0
     again = run("train.py", config, "--batch_size=6", *flags(**keys, init_from="resume"))
     assert again.code == 0, again.err
-    assert Run(keys["out_dir"]).column("start", "tokens_per_iter") == 2 * [4 * 16 * 3]
+    assert ran.column("start", "tokens_per_iter") == 2 * [4 * 16 * 3]
 
 
 GPU_CONFIGS = [*(ROOT / "config").glob("gpt*m_*.py")]

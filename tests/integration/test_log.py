@@ -50,18 +50,18 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", slow_but(FAST, of=[{}, FAST]), ids=["gpt2", "fast"])
-def test_the_disk_space_that_a_run_asks_for_is_that_of_its_checkpoints(recipe, tiny):
+def test_the_disk_space_that_a_run_asks_for_is_that_of_its_checkpoints(recipe, tiny, ran):
     """Allow 2% for NorMuon's means of each row."""
     asked: list[int] = []
     keys = tiny | recipe | dict(n_embd=128, max_iters=1, keep_checkpoints=2)
     with patch("training.log.lack_of_space", lambda folder, size: asked.append(size)):
         train(**keys)
     files = Config(keep_checkpoints=2).checkpoint_files
-    assert asked == [pytest.approx(files * size_of(Run(tiny["out_dir"]).state()), rel=0.02)]
+    assert asked == [pytest.approx(files * size_of(ran.state()), rel=0.02)]
 
 
-def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample_command(tiny):
-    keys, ran = tiny | dict(init_from="auto"), Run(tiny["out_dir"])
+def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample_command(tiny, ran):
+    keys = tiny | dict(init_from="auto")
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
     stopped = trainer.launch(**keys)
@@ -85,7 +85,7 @@ def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample
     ],
     ids=["more iterations", "hours", "lower rate", "same schedule"],
 )
-def test_warns_if_a_resume_raises_the_learning_rate(change, warns, tiny):
+def test_warns_if_a_resume_raises_the_learning_rate(change, warns, tiny, ran):
     keys = tiny | dict(min_lr=0.001, eval_interval=100)
     trainer = InProcessRun(fake_clock=True)
     trainer.at["iteration", 10] = sigterm
@@ -98,7 +98,7 @@ def test_warns_if_a_resume_raises_the_learning_rate(change, warns, tiny):
     assert len(told) == warns
     for old, new in told:
         assert float(old) < 0.003
-        rates = dict(Run(tiny["out_dir"]).steps("iter", "lr"))
+        rates = dict(ran.steps("iter", "lr"))
         assert float(new) == pytest.approx(rates[10], rel=0.05)
 
 

@@ -23,11 +23,8 @@ NANOGPTS_CONFIG = """
 import time
 out_dir = 'out-letters'
 eval_interval = 4 # often, because this overfits
-eval_iters = 5
-log_interval = 1
 always_save_checkpoint = False
 wandb_log = False # override via command line if you like
-wandb_project = 'letters'
 wandb_run_name = 'mini-' + str(time.time())
 dataset = 'letters'
 gradient_accumulation_steps = 1 * 2

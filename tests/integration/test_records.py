@@ -76,9 +76,8 @@ def test_log_txt_holds_what_the_console_showed(logged):
     assert set(out.splitlines()) <= set(lines) | {""}
 
 
-def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tiny):
+def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tiny, ran):
     train(**tiny | dict(max_iters=2))
-    ran = Run(tiny["out_dir"])
     (first,) = ran.records("start")
     assert first["peak_source"] == "measured"
     assert 1e-4 < first["peak_tflops"] < 100  # one core of any CPU is in this range
@@ -125,9 +124,8 @@ def figures(result: Result) -> dict[str, float]:
     return {name: float(found[name]) for name in names.split()}
 
 
-def test_a_run_ends_with_its_figures_one_per_line(tiny):
+def test_a_run_ends_with_its_figures_one_per_line(tiny, ran):
     found = figures(InProcessRun(fake_clock=True).launch(**tiny, peak_tflops=1e-6))
-    ran = Run(tiny["out_dir"])
     assert ran.column("start", "peak_tflops", "peak_source") == [(1e-6, "peak_tflops")]
     end, last = ran.end, ran.records("eval")[-1]
     assert found["val_loss"] == pytest.approx(last["val_loss"], abs=1e-4)
@@ -144,14 +142,13 @@ def test_a_run_ends_with_its_figures_one_per_line(tiny):
 
 
 def test_a_resumed_run_ends_with_total_tokens_and_seconds_but_the_speed_of_its_last_launch(
-    tiny, monkeypatch
+    tiny, ran, monkeypatch
 ):
     """Give speed, MFU and peak memory of the second launch."""
     keys = tiny | dict(peak_tflops=0.001)
     trainer = InProcessRun(fake_clock=True)
     trainer.seconds["iteration"] = 0.005
     trainer.launch(**keys)
-    ran = Run(tiny["out_dir"])
     before = ran.end
     # the last evaluation needs more memory than the iterations
     peaks = iter([1.0] * 4 + [3.0] * 9)

@@ -25,11 +25,6 @@ def trainer() -> InProcessRun:
     return InProcessRun(fake_clock=True)
 
 
-@pytest.fixture
-def ran(tiny) -> Run:
-    return Run(tiny["out_dir"])
-
-
 def rate_at(ran: Run, hours: float) -> float:
     """Return the learning rate of the first iteration that ended after this many hours."""
     return next(lr for used, lr in ran.steps("hours", "lr") if used >= hours)

@@ -48,11 +48,6 @@ def expected_numbers(ran: Run) -> dict[tuple[str, int], float]:
     return found
 
 
-@pytest.fixture
-def ran(tiny) -> Run:
-    return Run(tiny["out_dir"])
-
-
 def test_tensorboard_shows_the_numbers_of_metrics_jsonl_even_after_a_resume(tiny, ran):
     module = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(module)
