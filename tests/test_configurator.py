@@ -298,6 +298,7 @@ def test_every_committed_config_is_valid(path):
 
 # test_bad_input.py has more
 BAD_FILES = {
+    "syntax error": "batch_size = = 4",
     "raises two lines": "raise ValueError('a\\nb')",
     "exits": "import sys\nsys.exit(0)",
     "a name that is only changed": "learning_rat = 1e-3\nlearning_rat *= 2",

@@ -136,31 +136,29 @@ def test_a_tilde_in_source_tokenizer_or_out_is_the_home_folder(work, monkeypatch
 
 GERMAN = "Über die Größe der Straße – 5 €.\n" * 30
 JAPANESE = "名前はまだ無い。\n" * 40
-ENCODINGS = {
-    "utf-8": GERMAN.encode(),
-    "with a mark": codecs.BOM_UTF8 + GERMAN.encode(),
-    "Windows' line ends": GERMAN.replace("\n", "\r\n").encode(),
-    "an old Mac's": GERMAN.replace("\n", "\r").encode(),
-    "UTF-16": GERMAN.encode("utf-16"),
-    "UTF-16, other end first": codecs.BOM_UTF16_BE + GERMAN.encode("utf-16-be"),
+ENCODINGS = {  # what a file holds, with the text that it means
+    "utf-8": (GERMAN.encode(), GERMAN),
+    "with a mark": (codecs.BOM_UTF8 + GERMAN.encode(), GERMAN),
+    "Windows' line ends": (GERMAN.replace("\n", "\r\n").encode(), GERMAN),
+    "an old Mac's": (GERMAN.replace("\n", "\r").encode(), GERMAN),
+    "UTF-16": (GERMAN.encode("utf-16"), GERMAN),
+    "UTF-16, other end first": (codecs.BOM_UTF16_BE + GERMAN.encode("utf-16-be"), GERMAN),
+    "--encoding=shift_jis": (JAPANESE.encode("shift_jis"), JAPANESE),
+    "--encoding=utf-16-le": (JAPANESE.encode("utf-16-le"), JAPANESE),
+    "--encoding=iso2022_jp": (JAPANESE.encode("iso2022_jp"), JAPANESE),
 }
 
 
-@pytest.mark.parametrize("content", ENCODINGS.values(), ids=ENCODINGS)
-def test_unicode_is_read_whatever_its_marks_and_line_ends(content):
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_unicode_is_read_whatever_its_marks_and_line_ends_and_other_text_by_a_flag(name):
+    """The flag applies only to files that are not UTF-8."""
+    content, text = ENCODINGS[name]
     Path("a.txt").write_bytes(content)
-    result = prepare_text("a.txt", "--val_fraction=0.2")
-    assert (result.code, result.err) == (0, "")
-    check_folder(Path("out"), [GERMAN])
-
-
-@pytest.mark.parametrize("encoding", ["shift_jis", "utf-16-le", "iso2022_jp"])
-def test_the_encoding_flag_applies_to_files_that_are_not_utf8(encoding):
-    Path("a.txt").write_bytes(JAPANESE.encode(encoding))
     Path("b.txt").write_bytes(GERMAN.encode())
-    result = prepare_text("a.txt", "b.txt", f"--encoding={encoding}", "--val_fraction=0.2")
+    flags = [name] if name.startswith("--") else []
+    result = prepare_text("a.txt", "b.txt", "--val_fraction=0.2", *flags)
     assert (result.code, result.err) == (0, "")
-    check_folder(Path("out"), [JAPANESE, GERMAN])
+    check_folder(Path("out"), [text, GERMAN])
 
 
 def test_a_folder_of_old_texts_is_read_with_the_encoding_that_the_error_names():
