@@ -287,10 +287,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_pat
         words = [str(ROOT / script), *map(str, arguments), f"--workers={workers}"]
         killed = start("-c", KILLED, *words, cwd=tmp_path, MOMENT=str(moment))
         assert finish(killed).code == -signal.SIGKILL
-        assert (
-            not (tmp_path / "out/manifest.json").exists()
-            or not manifest_of(Path("out"))["complete"]
-        )
+        assert not Path("out/manifest.json").exists() or not manifest_of(Path("out"))["complete"]
     assert run(script, *arguments).code == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
