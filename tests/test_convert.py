@@ -359,6 +359,7 @@ LEFT_PADDED = torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([0])
         # with a cache, a caller would give only the new tokens
         dict(past_key_values=DynamicCache()),
         dict(attention_mask=LEFT_PADDED),
+        dict(position_ids=torch.arange(8)),
         dict(output_hidden_states=True),
     ],
     ids=lambda options: next(iter(options)),
@@ -369,7 +370,7 @@ def test_an_exported_fast_model_refuses_options_it_would_have_to_ignore(options,
     (name,) = options
     with pytest.raises(ValueError, match=name):
         exported(IDS, **options)
-    if name != "past_key_values":
+    if name in ("attention_mask", "output_hidden_states"):
         with pytest.raises(ValueError, match=name):
             exported.generate(IDS, max_new_tokens=2, return_dict_in_generate=True, **options)
 
