@@ -13,11 +13,7 @@ from program import TINY_RUN, Result, checkpoint, checkpoints, run, train
 T = 16  # context
 LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, not a multiple of 128
 SHORT_RUN = TINY_RUN | dict(
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=10 * T,
+    learning_rate=0.01, warmup_iters=2, max_iters=8, eval_interval=4, eval_tokens=10 * T
 )
 RULER = "\n---------------\n"
 
@@ -38,6 +34,37 @@ def write_letters(folder: Path) -> Path:
     meta["stoi"] = {letter: i for i, letter in enumerate(LETTERS)}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return folder
+
+
+def write_nanogpts_checkpoint(
+    path: Path, vocab: int = len(LETTERS), width: int = 32, names: str = "_orig_mod.{}.{}"
+) -> Path:
+    """
+    Write a checkpoint as nanoGPT saves it, by default for a compiled model. `names` wraps the two
+    parts of a tensor's name, its module and its parameter.
+    """
+    C, generator = width, torch.Generator().manual_seed(0)
+    sizes = dict(n_layer=2, n_head=2, n_embd=C, block_size=T, bias=False, vocab_size=vocab)
+    shapes = {"transformer.wte.weight": (vocab, C), "transformer.wpe.weight": (T, C)}
+    for block in ("transformer.h.0", "transformer.h.1"):
+        shapes |= {f"{block}.ln_1.weight": (C,), f"{block}.ln_2.weight": (C,)}
+        shapes |= {f"{block}.attn.c_attn.weight": (3 * C, C), f"{block}.attn.c_proj.weight": (C, C)}
+        shapes |= {f"{block}.mlp.c_fc.weight": (4 * C, C), f"{block}.mlp.c_proj.weight": (C, 4 * C)}
+    shapes["transformer.ln_f.weight"] = (C,)
+    weights = {
+        name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
+    for name in weights:
+        weights[name] += len(shapes[name]) == 1  # norms around 1
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    model = {names.format(*name.rsplit(".", 1)): weight for name, weight in weights.items()}
+    # the causal mask, which old checkpoints hold
+    model[names.format("transformer.h.0", "attn.bias")] = torch.ones(1, 1, T, T).tril()
+    state = dict(model=model, optimizer={}, model_args=sizes | dict(dropout=0.0), iter_num=500)
+    state |= dict(best_val_loss=torch.tensor(2.5), config=dict(dataset="letters"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+    return path
 
 
 def sample(*arguments: str, **more) -> list[str]:

@@ -93,11 +93,28 @@ def tokens(tmp_path_factory) -> Path:
     return program.write_tokens(folder, [700, 37, 500], [250, 150])
 
 
+@pytest.fixture(scope="session")
+def gpt2_bpe():
+    """Return GPT-2's BPE, which tiktoken downloads or reads from TIKTOKEN_CACHE_DIR, or skip."""
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def tiny(request, tokens, tmp_path) -> dict:
     """Return the keys of a tiny run on `tokens`, with those that the test module has in TINY."""
     module = getattr(request.module, "TINY", {})
     return program.TINY_RUN | module | dict(dataset=tokens, out_dir=tmp_path / "out")
+
+
+@pytest.fixture
+def ran(tiny) -> program.Run:
+    """Read what a run with the keys of `tiny` has left."""
+    return program.Run(tiny["out_dir"])
 
 
 def pytest_collection_modifyitems(items):

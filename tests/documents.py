@@ -51,6 +51,7 @@ def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
 
 def write_jsonl(path: Path, texts: list) -> Path:
     lines = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))
     return path
 
@@ -143,6 +144,13 @@ def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
         if begin := text.removesuffix(end):
             assert begins.pop(0) == begin
     assert not begins and not ends
+
+
+def check_folder(out: Path, texts: list[str]) -> list[str]:
+    """Check that a byte dataset holds each text once, in order. Return its validation documents."""
+    val, train = stored_texts(out, "val"), stored_texts(out, "train")
+    check_documents(val, train, texts)
+    return val
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -129,10 +129,11 @@ def printed_config(*arguments) -> dict:
 def refused(result: Result, *words: str) -> str:
     """
     Check that a command was refused before it did anything: exit code 2, and one line of error that
-    holds these words. Returns the line.
+    holds these words. An indented line continues the line before. Returns the line.
     """
     assert result.code == 2, result
-    (line,) = [line for line in result.err.splitlines() if not line.startswith("warning: ")]
+    lines = result.err.replace("\n    ", " ").splitlines()
+    (line,) = [line for line in lines if not line.startswith("warning: ")]
     assert line.startswith("error: "), line
     for word in words:
         assert word in line, (word, line)

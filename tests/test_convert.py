@@ -15,8 +15,9 @@ from unittest import mock
 import pytest
 import tokenizers
 import torch
+from char_dataset import write_nanogpts_checkpoint
 from hf_reference import own_bpe, random_gpt2
-from program import ROOT, Result, changed, finish, run, start
+from program import ROOT, Result, changed, finish, refused, run, start
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -32,39 +33,30 @@ from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from training.pretrained import load_pretrained, load_weights
 
-SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32)
+SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 
 
 def random_gpt(**changes) -> GPT:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**dict(SIZES, vocab_size=128) | changes)).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)  # biases and norms too
+    return stirred(GPT(GPTConfig(**SIZES | changes)), 0.2)
+
+
+def stirred(model, scale: float):
+    """Move all parameters far from their initial values, so that each matters."""
+    for parameter in model.eval().parameters():
+        parameter.data += scale * torch.randn_like(parameter)
     return model
 
 
 def random_fast(**changes) -> FastGPT:
-    """
-    Return a fast model whose parameters are all far from their initial values, so that each
-    matters.
-    """
-    config = dict(SIZES, vocab_size=128, block_size=256)
     torch.manual_seed(0)
-    model = FastGPT(FastConfig(**config | changes)).eval()
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter)
-    return model
+    return stirred(FastGPT(FastConfig(**SIZES | dict(block_size=256) | changes)), 1.0)
 
 
 def save(model: GPT | FastGPT, path: Path, vocab: int = 128, kind: str = "byte", **spec) -> Path:
     """Save a checkpoint of the model with a tokenizer of this kind."""
-    state = dict(
-        model=model.state_dict(),
-        model_config=config_to_dict(model.config),
-        vocab=vocab,
-        tokenizer=dict(kind=kind, **spec),
-    )
-    torch.save(state, path)
+    state = dict(model=model.state_dict(), model_config=config_to_dict(model.config), vocab=vocab)
+    torch.save(state | dict(tokenizer=dict(kind=kind, **spec)), path)
     return path
 
 
@@ -73,12 +65,6 @@ def convert(*arguments) -> str:
     result = run("convert.py", *arguments)
     assert (result.code, result.err) == (0, "")
     return result.out
-
-
-def assert_refused(result: Result, *words: str) -> None:
-    assert (result.code, result.out) == (2, ""), result
-    assert result.err.startswith("error: ") and result.err.count("\n") == 1, result.err
-    assert all(word in result.err for word in words), result.err
 
 
 def imported(source: Path) -> GPT | FastGPT:
@@ -157,6 +143,7 @@ TEXT = "the cat 's naïve:  café — 12345 tokens,\n\n\tand did n't ✓ <tags> 
 def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path):
     """
     Give transformers a BPE tokenizer with the same ids, and recognise it when a GPT-2 is imported.
+    Its export also has what other programs ask for.
     """
     bpe = own_bpe("</s>")
     vocab = bpe.get_vocab_size()
@@ -174,49 +161,34 @@ def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path
     config = json.loads((folder / "config.json").read_text())
     assert tokenizer.model_max_length == config["n_positions"]
     assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eos_token_id == 0
-    if model is random_gpt:  # the imported tokenizer is the one that the data was made with
-        back = load_pretrained(str(folder))
-        assert back["vocab"] == vocab
-        assert same_tokenizer(back["tokenizer"], dict(kind="bpe", json=spec))
-
-
-def test_exports_what_other_programs_need_in_a_gpt2_folder(tmp_path):
-    """
-    Write n_ctx, OpenAI's weight names and no token_type_ids, and let pipeline() generate.
-    docs/sampling.md has results with llama.cpp and mlx-lm.
-    """
-    bpe = own_bpe()
-    path = save(random_gpt(vocab_size=384), tmp_path / "x.pt", 300, "bpe", json=bpe.to_str())
-    folder = tmp_path / "hf"
-    convert("ckpt-to-hf", path, folder)
-    assert json.loads((folder / "config.json").read_text())["n_ctx"] == 16
-    # mlx-lm reads OpenAI's names
-    assert "h.1.attn.c_attn.weight" in load_file(folder / "model.safetensors")
+    if model is random_fast:
+        return
+    # the imported tokenizer is the one that the data was made with
+    back = load_pretrained(str(folder))
+    assert back["vocab"] == vocab
+    assert same_tokenizer(back["tokenizer"], dict(kind="bpe", json=spec))
+    # what other programs read; docs/sampling.md has results with llama.cpp and mlx-lm
+    assert config["n_ctx"] == 16
+    assert "h.1.attn.c_attn.weight" in load_file(folder / "model.safetensors")  # OpenAI's names
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    # transformers 4 has the class too
+    # transformers 4 has the class too; it would add token_type_ids, and GPT-2 their embeddings
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    # transformers 4 would add token_type_ids, and GPT-2 their embeddings
     assert settings["model_input_names"] == ["input_ids", "attention_mask"]
     # pipeline() asks for 256 new tokens unless the export has a length
     (answer,) = pipeline("text-generation", model=str(folder))("the cat")
     assert answer["generated_text"].startswith("the cat")
 
 
-def test_exports_gpt2s_tokenizer_with_the_weights(tmp_path):
+def test_exports_gpt2s_tokenizer_with_the_weights(gpt2_bpe, tmp_path):
     """Write tokenizer files that give tiktoken's ids."""
-    tiktoken = pytest.importorskip("tiktoken")
-    try:
-        bpe = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # without a network
-        pytest.skip(str(error))
     model = random_gpt(vocab_size=50304, n_embd=8, n_layer=1)
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 50257, "gpt2"), tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     alone = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
-    ids = bpe.encode_ordinary(TEXT)
+    ids = gpt2_bpe.encode_ordinary(TEXT)
     assert tokenizer(TEXT).input_ids == alone.encode(TEXT).ids == ids
     assert tokenizer.decode(ids) == alone.decode(ids) == TEXT
-    assert tokenizer.eos_token_id == bpe.eot_token
+    assert tokenizer.eos_token_id == gpt2_bpe.eot_token
     assert tokenizer.model_max_length == 16
 
 
@@ -279,15 +251,12 @@ def forward(self, idx, targets=None):
 
 FastGPT.forward = forward
 """
-CHANGES = {  # change -> file, code, words of the error
-    "a window of 15 in a context of 16": ("model.py", WINDOW, "logits transformers GPT-2"),
-    "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature GPT-2"),
-    "a fast model that does more in forward": (
-        "model_fast.py",
-        FORWARD,
-        "logits modeling_fast.py",
-    ),
-    "a fast model that imports another file": ("model_fast.py", "import layers", "imports layers"),
+CHANGES = {  # change -> file, code, a tensor in the checkpoint, words of the error
+    "a window of 15 in a context of 16": ("model.py", WINDOW, "", "logits transformers GPT-2"),
+    "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature", "GPT-2"),
+    "a fast model that does more": ("model_fast.py", FORWARD, "", "logits modeling_fast.py"),
+    "a fast model with an import": ("model_fast.py", "import layers", "", "imports layers"),
+    "a fast model with one tensor more": ("model_fast.py", "", "lm_head.scale", "model.py"),
 }
 
 
@@ -297,16 +266,16 @@ def test_refuses_to_export_a_model_that_transformers_could_not_reproduce(name, t
     Refuse a changed model.py or model_fast.py if the export would compute other logits, lack a
     tensor, or import a file that is not exported.
     """
-    file, code, words = CHANGES[name]
+    file, code, tensor, words = CHANGES[name]
     folder = changed(tmp_path / "copy", {file: code})
     (folder / "layers.py").touch()
     model = random_gpt(flash=False) if file == "model.py" else random_fast()
     path = save(model, tmp_path / "x.pt", 100)
-    if "temperature" in words:
+    if tensor:
         state = torch.load(path, weights_only=True)
-        state["model"]["temperature"] = torch.ones(())
+        state["model"][tensor] = torch.ones(())
         torch.save(state, path)
-    assert_refused(run_copy(folder, "ckpt-to-hf", path, tmp_path / "hf"), *words.split())
+    refused(run_copy(folder, "ckpt-to-hf", path, tmp_path / "hf"), tensor, *words.split())
     assert not (tmp_path / "hf").exists()
 
 
@@ -315,8 +284,7 @@ def test_refuses_to_export_without_transformers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     path = save(random_gpt(), tmp_path / "x.pt", 100)
     result = run("convert.py", "ckpt-to-hf", path, tmp_path / "hf")
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: ") and "\n    pip install 'transformers>=5'" in result.err
+    refused(result, "pip install 'transformers>=5'")
     assert not (tmp_path / "hf").exists()
 
 
@@ -393,8 +361,6 @@ LEFT_PADDED = torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([0])
         dict(attention_mask=LEFT_PADDED),
         dict(position_ids=torch.arange(8)),
         dict(output_hidden_states=True),
-        dict(output_attentions=True),
-        dict(return_dict=False),
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -404,7 +370,7 @@ def test_an_exported_fast_model_refuses_options_it_would_have_to_ignore(options,
     (name,) = options
     with pytest.raises(ValueError, match=name):
         exported(IDS, **options)
-    if name in ("attention_mask", "output_hidden_states", "output_attentions"):
+    if name in ("attention_mask", "output_hidden_states"):
         with pytest.raises(ValueError, match=name):
             exported.generate(IDS, max_new_tokens=2, return_dict_in_generate=True, **options)
 
@@ -436,26 +402,17 @@ def test_an_exported_fast_model_computes_the_loss_and_gradients_for_fine_tuning(
 
 
 def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
-    """
-    Give new tokens about the mean head row, leave the old logits alone, and save and load the
-    larger model.
-    """
-    model = random_fast(bias=True)
-    convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 100, "unknown"), tmp_path / "hf")
+    """Leave the old logits alone, and save and load the larger model."""
+    convert("ckpt-to-hf", save(random_fast(), tmp_path / "x.pt", 100, "unknown"), tmp_path / "hf")
     with transformers_cache(tmp_path), torch.no_grad():
         exported = open_export(tmp_path / "hf")
         expected = exported(IDS).logits
-        mean = exported.get_output_embeddings().weight.mean(dim=0)
         exported.resize_token_embeddings(130)
         longer = exported(IDS).logits
-        assert longer.shape == (2, 8, 130)
-        assert torch.equal(longer[..., :100], expected)
-        assert torch.allclose(exported.get_output_embeddings().weight[129], mean, atol=1e-3)
+        assert longer.shape == (2, 8, 130) and torch.equal(longer[..., :100], expected)
         assert exported(torch.tensor([[129]])).logits.isfinite().all()
         exported.save_pretrained(tmp_path / "more")
         assert torch.equal(open_export(tmp_path / "more")(IDS).logits, longer)
-        exported.resize_token_embeddings(100)
-        assert torch.equal(exported(IDS).logits, expected)
 
 
 @pytest.mark.slow
@@ -465,32 +422,28 @@ def test_a_fast_export_opens_offline_in_another_folder(fast_export, tmp_path):
     """
     code = """
 import sys
-from itertools import pairwise
 from transformers import AutoModelForCausalLM
-for source, target in pairwise(sys.argv[1:]):
+for source, target in zip(sys.argv[1:], sys.argv[2:]):
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
     model.save_pretrained(target)
 print(model(model.dummy_inputs["input_ids"]).logits.sum().item())
 """
     _, exported, folder = fast_export
-    folders = map(str, (folder, tmp_path / "a", tmp_path / "b"))
     offline = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
-    result = finish(start("-c", code, *folders, cwd=tmp_path, cold=True, **offline))
+    result = finish(start("-c", code, str(folder), "a", "b", cwd=tmp_path, cold=True, **offline))
     assert result.code == 0, result.err
     expected = exported(exported.dummy_inputs["input_ids"]).logits.sum().item()
     assert float(result.out) == pytest.approx(expected, rel=1e-4)  # a sum of 800 logits
 
 
 TASK = """
-task: {name}
+task: {output}
 dataset_path: json
-dataset_kwargs:
-  data_files: {data}
+dataset_kwargs: {{data_files: {data}}}
 test_split: train
 output_type: {output}
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
-doc_to_choice: ["cat", "mat, that is"]
 generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
 """
 
@@ -504,50 +457,39 @@ def test_lm_evaluation_harness_measures_an_export_offline(model, tmp_path):
     path = save(weights, tmp_path / "x.pt", 300, "bpe", json=own_bpe().to_str())
     convert("ckpt-to-hf", path, tmp_path / "hf")
     data = tmp_path / "data.jsonl"
-    lines = [dict(question="the cat sat on the", answer="mat, that is"), dict(question="the")]
-    data.write_text("".join(json.dumps(dict(answer="cat") | line) + "\n" for line in lines))
-    for name, output in (("choice", "multiple_choice"), ("text", "generate_until")):
-        task = TASK.format(name=name, data=data, output=output)
-        if output == "generate_until":
-            task = task.replace('doc_to_choice: ["cat", "mat, that is"]\n', "")
-        (tmp_path / f"{name}.yaml").write_text(task)
-    process = start(
-        "-m",
-        "lm_eval",
-        "--model=hf",
-        f"--model_args=pretrained={tmp_path / 'hf'},trust_remote_code=True",
-        "--tasks=choice,text",
-        f"--include_path={tmp_path}",
-        "--device=cpu",
-        "--batch_size=1",
-        cwd=tmp_path,
-        HF_HUB_OFFLINE="1",
-        HF_HOME=str(tmp_path / "home"),
-    )
+    data.write_text('{"question": "the cat sat on the", "answer": "mat, that is"}\n' * 2)
+    choices = 'doc_to_choice: ["cat", "mat, that is"]\n'
+    for output, more in (("multiple_choice", choices), ("generate_until", "")):
+        (tmp_path / f"{output}.yaml").write_text(TASK.format(data=data, output=output) + more)
+    flags = ["--model=hf", f"--model_args=pretrained={tmp_path / 'hf'},trust_remote_code=True"]
+    flags += ["--tasks=multiple_choice,generate_until", f"--include_path={tmp_path}"]
+    flags += ["--device=cpu", "--batch_size=1"]
+    offline = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
+    process = start("-m", "lm_eval", *flags, cwd=tmp_path, **offline)
     result = finish(process, timeout=300)
     assert result.code == 0, result.err
-    assert "|choice|" in result.out
-    assert "exact_match" in result.out
+    assert "|multiple_choice|" in result.out and "exact_match" in result.out
 
 
 # -----------------------------------------------------------------------------
 # From Hugging Face
 
 
-def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(prefix, tmp_path):
     """
     Read names without "transformer.", skip the causal masks among them, and do without lm_head, as
-    in openai-community/gpt2.
+    in openai-community/gpt2. Those of a compiled model begin with _orig_mod.
     """
     reference = random_gpt2(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
-    weights = {
-        name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()
-    }
+    loaded = load_file(file).items()
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in loaded}
     weights.pop("lm_head.weight", None)
     for i in range(2):
         weights[f"h.{i}.attn.bias"] = torch.ones(16, 16).tril().view(1, 1, 16, 16)
         weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    weights = {prefix + name: tensor for name, tensor in weights.items()}
     save_file(weights, file, metadata={"format": "pt"})
     assert_same_logits(imported(tmp_path / "hf"), reference, 128)
 
@@ -556,7 +498,7 @@ def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
     """Say that gpt2 cannot be fetched, and exit with code 2."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert_refused(run("sample.py", "--init_from=gpt2"), "gpt2: cannot be fetched")
+    refused(run("sample.py", "--init_from=gpt2"), "gpt2: cannot be fetched")
 
 
 @pytest.mark.parametrize(
@@ -566,34 +508,16 @@ def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
         (dict(n_layer=1), "h.1."),
         (dict(n_positions=32), "wpe.weight"),
         (dict(n_inner=64), "c_fc"),
-        (dict(), "ln_f.bias is not finite"),
     ],
 )
 def test_refuses_weights_that_do_not_fit_their_config(config, word, tmp_path):
-    """Name a tensor that is missing, left over, of another size or not finite."""
+    """Name a tensor that is missing, left over or of another size."""
     folder = tmp_path / "hf"
     random_gpt2(folder, **{name: config[name] for name in config if name == "n_inner"})
-    if not config:
-        weights = load_file(folder / "model.safetensors")
-        weights["transformer.ln_f.bias"][3] = torch.nan
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | config))
     with pytest.raises(UserError, match=re.escape(word)):
         imported(folder)
-
-
-def test_refuses_to_export_a_fast_checkpoint_with_unknown_tensors(tmp_path):
-    """
-    Refuse a checkpoint of a changed model_fast.py, because the export would contain the unchanged
-    code.
-    """
-    state = torch.load(save(random_fast(), tmp_path / "x.pt", 100), weights_only=True)
-    state["model"]["lm_head.scale"] = torch.ones(())
-    torch.save(state, tmp_path / "x.pt")
-    result = run("convert.py", "ckpt-to-hf", tmp_path / "x.pt", tmp_path / "hf")
-    assert_refused(result, "lm_head.scale")
-    assert not (tmp_path / "hf").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -602,10 +526,7 @@ def test_refuses_to_export_a_fast_checkpoint_with_unknown_tensors(tmp_path):
 
 def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     """Export 50,257 of 50,304 rows, because tiktoken knows none of the others."""
-    sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, bias=False, vocab_size=50304)
-    weights = GPT(GPTConfig(**sizes)).state_dict()
-    state = dict(model=weights, model_args=sizes | dict(dropout=0.0), iter_num=7, config={})
-    torch.save(state, tmp_path / "ckpt.pt")
+    write_nanogpts_checkpoint(tmp_path / "ckpt.pt", vocab=50304, width=8)
     assert load_pretrained(str(tmp_path / "ckpt.pt"))["vocab"] == 50257
     convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257

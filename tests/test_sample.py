@@ -1,34 +1,30 @@
 """
-Compare generate() with transformers, and run sample.py on the texts, prompts and terminals that
-people have. integration/test_samples.py samples whole runs.
+Compare generate() with transformers, and run sample.py on the runs, texts, prompts and terminals
+that people have.
 """
 
+import contextlib
 import io
+import shutil
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from char_dataset import RULER, write_parrot
-from hf_reference import as_transformers
-from program import TINY_RUN, checkpoint, run, train, write_tokens
+from char_dataset import LETTERS, RULER, T, sample, train_short, write_letters, write_parrot
+from doc_pages import code_blocks
+from hf_reference import as_transformers, random_gpt2
+from program import ROOT, checkpoint, refused, run, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common.console import UserError
 from configurator import read_config
-from data.tokenizer import Tokenizer, gpt2_bpe
+from data.tokenizer import Tokenizer
 from model import GPT, GPTConfig, generate, sample_next
 from sample import SampleConfig, encode, print_growing
 
 GREEDY = 0.0  # temperature
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    max_iters=2,
-    eval_interval=2,
-    eval_tokens=64,
-)
 
 
 def small_model(**changes) -> GPT:
@@ -48,13 +44,8 @@ def test_greedy_generation_with_the_cache_matches_transformers_token_for_token()
     model = small_model()
     reference = as_transformers(model)
     idx = torch.randint(128, (3, 5))
-    expected = reference.generate(
-        idx,
-        attention_mask=torch.ones_like(idx),
-        max_new_tokens=19,
-        do_sample=False,
-        use_cache=False,
-    )
+    options = dict(attention_mask=torch.ones_like(idx), max_new_tokens=19)
+    expected = reference.generate(idx, do_sample=False, use_cache=False, **options)
     assert torch.equal(generate(model, idx, 19, 128, GREEDY), expected)
 
 
@@ -92,16 +83,113 @@ def test_top_k_and_top_p_keep_the_tokens_that_transformers_keeps(top_k, top_p, t
 
 
 # -----------------------------------------------------------------------------
-# sample.py
+# Whole runs
+
+UNTIED = dict(bias=True, tie_weights=False)  # as write_parrot() needs it
+GREEDILY = ("--start=a", "--max_new_tokens=5", "--num_samples=1", "--temperature=0")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    """Train a small run on letters and return its folder."""
+    folder = tmp_path_factory.mktemp("letters")
+    train_short(write_letters(folder / "data"), folder / "run", **UNTIED)
+    return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """Train a small run on bytes and return its folder."""
-    folder = tmp_path_factory.mktemp("sample")
+    folder = tmp_path_factory.mktemp("bytes")
     tokens = write_tokens(folder / "tokens", [900], [200], vocab=256)
-    train(**TINY, dataset=tokens, out_dir=folder / "run", tie_weights=False, bias=True)
+    train_short(tokens, folder / "run", **UNTIED)
     return folder / "run"
+
+
+def test_padding_ids_are_never_sampled_even_if_the_model_predicts_them(gpt2, tmp_path):
+    weights = checkpoint(gpt2, 8)["model"]["lm_head.weight"]
+    assert len(weights) == 128 > len(LETTERS)
+    parrot = write_parrot(gpt2, tmp_path / "parrot.pt", token=100)
+    for temperature in (0, 1, 5):
+        arguments = ("--start=a", "--max_new_tokens=40", "--num_samples=3")
+        for text in sample(f"--init_from={parrot}", f"--temperature={temperature}", *arguments):
+            assert len(text) == 41
+            assert set(text) <= set(LETTERS)
+
+
+def test_a_seed_always_gives_the_same_samples_and_another_seed_gives_others(gpt2):
+    arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=30", "--num_samples=3")
+    texts = sample(*arguments)
+    assert [text[:3] for text in texts] == ["abc"] * 3
+    assert len(set(texts)) == 3
+    assert sample(*arguments) == texts
+    assert sample(*arguments, "--seed=1") != texts
+
+
+def test_sample_and_convert_use_a_runs_best_model_or_else_its_newest(gpt2, tmp_path):
+    shutil.copytree(gpt2, tmp_path / "run")
+    (tmp_path / "run" / "best.pt").unlink()  # a link to ckpt-00000008.pt, perhaps
+    newest = sample(f"--out_dir={tmp_path / 'run'}", *GREEDILY)
+    write_parrot(gpt2, tmp_path / "run" / "best.pt", token=LETTERS.index("x"))
+    assert newest != ["axxxxx"]
+    assert sample(f"--out_dir={tmp_path / 'run'}", *GREEDILY) == ["axxxxx"]
+    file = tmp_path / "run" / "ckpt-00000008.pt"
+    assert sample(f"--init_from={file}", *GREEDILY) == newest
+    result = run("convert.py", "ckpt-to-hf", tmp_path / "run", tmp_path / "hf")
+    assert result.code == 0, result.err
+    assert sample(f"--init_from={tmp_path / 'hf'}", *GREEDILY) == ["axxxxx"]
+
+
+def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt2):
+    arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=20", "--num_samples=2")
+    texts = sample(*arguments, "--temperature=0")
+    assert texts[0] == texts[1]
+    for flag in ("--top_k=1", "--top_p=1e-9"):
+        assert sample(*arguments, "--temperature=2", flag) == texts
+    assert sample(*arguments, "--temperature=2") != texts
+
+
+def test_typed_prompts_are_answered_once_each_until_an_empty_line(gpt2):
+    arguments = (f"--out_dir={gpt2}", "--max_new_tokens=20")
+    texts = sample(*arguments, typed="abc\nxyz\nabc\n\nnot read\n")
+    assert [text[:5] for text in texts] == ["> abc", "> xyz", "> abc"]
+    assert texts[0] != texts[2]  # asked again, the model says something else
+    # the input may also just end; --num_samples is the number of answers
+    assert len(sample(*arguments, "--num_samples=3", typed="abc\n")) == 3
+    # a --start is the only prompt
+    (text, *_) = sample(*arguments, "--start=abc", typed="xyz\n")
+    assert text.startswith("abc")
+    # without a terminal, ten samples; reading from pytest's stdin raises an error
+    assert len(sample(*arguments)) == 10
+
+
+def test_unknown_characters_in_a_prompt_are_left_out_with_a_warning(gpt2):
+    arguments = ("--num_samples=1", "--max_new_tokens=3", "--device=cpu")
+    result = run("sample.py", f"--out_dir={gpt2}", "--start=a!b", *arguments)
+    assert result.out.startswith("ab")
+    assert "'!'" in result.err
+
+
+@pytest.mark.parametrize("token, text", [(0, "The end"), (ord("."), "The end.....")])
+def test_a_sample_ends_at_the_end_of_text_token(token, text, made, tmp_path):
+    parrot = write_parrot(made, tmp_path / "x.pt", token)
+    flags = ("--start=The end", "--max_new_tokens=5", "--num_samples=2", "--temperature=0")
+    assert sample(f"--init_from={parrot}", *flags) == [text] * 2
+
+
+def test_the_program_on_the_sampling_page_prints_a_sample_of_a_run(gpt2, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/x").mkdir(parents=True)
+    write_parrot(gpt2, tmp_path / "out/x/best.pt", token=LETTERS.index("x"))
+    blocks = code_blocks(ROOT / "docs/sampling.md", "python")
+    (program,) = [block for block in blocks if "out/x" in block]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {})
+    assert printed.getvalue() == "The" + 100 * "x" + "\n"  # the model knows no space
+
+
+# -----------------------------------------------------------------------------
+# Prompts and terminals
 
 
 SHORT = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu", "--dtype=float32")
@@ -111,11 +199,11 @@ def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
     """Encode with a table of words or of word pieces, as a nanoGPT dataset's meta.pkl may hold."""
     words = Tokenizer(dict(kind="char", itos=["cat", " ", "the", "cats", "."]))
     assert encode("the cats.", words) == [2, 1, 3, 4]
-    with pytest.raises(UserError, match="words such as 'cat' and 'cats', and none with 'dgo'"):
+    with pytest.raises(UserError, match="words such as 'cat' and 'cats'; give a --start"):
         encode("the dog", words)
     assert encode("\n", words) == [0]  # the default prompt, a newline, is not in the table
     pieces = Tokenizer(dict(kind="char", itos=["\u2581the", "\u2581cat"]))
-    with pytest.raises(UserError, match="'\u2581the' and '\u2581cat', and none with ' act'"):
+    with pytest.raises(UserError, match="'\u2581the' and '\u2581cat'; give a --start"):
         encode("\u2581the cat", pieces)
 
 
@@ -128,19 +216,9 @@ def test_samples_print_control_characters_as_escapes_even_into_a_pipe(made, tmp_
 
 
 def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):
-    defaults = dict(
-        init_from="resume",
-        out_dir="out",
-        start="\n",
-        num_samples=10,
-        max_new_tokens=500,
-        temperature=0.8,
-        top_k=200,
-        seed=1337,
-        device="cuda",
-        dtype="bfloat16",
-        compile=False,
-    )
+    defaults = dict(init_from="resume", out_dir="out", start="\n", num_samples=10, compile=False)
+    defaults |= dict(max_new_tokens=500, temperature=0.8, top_k=200, seed=1337)
+    defaults |= dict(device="cuda", dtype="bfloat16")
     config = read_config([f"--{name}={value}" for name, value in defaults.items()], SampleConfig)
     assert {name: getattr(config, name) for name in defaults} == defaults
     assert SampleConfig().top_k == 200 and SampleConfig().temperature == 0.8
@@ -153,7 +231,7 @@ def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):
     assert result.code == 0 and result.out.startswith("~/x")
 
 
-@contextmanager
+@contextlib.contextmanager
 def first_batch_raises(error: type[BaseException]):
     def before_forward(module, arguments):
         if not raised:
@@ -203,11 +281,13 @@ def test_text_appears_token_by_token_but_only_in_whole_characters(capsys):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
 def test_a_prompt_file_saved_on_windows_is_read(encoding, made, tmp_path):
-    (tmp_path / "prompt.txt").write_text("naïve\n", encoding, newline="\r\n")
+    """It is longer than the context, and printed whole."""
+    (tmp_path / "prompt.txt").write_text("naïve\n" * 9, encoding, newline="\r\n")
     result = run("sample.py", f"--out_dir={made}", f"--start=FILE:{tmp_path}/prompt.txt", *SHORT)
     # an older encoding cannot be told from damage
     expected = "na\N{REPLACEMENT CHARACTER}ve\n" if encoding == "cp1252" else "naïve\n"
-    assert result.code == 0 and result.out.startswith(expected)
+    assert result.code == 0 and result.out.startswith(expected * 9)
+    assert f"last {T}" in result.err
 
 
 def test_a_minus_reads_the_prompt_from_standard_input(made, monkeypatch):
@@ -225,31 +305,19 @@ def test_end_of_text_in_a_prompt_is_one_token(prompt, count, made):
     assert f"start: {count} tokens" in result.err
 
 
-def test_samples_from_a_hugging_face_gpt2_folder_match_transformers(tmp_path):
-    try:
-        tokens = gpt2_bpe().encode_ordinary("Hello world")
-    except UserError as error:
-        pytest.skip(str(error))
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    reference = GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=8, n_layer=1, n_head=1)).eval()
-    reference.transformer.wte.weight.data.mul_(50)
-    reference.save_pretrained(tmp_path / "hf")
-    idx = torch.tensor([tokens])
-    expected = reference.generate(
-        idx, attention_mask=torch.ones_like(idx), max_new_tokens=6, do_sample=False
-    )[0].tolist()
+def test_samples_from_a_hugging_face_gpt2_folder_match_transformers(gpt2_bpe, tmp_path):
+    reference = random_gpt2(tmp_path / "hf", n_embd=8, n_layer=1, n_head=1, vocab_size=50257)
+    idx = torch.tensor([gpt2_bpe.encode_ordinary("Hello world")])
+    options = dict(attention_mask=torch.ones_like(idx), max_new_tokens=6)
+    expected = reference.generate(idx, do_sample=False, **options)[0].tolist()
     greedy = (*SHORT, "--temperature=0", "--max_new_tokens=6")
     result = run("sample.py", f"--init_from={tmp_path / 'hf'}", "--start=Hello world", *greedy)
-    assert result.code == 0 and result.out == gpt2_bpe().decode(expected) + RULER
+    assert result.code == 0 and result.out == gpt2_bpe.decode(expected) + RULER
 
 
 def test_a_vocabulary_that_cannot_be_downloaded_is_reported_in_one_line(made, tmp_path):
-    state = checkpoint(made, 2) | dict(tokenizer=dict(kind="gpt2"))
+    state = checkpoint(made, 8) | dict(tokenizer=dict(kind="gpt2"))
     torch.save(state, tmp_path / "x.pt")
     with mock.patch("tiktoken.get_encoding", side_effect=ConnectionError):
         result = run("sample.py", f"--init_from={tmp_path / 'x.pt'}", *SHORT)
-    assert (result.code, result.out) == (2, "")
-    (line,) = result.err.splitlines()
-    assert line.startswith("error: ") and "TIKTOKEN_CACHE_DIR" in line
+    refused(result, "TIKTOKEN_CACHE_DIR")

@@ -5,130 +5,51 @@ test_pretrained.py also trains from such config files and checkpoints.
 
 import dataclasses
 import importlib
-import pickle
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from char_dataset import write_letters, write_nanogpts_checkpoint
 from hf_reference import random_gpt2
-from program import (
-    ROOT,
-    TINY_RUN,
-    InProcessRun,
-    Result,
-    checkpoint,
-    flags,
-    run,
-    sigterm,
-    train,
-    write_tokens,
-)
+from program import ROOT, InProcessRun, Result, checkpoint, flags, refused, run, sigterm, train
 
 from configurator import Config, load_config
-from model import GPT, GPTConfig, generate
+from model import GPT, generate
 from model_fast import config_from_dict
 from train import build_optimizer
 from training import hardware, speed
 from training.pretrained import load_pretrained
 
-# nanoGPT's config files use these forms: products, imports, strings made at run time, comments
-# after values.
+# Lines of nanoGPT's config files in all their forms (products, imports, strings made at run time,
+# comments after values), and the keys that they set here.
 FILES = {
-    "train_gpt2": """
-wandb_log = True # or --wandb_log=False
-wandb_project = 'owt'
-wandb_run_name='gpt2-124M'
-batch_size = 12
-block_size = 1024
-gradient_accumulation_steps = 5 * 8
-max_iters = 600000
-lr_decay_iters = 600000
-eval_interval = 1000
-eval_iters = 200
-log_interval = 10
-weight_decay = 1e-1
-""",
-    "train_shakespeare_char": """
-out_dir = 'out-shakespeare-char'
-eval_interval = 250
-eval_iters = 200
-log_interval = 10
-always_save_checkpoint = False
-wandb_log = False
-wandb_project = 'shakespeare-char'
-wandb_run_name = 'mini-gpt'
-dataset = 'shakespeare_char'
-gradient_accumulation_steps = 1
-batch_size = 64
-block_size = 256
-n_layer = 6
-n_head = 6
-n_embd = 384
-dropout = 0.2
-learning_rate = 1e-3
-max_iters = 5000
-lr_decay_iters = 5000
-min_lr = 1e-4
-beta2 = 0.99
-warmup_iters = 100
-""",
-    "finetune_shakespeare": """
-import time
-out_dir = 'out-shakespeare'
-eval_interval = 5
-eval_iters = 40
-wandb_log = False
-wandb_project = 'shakespeare'
-wandb_run_name = 'ft-' + str(time.time())
-dataset = 'shakespeare'
-init_from = 'gpt2-xl'
-always_save_checkpoint = False
-batch_size = 1
-gradient_accumulation_steps = 32
-max_iters = 20
-learning_rate = 3e-5
-decay_lr = False
-""",
-    "eval_gpt2": """
-batch_size = 8
-eval_iters = 500
-eval_only = True
-wandb_log = False
-init_from = 'gpt2'
-""",
+    "train_gpt2": (
+        "wandb_log = True # or --wandb_log=False\nwandb_run_name='gpt2-124M'\nblock_size = 1024\n"
+        "gradient_accumulation_steps = 5 * 8\nmax_iters = 600000\nweight_decay = 1e-1\n",
+        dict(tracker="wandb", wandb_run_name="gpt2-124M", block_size=1024, max_iters=600_000)
+        | dict(gradient_accumulation_steps=40, weight_decay=0.1),
+    ),
+    "finetune_shakespeare": (
+        "import time\nwandb_log = False\nwandb_run_name = 'ft-' + str(time.time())[:0]\n"
+        "init_from = 'gpt2-xl'\nalways_save_checkpoint = False\ndecay_lr = False\n",
+        dict(tracker="none", wandb_run_name="ft-", init_from="gpt2-xl", warmup_iters=0)
+        | dict(always_save_checkpoint=False, lr_schedule="constant"),
+    ),
+    "eval_gpt2": (
+        "eval_iters = 500\neval_only = True\ninit_from = 'gpt2'\n",
+        dict(eval_iters=500, eval_only=True, init_from="gpt2"),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_settings_of_nanogpts_config_files_load(name, tmp_path):
-    path = tmp_path / f"{name}.py"
-    path.write_text(FILES[name])
-    config = load_config([str(path)])
-    if name == "train_gpt2":
-        assert config.gradient_accumulation_steps == 40 and config.tracker == "wandb"
+@pytest.mark.parametrize("text, expected", FILES.values(), ids=FILES)
+def test_the_settings_of_nanogpts_config_files_load(text, expected, tmp_path):
+    (tmp_path / "c.py").write_text(text)
+    assert load_config([str(tmp_path / "c.py")]) == dataclasses.replace(Config(), **expected)
 
 
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    max_iters=2,
-    eval_interval=2,
-    eval_tokens=64,
-)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens", [900], [200])
-
-
-def test_a_resumed_fine_tuning_keeps_the_vocabulary_of_its_initial_weights(tokens, tmp_path):
-    """Keep the head's 61 rows instead of padding them to 128 (GPT-2's 50257, to 50304)."""
-    random_gpt2(tmp_path / "hf", vocab_size=61)
-    sizes = dict(n_layer=2, bias=True, dataset=tokens, out_dir=tmp_path / "run")
-    train(**TINY | sizes, init_from=tmp_path / "hf")
-    train(**TINY | sizes | dict(max_iters=4), init_from="resume")
-    assert len(checkpoint(tmp_path / "run", 4)["model"]["lm_head.weight"]) == 61
+TINY = dict(n_layer=1, max_iters=2, eval_interval=2, eval_tokens=64)
 
 
 def stopped(**keys) -> Result:
@@ -138,16 +59,16 @@ def stopped(**keys) -> Result:
     return trainer.launch(**keys)
 
 
-def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path, monkeypatch):
+def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, monkeypatch):
     """
     Resume however the run ended, even if another command resumed it in between or the path is
     spelt differently, and say from which weights the run began and which keys differ. --eval_only
-    evaluates those weights. Other weights, and scratch, are refused.
+    evaluates those weights. Other weights, and scratch, are refused. The head keeps its 61 rows,
+    instead of padding them to 128.
     """
     monkeypatch.chdir(tmp_path)
     random_gpt2(tmp_path / "hf", vocab_size=61)
-    keys = TINY | dict(n_layer=2, bias=True, dataset=tokens, out_dir="run", max_iters=8)
-    command = keys | dict(init_from="hf")
+    command = tiny | dict(n_layer=2, bias=True, out_dir="run", max_iters=8, init_from="hf")
     out = stopped(**command).out
     assert "weights: hf" in out
     (again,) = re.findall(r"^to continue: python .*", out, re.MULTILINE)
@@ -161,9 +82,9 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path
         assert f"resume: learning_rate = {n / 1000} (the checkpoint had" in out
         assert "resume: init_from" not in out
     train(**command)
+    assert len(checkpoint(tmp_path / "run", 8)["model"]["lm_head.weight"]) == 61
     for others in ("scratch", "gpt2"):
-        refused = run("train.py", *flags(**command | dict(init_from=others)))
-        assert refused.code == 2 and "--out_dir" in refused.err
+        refused(run("train.py", *flags(**command | dict(init_from=others))), "another --out_dir")
     done = train(**command | dict(learning_rate=1e-5)).out
     assert "all 8 iterations are done" in done and "resume: learning_rate = 1e-05" in done
 
@@ -171,61 +92,29 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tokens, tmp_path
 # -----------------------------------------------------------------------------
 # nanoGPT's folder: out-NAME/ckpt.pt, and the characters in data/NAME/meta.pkl
 
-CHARACTERS = sorted(set("to be or not to be, that is the question:\n"))
-
 
 @pytest.fixture
 def nanogpt(tmp_path) -> Path:
-    """Create nanoGPT's folders, with a dataset and a checkpoint of 16 characters."""
-    letters = dict(enumerate(CHARACTERS))
-    meta = dict(vocab_size=len(letters), itos=letters, stoi={c: i for i, c in letters.items()})
-    data = tmp_path / "data" / "shakespeare_char"
-    data.mkdir(parents=True)
-    (data / "meta.pkl").write_bytes(pickle.dumps(meta))
-    for split in ("train", "val"):
-        (data / f"{split}.bin").write_bytes(b"\1\0\2\0\3\0" * 300)
-    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, bias=False)
-    args = sizes | dict(vocab_size=len(letters), dropout=0.0)
-    state = dict(
-        model=GPT(GPTConfig(**args)).state_dict(),
-        optimizer=dict(state={}, param_groups=[]),
-        model_args=args,
-        iter_num=2000,
-        best_val_loss=torch.tensor(1.4697),
-        config=dict(dataset="shakespeare_char", out_dir="out-shakespeare-char"),
-    )
-    (tmp_path / "out-shakespeare-char").mkdir()
-    torch.save(state, tmp_path / "out-shakespeare-char" / "ckpt.pt")
-    return tmp_path
+    """Create nanoGPT's folders, with a dataset and a checkpoint of 61 characters."""
+    write_letters(tmp_path / "data" / "letters")
+    return write_nanogpts_checkpoint(tmp_path / "out-letters" / "ckpt.pt").parent
 
 
-SHORT = ("--start=to be", "--num_samples=1", "--max_new_tokens=8", "--device=cpu")
+SHORT = ("--start=tobe", "--num_samples=1", "--max_new_tokens=8", "--device=cpu")
 
 
 @pytest.mark.parametrize("given", ["--out_dir={}", "--init_from={}", "--init_from={}/ckpt.pt"])
 def test_a_nanogpt_checkpoint_is_sampled_with_the_characters_in_its_meta_pkl(given, nanogpt):
-    result = run("sample.py", given.format(nanogpt / "out-shakespeare-char"), *SHORT)
-    assert result.code == 0 and result.out.startswith("to be")
-    assert "iteration 2,000, val loss 1.4697" in result.err
+    result = run("sample.py", given.format(nanogpt), *SHORT)
+    assert result.code == 0 and result.out.startswith("tobe")
+    assert "iteration 500, val loss 2.5000" in result.err
 
 
 def test_sampling_without_meta_pkl_is_refused_until_it_is_moved_beside_ckpt_pt(nanogpt):
-    where = f"--out_dir={nanogpt / 'out-shakespeare-char'}"
-    table = (nanogpt / "data" / "shakespeare_char" / "meta.pkl").rename(nanogpt / "kept.pkl")
-    result = run("sample.py", where, *SHORT)
-    assert result.code == 2 and "data/NAME/meta.pkl beside it" in result.err
-    table.rename(nanogpt / "out-shakespeare-char" / "meta.pkl")
-    assert run("sample.py", where, *SHORT).code == 0
-
-
-def test_fine_tuning_a_nanogpt_checkpoint_keeps_its_vocabulary_unpadded(nanogpt):
-    keys = TINY | dict(n_embd=16, init_from=nanogpt / "out-shakespeare-char")
-    keys |= dict(dataset=nanogpt / "data" / "shakespeare_char", out_dir=nanogpt / "run")
-    result = run("train.py", *flags(**keys, pad_vocab_multiple=128))
-    assert result.code == 2 and "pad_vocab_multiple" in result.err
-    train(**keys)
-    state = checkpoint(nanogpt / "run", 2)
-    assert state["model_config"]["vocab_size"] == state["vocab"] == len(CHARACTERS)
+    table = (nanogpt.parent / "data" / "letters" / "meta.pkl").rename(nanogpt / "kept.pkl")
+    refused(run("sample.py", f"--out_dir={nanogpt}", *SHORT), "data/NAME/meta.pkl beside it")
+    table.rename(nanogpt / "meta.pkl")
+    assert run("sample.py", f"--out_dir={nanogpt}", *SHORT).code == 0
 
 
 # -----------------------------------------------------------------------------
@@ -284,14 +173,16 @@ def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path):
     assert calls.LayerNorm(4, False).bias is None and calls.LayerNorm(4, bias=True).eps == 1e-5
 
 
-def test_the_lines_of_code_in_the_table_of_from_nanogpt_md_run(tokens, tmp_path):
-    train(**TINY, dataset=tokens, out_dir=tmp_path)
+def test_the_lines_of_code_in_the_table_of_from_nanogpt_md_run(tiny):
+    train(**tiny)
     page = (ROOT / "docs" / "from_nanogpt.md").read_text(encoding="utf-8")
     table = page.partition("| one line of code |")[2]
     lines = re.findall(r"^\|.*\| `([^`]+)` \|$", table.partition("\n\n")[0], re.MULTILINE)
     assert len(lines) == 11
     idx = torch.randint(61, (3, 8))
-    names = dict(idx=idx, targets=idx, source=str(tmp_path), vocab=61, n=4, tokens_per_second=1e5)
+    names = dict(
+        idx=idx, targets=idx, source=str(tiny["out_dir"]), vocab=61, n=4, tokens_per_second=1e5
+    )
     names |= dict(torch=torch, nn=torch.nn, Config=Config, replace=dataclasses.replace)
     names |= dict(GPT=GPT, config_from_dict=config_from_dict, generate=generate)
     names |= vars(hardware) | vars(speed) | dict(build_optimizer=build_optimizer)

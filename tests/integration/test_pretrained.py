@@ -6,26 +6,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from char_dataset import LETTERS, SHORT_RUN, T, files, sample, write_letters
-from program import (
-    checkpoint,
-    checkpoints,
-    column,
-    records,
-    run,
-    train,
+from char_dataset import (
+    LETTERS,
+    SHORT_RUN,
+    T,
+    files,
+    sample,
+    write_letters,
+    write_nanogpts_checkpoint,
 )
+from hf_reference import random_gpt2
+from program import Run, run, train
 
 # the form of nanoGPT's own config files: products, imports, strings made at run time
 NANOGPTS_CONFIG = """
 import time
 out_dir = 'out-letters'
 eval_interval = 4 # often, because this overfits
-eval_iters = 5
-log_interval = 1
 always_save_checkpoint = False
 wandb_log = False # override via command line if you like
-wandb_project = 'letters'
 wandb_run_name = 'mini-' + str(time.time())
 dataset = 'letters'
 gradient_accumulation_steps = 1 * 2
@@ -45,32 +44,6 @@ device = 'cpu'
 compile = False
 dtype = 'float32'
 """
-
-
-def write_nanogpts_checkpoint(path: Path) -> Path:
-    """Write a checkpoint as nanoGPT saves it for a compiled model."""
-    sizes = dict(n_layer=2, n_head=2, n_embd=32, block_size=T, bias=False, vocab_size=len(LETTERS))
-    generator = torch.Generator().manual_seed(0)
-    C = 32
-    shapes = {"transformer.wte.weight": (len(LETTERS), C), "transformer.wpe.weight": (T, C)}
-    for layer in range(2):
-        block = f"transformer.h.{layer}"
-        shapes |= {f"{block}.ln_1.weight": (C,), f"{block}.ln_2.weight": (C,)}
-        shapes |= {f"{block}.attn.c_attn.weight": (3 * C, C), f"{block}.attn.c_proj.weight": (C, C)}
-        shapes |= {f"{block}.mlp.c_fc.weight": (4 * C, C), f"{block}.mlp.c_proj.weight": (C, 4 * C)}
-    shapes["transformer.ln_f.weight"] = (C,)
-    weights = {}
-    for name, shape in shapes.items():
-        weight = 0.2 * torch.randn(shape, generator=generator)
-        weights[f"_orig_mod.{name}"] = weight + (len(shape) == 1)  # norms around 1
-    weights["_orig_mod.lm_head.weight"] = weights["_orig_mod.transformer.wte.weight"]
-    # the causal mask, which old checkpoints hold
-    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()
-    state = dict(model=weights, optimizer={}, model_args=sizes | dict(dropout=0.0), iter_num=500)
-    state |= dict(best_val_loss=torch.tensor(2.5), config=dict(dataset="letters"))
-    path.parent.mkdir(parents=True)
-    torch.save(state, path)
-    return path
 
 
 def loss_by_transformers(folder: Path, ids: np.ndarray) -> float:
@@ -97,48 +70,52 @@ def test_nanogpts_config_and_data_folder_train_unchanged(tmp_path, monkeypatch):
     Path("letters.py").write_text(NANOGPTS_CONFIG)
     result = run("train.py", "letters.py")
     assert result.code == 0, result.err
-    run_folder = Path("out-letters")
-    (config,) = column(run_folder, "start", "config")
-    assert config["tracker"] == "none"
-    assert config["dropout"] == 0.2
-    assert [record["iter"] for record in records(run_folder, "eval")] == [0, 4, 8]
-    # a tokenizer of single characters
-    assert column(run_folder, "start", "tokenizer")[0].startswith("char")
+    ended = Run("out-letters")
+    (config,) = ended.column("start", "config")
+    assert (config["tracker"], config["dropout"]) == ("none", 0.2)
+    assert ended.evals("iter") == [0, 4, 8]
+    assert ended.column("start", "tokenizer")[0].startswith("char")  # of single characters
     (text,) = sample("letters.py", "--start=abc", "--num_samples=1", "--max_new_tokens=9")
-    assert text.startswith("abc")
-    assert set(text) <= set(LETTERS)
+    assert text.startswith("abc") and set(text) <= set(LETTERS)
 
 
-def test_a_nanogpt_checkpoint_can_be_sampled_exported_evaluated_and_fine_tuned(
-    tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("kind", ["nanoGPT", "Hugging Face"])
+def test_weights_can_be_sampled_evaluated_fine_tuned_and_exported(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write_letters(Path("nanoGPT/data/letters"))
-    ckpt = write_nanogpts_checkpoint(Path("nanoGPT/out-letters/ckpt.pt"))
-    Path("letters.py").write_text(NANOGPTS_CONFIG)
-    greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
-    text = sample("--out_dir=nanoGPT/out-letters", *greedy)
-    assert sample(f"--init_from={ckpt}", *greedy) == text
+    weights = Path("hf")
+    if kind == "nanoGPT":
+        weights = write_nanogpts_checkpoint(Path("nanoGPT/out-letters/ckpt.pt"))
+        greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
+        text = sample("--out_dir=nanoGPT/out-letters", *greedy)
+        assert sample(f"--init_from={weights}", *greedy) == text
+        assert run("convert.py", "ckpt-to-hf", weights, "hf").code == 0
+    else:
+        random_gpt2(weights, n_positions=2 * T, vocab_size=len(LETTERS))
+    val = np.fromfile(data / "val.bin", "<u2")
+    before = loss_by_transformers(Path("hf"), val)
 
-    assert run("convert.py", "ckpt-to-hf", ckpt, "hf").code == 0
-    expected = loss_by_transformers(Path("hf"), np.fromfile(data / "val.bin", "<u2"))
+    # the sizes come from the weights, except for a shorter context
+    names = ("n_layer", "n_head", "n_embd")
+    keys = {name: value for name, value in SHORT_RUN.items() if name not in names}
+    keys |= dict(dataset=data, init_from=weights, eval_tokens=20 * T)
+    there = files(tmp_path)
+    out = train(**keys, out_dir="tuned", eval_only=True).out
+    # GPT-2's GELU, as transformers computes it; nanoGPT's would move the loss by less than this
+    assert evaluation_in(out) == pytest.approx(before, abs=1e-4)
+    assert files(tmp_path) == there  # an evaluation writes nothing
 
-    before = files(tmp_path)
-    where = (f"--dataset={data}", f"--init_from={ckpt}", "--out_dir=tuned")
-    evaluation = ("--eval_only=True", f"--eval_tokens={20 * T}")
-    result = run("train.py", "letters.py", *where, *evaluation)
-    assert result.code == 0, result.err
-    # the program computes GPT-2's GELU, as transformers does; nanoGPT's would move the loss by less
-    # than this tolerance
-    assert evaluation_in(result.out) == pytest.approx(expected, abs=1e-4)
-    assert files(tmp_path) == before  # an evaluation writes nothing
-
-    result = run("train.py", "letters.py", *where)
-    assert result.code == 0, result.err
-    losses = column(Path("tuned"), "eval", "val_loss")
-    assert losses[-1] < losses[0] - 0.5
-    state = checkpoint(Path("tuned"), 8)["model"]
-    assert len(state["transformer.wte.weight"]) == len(LETTERS)  # new rows would be noise
+    train(**keys, out_dir="tuned")
+    ran = Run("tuned")
+    losses = ran.evals("val_loss")
+    assert losses[0] == pytest.approx(before, abs=1e-5)
+    assert losses[-1] < before - 0.5
+    # new rows would be noise
+    assert len(ran.state()["model"]["transformer.wte.weight"]) == len(LETTERS)
+    assert run("convert.py", "ckpt-to-hf", "tuned", "tuned-hf").code == 0
+    # the export is of the best evaluation; transformers adds float32 in a different order
+    after = loss_by_transformers(Path("tuned-hf"), val)
+    assert after == pytest.approx(min(losses), abs=1e-5)
 
 
 def test_weights_keep_their_bias_and_padding_and_say_which_flags_to_type(tmp_path, monkeypatch):
@@ -154,51 +131,20 @@ def test_weights_keep_their_bias_and_padding_and_say_which_flags_to_type(tmp_pat
     for its in (4, 6):  # the second launch resumes the first
         result = run("train.py", *where, *asked, f"--max_iters={its}")
         assert result.code == 0, result.err
-    assert column(Path("more"), "start", "config")[-1]["bias"] is False
+    assert Run("more").column("start", "config")[-1]["bias"] is False
 
 
-def test_a_hugging_face_model_can_be_evaluated_fine_tuned_and_exported(corpus, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = dict(n_positions=2 * T, n_layer=2, n_head=2, n_embd=32, vocab_size=61)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    for parameter in theirs.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    theirs.save_pretrained(tmp_path / "hf")
-    val = np.fromfile(corpus / "val_000000.bin", "<u2")[512:]
-    before = loss_by_transformers(tmp_path / "hf", val)
-
-    # the sizes come from the weights, except for a shorter context
-    names = ("n_layer", "n_head", "n_embd")
-    given = {name: value for name, value in SHORT_RUN.items() if name not in names}
-    given |= dict(dataset=corpus, init_from=tmp_path / "hf", eval_tokens=20 * T)
-    result = train(**given, out_dir=tmp_path / "none", eval_only=True)
-    assert evaluation_in(result.out) == pytest.approx(before, abs=1e-4)
-    assert not (tmp_path / "none").exists()
-
-    train(**given, out_dir=tmp_path / "tuned")
-    losses = column(tmp_path / "tuned", "eval", "val_loss")
-    assert losses[0] == pytest.approx(before, abs=1e-5)
-    assert losses[-1] < before - 0.5
-    result = run("convert.py", "ckpt-to-hf", tmp_path / "tuned", tmp_path / "tuned-hf")
-    assert result.code == 0, result.err
-    # the export is of the best evaluation; transformers adds float32 in a different order
-    after = loss_by_transformers(tmp_path / "tuned-hf", val)
-    assert after == pytest.approx(min(losses), abs=1e-5)
-
-
-def test_a_new_run_can_start_from_another_runs_weights(gpt2, letters, tmp_path):
-    other = write_letters(tmp_path / "other")
-    given = SHORT_RUN | dict(learning_rate=1e-3, dropout=0.1, max_iters=4)
+def test_a_new_run_can_start_from_another_runs_weights(gpt2, tmp_path):
+    other, ran = write_letters(tmp_path / "other"), Run(tmp_path / "tuned")
+    given = SHORT_RUN | dict(learning_rate=1e-3, dropout=0.1, dataset=other, out_dir=ran.out_dir)
     before = files(gpt2)
-    train(**given, dataset=other, init_from=gpt2, out_dir=tmp_path / "tuned")
-    assert column(tmp_path / "tuned", "eval", "iter") == [0, 4]
-    assert column(tmp_path / "tuned", "step", "lr")[0] < 1e-3  # warms up again
-    newest = column(gpt2, "eval", "val_loss")[-1]
-    assert column(tmp_path / "tuned", "eval", "val_loss")[0] == pytest.approx(newest, abs=1e-6)
-    assert checkpoint(tmp_path / "tuned", 4)["optimizer"]["state"][0]["step"] == 4
+    train(**given | dict(max_iters=4), init_from=gpt2)
+    assert ran.evals("iter") == [0, 4]
+    assert ran.steps("lr")[0] < 1e-3  # warms up again
+    newest = Run(gpt2).evals("val_loss")[-1]
+    assert ran.evals("val_loss")[0] == pytest.approx(newest, abs=1e-6)
+    assert ran.state()["optimizer"]["state"][0]["step"] == 4
     assert files(gpt2) == before
     # the new run is resumed like any other
-    given |= dict(max_iters=6)
-    train(**given, dataset=other, init_from="resume", out_dir=tmp_path / "tuned")
-    assert checkpoints(tmp_path / "tuned") == [4, 6]
+    train(**given | dict(max_iters=6), init_from="resume")
+    assert ran.saved == [4, 6]

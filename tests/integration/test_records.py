@@ -1,23 +1,17 @@
-"""Check what other programs read from a run: its log lines, metrics.jsonl and the loss curve."""
+"""Check what a run prints, and what other programs read: its log lines and metrics.jsonl."""
 
 import itertools
 import re
-import shutil
+import shlex
 from datetime import datetime
-from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from char_dataset import SHORT_RUN, T
-from program import (
-    column,
-    records,
-    run,
-    train,
-)
+from program import InProcessRun, Result, Run, finish, flags, run, start, train
 
+TINY = dict(max_iters=4, eval_interval=2, eval_tokens=64)
 N = r"-?[\d.]+"
 ITER = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms, mfu ({N})%", re.MULTILINE)
 STEP = re.compile(rf"^step (\d+): train loss ({N}), val loss ({N})", re.MULTILINE)
@@ -36,11 +30,8 @@ FIELDS = dict(
 
 
 @pytest.fixture(scope="module")
-def logged(corpus, tmp_path_factory) -> tuple[Path, str]:
-    """
-    Train a run with all kinds of records, which skips the update of iteration 4, and return its
-    folder and output.
-    """
+def logged(corpus, tmp_path_factory) -> tuple[Run, Result]:
+    """Train a run with all kinds of records, which skips the update of iteration 4."""
     out_dir = tmp_path_factory.mktemp("logged") / "run"
     backward = torch.Tensor.backward
     calls = itertools.count()
@@ -52,22 +43,20 @@ def logged(corpus, tmp_path_factory) -> tuple[Path, str]:
     changes = dict(sample_tokens=5, peak_tflops=0.01, log_interval=2)
     with mock.patch.object(torch.Tensor, "backward", spoilt):
         result = train(**SHORT_RUN | changes, dataset=corpus, out_dir=out_dir)
-    return out_dir, result.out
+    return Run(out_dir), result
 
 
 def test_scripts_that_parse_nanogpts_log_lines_can_parse_ours(logged):
-    out_dir, out = logged
+    ran, (_, out, _) = logged
     lines = ITER.findall(out)
-    fields = ("iter", "loss", "step_ms", "mfu")
-    expected = [
+    assert lines == [
         (str(it), f"{loss:.4f}", f"{ms:.2f}", f"{100 * mfu:.2f}")
-        for it, loss, ms, mfu in column(out_dir, "step", *fields)
+        for it, loss, ms, mfu in ran.steps("iter", "loss", "step_ms", "mfu")
     ]
-    assert lines == expected
     assert [int(line[0]) for line in lines] == [0, 2, 4, 6, 7]
     evaluations = [
         (str(it), f"{train_loss:.4f}", f"{val_loss:.4f}")
-        for it, train_loss, val_loss in column(out_dir, "eval", "iter", "train_loss", "val_loss")
+        for it, train_loss, val_loss in ran.evals("iter", "train_loss", "val_loss")
     ]
     assert STEP.findall(out) == evaluations
     assert [int(line[0]) for line in evaluations] == [0, 4, 8]
@@ -75,36 +64,103 @@ def test_scripts_that_parse_nanogpts_log_lines_can_parse_ours(logged):
 
 
 def test_each_kind_of_record_in_metrics_jsonl_has_its_fields(logged):
-    out_dir, _ = logged
-    found: dict[str, set] = {}
-    for record in records(out_dir):
-        names = frozenset(record) - {"kind", "time"}
-        found.setdefault(record["kind"], set()).add(names)
+    for record in logged[0].records():
+        assert record.keys() - {"kind", "time"} == set(FIELDS[record["kind"]].split())
         assert datetime.fromisoformat(record["time"]).tzinfo
-    assert found.keys() == FIELDS.keys()
-    for kind, sets in found.items():
-        (names,) = sets
-        assert names == set(FIELDS[kind].split()), kind
+    assert {record["kind"] for record in logged[0].records()} == FIELDS.keys()
 
 
 def test_log_txt_holds_what_the_console_showed(logged):
-    out_dir, out = logged
-    lines = (out_dir / "log.txt").read_text().splitlines()
-    assert set(ITER.findall(out)) == set(ITER.findall("\n".join(lines)))
+    ran, (_, out, _) = logged
+    lines = (ran.out_dir / "log.txt").read_text().splitlines()
     assert set(out.splitlines()) <= set(lines) | {""}
 
 
-def assert_is_picture(path: Path) -> None:
-    from matplotlib.image import imread
+def test_mfu_on_a_cpu_is_relative_to_a_measured_peak_that_a_resume_keeps(tiny, ran):
+    train(**tiny | dict(max_iters=2))
+    (first,) = ran.records("start")
+    assert first["peak_source"] == "measured"
+    assert 1e-4 < first["peak_tflops"] < 100  # one core of any CPU is in this range
+    step = ran.records("step")[-1]
+    flops = first["flops_per_token"] * step["tokens_per_sec"]
+    assert step["mfu"] == pytest.approx(flops / (first["peak_tflops"] * 1e12), rel=1e-6)
+    train(**tiny, init_from="resume")
+    assert ran.column("start", "peak_tflops") == 2 * [first["peak_tflops"]]
+    assert ran.state()["peak"]["tflops"] == pytest.approx(first["peak_tflops"])
 
-    pixels = imread(path)
-    assert min(pixels.shape[:2]) > 200
-    colours = np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)
-    assert len(colours) > 20  # not a blank page
+
+def test_console_and_log_begin_with_the_command_in_a_form_to_paste(tiny, tmp_path):
+    config, out_dir = tmp_path / "mine.py", tmp_path / "a run"
+    config.write_text(f"dataset = {str(tiny.pop('dataset'))!r}\n", "utf-8")
+    typed = [str(config), *flags(**tiny | dict(out_dir=out_dir))]
+    result = run("train.py", *typed)
+    lines = result.out.splitlines()
+    assert (out_dir / "log.txt").read_text().splitlines()[:3] == lines[:3]
+    label, python, _, *shown = shlex.split(lines[0])
+    assert (label, python, shown) == ("command:", "python", typed)
+    assert "float32, not compiled; peak " in result.out
+    again = run("train.py", *typed, "--init_from=auto", f"--out_dir={tmp_path / 'b'}")
+    assert again.out.startswith(f"new run: {tmp_path / 'b'} ")
 
 
 @pytest.mark.slow
-def test_compare_py_draws_a_runs_loss_curve(gpt2, tmp_path):
-    shutil.copytree(gpt2, tmp_path / "run")
-    assert run("compare.py", tmp_path / "run").code == 0
-    assert_is_picture(tmp_path / "run" / "loss.png")
+def test_a_successful_run_writes_nothing_to_stderr(tiny):
+    """
+    Undo gc.freeze() at exit. From torch 2.15 on, Triton would report the frozen objects as leaks.
+    """
+    code = "import atexit, gc, runpy; atexit.register(lambda: print('kept', gc.get_freeze_count()))"
+    code += "; runpy.run_path('train.py', run_name='__main__')"
+    ended = finish(start("-c", code, *flags(**tiny, warmup_iters=0), cold=True), timeout=300)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith("\nkept 0\n")
+
+
+def figures(result: Result) -> dict[str, float]:
+    """Return the last lines of the console: a name, a colon and a number."""
+    found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
+    names = (
+        "val_loss bits_per_byte tokens epochs hours_per_epoch seconds tokens_per_sec mfu mem_gib"
+    )
+    return {name: float(found[name]) for name in names.split()}
+
+
+def test_a_run_ends_with_its_figures_one_per_line(tiny, ran):
+    found = figures(InProcessRun(fake_clock=True).launch(**tiny, peak_tflops=1e-6))
+    assert ran.column("start", "peak_tflops", "peak_source") == [(1e-6, "peak_tflops")]
+    end, last = ran.end, ran.records("eval")[-1]
+    assert found["val_loss"] == pytest.approx(last["val_loss"], abs=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-4)
+    assert found["tokens"] == end["tokens"] == 4 * 2 * 4 * T
+    assert found["epochs"] == pytest.approx(end["tokens"] / 1237, abs=0.01)
+    for tokens_before, epoch in ran.steps("tokens", "epoch"):
+        assert epoch == pytest.approx(tokens_before / 1237)
+    assert found["hours_per_epoch"] == pytest.approx(end["hours"] / end["tokens"] * 1237, 0.01)
+    assert found["seconds"] == pytest.approx(sum(end["ledger"].values()), abs=0.06)
+    # an iteration takes ten seconds
+    assert found["tokens_per_sec"] == pytest.approx(2 * 4 * T / 10, abs=0.5)
+    assert found["mfu"] > 0 and found["mem_gib"] > 0
+
+
+def test_a_resumed_run_ends_with_total_tokens_and_seconds_but_the_speed_of_its_last_launch(
+    tiny, ran, monkeypatch
+):
+    """Give speed, MFU and peak memory of the second launch."""
+    keys = tiny | dict(peak_tflops=0.001)
+    trainer = InProcessRun(fake_clock=True)
+    trainer.seconds["iteration"] = 0.005
+    trainer.launch(**keys)
+    before = ran.end
+    # the last evaluation needs more memory than the iterations
+    peaks = iter([1.0] * 4 + [3.0] * 9)
+    monkeypatch.setattr("training.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
+    trainer.seconds["iteration"] = 0.003
+    found = figures(trainer.launch(**keys | dict(max_iters=8, init_from="resume")))
+    assert (ran.out_dir / "log.txt").read_text().count("\nval_loss: ") == 2
+    assert found["tokens"] == ran.end["tokens"] == 2 * before["tokens"]
+    assert found["seconds"] == pytest.approx(sum(ran.end["ledger"].values()), abs=0.06)
+    assert sum(ran.end["ledger"].values()) > sum(before["ledger"].values())
+    speed = before["tokens"] / 4 / 0.003
+    assert found["tokens_per_sec"] == pytest.approx(speed, abs=0.5)
+    flops = ran.column("start", "flops_per_token")[0]
+    assert found["mfu"] == pytest.approx(flops * speed / 1e9, abs=1e-4)
+    assert found["mem_gib"] == 3.0

@@ -11,46 +11,13 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
-from cases import slow_but
 from fault_injection import watched
-from program import (
-    TINY_RUN,
-    InProcessRun,
-    checkpoints,
-    column,
-    finish,
-    finish_ranks,
-    flags,
-    records,
-    sigterm,
-    start,
-    start_ranks,
-    write_tokens,
-)
+from program import InProcessRun, Run, finish, finish_ranks, flags, sigterm, start, start_ranks
 
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    n_head=1,
-    n_embd=16,
-    gradient_accumulation_steps=1,
-    lr_schedule="linear",
-    learning_rate=1.0,
-    min_lr=0.0,
-    warmup_iters=0,
-    eval_tokens=64,
-)
+TINY = dict(n_layer=1, n_head=1, n_embd=16, gradient_accumulation_steps=1, eval_tokens=64)
+TINY |= dict(lr_schedule="linear", learning_rate=1.0, min_lr=0.0, warmup_iters=0)
 HOURS = 0.25
 SECONDS = 900  # some 80 iterations of 10 s
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("hours") / "tokens", [700, 37, 500], [250])
-
-
-@pytest.fixture
-def tiny(tokens, tmp_path) -> dict:
-    return TINY | dict(dataset=tokens, out_dir=tmp_path)
 
 
 @pytest.fixture
@@ -58,61 +25,39 @@ def trainer() -> InProcessRun:
     return InProcessRun(fake_clock=True)
 
 
-def rates(out_dir) -> list[float]:
-    return column(out_dir, "step", "lr")
-
-
-def rate_at(out_dir, hours: float) -> float:
+def rate_at(ran: Run, hours: float) -> float:
     """Return the learning rate of the first iteration that ended after this many hours."""
-    return next(lr for used, lr in column(out_dir, "step", "hours", "lr") if used >= hours)
-
-
-def end_of(out_dir) -> dict:
-    (end,) = records(out_dir, "end")
-    return end
+    return next(lr for used, lr in ran.steps("hours", "lr") if used >= hours)
 
 
 # -----------------------------------------------------------------------------
 # The schedule of a timed run
 
-BY_CLOCK = {
-    "hours": dict(hours=HOURS),
-    "hours with a max_iters that is too high": dict(hours=HOURS, max_iters=1000),
-}
 
-
-@pytest.mark.parametrize("keys", slow_but("hours", of=BY_CLOCK))
-def test_a_timed_run_ends_on_time_with_its_schedule_complete(keys, trainer, tiny, tmp_path):
-    result = trainer.launch(**tiny | BY_CLOCK[keys])
+def test_a_timed_run_ends_on_time_with_its_schedule_complete(trainer, tiny, ran):
+    result = trainer.launch(**tiny, hours=HOURS)
     assert result.code == 0
     (used,) = re.findall(r" hours (\S+) of 0.25", result.out)
     assert float(used) == 0
     assert "23:15" in result.out.partition("iter 0:")[0]
     # the time left would not hold another iteration
     assert SECONDS - 20 <= trainer.now <= SECONDS
-    assert end_of(tmp_path)["reason"] == keys.partition(" ")[0]
-    rate = rates(tmp_path)
-    assert rate[0] == 1.0
-    assert rate[-1] == 0.0
+    assert ran.end["reason"] == "hours"
+    rate = ran.steps("lr")
+    assert (rate[0], rate[-1]) == (1.0, 0.0)
     # the slowest iteration, with an evaluation and two saves, takes 16 s
     assert all(0 < before - after <= 17 / SECONDS for before, after in pairwise(rate))
-    assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
+    assert rate_at(ran, HOURS / 2) == pytest.approx(0.5, abs=0.03)
     last = len(rate)
-    assert column(tmp_path, "eval", "iter")[-1] == last
+    assert ran.evals("iter")[-1] == last
     # evaluations come at each twentieth of the time; an iteration, an evaluation and a save take
     # 15 s; time is reserved for the last evaluation and save
     twentieths = [n / 20 * HOURS for n in range(21)]
-    assert column(tmp_path, "eval", "hours") == pytest.approx(twentieths, abs=20 / 3600)
-    assert checkpoints(tmp_path)[-1] == last
+    assert ran.evals("hours") == pytest.approx(twentieths, abs=20 / 3600)
+    assert ran.saved[-1] == last
 
 
-def test_a_timed_run_follows_a_given_eval_interval(trainer, tiny, tmp_path):
-    trainer.launch(**tiny, hours=HOURS, eval_interval=30)
-    its = column(tmp_path, "eval", "iter")
-    assert {0, 30, 60} <= set(its) and len(its) < 20
-
-
-def test_a_timed_run_still_ends_on_time_after_it_was_suspended(trainer, tiny, tmp_path):
+def test_a_timed_run_still_ends_on_time_after_it_was_suspended(trainer, tiny, ran):
     """Let the clock jump by five minutes, as it does for a suspended process."""
 
     def suspend():
@@ -121,47 +66,48 @@ def test_a_timed_run_still_ends_on_time_after_it_was_suspended(trainer, tiny, tm
     trainer.at["iteration", 30] = suspend
     trainer.launch(**tiny, hours=HOURS)
     assert SECONDS - 20 <= trainer.now <= SECONDS
-    assert rates(tmp_path)[-1] == 0.0
-    assert len(rates(tmp_path)) == pytest.approx(50, abs=5)
+    assert ran.steps("lr")[-1] == 0.0
+    assert len(ran.steps("lr")) == pytest.approx(50, abs=5)
 
 
-def test_a_timed_run_skips_evaluations_that_would_delay_the_last_one(trainer, tiny, tmp_path):
+def test_a_timed_run_skips_evaluations_that_would_delay_the_last_one(trainer, tiny, ran):
     trainer.seconds["evaluation"] = 40.0
     trainer.launch(**tiny, hours=HOURS, eval_interval=5)
     assert SECONDS - 20 <= trainer.now <= SECONDS
-    evaluated = column(tmp_path, "eval", "iter", "hours")
+    evaluated = ran.evals("iter", "hours")
+    assert [it for it, _ in evaluated[:3]] == [0, 5, 10]  # the interval that was given
     (before, hours), (last, _) = evaluated[-2:]
     # the last evaluation but one needs time for two, each 40 s with its save and update
     assert 3600 * hours <= SECONDS - 2 * 40
     assert last - before <= 10
-    assert last == end_of(tmp_path)["iters"]
+    assert last == ran.end["iters"]
 
 
-def test_the_warmup_of_a_timed_run_takes_at_most_a_tenth_of_its_time(trainer, tiny, tmp_path):
+def test_the_warmup_of_a_timed_run_takes_at_most_a_tenth_of_its_time(trainer, tiny, ran):
     trainer.launch(**tiny | dict(warmup_iters=2000), hours=HOURS)
-    rate = rates(tmp_path)
+    rate = ran.steps("lr")
     assert rate.index(max(rate)) == pytest.approx(len(rate) / 10, abs=2)
     assert max(rate) > 0.95
     assert rate[-1] == 0.0
 
 
-def test_lr_decay_iters_ends_the_decay_of_a_timed_run_earlier(trainer, tiny, tmp_path):
+def test_lr_decay_iters_ends_the_decay_of_a_timed_run_earlier(trainer, tiny, ran):
     trainer.launch(**tiny | dict(min_lr=0.1), hours=HOURS, lr_decay_iters=20)
-    rate = rates(tmp_path)
+    rate = ran.steps("lr")
     assert rate[10] == pytest.approx(0.55)
     assert rate[20:] == [0.1] * (len(rate) - 20)
     assert len(rate) > 50
 
 
-def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(trainer, tiny, tmp_path):
+def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(trainer, tiny, ran):
     trainer.launch(**tiny, hours=HOURS, max_iters=41)
-    assert end_of(tmp_path)["reason"] == "max_iters"
-    assert len(rates(tmp_path)) == 41
-    assert rates(tmp_path)[20] == pytest.approx(0.5)
-    assert rates(tmp_path)[-1] == 0.0
+    assert ran.end["reason"] == "max_iters"
+    assert len(ran.steps("lr")) == 41
+    assert ran.steps("lr")[20] == pytest.approx(0.5)
+    assert ran.steps("lr")[-1] == 0.0
 
 
-def test_max_iters_in_a_config_file_does_not_limit_a_timed_run(trainer, tiny, tmp_path):
+def test_max_iters_in_a_config_file_does_not_limit_a_timed_run(trainer, tiny, ran, tmp_path):
     """
     Ignore a file's max_iters and lr_decay_iters when --hours is typed, because they belong to a run
     that counts iterations.
@@ -169,40 +115,31 @@ def test_max_iters_in_a_config_file_does_not_limit_a_timed_run(trainer, tiny, tm
     file = tmp_path / "config.py"
     file.write_text("max_iters = 5\nlr_decay_iters = 4\n")
     trainer.launch(file, **tiny, hours=HOURS)
-    assert len(rates(tmp_path)) > 50
-    assert rate_at(tmp_path, HOURS / 2) == pytest.approx(0.5, abs=0.03)
+    assert len(ran.steps("lr")) > 50
+    assert rate_at(ran, HOURS / 2) == pytest.approx(0.5, abs=0.03)
 
 
-BUSY = pytest.param(3, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("busy", [0, BUSY])
-def test_a_run_by_hours_ends_on_time_in_real_time(busy, tiny, tmp_path):
-    """Run beside `busy` other processes that use all the CPU time they get."""
-    seconds = 20 if busy else 3
-    keys = tiny | dict(hours=seconds / 3600, learning_rate=0.01)
+def test_a_run_by_hours_ends_on_time_in_real_time(tiny, ran):
+    seconds = 3
     finish(start("-c", "pass"))  # the first process waits until torch is imported
-    others = [start("-c", "while True: pass") for _ in range(busy)]
     began = time.time()
+    keys = tiny | dict(hours=seconds / 3600, learning_rate=0.01)
     result = finish(start("train.py", *flags(**keys)))
-    for other in others:
-        other.kill()
-        finish(other)
     assert result.code == 0, result.err
     # The run is over at its last record. Leaving Python takes 0.3 s, and 2 s on a busy machine.
-    took = (tmp_path / "metrics.jsonl").stat().st_mtime - began
+    took = (ran.out_dir / "metrics.jsonl").stat().st_mtime - began
     # the process needs up to 0.3 s to begin; a busy machine may hold up a last save
     assert 0.9 * seconds <= took <= 1.1 * seconds + 0.5
-    assert end_of(tmp_path)["reason"] == "hours"
+    assert ran.end["reason"] == "hours"
     # the schedule begins with the first iteration, not with the start-up
-    assert rates(tmp_path)[0] == 0.01
-    assert rates(tmp_path)[-1] == 0.0
+    assert ran.steps("lr")[0] == 0.01
+    assert ran.steps("lr")[-1] == 0.0
     # rates follow the time left when an iteration begins; a busy machine holds up a few iterations
-    *begins, end = 0.0, *column(tmp_path, "step", "hours")
-    pairs = zip(begins, rates(tmp_path), strict=True)
+    *begins, end = 0.0, *ran.steps("hours")
+    pairs = zip(begins, ran.steps("lr"), strict=True)
     assert statistics.median(abs(lr - 0.01 * (1 - at / end)) for at, lr in pairs) < 0.0005
     # an evaluation at the start, and one in each twentieth unless the machine was held up
-    assert 15 <= len(records(tmp_path, "eval")) <= 21
+    assert 15 <= len(ran.records("eval")) <= 21
 
 
 # ten seconds an iteration for one rank, and seven for the other
@@ -219,7 +156,7 @@ TWO_CLOCKS = watched(
 
 
 @pytest.mark.slow
-def test_all_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
+def test_all_ranks_follow_the_clock_of_the_first(tiny, ran):
     """
     Give the second rank a slower clock. By its own clock it would train at other rates, and longer
     than the first.
@@ -228,83 +165,73 @@ def test_all_ranks_follow_the_clock_of_the_first(tiny, tmp_path):
     processes = start_ranks(2, *flags(**keys), script=TWO_CLOCKS)
     results = finish_ranks(processes, timeout=60)
     assert [result.code for result in results] == [0, 0]
-    assert len(rates(tmp_path)) in (35, 36)
-    assert rates(tmp_path)[-1] == 0.0
+    assert len(ran.steps("lr")) in (35, 36)
+    assert ran.steps("lr")[-1] == 0.0
     # the slowest rank's time for an iteration
-    assert set(column(tmp_path, "step", "step_ms")) == {10_000}
+    assert set(ran.steps("step_ms")) == {10_000}
 
 
 # -----------------------------------------------------------------------------
 # Resuming timed runs
 
-MORE = {
-    "hours": (dict(hours=0.1), dict(hours=0.2)),
-    "max_iters": (dict(max_iters=30), dict(max_iters=60)),
-}
 
+def test_a_finished_run_resumes_only_if_it_is_given_more_time(trainer, tiny, ran):
+    """test_resume.py gives a finished run more iterations."""
+    trainer.launch(**tiny, hours=0.1)
+    iterations = len(ran.steps("lr"))
+    log = (ran.out_dir / "metrics.jsonl").read_bytes()
+    result = trainer.launch(**tiny, hours=0.1, init_from="auto")
+    assert result.code == 0 and "another --hours" in result.out
+    assert (ran.out_dir / "metrics.jsonl").read_bytes() == log
 
-@pytest.mark.parametrize("key", slow_but("hours", of=MORE))
-def test_a_finished_run_resumes_only_if_it_is_given_more_time_or_iterations(
-    key, trainer, tiny, tmp_path
-):
-    first, more = MORE[key]
-    tiny |= dict(eval_interval=1000)
-    trainer.launch(**tiny | first)
-    iterations = len(rates(tmp_path))
-    assert rates(tmp_path)[-1] == pytest.approx(0.0, abs=0.04)  # a thirtieth with max_iters
-    log = (tmp_path / "metrics.jsonl").read_bytes()
-    result = trainer.launch(**tiny | first, init_from="auto")
-    assert result.code == 0
-    assert f"another --{key}" in result.out
-    assert (tmp_path / "metrics.jsonl").read_bytes() == log
-
-    assert trainer.launch(**tiny | more, init_from="auto").code == 0
-    rate = rates(tmp_path)
+    assert trainer.launch(**tiny, hours=0.2, init_from="auto").code == 0
+    rate = ran.steps("lr")
     assert len(rate) == pytest.approx(2 * iterations, abs=4)
     # half of the longer schedule is over
     assert rate[iterations] == pytest.approx(0.5, abs=0.05)
     assert rate[-1] == pytest.approx(0.0, abs=0.02)
-    assert end_of(tmp_path)["reason"] == key
+    # evaluations at the second half of the twentieths
+    assert sum(hours > 0.1 for hours in ran.evals("hours")) == pytest.approx(10, abs=1)
 
 
-def test_hours_do_not_count_the_time_between_launches(trainer, tiny, tmp_path):
+def test_hours_do_not_count_the_time_between_launches(trainer, tiny, ran):
     trainer.at["iteration", 40] = sigterm
     assert trainer.launch(**tiny, hours=HOURS).code == 143
     trainer.now += 5 * 3600
     assert trainer.launch(**tiny, hours=HOURS, init_from="auto").code == 0
     assert SECONDS - 20 <= trainer.now - 5 * 3600 <= SECONDS
-    assert all(0 < before - after < 0.03 for before, after in pairwise(rates(tmp_path)))
-    assert rates(tmp_path)[-1] == 0.0
+    assert all(0 < before - after < 0.03 for before, after in pairwise(ran.steps("lr")))
+    assert ran.steps("lr")[-1] == 0.0
 
 
-def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, tmp_path):
+def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, ran):
     trainer.at["iteration", 40] = sigterm
     trainer.launch(**tiny, hours=HOURS)
-    half = rates(tmp_path)[-1]
+    half = ran.steps("lr")[-1]
     assert half == pytest.approx(0.5, abs=0.05)
     assert trainer.launch(**tiny, hours=2 * HOURS, init_from="auto").code == 0
-    assert rates(tmp_path)[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
-    assert rates(tmp_path)[-1] == 0.0
+    assert ran.steps("lr")[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
+    assert ran.steps("lr")[-1] == 0.0
     assert 2 * SECONDS - 40 <= trainer.now <= 2 * SECONDS
 
 
-def test_a_stop_between_evaluations_does_not_change_their_number(trainer, tiny, tmp_path):
+def test_a_stop_between_evaluations_does_not_change_their_number(trainer, tiny, ran):
     """Make 21 evaluations, as an uninterrupted run does."""
     trainer.at["iteration", 42] = sigterm
     trainer.launch(**tiny, hours=HOURS)
-    assert column(tmp_path, "eval", "iter")[-1] == 40  # the next one is due at 44
+    assert ran.evals("iter")[-1] == 40  # the next one is due at 44
     trainer.launch(**tiny, hours=HOURS, init_from="auto")
-    assert len(records(tmp_path, "eval")) == 21
+    assert len(ran.records("eval")) == 21
 
 
-def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, tiny, tmp_path):
+def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, tiny, ran):
     trainer.at["iteration", 20] = sigterm
     trainer.launch(**tiny, max_iters=100)
     trainer.at["iteration", 50] = sigterm
     trainer.launch(**tiny, hours=HOURS, init_from="auto")
-    assert rates(tmp_path)[-1] == pytest.approx(1 - trainer.now / SECONDS, abs=0.05)
+    assert ran.steps("lr")[-1] == pytest.approx(1 - trainer.now / SECONDS, abs=0.05)
     trainer.launch(**tiny, max_iters=100, init_from="auto")
-    assert rates(tmp_path)[50] == pytest.approx(0.5)
+    assert ran.steps("lr")[50] == pytest.approx(0.5)
     assert trainer.count["iteration"] == 100
 
 
@@ -312,16 +239,14 @@ def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, t
 # What else follows the clock
 
 
-def test_a_checkpoint_is_saved_every_ten_minutes_by_default(trainer, tiny, tmp_path):
+def test_a_checkpoint_is_saved_every_ten_minutes_by_default(trainer, tiny, ran):
     trainer.seconds |= dict(iteration=60.0, save=30.0)
     trainer.launch(**tiny, max_iters=35, eval_interval=1000)
     # ten minutes after the first evaluation, and after each save
-    assert column(tmp_path, "checkpoint", "iter") == [10, 20, 30, 35]
+    assert ran.column("checkpoint", "iter") == [10, 20, 30, 35]
 
 
-def test_a_failed_save_is_retried_every_half_minute_instead_of_every_iteration(
-    trainer, tiny, tmp_path
-):
+def test_a_failed_save_is_retried_every_half_minute_instead_of_every_iteration(trainer, tiny, ran):
     """Keep the training fast while the disk is full."""
 
     def fail():
@@ -334,7 +259,7 @@ def test_a_failed_save_is_retried_every_half_minute_instead_of_every_iteration(
     trainer.launch(**tiny, max_iters=79, eval_interval=1000, checkpoint_interval=40)
     # due at 84 s, after the first evaluation; tried again at 114 s; works at 144 s; and at the end
     assert trainer.count["save"] == 4
-    assert column(tmp_path, "checkpoint", "iter") == [70, 79]
+    assert ran.column("checkpoint", "iter") == [70, 79]
 
 
 ETA = re.compile(r"^iter (\d+): .* eta (?:(\d+)m)?(\d+)s$", re.MULTILINE)
@@ -361,7 +286,7 @@ def test_eta_counts_the_evaluations_and_saves_to_come_at_this_launchs_speed(trai
 
 
 def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resume(
-    trainer, tiny, tmp_path
+    trainer, tiny, ran
 ):
     """
     Allow the save at the stop to be missing, because a checkpoint cannot hold its own duration.
@@ -371,7 +296,7 @@ def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resu
     trainer.launch(**keys)
     trainer.now += 5000
     trainer.launch(**keys, init_from="auto")
-    ledger = end_of(tmp_path)["ledger"]
+    ledger = ran.end["ledger"]
     assert ledger["steps"] == 40 * 10
     # evaluations at 0, 8, ..., 40
     assert ledger["evaluation"] == 6 * 4
@@ -380,27 +305,17 @@ def test_the_times_in_the_end_record_add_up_to_the_wall_clock_time_across_a_resu
     assert ledger["checkpoints"] in (5 * 1, 6 * 1)
     assert sum(ledger.values()) == 40 * 10 + 6 * 4 + ledger["checkpoints"]
     assert trainer.now - 5000 == 40 * 10 + 6 * 4 + 6 * 1
-    assert end_of(tmp_path)["hours"] == pytest.approx(sum(ledger.values()) / 3600)
+    assert ran.end["hours"] == pytest.approx(sum(ledger.values()) / 3600)
 
 
-def test_a_finished_run_that_is_given_more_hours_keeps_evaluating(trainer, tiny, tmp_path):
-    trainer.launch(**tiny, hours=HOURS)
-    trainer.launch(**tiny, hours=2 * HOURS, init_from="auto")
-    # evaluations at the second half of the twentieths
-    later = [hours for hours in column(tmp_path, "eval", "hours") if hours > HOURS]
-    assert len(later) == pytest.approx(10, abs=1)
-
-
-def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(
-    trainer, tiny, tmp_path
-):
+def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(trainer, tiny, ran):
     def compile_slowly(function, **options):
         trainer.now += 100.0
         return function
 
     with mock.patch("torch.compile", compile_slowly):
         trainer.launch(**tiny | dict(compile=True), max_iters=5)
-    end = end_of(tmp_path)
+    end = ran.end
     # 100 s to compile, then an eager and a compiled evaluation, which check the compiled code
     assert end["ledger"]["compile"] == 100 + 2 * 4
     # five iterations, the evaluation at their end, and a save; InProcessRun takes the evaluation at

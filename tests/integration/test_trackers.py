@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import types
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,39 +15,10 @@ import pytest
 from cases import slow_but
 from char_dataset import write_parrot
 from fault_injection import watched
-from program import (
-    TINY_RUN,
-    InProcessRun,
-    Result,
-    checkpoints,
-    column,
-    finish,
-    flags,
-    records,
-    run,
-    start,
-    train,
-    write_tokens,
-)
+from program import InProcessRun, Result, Run, finish, flags, refused, run, start, train
 
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    gradient_accumulation_steps=1,
-    max_iters=8,
-    warmup_iters=2,
-    eval_interval=4,
-    eval_tokens=160,
-)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("side") / "tokens", [700, 500], [250])
-
-
-@pytest.fixture
-def tiny(tokens, tmp_path) -> dict:
-    return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")
+TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, warmup_iters=2)
+TINY |= dict(eval_interval=4, eval_tokens=160)
 
 
 def warnings(text: str) -> list[str]:
@@ -64,10 +34,10 @@ NANOGPTS = {
 }
 
 
-def expected_numbers(out_dir: Path) -> dict[tuple[str, int], float]:
+def expected_numbers(ran: Run) -> dict[tuple[str, int], float]:
     """Return the numbers of metrics.jsonl, keyed by their name in a tracker and the iteration."""
     found = {}
-    for record in records(out_dir, "step") + records(out_dir, "eval"):
+    for record in ran.records("step") + ran.records("eval"):
         for field, value in record.items():
             if field in ("kind", "iter", "time") or value is None:
                 continue
@@ -78,22 +48,18 @@ def expected_numbers(out_dir: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_tensorboard_shows_the_numbers_of_metrics_jsonl_even_after_a_resume(tiny, tmp_path):
+def test_tensorboard_shows_the_numbers_of_metrics_jsonl_even_after_a_resume(tiny, ran):
     module = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(module)
     keys = tiny | dict(tracker="tensorboard", peak_tflops=0.01)
     train(**keys)
     # as if killed before that save: iterations 4 to 7 are repeated
-    (tmp_path / "run" / "ckpt-00000008.pt").unlink()
+    (ran.out_dir / "ckpt-00000008.pt").unlink()
     train(**keys, init_from="resume")
-    events = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
-    found = {
-        (tag, event.step): event.value
-        for tag in events.Tags()["scalars"]
-        for event in events.Scalars(tag)
-    }
-    # TensorBoard keeps float32
-    assert found == pytest.approx(expected_numbers(tmp_path / "run"), rel=1e-6)
+    events = accumulator.EventAccumulator(str(ran.out_dir)).Reload()
+    tags = events.Tags()["scalars"]
+    found = {(tag, event.step): event.value for tag in tags for event in events.Scalars(tag)}
+    assert found == pytest.approx(expected_numbers(ran), rel=1e-6)  # TensorBoard keeps float32
     assert [event.step for event in events.Scalars("val/loss")] == [0, 4, 8]
 
 
@@ -126,57 +92,44 @@ class Wandb(types.ModuleType):
         self.fail("finish")
 
 
-def test_wandb_receives_the_numbers_of_metrics_jsonl(tiny, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    train(**tiny, tracker="wandb", peak_tflops=0.01)
-    expected = expected_numbers(tmp_path / "run")
-    # the file keeps nine digits
-    assert sys.modules["wandb"].logged == pytest.approx(expected, rel=1e-8)
-
-
-def test_wandb_continues_the_run_on_a_resume_and_begins_another_for_a_new_run(
-    tiny, tmp_path, monkeypatch
+def test_wandb_receives_the_numbers_continues_on_a_resume_and_begins_another_for_a_new_run(
+    tiny, ran, monkeypatch
 ):
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    keys = tiny | dict(tracker="wandb")
+    keys = tiny | dict(tracker="wandb", peak_tflops=0.01)
     train(**keys | dict(max_iters=4))
     result = train(**keys, init_from="resume")
-    assert wandb.ids == ["run0", "run0"]
-    assert [line for line in result.out.splitlines() if line.startswith("resume: wandb run run0")]
-    for path in (tmp_path / "run").glob("*.pt"):
+    assert wandb.logged == pytest.approx(expected_numbers(ran), rel=1e-8)  # the file has 9 digits
+    assert wandb.ids == ["run0", "run0"] and result.out.startswith("resume: wandb run run0")
+    for path in ran.out_dir.glob("*.pt"):
         path.unlink()
     train(**keys)
     assert wandb.ids[2] == "run2"
 
 
 @pytest.mark.slow
-def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, tmp_path):
+def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, ran, tmp_path):
     pytest.importorskip("wandb")
     keys = dict(wandb_log=True, wandb_project="project", wandb_run_name="named")
     command = ("train.py", *flags(**tiny | keys, learning_rate=0.0123))
     result = finish(start(*command, WANDB_MODE="offline", HOME=str(tmp_path)))
-    assert result.code == 0, result.err
-    assert not warnings(result.err)
-    (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+    assert result.code == 0 and not warnings(result.err), result.err
+    (file,) = ran.out_dir.glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()  # protobuf records, with values as JSON text
-    for (name, _), value in expected_numbers(tmp_path / "run").items():
-        assert name.encode() in content
-        assert json.dumps(value).encode() in content
-    for text in ("project", "named", "learning_rate", "0.0123"):
-        assert text.encode() in content
+    texts = {"project", "named", "learning_rate", "0.0123"}
+    for (name, _), value in expected_numbers(ran).items():
+        texts |= {name, json.dumps(value)}
+    assert not [text for text in texts if text.encode() not in content]
 
 
 @pytest.mark.parametrize("failing", slow_but("log", of=["log", "finish"]))
-def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(
-    failing, tiny, tmp_path, monkeypatch
-):
+def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny, ran, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
-    result = train(**tiny, tracker="wandb")
-    (line,) = warnings(result.err)
+    (line,) = warnings(train(**tiny, tracker="wandb").err)
     assert "no network" in line
-    assert line in (tmp_path / "run" / "log.txt").read_text()
-    assert checkpoints(tmp_path / "run")[-1] == 8
+    assert line in (ran.out_dir / "log.txt").read_text()
+    assert ran.saved[-1] == 8
 
 
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder wandb/
@@ -187,8 +140,7 @@ def test_the_error_of_a_tracker_that_is_not_installed_names_the_package(
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "wandb", found)
-    result = run("train.py", *flags(**tiny, tracker=tracker))
-    assert result.code == 2 and f"pip install {tracker}" in result.err
+    refused(run("train.py", *flags(**tiny, tracker=tracker)), f"pip install {tracker}")
 
 
 def train_long(**keys) -> Result:
@@ -204,48 +156,43 @@ def train_long(**keys) -> Result:
 
 
 @pytest.mark.slow
-def test_the_last_loss_curve_is_not_blank_and_is_newer_than_the_complete_log(tiny, tmp_path):
+def test_the_last_loss_curve_is_not_blank_and_is_newer_than_the_complete_log(tiny, ran):
     from matplotlib.image import imread
 
     train_long(**tiny)
-    picture = tmp_path / "run" / "loss.png"
+    picture = ran.out_dir / "loss.png"
     pixels = imread(picture)
     assert min(pixels.shape[:2]) > 200
     assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20  # not a blank page
     # the picture was begun after the last record
-    assert picture.stat().st_mtime_ns > (tmp_path / "run" / "metrics.jsonl").stat().st_mtime_ns
+    assert picture.stat().st_mtime_ns > (ran.out_dir / "metrics.jsonl").stat().st_mtime_ns
 
 
 @pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
 def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(
-    python, tiny, tmp_path, monkeypatch
+    python, tiny, ran, monkeypatch
 ):
     """Simulate a machine without matplotlib, and one that cannot start a process."""
     monkeypatch.setattr(sys, "executable", python)
-    result = train_long(**tiny)
-    (line,) = warnings(result.err)
-    assert "loss.png" in line
-    assert checkpoints(tmp_path / "run")[-1] == 8
+    (line,) = warnings(train_long(**tiny).err)
+    assert "loss.png" in line and ran.saved[-1] == 8
 
 
-def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, tmp_path):
+def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, ran, tmp_path):
     """Sample from a byte-level model that generates ESC, which a terminal would obey."""
     keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
-    train(**keys)
-    escapes = write_parrot(tmp_path / "run", tmp_path / "escapes.pt", token=27)
-    changes = dict(init_from=escapes, out_dir=tmp_path / "sampling")
-    changes |= dict(max_iters=1, learning_rate=0, min_lr=0, sample_tokens=3)
+    train(**keys | dict(out_dir=tmp_path / "plain"))
+    escapes = write_parrot(tmp_path / "plain", tmp_path / "escapes.pt", token=27)
+    changes = dict(init_from=escapes, max_iters=1, learning_rate=0, min_lr=0, sample_tokens=3)
     result = train(**keys | changes)
-    assert column(tmp_path / "sampling", "sample", "text") == ["\x1b\x1b\x1b"]
-    for text in (result.out, (tmp_path / "sampling" / "log.txt").read_text()):
-        assert r"\x1b\x1b\x1b" in text
-        assert "\x1b" not in text
+    assert ran.column("sample", "text") == ["\x1b\x1b\x1b"]
+    for text in (result.out, (ran.out_dir / "log.txt").read_text()):
+        assert r"\x1b\x1b\x1b" in text and "\x1b" not in text
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-def test_a_run_whose_stdout_is_on_a_full_disk_trains_on(tiny, tmp_path):
+def test_a_run_whose_stdout_is_on_a_full_disk_trains_on(tiny, ran):
     full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     result = finish(start(*watched(before=full), *flags(**tiny)))
     assert (result.code, result.err) == (0, "")
-    assert checkpoints(tmp_path / "run")[-1] == 8
-    assert "iter 7:" in (tmp_path / "run" / "log.txt").read_text()
+    assert ran.saved[-1] == 8 and "iter 7:" in (ran.out_dir / "log.txt").read_text()
