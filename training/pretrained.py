@@ -263,10 +263,9 @@ def read_checkpoint(path: Path) -> dict:
         problem = "is not a checkpoint of this program or of nanoGPT"
         raise UserError(f"{path}: {problem}; it has no model_args, but {held}")
     config = GPTConfig(**state["model_args"])
-    weights = {}
-    for name, tensor in state["model"].items():
-        if not name.endswith(".attn.bias"):  # a causal mask, which old checkpoints contain
-            weights[plain_name(name)] = tensor.float()
+    weights = {plain_name(name): tensor.float() for name, tensor in state["model"].items()}
+    for name in [name for name in weights if name.endswith(".attn.bias")]:
+        del weights[name]  # a causal mask, which old checkpoints contain
     vocab, tokenizer = find_tokenizer(path, config.vocab_size, state)
     return dict(
         model=weights,
