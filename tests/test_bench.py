@@ -75,7 +75,7 @@ def bench(*arguments: str, **keys) -> tuple[dict, str]:
 # One configuration
 
 
-# iterations of 9, 9, 5, 0.25, 0.25, ... seconds in two micro-batches each, in which three threads work
+# iterations of 9, 9, 5, 0.25, 0.25, ... seconds in two micro-batches each; three threads work
 CLOCK = """
 import time, torch
 backward, now, halves = torch.Tensor.backward, [0.0], iter([4.5] * 4 + [2.5] * 2)
