@@ -19,7 +19,6 @@ import getpass
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -111,9 +110,9 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]
     fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes]
 
-    def bench(*arguments: str, script: str = "bench.py") -> list[str]:
+    def bench(*arguments: str) -> list[str]:
         size = f"--tokens_per_iter={tokens}"
-        return [PYTHON, f"{ROOT / script}", *arguments, size, "--dataset=random"]
+        return [PYTHON, f"{ROOT / 'bench.py'}", *arguments, size, "--dataset=random"]
 
     train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={train_tokens}"]
     train += ["--dataset=python_stdlib", "--lr_decay_iters=50", "--warmup_iters=10"]
@@ -148,14 +147,6 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "plan": (120, bench("plan", *classic)),
         "sweep": (300, bench("sweep", *classic, "--compile=False")),
     }
-    if options.nanogpt:
-        nanogpt = f"--nanogpt={options.nanogpt.resolve()}"
-        found["peer"] = (600, bench(*classic, nanogpt, script="dev/compare_nanogpt.py"))
-    compare_modded = ROOT / "dev" / "compare_modded.py"
-    if options.modded and compare_modded.exists():
-        real = "--n_layer=12 --n_head=6 --n_embd=768 --block_size=1024 --max_iters=60".split()
-        size = [] if options.dry_run else real
-        found["modded"] = (600, [PYTHON, f"{compare_modded}", f"{options.modded.resolve()}", *size])
     if not Path(fast[0]).exists():
         del found["fast_step"], found["fp16_accumulation"], found["fast_profile"]
     elif "GeForce" not in device:  # no other GPU gains
@@ -167,10 +158,7 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
     """Run one row, and return its exit code, seconds, last lines and figures for the file."""
     figures, log, began = work / f"{name}.json", work / f"{name}.log", time.monotonic()
     figures.unlink(missing_ok=True)
-    if command[1:] and command[1] in (
-        f"{ROOT / 'bench.py'}",
-        f"{ROOT / 'dev/compare_nanogpt.py'}",
-    ):
+    if command[1:] and command[1] == f"{ROOT / 'bench.py'}":
         command = [*command, f"--json={figures}"]
     with watched_gpu(work / f"{name}.smi") as beside:
         code = run(command, log, seconds)
@@ -265,9 +253,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("card", nargs="?", choices=CARDS, default="4070")
     add("--minutes", type=float, default=10)
-    add("--copy_to", type=Path, help="a folder that gets a copy of the file after each row")
-    add("--nanogpt", type=Path, help="a checkout of nanoGPT to measure in turn")
-    add("--modded", type=Path, help="modded-nanogpt's train_gpt_simple.py, to compare losses with")
     add("--dry_run", action="store_true")
     return parser.parse_args(argv)
 
@@ -285,8 +270,6 @@ def main(argv: list[str] | None = None) -> int:
     commit = output_of("git", "describe", "--always", "--dirty") or "unknown"
     work = OUT / re.sub(r"\W+", "_", f"{device} {options.card} {commit}")
     work.mkdir(parents=True, exist_ok=True)
-    if options.copy_to:
-        options.copy_to.mkdir(parents=True, exist_ok=True)
     path = work.with_suffix(".json")
     found = dict(device=device, card=options.card, commit=commit, rows={})
     if path.exists():
@@ -304,8 +287,6 @@ def main(argv: list[str] | None = None) -> int:
         print(*row["log"][-3:], f"{name}: exit {row['exit']}, {row['seconds']} s", sep="\n")
         found["rows"][name] = without_names(row)
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if options.copy_to:
-            shutil.copy(path, options.copy_to)
     if found["rows"].get("resume", {}).get("exit") == 0:
         for checkpoint in (work / "run").glob("*.pt"):
             checkpoint.unlink()
