@@ -259,7 +259,6 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
             gradient_accumulation_steps=2,
             compile=compile,
             loss_chunk=loss_chunk,
-            dataset="none",
         )
         config = load_config([f"--{name}={value}" for name, value in flags.items()])
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
