@@ -176,34 +176,6 @@ def test_shows_at_most_eight_evaluations_that_all_runs_share(one, other, size, e
 
 
 @pytest.mark.parametrize(
-    # the interval and the end of each run, losses that both reached, and whether compare knows when
-    "one, other, reached, is_known",
-    [
-        ((20, 300), (20, 1500), (2.2, 2.0), True),  # the same run, ended after 300 iterations
-        ((30, 600), (41, 1025), (2.0, 1.8), True),
-        ((70, 1400), (400, 1600), (1.7, 1.6), False),  # 400 iterations between two evaluations
-    ],
-)
-def test_prefers_neither_of_two_runs_with_the_same_loss_curve(
-    tmp_path, one, other, reached, is_known
-):
-    """
-    Give no verdict or call the runs equal if they were evaluated at different iterations of one
-    steep loss curve. A straight line from iteration 0 would be off by 1.2 at iteration 300.
-    """
-    runs = []
-    for name, (interval, last) in (("one", one), ("other", other)):
-        losses = {it: 1.2 + 4.2 / (1 + it / 40) ** 0.8 for it in range(0, last + 1, interval)}
-        runs.append(write_run(tmp_path / name, losses))
-    for loss in reached:
-        verdicts = Table(*runs, f"--loss={loss}").verdicts
-        assert ("tokens_to_loss" in verdicts) == is_known
-        keys = ["val_loss_at_equal_iter", "val_loss_at_equal_tokens"]
-        for key in [*keys, "tokens_to_loss"] if is_known else keys:
-            assert verdicts[key].startswith("equal"), key
-
-
-@pytest.mark.parametrize(
     "loss, iterations, shown",
     [
         (1.85, 525, "525k"),  # half-way between two evaluations
@@ -226,41 +198,47 @@ def test_says_how_many_tokens_a_loss_took_if_that_is_known(loss, iterations, sho
     assert row == shown
 
 
-@pytest.mark.parametrize("before, after, loss", [(90, 110, 3.0), (75, 125, None)])
-def test_interpolates_only_between_evaluations_close_together(before, after, loss, tmp_path):
-    """
-    Interpolate at iteration 100 between evaluations 20 iterations apart, but not 50 apart: the gap
-    may be at most a fifth of the iterations so far.
-    """
-    a = write_run(tmp_path / "a", {0: 8.0, 100: 3.5})
-    b = write_run(tmp_path / "b", {0: 8.0, before: 3.1, after: 2.9})
-    figures = Table(a, b).runs["b"]
-    assert figures.get("val_loss_at_equal_iter") == (loss and pytest.approx(loss))
+def curve(interval: int, last: int) -> dict[int, float]:
+    """Evaluate a steep curve. A line from iteration 0 would be off by 1.2 at iteration 300."""
+    return {it: 1.2 + 4.2 / (1 + it / 40) ** 0.8 for it in range(0, last + 1, interval)}
 
 
-@pytest.mark.parametrize(
-    "key, values, verdict",
-    [
-        ("tok/s", [100, 100, 100], "equal"),
-        ("tok/s", [100, 99.6], "equal"),  # within half a percent
-        ("tok/s", [100, 80, 50], "a 1.25x faster"),
-        ("tok/s", [100, 100, 50], None),  # only the best two are equal
-        ("loss", [3.0, 3.001, 3.004], "equal within 0.005"),
-        ("loss", [3.0, 3.0134], "a 0.0134 lower"),
-        ("loss", [3.0, 3.001, 4.0], None),
-        ("iterations", [200, 201], "equal"),  # nanoGPT makes one more than max_iters
-    ],
-)
-def test_calls_small_differences_equal(key, values, verdict, tmp_path):
-    """Call speeds and iteration counts equal within 0.5%, and losses within 0.005."""
-    runs = []
-    for name, value in zip("abc", values, strict=False):
-        iterations = value if key == "iterations" else 10
-        loss = value if key == "loss" else 3.0
-        step_ms = 1e6 / value if key == "tok/s" else 100
-        runs.append(write_run(tmp_path / name, {0: 8.0, iterations: loss}, step_ms=step_ms))
-    names = {"tok/s": "tokens_per_sec", "loss": "best_val_loss"}
-    assert Table(*runs).verdicts.get(names.get(key, key)) == verdict
+def ends(loss: float, at: int = 10) -> dict[int, float]:
+    return {0: 8.0, at: loss}
+
+
+AT_EQUAL = ("val_loss_at_equal_iter", "val_loss_at_equal_tokens")
+VERDICTS = [  # losses of each run, the ms of their iterations, the loss to reach; keys, the verdict
+    # within 0.5%, or 0.005 nats
+    ([ends(3.0)] * 3, (100, 100, 100), None, ["tokens_per_sec"], "equal"),
+    ([ends(3.0)] * 2, (100, 100.4), None, ["tokens_per_sec"], "equal"),
+    ([ends(3.0)] * 3, (100, 125, 200), None, ["tokens_per_sec"], "a 1.25x faster"),
+    ([ends(3.0)] * 3, (100, 100, 200), None, ["tokens_per_sec"], None),  # only the best two
+    ([ends(3.0), ends(3.001), ends(3.004)], (), None, ["best_val_loss"], "equal within 0.005"),
+    ([ends(3.0), ends(3.0134)], (), None, ["best_val_loss"], "a 0.0134 lower"),
+    ([ends(3.0), ends(3.001), ends(4.0)], (), None, ["best_val_loss"], None),
+    # nanoGPT makes one iteration more than max_iters
+    ([ends(3.0, 200), ends(3.0, 201)], (), None, ["iterations"], "equal"),
+    # interpolates at iteration 100 if the gap is at most a fifth of the iterations so far
+    ([ends(3.5, 100), {0: 8.0, 90: 3.1, 110: 2.9}], (), None, AT_EQUAL[:1], "b 0.5000 lower"),
+    ([ends(3.5, 100), {0: 8.0, 75: 3.1, 125: 2.9}], (), None, AT_EQUAL[:1], None),
+    # one loss curve, evaluated at different iterations
+    ([curve(20, 300), curve(20, 1500)], (), 2.2, [*AT_EQUAL, "tokens_to_loss"], "equal"),
+    ([curve(30, 600), curve(41, 1025)], (), 1.8, [*AT_EQUAL, "tokens_to_loss"], "equal"),
+    ([curve(70, 1400), curve(400, 1600)], (), 1.6, AT_EQUAL, "equal"),
+    ([curve(70, 1400), curve(400, 1600)], (), 1.7, ["tokens_to_loss"], None),
+]
+
+
+@pytest.mark.parametrize("losses, ms, loss, keys, verdict", VERDICTS)
+def test_prefers_a_run_only_beyond_small_differences(losses, ms, loss, keys, verdict, tmp_path):
+    runs = [
+        write_run(tmp_path / name, values, step_ms=step_ms)
+        for name, values, step_ms in zip("abc", losses, ms or [100] * 3, strict=False)
+    ]
+    found = Table(*runs, *([f"--loss={loss}"] if loss else [])).verdicts
+    for key in keys:
+        assert found.get(key) == verdict or (verdict == "equal" and found[key].startswith("equal"))
 
 
 # -----------------------------------------------------------------------------
@@ -349,12 +327,9 @@ def test_compares_losses_only_if_the_same_number_of_tokens_was_evaluated(
 
 @pytest.mark.parametrize("bits, verdict", [(1.5016, "equal within 0.002"), (1.503, "a 0.0030")])
 def test_calls_bits_per_byte_within_the_noise_of_seeds_equal(bits, verdict, tmp_path):
-    """
-    Call a difference of up to 0.002 equal. The noise of 0.005 nats per token is 0.0016 bits per
-    byte with tokens of 4.5 bytes.
-    """
-    a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0}, bits=0.5, start=BYTES | TEXT)
-    b = write_run(tmp_path / "b", {0: 8.0, 5: 1.0}, bits=bits, start=BPE | TEXT)
+    """0.005 nats per token are 0.0016 bits per byte with tokens of 4.5 bytes."""
+    a = write_run(tmp_path / "a", ends(3.0), bits=0.5, start=BYTES | TEXT)
+    b = write_run(tmp_path / "b", ends(1.0), bits=bits, start=BPE | TEXT)
     assert Table(a, b).verdicts["best_bits_per_byte"].startswith(verdict)
 
 
@@ -514,7 +489,7 @@ def test_warns_about_keys_that_a_resume_changed(tmp_path):
 def write_side(folder: Path, name: str, losses: list[float], **config) -> list[Path]:
     """Write one run for each final loss, with seeds 1, 2, and so on."""
     return [
-        write_run(folder / f"{name}-{n}", {0: 8.0, 10: loss}, seed=n, **config)
+        write_run(folder / f"{name}-{n}", ends(loss), seed=n, **config)
         for n, loss in enumerate(losses, start=1)
     ]
 
@@ -588,21 +563,21 @@ def test_refuses_seeds_that_cannot_be_compared(tmp_path):
     not comparable.
     """
     base = write_side(tmp_path, "base", [2.0, 2.1])
-    stopped = write_run(tmp_path / "stopped", {0: 8.0, 10: 2.0}, seed=1)
+    stopped = write_run(tmp_path / "stopped", ends(2.0), seed=1)
     metrics = stopped / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"reason": "max_iters"', '"reason": "SIGTERM"'))
-    killed = write_run(tmp_path / "killed", {0: 8.0, 10: 2.0}, seed=1)
+    killed = write_run(tmp_path / "killed", ends(2.0), seed=1)
     lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
     (killed / "metrics.jsonl").write_text("".join(lines[:-1]))
-    twice = write_run(tmp_path / "twice", {0: 8.0, 10: 2.0}, seed=2)
-    other = write_run(tmp_path / "other", {0: 8.0, 10: 2.0}, start=dict(val_fingerprint="else"))
+    twice = write_run(tmp_path / "twice", ends(2.0), seed=2)
+    other = write_run(tmp_path / "other", ends(2.0), start=dict(val_fingerprint="else"))
     for change, said in (
         ([stopped], "stopped: not trained to its end"),
         ([killed], "killed: not trained to its end"),
-        ([twice, write_run(tmp_path / "x", {0: 8.0, 10: 2.0}, seed=2)], "has seed 2 too"),
+        ([twice, write_run(tmp_path / "x", ends(2.0), seed=2)], "has seed 2 too"),
         ([other], "losses are not comparable"),
         ([base[0]], "is on both sides"),
-        ([write_run(tmp_path / "nan", {0: 8.0, 10: math.nan})], "has no val loss"),
+        ([write_run(tmp_path / "nan", ends(math.nan))], "has no val loss"),
     ):
         result = run("compare.py", *change, "--against", *base)
         assert result.code == 2 and said in result.err, (said, result)
@@ -613,7 +588,7 @@ def test_warns_if_seeds_trained_equal_hours_at_different_speeds(tmp_path):
     Warn of speeds that differ by a factor of two, as on a machine that was busy for some seeds.
     """
     base = write_side(tmp_path, "base", [2.0, 2.1], hours=0.1)
-    losses = {0: 8.0, 10: 2.0}
+    losses = ends(2.0)
     change = [
         write_run(tmp_path / f"idea-{n}", losses, step_ms=100 * n, seed=n, hours=0.1)
         for n in (1, 2)
@@ -686,6 +661,7 @@ def logs(tmp_path) -> tuple[Path, Path]:
 def test_reads_speed_and_mfu_from_nanogpt_logs(logs):
     """Convert nanoGPT's MFU, a share of an A100's peak, to the RTX 4070's with --gpu=4070."""
     table = Table(*logs, "--gpu=4070")
+    assert table.values("step_ms_p50") == [3900, 9340]  # without evaluations and compiling
     # 524288 / 3.9 s and / 9.34 s; 12.93% and 15.38% of an A100's 312 TFLOP/s over 58.3
     assert table.values("tokens_per_sec") == pytest.approx([134_433, 56_134], abs=1)
     assert table.values("mfu") == pytest.approx([0.692, 0.823], abs=5e-4)
@@ -695,18 +671,6 @@ def test_reads_speed_and_mfu_from_nanogpt_logs(logs):
     assert table.values("parameters") == [40_951_000, 124_377_000]  # both printed sums
     (warning,) = table.warnings
     assert "random batches" in warning
-
-
-def test_keeps_nanogpts_evaluations_out_of_the_iteration_time(logs):
-    """Count an evaluation of 20 s as a pause, and leave out the compile time in iteration 0."""
-    figures = Table(*logs).runs["old"]
-    assert figures["step_ms_p50"] == 3900
-    # 801 iterations, and an evaluation of 20 s; compilation in iteration 0 is not counted
-    assert figures["hours"] == pytest.approx((20 + 801 * 3.9) / 3600)
-    assert figures["pause_seconds"] == pytest.approx(20)
-    assert (figures["evaluations"], figures["checkpoints"]) == (2, 1)
-    assert figures["tokens"] == 801 * 524_288
-    assert figures["mfu"] is None  # no card was named: nanoGPT's own figure is a share of an A100's
 
 
 @pytest.mark.parametrize(
@@ -720,18 +684,10 @@ def test_keeps_nanogpts_evaluations_out_of_the_iteration_time(logs):
         ("n_head = 12", "n_head = heads", {"config/n_head": None}),
         ("n_head = 12", "n_head = 2 * 3", {"config/n_head": 6}),
         ("n_head = 12", "n_head = 12\nOverriding: n_head = 6", {"config/n_head": 6}),
-        ("dtype", "dtype", dict(dtype=None)),
-        ("n_layer", "Overriding: dtype = float32\nn_layer", dict(dtype="float32")),
         # float32: the peak is 29.1 TFLOP/s with TF32
-        ("n_layer", "dtype = 'float32'\nn_layer", dict(mfu=0.1293 * 312 / 29.1)),
-        ("parameter tensors", "tensors", dict(parameters=40_560_000 + 1024 * 384)),
+        ("n_layer", "dtype = 'float32'\nn_layer", dict(mfu=0.1293 * 312 / 29.1, dtype="float32")),
+        ("parameter tensors", "tensors", dict(parameters=40_560_000 + 1024 * 384, dtype=None)),
         ("will be", "were", dict(tokens_per_sec=None, mfu=None)),
-        # two ranks, each of which prints its sums
-        (
-            "compiling",
-            "num non-decayed parameter tensors: 25, with 1,000 parameters\ncompiling",
-            dict(parameters=40_951_000),
-        ),
     ],
 )
 def test_reads_what_a_nanogpt_log_says_and_leaves_the_rest_unknown(
@@ -901,11 +857,16 @@ def drawn(*arguments) -> list[tuple]:
 def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_path):
     """
     Draw six lines for each run: train loss, its mean and val loss over tokens, val loss over
-    minutes, speed, and learning rate.
+    minutes, speed, and learning rate. Say why losses do not compare.
     """
+    from matplotlib.figure import Figure
+
     a = write_run(tmp_path / "a", {0: 8.0, 5: 4.0, 10: 3.0})
-    b = write_run(tmp_path / "b", {0: 8.0, 5: 3.0, 20: 2.0}, step_ms=200)
-    lines = drawn(a, b, f"--png={tmp_path / 'ab.png'}")
+    others = dict(val_fingerprint="others")
+    b = write_run(tmp_path / "b", {0: 8.0, 5: 3.0, 20: 2.0}, step_ms=200, start=others)
+    with mock.patch.object(Figure, "suptitle") as title:
+        lines = drawn(a, b, f"--png={tmp_path / 'ab.png'}")
+    assert title.call_args.args[0].endswith("not comparable: different validation tokens")
     assert len(lines) == 2 * 6
     _, _, val, over_time, speed, rate = lines[:6]
     assert [*val[0]] == [5000, 10_000]
@@ -914,17 +875,6 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_p
     assert [*over_time[0]] == pytest.approx([4.5 / 60, 8 / 60])  # minutes
     assert [*speed[1]] == [10_000] * 10
     assert [*rate[1]] == [0.1] * 10
-
-
-@pytest.mark.parametrize("reason", ["", "different validation tokens"])
-def test_a_picture_of_losses_that_do_not_compare_says_why(reason, tmp_path):
-    from matplotlib.figure import Figure
-
-    a = write_run(tmp_path / "a", {0: 8.0, 10: 3.0})
-    b = write_run(tmp_path / "b", {0: 8.0, 10: 3.0}, start=dict(val_fingerprint=reason or "val"))
-    with mock.patch.object(Figure, "suptitle") as title:
-        drawn(a, b, f"--png={tmp_path / 'ab.png'}")
-    assert title.call_args.args[0].partition("not comparable: ")[2] == reason
 
 
 def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tmp_path):
@@ -940,15 +890,9 @@ def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tm
     assert mean[1][39] == pytest.approx((2 * 3 + 5) / 3)
     raw, mean, *_ = drawn(write_run(tmp_path / "short", {0: 8.0, 19: 4.0}))
     assert [*mean[1]] == [*raw[1]] and len(raw[1]) == 19
-
-
-@pytest.mark.parametrize(
-    "line", [dict(kind="eval", iter=0, val_loss=3), dict(kind="step", iter=0, loss=math.nan)]
-)
-def test_draws_a_run_that_has_only_one_record(line, tmp_path):
-    """Write loss.png for a run with one evaluation, or with one step whose loss is NaN."""
-    assert run("compare.py", write_records(tmp_path / "a", line)).code == 0
-    assert (tmp_path / "a/loss.png").read_bytes().startswith(b"\x89PNG")
+    # a run with a single record, whose loss is NaN
+    one = write_records(tmp_path / "one", dict(kind="step", iter=0, loss=math.nan))
+    assert drawn(one) and (one / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prints_the_table_without_matplotlib(tmp_path):
