@@ -4,7 +4,6 @@ group, and that updates are skipped on overflow. test_recipe.py compares Muon wi
 implementation.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -41,18 +40,6 @@ def give_gradients(model: nn.Module, seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator)
 
 
-def test_newton_schulz_computes_what_the_public_file_computes():
-    """Apply 2 s - 1.5 s^3 + 0.5 s^5 eighteen times to each singular value s."""
-    torch.manual_seed(0)
-    U, V = (torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q for _ in range(2))
-    S = torch.tensor([0.9, 0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.01], dtype=torch.float64)
-    s = S / (S.norm() + 1e-7)
-    for _ in range(18):
-        s = 2 * s - 1.5 * s**3 + 0.5 * s**5
-    found = orthogonalize((U * S @ V.mT)[None], torch.float64)[0]
-    torch.testing.assert_close(U.mT @ found @ V, s.diag(), atol=1e-9, rtol=1e-9)
-
-
 def test_muons_adamw_scales_its_epsilon_to_a_mean_loss():
     """
     Move a weight by lr g / (g + 1e-10), modded-nanogpt's first update, where g is summed over
@@ -79,21 +66,14 @@ def test_newton_schulz_in_half_precision_stays_close_to_float64(dtype, tolerance
 
 
 def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
-    """
-    Leave the matrix unchanged at a gradient of zeros, as in the first iteration of a matrix that
-    feeds a matrix of zeros, and train it afterwards.
-    """
-    p, model = nn.Parameter(torch.randn(8, 4)), fast_model()
-    optimizer = Muon(
-        [dict(muon_groups(model, RATES)[0], params=[p], lr=0.1, weight_decay=0.0)], torch.float32
-    )
-    before = p.detach().clone()
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert torch.equal(p, before)
-    p.grad = torch.randn_like(p)
-    optimizer.step()
-    assert p.isfinite().all() and not torch.equal(p, before)
+    """As in the first iteration of a matrix that feeds a matrix of zeros."""
+    p = nn.Parameter(torch.randn(8, 4))
+    group = dict(muon_groups(fast_model(), RATES)[0], params=[p], lr=0.1, weight_decay=0.0)
+    optimizer, before = Muon([group], torch.float32), p.detach().clone()
+    for gradient, moves in ((torch.zeros(8, 4), False), (torch.randn(8, 4), True)):
+        p.grad = gradient
+        optimizer.step()
+        assert p.isfinite().all() and torch.equal(p, before) != moves
 
 
 VIEWS = ("view", "chunk", "split_with_sizes", "unbind", "mT", "transpose")  # these start no kernel
@@ -122,37 +102,6 @@ def test_a_step_starts_fewer_than_a_fifth_of_the_kernels_of_torchs_muon():
     assert 5 * operators(ours.step) < operators(theirs.step)
 
 
-@pytest.mark.parametrize(
-    "config, embedding_lr",
-    [(SMALL, 0.7), (GPTConfig(**SIZES, bias=True, tie_weights=False), 0.004)],
-    ids=["fast", "gpt2"],
-)
-def test_all_weights_but_the_blocks_matrices_move_as_with_torchs_adamw(config, embedding_lr):
-    """Apply no weight decay to biases and norms."""
-    model = build_model(config)
-    twin = copy.deepcopy(model)
-    ours = build_optimizer(model, torch.float32)
-    keys = dict(betas=(0.8, 0.965), eps=1e-10, foreach=False)
-    embeddings = [m.weight for m in twin.modules() if isinstance(m, nn.Embedding)]
-    vectors = [p for p in twin.parameters() if p.dim() < 2]
-    theirs = [
-        torch.optim.AdamW(embeddings, lr=embedding_lr, weight_decay=0.01, **keys),
-        torch.optim.AdamW([twin.lm_head.weight], lr=0.01, weight_decay=0.01, **keys),
-        torch.optim.AdamW(vectors, lr=0.035, weight_decay=0.0, **keys | dict(betas=(0.99, 0.965))),
-    ]
-    for step in range(5):
-        for net in (model, twin):
-            give_gradients(net, step)
-        for optimizer in (ours, *theirs):
-            optimizer.step()
-    moved = 0
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        if not (name.startswith("transformer.h.") and p.dim() == 2):
-            torch.testing.assert_close(p, q)
-            moved += 1
-    assert moved == len(embeddings) + 1 + len(vectors)
-
-
 def test_muon_gives_each_group_of_gpt2_its_learning_rate():
     for tie_weights, first in ((False, "transformer.wte.weight"), (True, "transformer.wpe.weight")):
         groups = muon_groups(build_model(GPTConfig(**SIZES, tie_weights=tie_weights)), RATES)
@@ -167,25 +116,3 @@ def test_muon_gives_each_group_of_gpt2_its_learning_rate():
             ("transformer.h.0.mlp.c_fc.weight", pytest.approx(0.027)),
             ("transformer.h.1.mlp.c_fc.weight", pytest.approx(0.027)),
         ]
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_skips_the_update_and_halves_the_loss_scale_on_overflow(fused):
-    """
-    Leave the weights alone when gradients are infinite, and move them at the next finite ones (Muon
-    with a GradScaler).
-    """
-    model = fast_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = build_optimizer(model, torch.float32, fused)
-    before = copy.deepcopy(model.state_dict())
-    idx = torch.arange(8)[None]
-    for factor, moved in ((float("inf"), False), (1.0, True)):
-        scaler.scale(model(idx, idx) * factor).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert scaler.get_scale() == 512.0
-        state = model.state_dict()
-        assert moved == any(not torch.equal(state[name], before[name]) for name in state)
