@@ -40,6 +40,18 @@ def give_gradients(model: nn.Module, seed: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator)
 
 
+def test_newton_schulz_computes_what_the_public_file_computes():
+    """Apply 2 s - 1.5 s^3 + 0.5 s^5 eighteen times to each singular value s."""
+    torch.manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q for _ in range(2))
+    S = torch.tensor([0.9, 0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.01], dtype=torch.float64)
+    s = S / (S.norm() + 1e-7)
+    for _ in range(18):
+        s = 2 * s - 1.5 * s**3 + 0.5 * s**5
+    found = orthogonalize((U * S @ V.mT)[None], torch.float64)[0]
+    torch.testing.assert_close(U.mT @ found @ V, s.diag(), atol=1e-9, rtol=1e-9)
+
+
 def test_muons_adamw_scales_its_epsilon_to_a_mean_loss():
     """
     Move a weight by lr g / (g + 1e-10), modded-nanogpt's first update, where g is summed over
