@@ -4,6 +4,7 @@ group, and that updates are skipped on overflow. test_recipe.py compares Muon wi
 implementation.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -112,6 +113,37 @@ def test_a_step_starts_fewer_than_a_fifth_of_the_kernels_of_torchs_muon():
     ours.step()  # makes its state
     theirs.step()
     assert 5 * operators(ours.step) < operators(theirs.step)
+
+
+@pytest.mark.parametrize(
+    "config, embedding_lr",
+    [(SMALL, 0.7), (GPTConfig(**SIZES, bias=True, tie_weights=False), 0.004)],
+    ids=["fast", "gpt2"],
+)
+def test_all_weights_but_the_blocks_matrices_move_as_with_torchs_adamw(config, embedding_lr):
+    """Apply no weight decay to biases and norms."""
+    model = build_model(config)
+    twin = copy.deepcopy(model)
+    ours = build_optimizer(model, torch.float32)
+    keys = dict(betas=(0.8, 0.965), eps=1e-10, foreach=False)
+    embeddings = [m.weight for m in twin.modules() if isinstance(m, nn.Embedding)]
+    vectors = [p for p in twin.parameters() if p.dim() < 2]
+    theirs = [
+        torch.optim.AdamW(embeddings, lr=embedding_lr, weight_decay=0.01, **keys),
+        torch.optim.AdamW([twin.lm_head.weight], lr=0.01, weight_decay=0.01, **keys),
+        torch.optim.AdamW(vectors, lr=0.035, weight_decay=0.0, **keys | dict(betas=(0.99, 0.965))),
+    ]
+    for step in range(5):
+        for net in (model, twin):
+            give_gradients(net, step)
+        for optimizer in (ours, *theirs):
+            optimizer.step()
+    moved = 0
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if not (name.startswith("transformer.h.") and p.dim() == 2):
+            torch.testing.assert_close(p, q)
+            moved += 1
+    assert moved == len(embeddings) + 1 + len(vectors)
 
 
 def test_muon_gives_each_group_of_gpt2_its_learning_rate():
