@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fork_server
 import pytest
+from cases import slow_but
 from program import FAST, ROOT, flags, run, write_tokens
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
@@ -147,12 +148,11 @@ def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
     assert unlike <= {"out_dir", "batch_size", "gradient_accumulation_steps"}
 
 
-@pytest.mark.parametrize(
-    "end",
-    [CUDA_IS_FULL, pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow)],
-    ids=["torch", "linux"],
-)
-def test_sweep_shows_a_row_for_a_batch_size_that_runs_out_of_memory(end, children, monkeypatch):
+KILL = "os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize("end", slow_but(CUDA_IS_FULL, of=[CUDA_IS_FULL, KILL]))
+def test_sweep_shows_a_row_for_a_batch_size_that_runs_out_of_memory(end, children):
     """Print the row without a speed, and call another size the fastest."""
     subprocess.Popen.code = failing(end, batch_size=2)
     keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
@@ -206,34 +206,25 @@ def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(number, chil
 # Runs that fail, and interruptions
 
 
-@pytest.mark.parametrize(
-    "code, keys, exit_code, words",
-    [
-        ("", dict(block_size=512), 2, "block_size val 200"),
-        pytest.param(
-            failing("raise ZeroDivisionError('mine')", 4),
-            {},
-            1,
-            "train.py ended exit code 1",
-            marks=pytest.mark.slow,
-        ),
-        (failing(CUDA_IS_FULL, 4), {}, 1, "batch_size=4 next smaller --batch_size=2"),
-    ],
-    ids=["bad data", "a changed model", "out of memory"],
-)
+MISTAKE = failing("raise ZeroDivisionError('mine')", 4)
+ERRORS = [  # what the child does first, a key, the exit code and words of the error
+    ("", dict(block_size=512), 2, "block_size val 200"),
+    (failing(CUDA_IS_FULL, 4), {}, 1, "batch_size=4 next smaller --batch_size=2"),
+    (MISTAKE, {}, 1, "train.py ended exit code 1"),
+]
+
+
+@pytest.mark.parametrize("code, keys, exit_code, words", slow_but(*ERRORS[:2], of=ERRORS))
 def test_bench_prints_the_error_of_a_training_run_that_fails(
     code, keys, exit_code, words, children
 ):
-    """
-    Print one error line that says what went wrong in train.py, and exit with code 2 for bad data or
-    1 for a failed run.
-    """
+    """Exit with code 2 for bad data, or 1 for a failed run. Show a mistake with its traceback."""
     subprocess.Popen.code = code
     result = run("bench.py", *flags(**TINY | dict(compile=False) | keys))
     assert result.code == exit_code
     (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert all(word in error for word in words.split())
-    assert ("ZeroDivisionError: mine" in result.err) == ("ZeroDivisionError" in code)
+    assert ("ZeroDivisionError: mine" in result.err) == (code == MISTAKE)
 
 
 def test_ctrl_c_kills_the_measured_process(children, monkeypatch):

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import slow_but
 from program import finish, start
 from torch import Tensor
 
@@ -182,14 +183,12 @@ def compiled_by(compiler, name: str) -> torch.nn.Module:
     return gpt
 
 
+# half precision casts anyway where the last two cast too early
+CASES = [(f, d) for f in FAULTS for d in DTYPES if d == "float32" or "cast" not in f]
+
+
 @pytest.mark.parametrize(
-    ("fault", "dtype"),
-    [
-        pytest.param(f, d, marks=[] if d == "float32" else pytest.mark.slow)
-        for f in FAULTS
-        for d in DTYPES
-        if d == "float32" or "cast" not in f  # half precision casts there anyway
-    ],
+    "fault, dtype", slow_but(*[case for case in CASES if "float32" in case], of=CASES)
 )
 def test_check_finds_compiler_faults_in_an_untrained_model(fault, dtype):
     """
