@@ -194,20 +194,16 @@ def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
     assert check.check_speed(hw) == slow
 
 
+STATE = ", with the GPU at 1200 of 2610 MHz and 88 C, and its power limit at 150 W (default 200 W)"
+ANSWERS = {
+    "all": ("echo 1200, 2610, 88, 150.00, 200.00", STATE),
+    "a laptop": ("echo 1200, 2610, 88, '[N/A]', 200.00", ""),
+    "no driver": ("exit 9", ""),
+}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
-@pytest.mark.parametrize(
-    "answer, text",
-    [
-        (
-            "echo 1200, 2610, 88, 150.00, 200.00",
-            ", with the GPU at 1200 of 2610 MHz and 88 C, "
-            "and its power limit at 150 W (default 200 W)",
-        ),
-        ("echo 1200, 2610, 88, '[N/A]', 200.00", ""),
-        ("exit 9", ""),
-    ],
-    ids=["all", "a laptop", "no driver"],
-)
+@pytest.mark.parametrize("answer, text", ANSWERS.values(), ids=ANSWERS)
 def test_check_describes_a_slow_gpu_in_nvidia_smis_figures(answer, text, tmp_path, monkeypatch):
     """
     Return clock, temperature and power limit, or nothing if nvidia-smi fails or does not know them
