@@ -55,31 +55,6 @@ for sums in ("float32", "float16"):
     rate = measure_matmul(torch.device(device), torch.float16, wait)
     print(f"float16 with {sums} sums on {device}: {rate:.4g} TFLOP/s")
 """
-# trains on random tokens, and prints where the third iteration spends its time
-PROFILE = """
-import itertools, sys, tempfile
-from pathlib import Path
-import train
-import bench, torch
-
-train_step, number = train.train_step, itertools.count(1)
-
-def profiled(*arguments):
-    if next(number) != 3:
-        return train_step(*arguments)
-    with torch.profiler.profile() as profiler:
-        loss_sum, grad_norm = train_step(*arguments)
-        grad_norm.item()
-    order = f"self_{grad_norm.device.type}_time_total"
-    print(profiler.key_averages().table(sort_by=order, row_limit=20))
-    return loss_sum, grad_norm
-
-train.train_step = profiled
-with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-    data = bench.write_random_tokens(Path(folder, "random"), 50257, seed=1)
-    flags = ["--max_iters=3", "--eval_tokens=1024", "--sample_tokens=0", "--stream=False"]
-    train.main([*sys.argv[1:], *flags, f"--dataset={data}", f"--out_dir={folder}/run"])
-"""
 SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.max"
 BESIDE = "index,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used,utilization.gpu"
 BESIDE_SECONDS = 5  # between two lines of nvidia-smi
@@ -116,16 +91,11 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
 
     train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={train_tokens}"]
     train += ["--dataset=python_stdlib", "--lr_decay_iters=50", "--warmup_iters=10"]
-    train += [
-        "--log_interval=5",
-        "--eval_interval=25",
-        f"--eval_tokens={eval_tokens}",
-        "--keep_checkpoints=1",
-    ]
+    train += ["--log_interval=5", "--eval_interval=25", f"--eval_tokens={eval_tokens}"]
+    train += ["--keep_checkpoints=1"]
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
     pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "gpu", "-k"]
-    profile = [PYTHON, "-c", PROFILE]
     found = {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
@@ -139,8 +109,6 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "resume": (180, [*train, "--max_iters=50"]),
         "exact": (300, [*pytest, EXACT]),
         # the rows below do not fit into ten minutes
-        "profile": (240, [*profile, *classic, f"--tokens_per_iter={train_tokens}"]),
-        "fast_profile": (240, [*profile, *fast, f"--tokens_per_iter={train_tokens}"]),
         "real_shapes": (420, [*pytest, REAL_SHAPES]),
         "gpu_tests": (420, [*pytest, f"not ({EXACT} or {REAL_SHAPES})"]),
         "compiled_sweep": (600, bench("sweep", *classic)),
@@ -148,7 +116,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "sweep": (300, bench("sweep", *classic, "--compile=False")),
     }
     if not Path(fast[0]).exists():
-        del found["fast_step"], found["fp16_accumulation"], found["fast_profile"]
+        del found["fast_step"], found["fp16_accumulation"]
     elif "GeForce" not in device:  # no other GPU gains
         del found["fp16_accumulation"]
     return found
@@ -177,7 +145,7 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
 def run(command: list[str], log: Path, seconds: float) -> int | str:
     """Run a command with its output in `log`. Returns its exit code, or why there is none."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-    environment |= {"PYTHONPATH": str(ROOT)}  # for MATMUL and PROFILE
+    environment |= {"PYTHONPATH": str(ROOT)}  # for MATMUL
     with log.open("wb") as output:
         options = dict(cwd=log.parent, env=environment, stdout=output, stderr=output)
         try:

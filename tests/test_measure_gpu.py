@@ -91,8 +91,6 @@ def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypa
         "float16 with float32 sums on cpu",
         "float16 with float16 sums on cpu",
     ]
-    for name in ("profile", "fast_profile"):  # with the time of each kernel
-        assert any("aten::mm" in line for line in rows[name]["log"])
     steps = [r["iter"] for r in rows["resume"]["figures"] if r["kind"] == "step"]
     assert steps == sorted({*steps, 0, 35, 45, 49})  # steps of both processes, none twice
     assert any("resum" in line for line in rows["resume"]["log"])

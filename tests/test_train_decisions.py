@@ -150,12 +150,10 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
 PEAKS = {
     (100, 0, 5, 0.4): 60,
     (11, 0, 0, 0.4): 7,  # the decay begins at 6.6
-    (11, 0, 0, 0.6): 5,  # at 4.4
     (100, 0, 70, 0.4): 70,  # no decay before the end of the warmup
     (100, 50, 5, 0.4): 30,
     (100, 200, 5, 0.4): 120,  # beyond the run
     (100, 0, 5, 0.0): 100,
-    (100, 0, 5, 1.0): 5,
 }
 
 
