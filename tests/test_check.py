@@ -133,7 +133,10 @@ def wrong(model) -> None:
 
 
 def missing(model) -> None:
-    compile_model(model, backend=Mock(side_effect=FileNotFoundError("no g++ here")))
+    def backend(graph, inputs):
+        raise FileNotFoundError("no g++ here")
+
+    compile_model(model, backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import another_value, slow_but
 from hf_reference import as_transformers
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -257,6 +258,26 @@ def test_the_model_compiles_once_as_a_single_graph(model):
             loss = model(tokens(3, 50, 211, seed), tokens(3, 50, 211, seed + 1))
         loss.backward()
     assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("cap", [None, 15.0])
+def test_the_graph_of_a_chunked_loss_counts_targets_last_and_has_no_scatter(cap):
+    """
+    Count targets after the last matmul; if they were counted earlier, the compiler would compute
+    the logits of all chunks at once. A scatter would write and read a softmax in float32.
+    """
+    steps = []
+
+    def forward(graph, inputs):
+        steps.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    x, head = torch.randn(1, 12, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    ours = compile_function(mean_loss, backend=aot_autograd(fw_compiler=forward))
+    ours(x, head, tokens(1, 12, 37), GPTConfig(loss_chunk=4), cap)
+    products = [number for number, step in enumerate(steps) if step.startswith("aten.mm")]
+    assert len(products) == 3 * 3 and "aten.sum.default" in steps[products[-1] :]
+    assert not [step for step in steps if "scatter" in step]
 
 
 @pytest.mark.slow
