@@ -81,6 +81,7 @@ def fails(y, v):
 KERNELS = {  # wrong kernels, each with words that must occur in check's verdict
     "an output": (lambda y, v: 1.01 * y, "computes wrongly ( gradient"),
     "a gradient": (lambda y, v: GradientOff.apply(y), "computes wrongly ( gradient"),
+    "not a number": (lambda y, v: y * float("nan"), "computes wrongly ( gradient"),
     # like Metal's kernel, pytorch #195910
     "without gradients alone": (
         lambda y, v: y if y.requires_grad else v.mean(dim=2, keepdim=True).expand_as(y),

@@ -42,7 +42,9 @@ PEAKS = [
     ("Tesla T4", 40, "float32", True, 8.1),  # no TF32 on Turing: plain fp32
     ("NVIDIA GeForce RTX 3080", 68, "bfloat16", True, 59.5),
     ("NVIDIA GeForce RTX 3080", 70, "bfloat16", True, 61.3),  # the 12 GB part of the same name
-    # no peak: cut down, partitioned, another number of SMs, unverified
+    # no peak: cut down, partitioned, another number of SMs, a power limit of its own, unverified
+    ("NVIDIA GeForce RTX 4070 Laptop GPU", 36, "bfloat16", True, None),
+    ("nvidia a10", 72, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 4070", 40, "bfloat16", True, None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 5090 D", 170, "bfloat16", True, None),
