@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import fork_server
 import pytest
@@ -227,14 +228,15 @@ def test_bench_prints_the_error_of_a_training_run_that_fails(
     assert ("ZeroDivisionError: mine" in result.err) == (code == MISTAKE)
 
 
-def test_ctrl_c_kills_the_measured_process(children, monkeypatch):
+def test_ctrl_c_kills_the_measured_process(children):
     """Exit with code 130 on Ctrl-C while bench.py waits for log lines."""
 
     def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
+        if children:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("time.sleep", interrupt)
-    assert run("bench.py", *flags(**TINY, compile=False)).code == 130
+    with mock.patch("time.sleep", interrupt):
+        assert run("bench.py", *flags(**TINY, compile=False)).code == 130
     (child,) = children
     assert child.wait(10) == -9
 
