@@ -19,7 +19,6 @@ import getpass
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -56,31 +55,6 @@ for sums in ("float32", "float16"):
     rate = measure_matmul(torch.device(device), torch.float16, wait)
     print(f"float16 with {sums} sums on {device}: {rate:.4g} TFLOP/s")
 """
-# trains on random tokens, and prints where the third iteration spends its time
-PROFILE = """
-import itertools, sys, tempfile
-from pathlib import Path
-import train
-import bench, torch
-
-train_step, number = train.train_step, itertools.count(1)
-
-def profiled(*arguments):
-    if next(number) != 3:
-        return train_step(*arguments)
-    with torch.profiler.profile() as profiler:
-        loss_sum, grad_norm = train_step(*arguments)
-        grad_norm.item()
-    order = f"self_{grad_norm.device.type}_time_total"
-    print(profiler.key_averages().table(sort_by=order, row_limit=20))
-    return loss_sum, grad_norm
-
-train.train_step = profiled
-with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-    data = bench.write_random_tokens(Path(folder, "random"), 50257, seed=1)
-    flags = ["--max_iters=3", "--eval_tokens=1024", "--sample_tokens=0", "--stream=False"]
-    train.main([*sys.argv[1:], *flags, f"--dataset={data}", f"--out_dir={folder}/run"])
-"""
 SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.max"
 BESIDE = "index,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used,utilization.gpu"
 BESIDE_SECONDS = 5  # between two lines of nvidia-smi
@@ -111,22 +85,17 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]
     fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes]
 
-    def bench(*arguments: str, script: str = "bench.py") -> list[str]:
+    def bench(*arguments: str) -> list[str]:
         size = f"--tokens_per_iter={tokens}"
-        return [PYTHON, f"{ROOT / script}", *arguments, size, "--dataset=random"]
+        return [PYTHON, f"{ROOT / 'bench.py'}", *arguments, size, "--dataset=random"]
 
     train = [PYTHON, f"{ROOT / 'train.py'}", *classic, f"--tokens_per_iter={train_tokens}"]
     train += ["--dataset=python_stdlib", "--lr_decay_iters=50", "--warmup_iters=10"]
-    train += [
-        "--log_interval=5",
-        "--eval_interval=25",
-        f"--eval_tokens={eval_tokens}",
-        "--keep_checkpoints=1",
-    ]
+    train += ["--log_interval=5", "--eval_interval=25", f"--eval_tokens={eval_tokens}"]
+    train += ["--keep_checkpoints=1"]
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
     pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "gpu", "-k"]
-    profile = [PYTHON, "-c", PROFILE]
     found = {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
@@ -140,24 +109,14 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "resume": (180, [*train, "--max_iters=50"]),
         "exact": (300, [*pytest, EXACT]),
         # the rows below do not fit into ten minutes
-        "profile": (240, [*profile, *classic, f"--tokens_per_iter={train_tokens}"]),
-        "fast_profile": (240, [*profile, *fast, f"--tokens_per_iter={train_tokens}"]),
         "real_shapes": (420, [*pytest, REAL_SHAPES]),
         "gpu_tests": (420, [*pytest, f"not ({EXACT} or {REAL_SHAPES})"]),
         "compiled_sweep": (600, bench("sweep", *classic)),
         "plan": (120, bench("plan", *classic)),
         "sweep": (300, bench("sweep", *classic, "--compile=False")),
     }
-    if options.nanogpt:
-        nanogpt = f"--nanogpt={options.nanogpt.resolve()}"
-        found["peer"] = (600, bench(*classic, nanogpt, script="dev/compare_nanogpt.py"))
-    compare_modded = ROOT / "dev" / "compare_modded.py"
-    if options.modded and compare_modded.exists():
-        real = "--n_layer=12 --n_head=6 --n_embd=768 --block_size=1024 --max_iters=60".split()
-        size = [] if options.dry_run else real
-        found["modded"] = (600, [PYTHON, f"{compare_modded}", f"{options.modded.resolve()}", *size])
     if not Path(fast[0]).exists():
-        del found["fast_step"], found["fp16_accumulation"], found["fast_profile"]
+        del found["fast_step"], found["fp16_accumulation"]
     elif "GeForce" not in device:  # no other GPU gains
         del found["fp16_accumulation"]
     return found
@@ -167,10 +126,7 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
     """Run one row, and return its exit code, seconds, last lines and figures for the file."""
     figures, log, began = work / f"{name}.json", work / f"{name}.log", time.monotonic()
     figures.unlink(missing_ok=True)
-    if command[1:] and command[1] in (
-        f"{ROOT / 'bench.py'}",
-        f"{ROOT / 'dev/compare_nanogpt.py'}",
-    ):
+    if command[1:] and command[1] == f"{ROOT / 'bench.py'}":
         command = [*command, f"--json={figures}"]
     with watched_gpu(work / f"{name}.smi") as beside:
         code = run(command, log, seconds)
@@ -189,7 +145,7 @@ def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:
 def run(command: list[str], log: Path, seconds: float) -> int | str:
     """Run a command with its output in `log`. Returns its exit code, or why there is none."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-    environment |= {"PYTHONPATH": str(ROOT)}  # for MATMUL and PROFILE
+    environment |= {"PYTHONPATH": str(ROOT)}  # for MATMUL
     with log.open("wb") as output:
         options = dict(cwd=log.parent, env=environment, stdout=output, stderr=output)
         try:
@@ -265,9 +221,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("card", nargs="?", choices=CARDS, default="4070")
     add("--minutes", type=float, default=10)
-    add("--copy_to", type=Path, help="a folder that gets a copy of the file after each row")
-    add("--nanogpt", type=Path, help="a checkout of nanoGPT to measure in turn")
-    add("--modded", type=Path, help="modded-nanogpt's train_gpt_simple.py, to compare losses with")
     add("--dry_run", action="store_true")
     return parser.parse_args(argv)
 
@@ -285,8 +238,6 @@ def main(argv: list[str] | None = None) -> int:
     commit = output_of("git", "describe", "--always", "--dirty") or "unknown"
     work = OUT / re.sub(r"\W+", "_", f"{device} {options.card} {commit}")
     work.mkdir(parents=True, exist_ok=True)
-    if options.copy_to:
-        options.copy_to.mkdir(parents=True, exist_ok=True)
     path = work.with_suffix(".json")
     found = dict(device=device, card=options.card, commit=commit, rows={})
     if path.exists():
@@ -304,8 +255,6 @@ def main(argv: list[str] | None = None) -> int:
         print(*row["log"][-3:], f"{name}: exit {row['exit']}, {row['seconds']} s", sep="\n")
         found["rows"][name] = without_names(row)
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if options.copy_to:
-            shutil.copy(path, options.copy_to)
     if found["rows"].get("resume", {}).get("exit") == 0:
         for checkpoint in (work / "run").glob("*.pt"):
             checkpoint.unlink()

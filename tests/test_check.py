@@ -9,6 +9,7 @@ import os
 import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,12 +42,7 @@ def verdict_of(*keys: str, code: int = 0) -> str:
     return result.out.splitlines()[-1]
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=SLOW), pytest.param("float16", marks=SLOW)]
-)
+@pytest.mark.parametrize("dtype", slow_but("float32", of=["float32", "bfloat16", "float16"]))
 def test_check_passes_a_machine_without_faults(dtype, traced):
     """Print that this machine trains correctly, in every dtype."""
     assert verdict_of("--device=cpu", f"--dtype={dtype}") == RIGHT
@@ -78,49 +74,43 @@ class GradientOff(torch.autograd.Function):
         return 1.01 * dy
 
 
-KERNELS = {  # wrong kernels, each with a word that must occur in check's verdict
-    "a gradient": (lambda y, v: GradientOff.apply(y), "gradient"),
-    "an output": (lambda y, v: 1.01 * y, "gradient"),
-    "the last token": (lambda y, v: torch.cat((y[:, :, :-1], v[:, :, -1:]), dim=2), "gradient"),
+def fails(y, v):
+    raise RuntimeError("CUDA error: no kernel image is available for execution\n\nmore lines")
+
+
+KERNELS = {  # wrong kernels, each with words that must occur in check's verdict
+    "an output": (lambda y, v: 1.01 * y, "computes wrongly ( gradient"),
+    "a gradient": (lambda y, v: GradientOff.apply(y), "computes wrongly ( gradient"),
+    "not a number": (lambda y, v: y * float("nan"), "computes wrongly ( gradient"),
     # like Metal's kernel, pytorch #195910
     "without gradients alone": (
         lambda y, v: y if y.requires_grad else v.mean(dim=2, keepdim=True).expand_as(y),
-        "evaluation",
+        "computes wrongly ( evaluation",
     ),
-    "not a number": (lambda y, v: y * float("nan"), "gradient"),
+    # a wrong stride between sequences
+    "the first sequence for all": (lambda y, v: y[:1].expand_as(y), "computes wrongly ( gradient"),
+    "an error": (fails, "fails (RuntimeError: CUDA error: no kernel"),
 }
 
 
-def plant(monkeypatch, fault) -> None:
+@pytest.mark.parametrize("kernel", slow_but("an output", of=KERNELS))
+def test_check_advises_against_training_if_a_kernel_is_wrong(kernel, monkeypatch):
+    """
+    Exit with code 1, and say whether gradients or an evaluation are wrong, at the batch size that
+    the check uses on a GPU: two different sequences.
+    """
+    fault, words = KERNELS[kernel]
     attention = F.scaled_dot_product_attention
 
     def faulty(q, k, v, **options):
         return fault(attention(q, k, v, **options), v)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", faulty)
-
-
-@pytest.mark.parametrize(
-    "fault, word", slow_but(KERNELS["an output"], of=KERNELS.values()), ids=KERNELS
-)
-def test_check_advises_against_training_if_a_kernel_is_wrong(fault, word, monkeypatch):
-    """Exit with code 1, and say whether gradients or an evaluation are wrong."""
-    plant(monkeypatch, fault)
-    line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
-    assert line.startswith(f"{NOT_HERE}gpt2 float32 computes wrongly (") and word in line
-
-
-@pytest.mark.slow
-def test_check_advises_against_training_if_all_sequences_get_the_first_ones_output(monkeypatch):
-    """
-    Notice this fault, which a wrong stride between sequences would cause, also at the batch size
-    that the check uses on a GPU: two different sequences.
-    """
     few = check.SIZES_ON_A_CPU | dict(batch_size=check.SIZES["batch_size"])
     monkeypatch.setattr(check, "SIZES_ON_A_CPU", few)
-    plant(monkeypatch, lambda y, v: y[:1].expand_as(y))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", faulty)
     line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
-    assert line.startswith(NOT_HERE) and "the gradient of" in line
+    assert line.startswith(f"{NOT_HERE}gpt2 float32 ") and "more lines" not in line
+    assert all(part in line for part in words.split("( "))
 
 
 @pytest.mark.slow
@@ -129,57 +119,38 @@ def test_check_advises_against_training_if_uncompiled_code_is_wrong(monkeypatch)
     Say that the kernels are wrong and not that the machine is slow: training without torch.compile
     would use the same kernels.
     """
-
-    def find(model, batch_size, vocab, hw):
-        raise WrongKernels("planted")
-
-    monkeypatch.setattr(check, "try_compiling", find)
+    monkeypatch.setattr(check, "try_compiling", Mock(side_effect=WrongKernels("planted")))
     line = verdict_of("--device=cpu", "--dtype=float32", code=1)
     assert line.startswith(f"{NOT_HERE}gpt2 float32 computes wrongly (planted)")
     assert "slow" not in line
-
-
-@pytest.mark.slow
-def test_check_advises_against_training_if_a_kernel_fails(monkeypatch):
-    """Exit with code 1, and end with only the first line of the kernel's error."""
-
-    def fault(y, v):
-        raise RuntimeError("CUDA error: no kernel image is available for execution\n\nmore lines")
-
-    plant(monkeypatch, fault)
-    line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
-    assert line.startswith(f"{NOT_HERE}gpt2 float32 fails (RuntimeError: CUDA error: no kernel")
-    assert "more lines" not in line
 
 
 # -----------------------------------------------------------------------------
 # The compiler
 
 
-@pytest.mark.slow
-def test_check_calls_a_machine_slow_if_its_compiler_fails(monkeypatch):
-    """
-    Print that torch.compile does not work here, with the compiler's error, and exit with code 0.
-    """
+def wrong(model) -> None:
+    model.register_forward_hook(lambda module, inputs, loss: 1.01 * loss)
 
+
+def missing(model) -> None:
     def backend(graph, inputs):
         raise FileNotFoundError("no g++ here")
 
-    monkeypatch.setattr(compiled, "compile_model", partial(compile_model, backend=backend))
+    compile_model(model, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "compiler, said", slow_but((wrong, "the "), of=[(wrong, "the "), (missing, "no g++ here")])
+)
+def test_check_calls_a_machine_slow_if_its_compiler_fails_or_is_wrong(compiler, said, monkeypatch):
+    """
+    Print that torch.compile does not work here, with the compiler's error, and exit with code 0.
+    """
+    monkeypatch.setattr(compiled, "compile_model", compiler)
     line = verdict_of("--device=cpu", "--dtype=float32")
     assert line.startswith(f"{SLOWLY}torch.compile does not work here (")
-    assert "no g++ here" in line and line.count("torch.compile") == 1
-
-
-def test_check_calls_a_machine_slow_if_compiled_code_is_wrong(monkeypatch):
-    """Print that torch.compile does not work here if a loss is 1% off."""
-
-    def compile_wrongly(model) -> None:
-        model.register_forward_hook(lambda module, inputs, loss: 1.01 * loss)
-
-    monkeypatch.setattr(compiled, "compile_model", compile_wrongly)
-    line = verdict_of("--device=cpu", "--dtype=float32")
-    assert line.startswith(f"{SLOWLY}torch.compile does not work here (the ")
+    assert said in line and line.count("torch.compile") == 1
 
 
 # -----------------------------------------------------------------------------
@@ -227,20 +198,16 @@ def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
     assert check.check_speed(hw) == slow
 
 
+STATE = ", with the GPU at 1200 of 2610 MHz and 88 C, and its power limit at 150 W (default 200 W)"
+ANSWERS = {
+    "all": ("echo 1200, 2610, 88, 150.00, 200.00", STATE),
+    "a laptop": ("echo 1200, 2610, 88, '[N/A]', 200.00", ""),
+    "no driver": ("exit 9", ""),
+}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
-@pytest.mark.parametrize(
-    "answer, text",
-    [
-        (
-            "echo 1200, 2610, 88, 150.00, 200.00",
-            ", with the GPU at 1200 of 2610 MHz and 88 C, "
-            "and its power limit at 150 W (default 200 W)",
-        ),
-        ("echo 1200, 2610, 88, '[N/A]', 200.00", ""),
-        ("exit 9", ""),
-    ],
-    ids=["all", "a laptop", "no driver"],
-)
+@pytest.mark.parametrize("answer, text", ANSWERS.values(), ids=ANSWERS)
 def test_check_describes_a_slow_gpu_in_nvidia_smis_figures(answer, text, tmp_path, monkeypatch):
     """
     Return clock, temperature and power limit, or nothing if nvidia-smi fails or does not know them

@@ -1,6 +1,5 @@
 """
-Check a run's clock by itself. test_train_decisions.py simulates whole runs, and integration/ starts
-real ones.
+Check a run's clock by itself. test_train_decisions.py runs whole nights by a fake clock.
 """
 
 import time
@@ -20,28 +19,6 @@ def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
     return Clock(0.0, lambda: None, c, resumed, Ranks())
-
-
-def test_a_resume_makes_the_last_update_that_a_stop_prevented(monkeypatch):
-    """
-    Make the update even if the resume takes longer than the time that was left; otherwise the
-    learning rate would not come down to min_lr.
-    """
-    c = Config(hours=1)
-    clock = clock_at(0, c, monkeypatch)
-    clock.begin_iterations(BEGINNING)
-    for what, seconds in dict(iteration=60, evaluation=10, checkpoints=10).items():
-        clock.expect(what, seconds)
-    clock.advance(clock.position(0).share)
-    monkeypatch.setattr(time, "perf_counter", lambda: 3500)
-    before = clock.position(50)
-    assert before.share == 1 and not before.time_is_up
-    resumed = dict(clock=clock.state_dict(), ledger=dict(steps=3500.0))
-    clock = clock_at(40, c, monkeypatch, resumed)
-    last = clock.position(50)
-    assert last.share == 1 and not last.time_is_up
-    clock.advance(last.share)
-    assert clock.position(51).time_is_up
 
 
 HOUR = Config(hours=1)
@@ -68,7 +45,7 @@ POSITIONS = {
     "before the last update": (HOUR, TIMED, 3360, 95, 1, False),
     # an update ends just when the last one must begin
     "when the last update must begin": (HOUR, TIMED, 3420, 95, 1, False),
-    "after the hour": (HOUR, TIMED, 3700, 95, 1, False),
+    "after the hour": (HOUR, TIMED, 3700, 95, 1, False),  # and a start-up of all its time
 }
 
 
@@ -83,7 +60,9 @@ def test_computes_the_share_of_time_used_and_the_spare_time(name, monkeypatch):
     clock.begin_iterations(BEGINNING)
     clock.estimates.update(estimates)
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
+    before = repr(vars(clock))
     found = clock.position(it)
+    assert clock.position(it) == found and repr(vars(clock)) == before  # asking changes nothing
     assert found.share == pytest.approx(share, abs=1e-12)
     assert found.has_spare_time == has_spare_time
     clock.advance(0.999)
@@ -91,36 +70,6 @@ def test_computes_the_share_of_time_used_and_the_spare_time(name, monkeypatch):
     clock.advance(1.0)
     # 180 seconds before the hour the last update must have begun
     assert clock.position(it).time_is_up == (c.by_clock and seconds > 3420)
-
-
-def test_a_run_makes_one_update_even_if_the_start_up_took_all_its_time(monkeypatch):
-    """Make the first update as the last one, and then stop."""
-    monkeypatch.setattr(time, "perf_counter", lambda: 4000.0)
-    clock = Clock(300.0, lambda: None, HOUR, None, Ranks())
-    clock.begin_iterations(BEGINNING)
-    first = clock.position(0)
-    assert (first.share, first.time_is_up) == (1, False)
-    clock.advance(first.share)
-    assert clock.position(1).time_is_up
-
-
-def test_reading_the_clock_does_not_change_it(monkeypatch):
-    """Return the same position for the same iteration, after each of five changes to the clock."""
-    clock = clock_at(30, HOUR, monkeypatch)
-    changes = [
-        lambda: clock.lap("start-up"),
-        lambda: clock.begin_iterations(BEGINNING),
-        lambda: clock.expect("evaluation", 50),
-        lambda: clock.advance(0.3),
-        lambda: clock.lap("checkpoints"),
-    ]
-    for n, change in enumerate(changes):
-        monkeypatch.setattr(time, "perf_counter", lambda n=n: 100 * (n + 1))
-        change()
-        before = dict(vars(clock), seconds=dict(clock.seconds), estimates=dict(clock.estimates))
-        positions = [clock.position(it) for it in (5, 9, 5, 7, 5)]
-        assert positions[0] == positions[2] == positions[4]
-        assert vars(clock) == before
 
 
 def test_the_save_timer_counts_from_the_launch_and_then_from_the_end_of_a_save(monkeypatch):

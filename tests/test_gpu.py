@@ -178,9 +178,8 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
 )
 def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, tokens, tmp_path):
     """Stop a run after 4 of 8 iterations, resume it, and end with the bits of an unbroken run."""
-    options = (
-        dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64) | changes
-    )
+    options = dict(device="cuda", dtype="bfloat16", deterministic=True, dropout=0.1, n_embd=64)
+    options |= changes
     train_short(tokens, tmp_path / "straight", max_iters=8, **options)
     train_short(tokens, tmp_path / "broken", max_iters=4, lr_decay_iters=8, **options)
     train_short(tokens, tmp_path / "broken", max_iters=8, init_from="resume", **options)
@@ -193,13 +192,7 @@ def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, tokens, tmp_
 @gpu
 @pytest.mark.parametrize(
     "changes",
-    [
-        dict(),
-        dict(loss_chunk="16"),
-        dict(recompute=True),
-        dict(compile=True),
-        FAST_RUN,
-    ],
+    [dict(), dict(loss_chunk="16"), dict(recompute=True), dict(compile=True), FAST_RUN],
     ids=["eager", "chunks", "recomputed", "compiled", "fast"],
 )
 def test_an_iteration_never_waits_for_the_device(changes, tokens, tmp_path, monkeypatch):
@@ -208,9 +201,8 @@ def test_an_iteration_never_waits_for_the_device(changes, tokens, tmp_path, monk
     calls = iter(range(100))
 
     def watched(*args):
-        torch.cuda.set_sync_debug_mode(
-            "error" if next(calls) > 1 else "default"
-        )  # the first calls allocate and set up
+        # the first calls allocate and set up
+        torch.cuda.set_sync_debug_mode("error" if next(calls) > 1 else "default")
         try:
             return original(*args)
         finally:
@@ -254,21 +246,13 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
     chunks.
     """
     for loss_chunk in ("off",) if compile else ("off", "1024"):
-        flags = dict(
-            batch_size=4,
-            gradient_accumulation_steps=2,
-            compile=compile,
-            loss_chunk=loss_chunk,
-            dataset="none",
-        )
-        config = load_config([f"--{name}={value}" for name, value in flags.items()])
+        keys = dict(batch_size=4, gradient_accumulation_steps=2, compile=compile)
+        config = load_config(flags(**keys, loss_chunk=loss_chunk))
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         with ProcessPoolExecutor(1, spawn) as pool:
             reserved = pool.submit(reserved_bytes, config).result()
-        model, dtype = (
-            model_config(config, 50257, flash=True, compiled=compile),
-            hardware.set_up(config).dtype_name,
-        )
+        model = model_config(config, 50257, flash=True, compiled=compile)
+        dtype = hardware.set_up(config).dtype_name
         # the allocator knows nothing of CUDA's own memory
         modelled = memory_needed(config, model, dtype, config.batch_size) - CONTEXT_BYTES
         assert modelled == pytest.approx(reserved, rel=0.1)

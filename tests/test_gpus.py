@@ -9,19 +9,16 @@ import re
 
 import pytest
 import torch
-from cases import slow_but
+from cases import slow, slow_but
 from doc_pages import plan, read
 from program import FAST, ROOT
+from training_setup import TrainingSetup
 
 from common.console import UserError
 from configurator import Config, load_config
-from data.loader import to_batch
 from model import GPTConfig
-from model_fast import build_model
 from reports.memory import CONTEXT_BYTES, memory_bytes, memory_needed
-from train import build_optimizer, model_config, train_step
-from training import hardware
-from training.compiled import compile_model
+from train import model_config
 from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
@@ -31,10 +28,9 @@ CONFIG_FILES = [
 ]
 # The rows of dev/simulate_gpu/run.py for our GPT-2 with AdamW. Those with Muon were simulated with
 # the recipe of 3,250 iterations, whose optimizer kept no averages.
-SIMULATED = json.loads(read("results/nullgpu.json"))["rows"]
 SIMULATED = {
     name: row
-    for name, row in SIMULATED.items()
+    for name, row in json.loads(read("results/nullgpu.json"))["rows"].items()
     if row["model"] == "gpt2" and "muon" not in row["command"]
 }
 
@@ -62,20 +58,13 @@ def test_the_example_in_memory_model_md_shows_plans_figures():
     "typed, meant",
     [
         ("RTX4070", "GeForce RTX 4070"),
-        ("geforce 4070", "GeForce RTX 4070"),
         ("4070ti", "GeForce RTX 4070 Ti"),
         ("rtx3080-12gb", "GeForce RTX 3080, 12GB"),
-        ("A100-80GB", "A100-SXM4-80GB"),
+        ("RTX 3080 10 GB", "GeForce RTX 3080, 10GB"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "GeForce RTX 4070 Laptop GPU"),
-        ("rtx-4070-laptop", "GeForce RTX 4070 Laptop GPU"),
         ("rtx 4070 mobile", "GeForce RTX 4070 Laptop GPU"),
         ("a100 80", "A100-SXM4-80GB"),
         ("h100 sxm", "H100 80GB HBM3"),
-        ("rtx 3080 12", "GeForce RTX 3080, 12GB"),
-        ("4070", "GeForce RTX 4070"),
-        ("RTX 3080 10 GB", "GeForce RTX 3080, 10GB"),
-        ("a100 80 gb", "A100-SXM4-80GB"),
-        ("4060 Ti 16 GB", "GeForce RTX 4060 Ti, 16GB"),
     ],
 )
 def test_recognises_a_gpu_in_many_spellings(typed, meant):
@@ -98,7 +87,7 @@ def test_plan_says_which_memory_it_takes_and_how_to_plan_the_other():
     assert "--gpu=" not in plan("fast124m_4070", "--gpu=4070")["out"]
 
 
-UNKNOWN = ["407", "RTX 4O90", "4070 Tii", "7900 XTX", "m2", "GTX1080", ""]
+UNKNOWN = ["407", "RTX 4O90", "7900 XTX", ""]
 
 
 @pytest.mark.parametrize("typed", UNKNOWN)
@@ -153,46 +142,25 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
 # The memory model on a CPU
 
 
+BASE = dict(n_head=2, batch_size=4, block_size=256, gradient_accumulation_steps=2, device="cpu")
+BASE |= dict(compile=False)
 VOCAB = 8190  # the logits are most of the memory, at a sixth of GPT-2's time
 
 
-class TrainingSetup:
+def peak_bytes(setup: TrainingSetup) -> int:
     """
-    Hold a model, its optimizer and random micro-batches of 4 x 256 tokens on the CPU, with the
-    attention that a GPU would use.
+    Return the bytes of weights and optimizer state plus the most that lives beside them in an
+    iteration, as the allocator counted it.
     """
-
-    def __init__(self, vocab: int = VOCAB, **changes):
-        keys = dict(n_head=2, batch_size=4, block_size=256, device="cpu", compile=False) | changes
-        config = self.config = load_config([f"--{name}={value}" for name, value in keys.items()])
-        self.hw = hardware.set_up(config)
-        made = model_config(config, vocab, flash=True, compiled=config.compile)
-        self.model = build_model(made)
-        if config.compile:
-            compile_model(self.model)
-        self.optimizer = build_optimizer(self.model, config, self.hw.dtype)
-        tokens = torch.randint(vocab, (4, 257))
-        self.batches = [to_batch(tokens, self.hw.device) for _ in range(2)]
-
-    def step(self) -> None:
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        autocast = self.hw.autocast()
-        train_step(self.model, self.optimizer, scaler, self.batches, 1.0, autocast)
-
-    def peak_bytes(self) -> int:
-        """
-        Return the bytes of weights and optimizer state plus the most that lives beside them in an
-        iteration, as the allocator counted it.
-        """
-        self.step()  # makes the optimizer's state
-        moments = [v for state in self.optimizer.state.values() for v in state.values()]
-        resident = sum(t.numel() * t.element_size() for t in (*self.model.parameters(), *moments))
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-            self.step()
-        events = profiler.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        return resident + max(itertools.accumulate(nbytes for _, nbytes in changes))
+    setup.step()  # makes the optimizer's state
+    moments = [v for state in setup.optimizer.state.values() for v in state.values()]
+    resident = sum(t.numel() * t.element_size() for t in (*setup.model.parameters(), *moments))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        setup.step()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return resident + max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
 SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
@@ -206,28 +174,19 @@ SHAPES = [
 ]
 SLOW_SHAPES = [
     SMALL | dict(n_embd=256, loss_chunk="off", tie_weights=False),
-    HALF,
-    SMALL | NO_GAINS,
-    HALF | dict(recompute=True),
     HALF | dict(n_layer=8, recompute=True, vocab=64),
-    SMALL | dict(vocab=50257),  # GPT-2's vocabulary
+    SMALL | NO_GAINS,
     SMALL | dict(optimizer="muon"),
-    SMALL | NO_GAINS | dict(optimizer="adamw"),
-    SMALL | dict(n_layer=4, n_embd=256, recompute=True, vocab=64),
-]
-# compiled models; the fast model in bfloat16 is left to the simulated cards, because on a CPU its
-# norms are composed in float32
-SLOW_SHAPES += [
-    HALF | dict(n_layer=2, compile=True),
-    SMALL | dict(n_layer=4, n_embd=256, compile=True),
-    HALF | dict(n_layer=2, n_embd=256, compile=True, loss_chunk="256"),
+    # the fast model in bfloat16 is left to the simulated cards, because on a CPU its norms are
+    # composed in float32
     HALF | dict(recompute=True, compile=True),
+    HALF | dict(n_layer=2, n_embd=256, compile=True, loss_chunk="256"),
 ]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [*SHAPES, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES)],
+    [*SHAPES, *map(slow, SLOW_SHAPES)],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_plan_estimates_the_tensors_alive_in_an_iteration(changes):
@@ -235,6 +194,9 @@ def test_plan_estimates_the_tensors_alive_in_an_iteration(changes):
     Estimate their peak in bytes within 1% for eager code, and within 10% for compiled code, whose
     fused operations vary.
     """
-    t = TrainingSetup(**changes)
-    modelled = tensor_bytes(t.config, t.model.config, t.hw.dtype_name, 4)
-    assert modelled == pytest.approx(t.peak_bytes(), rel=0.1 if t.config.compile else 0.01)
+    keys = BASE | changes
+    vocab = keys.pop("vocab", VOCAB)
+    config = load_config([f"--{name}={value}" for name, value in keys.items()])
+    setup = TrainingSetup(config, vocab, flash=True)  # as on a GPU
+    modelled = tensor_bytes(config, setup.model.config, setup.hw.dtype_name, 4)
+    assert modelled == pytest.approx(peak_bytes(setup), rel=0.1 if config.compile else 0.01)

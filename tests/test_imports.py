@@ -100,36 +100,41 @@ def test_imports_optional_packages_only_where_they_are_used():
         assert not OPTIONAL & top, file
 
 
-REACH = {  # modules that somebody starts -> what they must not load
-    ("train",): {*OPTIONAL, "transformers", "pyarrow", "reports", "compare", "bench", "sample"},
-    # torch takes seconds to import; compare.py and the preparations need no tensors
-    ("compare",): {"torch"},
-    ("data.prepare_text", "data.prepare_fineweb"): {"torch"},
+# scripts -> what they must not load. torch takes seconds to import
+SCRIPTS: dict[str, set[str]] = {
+    "train.py": {*OPTIONAL, "transformers", "pyarrow", "reports", "compare", "bench", "sample"},
+    "sample.py": set(),
+    "convert.py": set(),
+    "bench.py": set(),
+    "configurator.py": {"torch"},
+    "compare.py": {"torch"},
+    "data/prepare_text.py": {"torch"},
+    "data/prepare_fineweb.py": {"torch"},
 }
+# does what `python SCRIPT --help` does, and then prints the modules that it has loaded
+HELP = """
+import os, runpy, sys
+script = sys.argv[1]
+sys.argv, sys.path[0] = [script, "--help"], os.path.dirname(os.path.abspath(script))
+try:
+    runpy.run_path(script, run_name="__main__")
+finally:
+    print("modules:", *sys.modules)
+"""
 
 
-@pytest.mark.parametrize("modules", REACH)
-def test_scripts_start_without_loading_what_they_do_not_need(modules):
+def test_every_script_prints_its_help_and_loads_all_it_needs_and_nothing_else():
     """
-    Load train.py without optional packages, reports or other scripts, and compare.py and the data
-    preparation without torch.
+    Start each script where at most torch has been imported. Most tests fork a process that has
+    already imported this project, which would hide a missing import.
     """
-    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    has_torch = "torch" not in REACH[modules]
-    loaded = finish(start("-c", code, only_torch=has_torch, cold=not has_torch))
-    assert loaded.code == 0, loaded.err
-    assert not REACH[modules] & {*loaded.out.split()}
-
-
-def test_every_script_imports_all_it_needs_to_print_its_help():
-    """
-    Start each script where only torch has been imported. Most tests fork a process that has already
-    imported this project, which would hide a missing import.
-    """
-    scripts = ["train", "sample", "compare", "convert", "bench", "configurator"]
-    scripts += ["data/prepare_text", "data/prepare_fineweb"]
     # all at once, because each uses mostly one core
-    started = {name: start(f"{name}.py", "--help", only_torch=True) for name in scripts}
+    started = {
+        name: start("-c", HELP, name, cold="torch" in never, only_torch=True)
+        for name, never in SCRIPTS.items()
+    }
     for name, process in started.items():
         code, out, err = finish(process)
-        assert code == 0 and out and not err, f"{name}: {err}"
+        told, _, modules = out.partition("modules:")
+        assert code == 0 and told and not err, f"{name}: {err}"
+        assert not SCRIPTS[name] & {*modules.split()}, name

@@ -39,37 +39,20 @@ def says(code: str) -> list[str]:
     return [PYTHON, "-c", code]
 
 
-@pytest.mark.slow
-def test_continues_after_a_row_that_fails_hangs_or_cannot_start(measured):
-    """
-    Record how each row ended, and keep what a hanging one had printed, such as which tests passed.
-    """
-    hangs = says("import time; print('passed'); time.sleep(100)")
+def test_a_row_that_fails_or_hangs_ends_no_other_and_the_next_call_measures_the_missing(measured):
+    """Record how each row ended, and keep what a hanging one had printed."""
+    hangs = says("import time; print('passed', flush=True); time.sleep(100)")
     rows = {"hangs": (2, hangs), "missing": (9, ["no-such-program"])}
     rows |= {"fails": (60, says("raise SystemExit('no memory')")), "last": (60, says("print(1)"))}
     _, found = measured(rows)
-    assert list(found) == list(rows)
     assert found["hangs"]["exit"] == "ended after 2 s" and found["hangs"]["log"] == ["passed"]
     assert found["missing"]["exit"] not in (0, 1) and not found["missing"]["log"]
     assert (found["fails"]["exit"], found["fails"]["log"]) == (1, ["no memory"])
-    assert (found["last"]["exit"], found["last"]["log"]) == (0, ["1"])
-
-
-def test_the_next_call_measures_only_the_rows_that_have_not_succeeded(measured):
-    ends_here = {"done": (60, says("print(1)")), "killed": (60, says("raise SystemExit(3)"))}
-    measured(ends_here)
-    again = {"done": (60, says("print(2)")), "killed": (60, says("print(3)"))}
-    output, found = measured(again | {"new": (60, says("print(4)"))})
-    assert "done: measured before" in output
-    assert [row["log"] for row in found.values()] == [["1"], ["3"], ["4"]]
-
-
-def test_starts_no_further_row_when_the_time_is_up(measured):
-    """End the running row after --minutes, and say that there is no time left for the next."""
-    rows = {"long": (60, says("import time; time.sleep(100)")), "late": (60, says("print(1)"))}
-    output, found = measured(rows, "--minutes=0.01")
-    assert found["long"]["exit"] == "ended after 1 s" and "late" not in found
-    assert "late: no time left" in output
+    again = {"last": (60, says("print(2)")), "fails": (60, says("print(3)")), "hangs": (60, hangs)}
+    output, found = measured(again | {"late": (60, says("print(4)"))}, "--minutes=0.03")
+    assert "last: measured before" in output and found["last"]["log"] == ["1"]
+    assert found["fails"]["log"] == ["3"]
+    assert "late: no time left" in output and "late" not in found
 
 
 def test_the_file_hides_the_senders_name_and_home_folder(measured, tmp_path, monkeypatch):
@@ -92,13 +75,6 @@ def test_the_file_hides_the_senders_name_and_home_folder(measured, tmp_path, mon
     assert temporary == "/tmp/pytest-of-USER/b" and short == "C:\\TEMP\\USER\\c"
 
 
-def test_says_so_if_torch_sees_no_gpu(monkeypatch, capsys):
-    """Print an error line and exit with code 2."""
-    monkeypatch.setattr(measure_gpu, "output_of", lambda *words: words[-1].count("version"))
-    assert measure_gpu.main([]) == 2
-    assert capsys.readouterr().err.startswith("error: torch sees no GPU here")
-
-
 @pytest.mark.slow
 def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypatch, capsys):
     """Run the real rows on a CPU with tiny models. All commands but nvidia-smi must succeed."""
@@ -115,8 +91,6 @@ def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypa
         "float16 with float32 sums on cpu",
         "float16 with float16 sums on cpu",
     ]
-    for name in ("profile", "fast_profile"):  # with the time of each kernel
-        assert any("aten::mm" in line for line in rows[name]["log"])
     steps = [r["iter"] for r in rows["resume"]["figures"] if r["kind"] == "step"]
     assert steps == sorted({*steps, 0, 35, 45, 49})  # steps of both processes, none twice
     assert any("resum" in line for line in rows["resume"]["log"])

@@ -53,19 +53,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, flash",
-    [
-        ("small", True),
-        ("small", False),
-        ("one head", True),
-        ("one head", False),
-        ("untied", True),
-        ("untied", False),
-        pytest.param("124M", True, marks=pytest.mark.slow),
-        pytest.param("124M", False, marks=pytest.mark.slow),
-    ],
-)
+BY_HF = [(name, flash) for name in SHAPES for flash in (True, False)]
+
+
+@pytest.mark.parametrize("name, flash", slow_but(*BY_HF[:-2], of=BY_HF))
 def test_logits_equal_transformers_gpt2(name, flash):
     """Compare at equal weights, with fused and with plain attention."""
     shape = SHAPES[name]
@@ -124,32 +115,24 @@ def loss_and_gradients(
     return loss.detach(), torch.cat([p.grad.flatten() / scale for p in model.parameters()])
 
 
+ROUNDED = {
+    "float32": (torch.float32, False, 1.0, 1e-6),
+    # the head's gradient is rounded to 8 bits once for each chunk
+    "bfloat16": (torch.bfloat16, False, 1.0, 5e-3),
+    # scaled as by GradScaler, and rounded to 11 bits
+    "float16": (torch.float16, False, 2.0**12, 1e-3),
+    # compiled code rounds elsewhere too
+    "compiled": (torch.bfloat16, True, 1.0, 2e-2),
+}
+
+
+@pytest.mark.parametrize("rounded", slow_but(*[*ROUNDED][:3], of=ROUNDED))
 @pytest.mark.parametrize(
-    "dtype, compiled, scale, tolerance",
-    [
-        (torch.float32, False, 1.0, 1e-6),
-        # the head's gradient is rounded to 8 bits once for each chunk
-        (torch.bfloat16, False, 1.0, 5e-3),
-        # scaled as by GradScaler, and rounded to 11 bits
-        (torch.float16, False, 2.0**12, 1e-3),
-        # compiled code rounds elsewhere too
-        pytest.param(torch.bfloat16, True, 1.0, 2e-2, marks=pytest.mark.slow),
-    ],
-    ids=["float32", "bfloat16", "float16", "compiled"],
+    "changes", [{}, dict(tie_weights=False), dict(model="fast", tie_weights=False)], ids=str
 )
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(),
-        dict(tie_weights=False),
-        dict(model="fast", tie_weights=False),
-    ],
-    ids=str,
-)
-def test_chunks_change_neither_the_loss_nor_its_gradients(
-    changes, dtype, compiled, scale, tolerance
-):
+def test_chunks_change_neither_the_loss_nor_its_gradients(changes, rounded):
     """Split 150 tokens into chunks of 23; the last is smaller, and the first has one target."""
+    dtype, compiled, scale, tolerance = ROUNDED[rounded]
     whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in (0, 23))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
@@ -185,17 +168,14 @@ def test_gradients_computed_in_the_forward_pass_equal_autograds(chunk, tied, cap
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "dtype, backend, tolerance",
-    [
-        (torch.float32, None, 1e-6),
-        (torch.float16, None, 3e-3),
-        (torch.bfloat16, None, 2e-2),
-        pytest.param(torch.float32, "aot_eager", 1e-6, marks=pytest.mark.slow),
-        pytest.param(torch.float16, "aot_eager", 3e-3, marks=pytest.mark.slow),
-        pytest.param(torch.float32, "inductor", 1e-6, marks=pytest.mark.slow),
-    ],
-)
+BACKENDS = [
+    *((torch.float32, None, 1e-6), (torch.float16, None, 3e-3), (torch.bfloat16, None, 2e-2)),
+    *((torch.float32, "aot_eager", 1e-6), (torch.float16, "aot_eager", 3e-3)),
+    (torch.float32, "inductor", 1e-6),
+]
+
+
+@pytest.mark.parametrize("dtype, backend, tolerance", slow_but(*BACKENDS[:3], of=BACKENDS))
 @pytest.mark.parametrize("chunk", [0, 30])
 def test_a_term_added_to_the_loss_counts_even_if_chunked_or_compiled(
     chunk, dtype, backend, tolerance, monkeypatch
@@ -318,23 +298,21 @@ def test_the_residual_stream_is_bfloat16_only_if_compiled_under_bfloat16_autocas
             assert found[-1] == torch.float32
 
 
-COMPILED = (torch.float32, True, 1e-5)  # other kernels, which sum in a different order
+FAST, DROPOUT = dict(model="fast", tie_weights=False), dict(dropout=0.2)
+RECOMPUTED = [
+    ({}, torch.float32, False, 0.0),
+    (DROPOUT, torch.float32, False, 0.0),
+    (DROPOUT | dict(flash=False, loss_chunk=23), torch.bfloat16, False, 0.0),
+    (FAST, torch.float32, False, 0.0),
+    (FAST | DROPOUT, torch.bfloat16, False, 0.0),
+    # other kernels, which sum in a different order
+    (DROPOUT, torch.float32, True, 1e-5),
+    (FAST | DROPOUT, torch.float32, True, 1e-5),
+]
 
 
 @pytest.mark.parametrize(
-    "changes, dtype, compiled, tolerance",
-    [
-        (dict(), torch.float32, False, 0.0),
-        (dict(dropout=0.2), torch.float32, False, 0.0),
-        (dict(dropout=0.2, flash=False, loss_chunk=23), torch.bfloat16, False, 0.0),
-        (dict(model="fast", tie_weights=False), torch.float32, False, 0.0),
-        (dict(model="fast", tie_weights=False, dropout=0.2), torch.bfloat16, False, 0.0),
-        pytest.param(dict(dropout=0.2), *COMPILED, marks=pytest.mark.slow),
-        pytest.param(
-            dict(model="fast", tie_weights=False, dropout=0.2), *COMPILED, marks=pytest.mark.slow
-        ),
-    ],
-    ids=str,
+    "changes, dtype, compiled, tolerance", slow_but(*RECOMPUTED[:5], of=RECOMPUTED), ids=str
 )
 def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tolerance):
     """Draw the same dropout masks in the second forward pass."""
@@ -361,34 +339,36 @@ def test_recompute_runs_a_block_twice_only_in_training(model):
     assert len(runs) == 2 + 1 + 3
 
 
-def test_dropout_acts_on_embeddings_attention_and_block_outputs_only_in_training():
+@pytest.mark.parametrize("model", ["gpt2", "fast"])
+def test_dropout_acts_on_embeddings_attention_and_block_outputs_only_in_training(model):
     """
-    Zero 40% of the embeddings and of what attention and MLP each add, and drop attention's weights
-    too.
+    Zero 40% of the embeddings and of what attention and MLP each add. GPT-2 drops attention's
+    weights too.
     """
-    model = perturbed(GPTConfig(**SMALL | dict(dropout=0.4, n_embd=512)))
+    sizes = SMALL | dict(model=model, dropout=0.4, n_embd=512, tie_weights=False)
+    net = random_model(config_from_dict(sizes))
     streams: list[torch.Tensor] = []
-    for block in model.transformer.h:
+    for block in net.transformer.h:
         block.register_forward_pre_hook(lambda _, arguments: streams.append(arguments[0]))
 
     def shares_of_zeros() -> list[float]:
         streams.clear()
-        model.hidden(tokens(4, 24, 211))
+        net.hidden(tokens(4, 24, 211))
         added = [after - before for before, after in zip(streams, streams[1:], strict=False)]
         return [(x == 0).float().mean().item() for x in streams[:1] + added]
 
     assert max(shares_of_zeros()) < 0.001
-    model.train()
+    net.train()
     embedded, *added = shares_of_zeros()
     assert embedded == pytest.approx(0.4, abs=0.01)
     # 0.4 * 0.4, where attention and MLP both add nothing
     assert added == [pytest.approx(0.16, abs=0.01)] * 2
-    # with all other dropout off, attention's weights still drop out
-    for module in model.modules():
+    # with all other dropout off, attention's weights still drop out; the fast model drops none
+    for module in net.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     idx = tokens(1, 24, 211)
-    assert not torch.allclose(model(idx), model(idx), atol=1e-3)
+    assert torch.allclose(net(idx), net(idx), atol=1e-3) == (model == "fast")
 
 
 BASE = dict(block_size=24, vocab_size=61, n_layer=3, n_head=2, n_embd=32)

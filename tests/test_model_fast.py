@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from program import TINY_RUN, column, train, write_tokens
+from program import Run, train
 
-from model import KVCache
 from model_fast import FastConfig, FastGPT
 
 SMALL = FastConfig(
@@ -57,41 +56,7 @@ def test_biases_gains_and_weights_start_as_in_the_public_file():
                 torch.testing.assert_close(product, 0.33 * torch.eye(128), rtol=0, atol=1e-5)
 
 
-def test_the_fast_model_without_biases_has_as_many_parameters_as_counted_by_hand():
-    """Count an embedding and a head of 50304 x 768, and 12 layers of 12 x 768^2."""
-    with torch.device("meta"):
-        model = FastGPT(FastConfig(n_head=6, bias=False))
-    parameters = sum(p.numel() for p in model.parameters())
-    assert parameters == 2 * 50304 * 768 + 12 * 12 * 768**2
-
-
-def test_fast_model_dropout_acts_on_embeddings_and_block_outputs_only_in_training():
-    """Zero 40% of the embeddings and of what attention and MLP each add."""
-    model = perturbed(replace(SMALL, dropout=0.4, n_embd=512))
-    streams = []
-    for block in model.transformer.h:
-        block.register_forward_pre_hook(lambda _, arguments: streams.append(arguments[0]))
-
-    def zeros() -> list[float]:
-        streams.clear()
-        model.hidden(tokens(4, 24))
-        added = [after - before for before, after in zip(streams, streams[1:], strict=False)]
-        return [(x == 0).float().mean().item() for x in streams[:1] + added]
-
-    embeddings, *added = zeros()
-    assert embeddings == pytest.approx(0.4, abs=0.01)
-    # 0.4 * 0.4, where attention and MLP both add nothing
-    assert added == [pytest.approx(0.16, abs=0.01)] * 2
-    model.eval()
-    assert max(zeros()) < 0.001
-
-
-RUN = TINY_RUN | dict(
-    warmup_iters=2,
-    max_iters=30,
-    eval_interval=30,
-    eval_tokens=256,
-)
+TINY = dict(warmup_iters=2, max_iters=30, eval_interval=30, eval_tokens=256)
 
 
 @pytest.mark.parametrize(
@@ -99,53 +64,36 @@ RUN = TINY_RUN | dict(
     [dict(model="fast", learning_rate=1e-2), dict(optimizer="muon", learning_rate=1e-2)],
     ids=["fast", "muon"],
 )
-def test_adamw_can_train_the_fast_model_and_muon_can_train_gpt2(mixed, tmp_path):
+def test_adamw_can_train_the_fast_model_and_muon_can_train_gpt2(mixed, tiny):
     """Lower the val loss by more than 0.2 in 30 iterations with either combination."""
-    data = write_tokens(tmp_path / "tokens", [1500], [300])
-    train(**RUN | mixed, dataset=data, out_dir=tmp_path / "run")
-    first, last = column(tmp_path / "run", "eval", "val_loss")
+    train(**tiny | mixed)
+    first, last = Run(tiny["out_dir"]).evals("val_loss")
     assert last < first - 0.2
 
 
-def test_a_run_can_start_from_a_checkpoint_with_a_longer_context(tmp_path):
+def test_a_run_can_start_from_a_checkpoint_with_a_longer_context(tiny, tmp_path):
     """Load weights with block_size=8 instead of 16, and begin near the checkpoint's val loss."""
-    fast = RUN | dict(model="fast", max_iters=2, dataset=write_tokens(tmp_path / "t", [900], [300]))
-    train(**fast, out_dir=tmp_path / "long")
-    train(**fast | dict(block_size=8), init_from=tmp_path / "long", out_dir=tmp_path / "short")
-    newest = column(tmp_path / "long", "eval", "val_loss")[-1]
+    long = tiny | dict(model="fast", max_iters=2)
+    train(**long)
+    train(**long | dict(block_size=8, init_from=long["out_dir"], out_dir=tmp_path / "short"))
+    newest = Run(long["out_dir"]).evals("val_loss")[-1]
     # the same weights on half of the context
-    first = column(tmp_path / "short", "eval", "val_loss")[0]
-    assert first == pytest.approx(newest, abs=0.1)
+    assert Run(tmp_path / "short").evals("val_loss")[0] == pytest.approx(newest, abs=0.1)
 
 
 @pytest.mark.slow
 def test_the_compiled_fast_model_looks_up_its_rotary_sines():
-    """
-    Leave no sine in the compiled graph, where each layer would compute it in both passes. Logits
-    and the names in a checkpoint stay the same.
-    """
+    """Leave no sine in the compiled graph, where each layer would compute it in both passes."""
     torch.compiler.reset()  # after many graphs of other tests torch would split this one
     model, idx = perturbed(), tokens(2, 24)
     expected, graphs = model(idx), []
-    longer = model(tokens(2, 30))
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    model.compile(backend=backend)
+    longer = model(tokens(2, 30))  # the tables end at block_size
+    model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph)
     torch.testing.assert_close(model(idx), expected)
     (graph,) = graphs
     assert not [node for node in graph.graph.nodes if "sin" in str(node.target).split("_")]
-    # generation reads the tables only for the tokens that the cache does not hold yet
-    model.eval()
-    caches = [KVCache(24) for _ in model.transformer.h]
-    model.hidden(idx[:, :23], caches)
-    last = model.logits(model.hidden(idx, caches))
-    torch.testing.assert_close(last, expected[:, 23:], atol=1e-5, rtol=1e-5)
-    # the tables end at block_size, but longer inputs work too; a checkpoint holds no tables
     torch.testing.assert_close(model(tokens(2, 30)), longer)
-    assert model.state_dict().keys() == FastGPT(SMALL).state_dict().keys()
+    assert model.state_dict().keys() == FastGPT(SMALL).state_dict().keys()  # which hold no tables
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -79,21 +79,14 @@ def test_newton_schulz_in_half_precision_stays_close_to_float64(dtype, tolerance
 
 
 def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
-    """
-    Leave the matrix unchanged at a gradient of zeros, as in the first iteration of a matrix that
-    feeds a matrix of zeros, and train it afterwards.
-    """
-    p, model = nn.Parameter(torch.randn(8, 4)), fast_model()
-    optimizer = Muon(
-        [dict(muon_groups(model, RATES)[0], params=[p], lr=0.1, weight_decay=0.0)], torch.float32
-    )
-    before = p.detach().clone()
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert torch.equal(p, before)
-    p.grad = torch.randn_like(p)
-    optimizer.step()
-    assert p.isfinite().all() and not torch.equal(p, before)
+    """As in the first iteration of a matrix that feeds a matrix of zeros."""
+    p = nn.Parameter(torch.randn(8, 4))
+    group = dict(muon_groups(fast_model(), RATES)[0], params=[p], lr=0.1, weight_decay=0.0)
+    optimizer, before = Muon([group], torch.float32), p.detach().clone()
+    for gradient, moves in ((torch.zeros(8, 4), False), (torch.randn(8, 4), True)):
+        p.grad = gradient
+        optimizer.step()
+        assert p.isfinite().all() and torch.equal(p, before) != moves
 
 
 VIEWS = ("view", "chunk", "split_with_sizes", "unbind", "mT", "transpose")  # these start no kernel
@@ -167,25 +160,3 @@ def test_muon_gives_each_group_of_gpt2_its_learning_rate():
             ("transformer.h.0.mlp.c_fc.weight", pytest.approx(0.027)),
             ("transformer.h.1.mlp.c_fc.weight", pytest.approx(0.027)),
         ]
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_skips_the_update_and_halves_the_loss_scale_on_overflow(fused):
-    """
-    Leave the weights alone when gradients are infinite, and move them at the next finite ones (Muon
-    with a GradScaler).
-    """
-    model = fast_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = build_optimizer(model, torch.float32, fused)
-    before = copy.deepcopy(model.state_dict())
-    idx = torch.arange(8)[None]
-    for factor, moved in ((float("inf"), False), (1.0, True)):
-        scaler.scale(model(idx, idx) * factor).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert scaler.get_scale() == 512.0
-        state = model.state_dict()
-        assert moved == any(not torch.equal(state[name], before[name]) for name in state)

@@ -1,7 +1,7 @@
 """Read a run's time and losses from nanoGPT's console output and from CSV files."""
 
 import pytest
-from program import ROOT, run
+from program import ROOT, refused, run
 
 from reports.runs import open_run
 
@@ -36,59 +36,29 @@ def read(tmp_path, text: str):
     return open_run(path)
 
 
-def logged(last: int, log_interval: int) -> int:
-    """Count the iterations up to the last logged one."""
-    return last // log_interval * log_interval + 1
-
-
 # log_interval and eval_interval: 7 and 500 meet at 3,500
-both_intervals = pytest.mark.parametrize(
-    "log, evals", [(1, 500), (7, 500), (200, 500), (1000, 2000)]
-)
-
-
-@both_intervals
-def test_the_hours_of_a_nanogpt_log_include_every_evaluation_after_the_first(log, evals, tmp_path):
+@pytest.mark.parametrize("log, evals", [(1, 500), (7, 500), (200, 500), (1000, 2000)])
+def test_the_hours_of_a_nanogpt_log_hold_every_evaluation_but_no_compile_time(log, evals, tmp_path):
     """
     Count the time of an evaluation even if log_interval skips the iteration at which it was made.
     The evaluation at iteration 0 counts as startup.
     """
-    last = 8 * evals - 100
-    seen = read(tmp_path, launch(log, last, evals))
-    assert seen.eval["seconds"].sum() == pytest.approx(7 * PAUSE_MS / 1000)
-    iterations = logged(last, log)
-    hours_there = hours(iterations, (iterations - 1) // evals)
-    assert seen.step["hours"][-1] == pytest.approx(hours_there)
-    assert not seen.warnings
-
-
-@both_intervals
-def test_the_hours_of_a_nanogpt_log_include_an_evaluation_on_its_last_line(log, evals, tmp_path):
+    whole = launch(log, 8 * evals - 100, evals)
+    resumed = launch(log, 17 * evals - 100, evals, start=8 * evals)  # hours are of the whole run
+    for text, last in ((whole, 8 * evals - 100), (resumed, 17 * evals - 100)):
+        seen = read(tmp_path, text)
+        iterations = last // log * log + 1  # up to the last logged one
+        expected = hours(iterations, (iterations - 1) // evals)
+        assert seen.step["hours"][-1] == pytest.approx(expected)
+        assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000) and not seen.warnings
     text = launch(log, 8 * evals, evals)
-    text = text[: text.index("saving checkpoint", text.index(f"step {8 * evals}"))]
-    seen = read(tmp_path, text)
-    assert seen.hours == pytest.approx(hours(8 * evals, 8))
-    assert seen.eval["seconds"].sum() == pytest.approx(8 * PAUSE_MS / 1000)
-
-
-@both_intervals
-def test_compile_time_is_not_read_as_an_evaluation_if_a_log_begins_with_a_resume(
-    log, evals, tmp_path
-):
-    last = 17 * evals - 100
-    seen = read(tmp_path, launch(log, last, evals, start=8 * evals))
-    assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000)
-    # the hours are of the whole run, including the evaluations before this log
-    iterations = logged(last, log)
-    assert seen.step["hours"][-1] == pytest.approx(hours(iterations, (iterations - 1) // evals))
-
-
-@both_intervals
-def test_compile_time_is_not_read_as_an_evaluation_if_a_log_holds_a_resume(log, evals, tmp_path):
-    text = launch(log, 8 * evals + 300, evals) + launch(log, 10 * evals, evals, start=8 * evals)
-    seen = read(tmp_path, text)
-    assert seen.eval["seconds"].max() == pytest.approx(PAUSE_MS / 1000)
-    assert seen.eval["seconds"].sum() == pytest.approx(10 * PAUSE_MS / 1000)
+    ended = text[: text.index("saving checkpoint", text.index(f"step {8 * evals}"))]
+    assert read(tmp_path, ended).hours == pytest.approx(hours(8 * evals, 8))
+    again = launch(log, 8 * evals + 300, evals) + launch(log, 10 * evals, evals, start=8 * evals)
+    for text, pauses in ((whole, 7), (ended, 8), (again, 10)):
+        seconds = read(tmp_path, text).eval["seconds"]
+        assert seconds.max() == pytest.approx(PAUSE_MS / 1000)
+        assert seconds.sum() == pytest.approx(pauses * PAUSE_MS / 1000)
 
 
 def test_compile_time_is_not_read_as_an_evaluation_if_a_resume_repeats_the_last_evaluation(
@@ -123,11 +93,10 @@ def test_warns_if_a_log_does_not_show_how_long_evaluations_take(log, time, tmp_p
 # Other people's runs
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", "", "# dataset = 'x'\niter,val_loss\n5,\n"])
-def test_compare_refuses_a_csv_without_any_iteration_or_evaluation(text, tmp_path):
-    (tmp_path / "x.csv").write_text(text)
-    result = run("compare.py", tmp_path / "x.csv")
-    assert result.code == 2 and "no iteration and no evaluation" in result.err
+def test_compare_refuses_a_csv_without_any_iteration_or_evaluation(tmp_path):
+    for n, text in enumerate(["a,b\n1,2\n", "", "# dataset = 'x'\niter,val_loss\n5,\n"]):
+        (tmp_path / f"{n}.csv").write_text(text)
+        refused(run("compare.py", tmp_path / f"{n}.csv"), f"{n}.csv", "no iteration")
 
 
 # run, val loss at 1,000 iterations, tokens/s and MFU of an RTX 4070

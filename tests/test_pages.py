@@ -115,65 +115,43 @@ def test_the_sampling_page_lists_the_flags_and_defaults_of_sample_py():
 # Installing and testing
 
 
-def constraints() -> list[str]:
-    return [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
-
-
-def constraint(package: str) -> Requirement:
-    """Return what constraints.txt requires of a package."""
-    (one,) = [found for found in map(Requirement, constraints()) if found.name == package]
-    return one
-
-
-def test_every_torch_pin_is_the_tested_version_and_constraints_txt_has_none_for_windows():
+def test_pip_uv_and_ci_install_and_test_the_same():
     """
     Leave torch unpinned on Windows, where pip would replace a build with CUDA by PyPI's, which has
-    none.
+    none. Bound Python for uv, which would take one that the tested torch does not support.
     """
-    (tested,) = constraint("torch").specifier
-    binds = constraint("torch").marker.evaluate
-    assert [binds({"sys_platform": name}) for name in ("linux", "darwin", "win32")] == [1, 1, 0]
+    pins = [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
+    (torch,) = [pin for pin in map(Requirement, pins) if pin.name == "torch"]
+    binds = [torch.marker.evaluate({"sys_platform": name}) for name in ("linux", "darwin", "win32")]
+    assert binds == [True, True, False]
     code = (ROOT / "training").glob("*.py")
-    texts = [*map(read, GUIDES), read(".github/workflows/ci.yml"), *map(read, code)]
-    versions = [version for text in texts for version in re.findall(r"torch==([\d.]+)", text)]
-    assert len(versions) >= 4 and {*versions} == {tested.version}
+    texts = "".join(map(read, [*GUIDES, ".github/workflows/ci.yml", *code]))
+    versions = re.findall(r"torch==([\d.]+)", texts)
+    assert len(versions) >= 4 and {f"=={version}" for version in versions} == {str(torch.specifier)}
 
-
-def test_readme_contributing_install_page_and_ci_give_the_same_test_command():
-    """Check also that the scripts in the issue form for measurements exist."""
     (command,) = re.findall("^pytest .*$", read(README), re.MULTILINE)
     assert command in read(".ci/run") and command in read("CONTRIBUTING.md")
     assert f"\nuv run --extra dev {command}\n" in read("docs/install.md")
     jobs = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
     steps = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
     assert ".ci/run" in steps["linux"] and command in steps["others"]
+
+    settings = tomllib.loads(read("pyproject.toml"))
+    project = settings["project"]
+    assert settings["tool"]["uv"]["constraint-dependencies"] == pins
+    groups = {"": project["dependencies"], "-dev": project["optional-dependencies"]["dev"]}
+    for name, ours in groups.items():
+        lines = [
+            line.partition("#")[0].strip() for line in read(f"requirements{name}.txt").splitlines()
+        ]
+        assert ours == [line for line in lines if line and not line.startswith("-r")]
+    (oldest, newest) = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", read("docs/install.md"))[0]
+    assert project["requires-python"] == f">=3.{oldest},<3.{int(newest) + 1}"
+
+
+def test_the_form_for_measurements_names_scripts_that_exist():
     form = read(".github/ISSUE_TEMPLATE/measurement.yml")
     assert all((ROOT / name).is_file() for name in re.findall(r"python (\S+\.py)", form))
-
-
-@pytest.mark.parametrize("extra, file", [("", "requirements.txt"), ("dev", "requirements-dev.txt")])
-def test_uv_installs_the_same_packages_as_pip(extra, file):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    ours = project["optional-dependencies"][extra] if extra else project["dependencies"]
-    lines = [
-        line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()
-    ]
-    assert ours == [line for line in lines if line and not line.startswith("-r")]
-
-
-def test_uv_installs_the_tested_versions():
-    uv = tomllib.loads(read("pyproject.toml"))["tool"]["uv"]
-    assert uv["constraint-dependencies"] == constraints()
-
-
-def test_uv_uses_a_python_version_that_the_install_page_supports():
-    """
-    Set an upper bound. Without one, uv would download the newest Python, which the tested torch
-    does not support.
-    """
-    python = tomllib.loads(read("pyproject.toml"))["project"]["requires-python"]
-    (oldest, newest) = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", read("docs/install.md"))[0]
-    assert python == f">=3.{oldest},<3.{int(newest) + 1}"
 
 
 # -----------------------------------------------------------------------------

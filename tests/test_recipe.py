@@ -1,6 +1,7 @@
 """Compare whole runs of the fast recipe with the second trainer in reference_fast.py."""
 
 import pytest
+from cases import slow_but
 from program import checkpoint, column, train
 from reference_fast import Trainer
 
@@ -52,28 +53,22 @@ TOLERANCES = dict(
 )
 
 
-@pytest.mark.parametrize(
-    "recipe, dtype, computed",
-    [
-        # 64 tokens a micro-batch
-        (RECIPE, "float32", dict(loss_chunk=20)),
-        pytest.param(
-            RECIPE | dict(bias=False),
-            "float32",
-            dict(loss_chunk=20, recompute=True, flash=False),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(RECIPE, "bfloat16", {}, marks=pytest.mark.slow),
-    ],
-)
+RUNS = [
+    ({}, "float32", dict(loss_chunk=20)),  # of 64 tokens in a micro-batch
+    (dict(bias=False), "float32", dict(loss_chunk=20, recompute=True, flash=False)),
+    ({}, "bfloat16", {}),
+]
+
+
+@pytest.mark.parametrize("changes, dtype, computed", slow_but(RUNS[0], of=RUNS))
 def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
-    recipe, dtype, computed, tokens, tmp_path
+    changes, dtype, computed, tokens, tmp_path
 ):
     """
     Compare losses, learning rates, gradient norms and weights with the independent trainer in
     reference_fast.py.
     """
-    keys = recipe | dict(dtype=dtype)
+    keys = RECIPE | changes | dict(dtype=dtype)
     command = keys | ONLY_TRAIN_PY | computed | dict(dataset=tokens, out_dir=tmp_path)
     train(**command | dict(max_iters=0))
     first = checkpoint(tmp_path, 0)["model"]

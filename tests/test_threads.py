@@ -7,103 +7,63 @@ imported.
 
 import os
 import re
-import subprocess
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from cases import slow_but
-from program import ROOT, train, write_tokens
+from program import finish, start, train
+
+from common import environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's on Linux")
-TINY = dict(
-    n_layer=1,
-    n_head=2,
-    n_embd=16,
-    batch_size=2,
-    block_size=16,
-    gradient_accumulation_steps=1,
-    eval_interval=2,
-    eval_tokens=64,
-    device="cpu",
-    dtype="float32",
-    compile=False,
-)
-# Imports common.environment on a pretended machine: `cpus` CPUs, `per_core` of them to a core, and
-# `running` threads that run on them.
-DECIDE = """
-import os, pathlib, sys
-running, cpus, per_core = map(int, sys.argv[1:])
-def read_text(path, *arguments, read=pathlib.Path.read_text, **options):
-    if str(path) == "/proc/loadavg":
-        return f"9.00 9.00 9.00 {running}/400 77\\n"
-    if path.name != "siblings":
-        return read(path, *arguments, **options)
-    return str(int(path.parts[-3].removeprefix("cpu")) // per_core)
-pathlib.Path.read_text = read_text
-pathlib.Path.glob = lambda path, _: [path / f"cpu{n}/topology/siblings" for n in range(cpus)]
-os.cpu_count = lambda: cpus
-import common.environment
-print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))
-"""
-SPINS, PASSIVE = "None 10000", "passive None"
+SPINS, SLEEPS = dict(GOMP_SPINCOUNT="10000"), dict(OMP_WAIT_POLICY="passive")
+# threads that run, CPUs, CPUs to a core, the user's variables; the variables afterwards
+DECISIONS = [
+    (1, 2, 1, {}, SPINS),  # this program alone
+    (2, 2, 1, {}, SLEEPS),  # beside one loop
+    (9, 16, 2, {}, SPINS),  # 8 threads on 8 cores, and 8 other programs find a place
+    (10, 16, 2, {}, SLEEPS),
+    (40, 1, 1, {}, SPINS),  # a single thread waits for nobody
+    (3, 4, 1, dict(OMP_NUM_THREADS="2"), SPINS | dict(OMP_NUM_THREADS="2")),
+    (4, 2, 1, dict(GOMP_SPINCOUNT="77"), dict(GOMP_SPINCOUNT="77")),
+    (4, 2, 1, dict(OMP_WAIT_POLICY="active"), dict(OMP_WAIT_POLICY="active")),
+]
 
 
-def environment(**ours: str) -> dict[str, str]:
-    """
-    Return this process's variables without those about the number of threads or how they wait.
-    """
-    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
-    return {name: value for name, value in os.environ.items() if name not in names} | ours
-
-
-def decide(*arguments: int, **variables: str) -> str:
-    command = [sys.executable, "-c", DECIDE, *map(str, arguments)]
-    kept = environment(**variables)
-    return subprocess.check_output(command, cwd=ROOT, env=kept, text=True).strip()
-
-
-@pytest.mark.parametrize(
-    "running, cpus, per_core, decision",
-    [
-        (1, 2, 1, SPINS),  # this program alone
-        (2, 2, 1, PASSIVE),  # beside one loop
-        (4, 2, 1, PASSIVE),
-        (9, 16, 2, SPINS),  # 8 threads on 8 cores, and 8 other programs find a place
-        (10, 16, 2, PASSIVE),
-        (40, 1, 1, SPINS),  # a single thread waits for nobody
-    ],
-)
+@pytest.mark.parametrize("running, cpus, per_core, given, found", DECISIONS)
 def test_idle_threads_sleep_instead_of_spinning_if_other_programs_need_their_cores(
-    running, cpus, per_core, decision
+    running, cpus, per_core, given, found, monkeypatch
 ):
-    assert decide(running, cpus, per_core) == decision
+    def read_text(path, *rest, read=Path.read_text, **named) -> str:
+        if path == Path("/proc/loadavg"):
+            return f"9.00 9.00 9.00 {running}/400 77\n"
+        if path.name != "siblings":
+            return read(path, *rest, **named)
+        return str(int(path.parent.name.removeprefix("cpu")) // per_core)
 
-
-def test_idle_threads_may_spin_if_omp_num_threads_leaves_cores_to_other_programs():
-    assert decide(3, 4, 1) == PASSIVE
-    assert decide(3, 4, 1, OMP_NUM_THREADS="2") == SPINS
-
-
-def test_the_users_omp_wait_policy_and_gomp_spincount_are_kept():
-    assert decide(1, 2, 1, GOMP_SPINCOUNT="77") == "None 77"
-    assert decide(4, 2, 1, GOMP_SPINCOUNT="77") == "None 77"
-    assert decide(4, 2, 1, OMP_WAIT_POLICY="active") == "active None"
+    monkeypatch.setattr(os, "environ", {"HOME": "/home/user"} | given)
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    files = [Path(f"cpu{n}/siblings") for n in range(cpus)]
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: files)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    runpy.run_path(environment.__file__)
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+    assert {name: os.environ[name] for name in names if name in os.environ} == found
 
 
 @pytest.mark.parametrize("script", slow_but("train.py", of=["train.py", "sample.py", "bench.py"]))
-def test_every_script_that_trains_or_samples_sets_how_torchs_threads_wait(script):
-    variables = dict(OMP_DISPLAY_ENV="verbose", OMP_NUM_THREADS="1")
-    kept = environment(**variables)
-    command = [sys.executable, script, "--help"]
-    ended = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
-    assert ended.returncode == 0
-    assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.stderr) == ["10000"]
+def test_every_script_that_trains_or_samples_sets_how_torchs_threads_wait(script, monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    ended = finish(start(script, "--help", cold=True, OMP_DISPLAY_ENV="verbose"))
+    assert ended.code == 0
+    assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.err) == ["10000"]
 
 
 @pytest.mark.parametrize("policy, said", [("passive", True), ("active", False)])
-def test_the_device_line_says_if_idle_threads_sleep(policy, said, tmp_path, monkeypatch):
+def test_the_device_line_says_if_idle_threads_sleep(policy, said, tiny, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    dataset = write_tokens(tmp_path / "tokens", [900], [150])
-    result = train(**TINY, max_iters=1, dataset=dataset, out_dir=tmp_path / "run")
-    (device,) = re.findall("^device: .*$", result.out, re.MULTILINE)
+    (device,) = re.findall("^device: .*$", train(**tiny, max_iters=0).out, re.MULTILINE)
     assert ("threads sleep" in device) is said

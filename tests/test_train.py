@@ -3,14 +3,13 @@ Check that training waits for the device only at log lines, and that compiled co
 it computes what eager code does.
 """
 
-import math
 from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 from cases import slow_but
-from program import TINY_RUN, assert_same_run, column, flags, records, run, train
+from program import TINY_RUN, assert_same_run, column, flags, records, refused, run, train
 
 TINY = TINY_RUN | dict(
     n_layer=1,
@@ -81,19 +80,8 @@ def times(factor: float) -> Callable:
 
 
 def broken(call: Callable) -> Callable:
-    def compiled(*batch):
-        raise RuntimeError("no C compiler\nlong details")
-
-    return compiled
-
-
-def broken_backend(call: Callable) -> Callable:
     """Fail with torch's message, whose first line does not give the reason."""
-
-    def compiled(*batch):
-        raise RuntimeError("backend='inductor' raised:\nno C compiler\nlong details")
-
-    return compiled
+    return mock.Mock(side_effect=RuntimeError("backend='inductor' raised:\nno C compiler\ndetails"))
 
 
 def broken_in_evaluation(call: Callable) -> Callable:
@@ -104,56 +92,21 @@ def broken_in_evaluation(call: Callable) -> Callable:
     return compiled
 
 
-def drawing(call: Callable) -> Callable:
-    """Compute the same as eager code, but draw more random numbers in between."""
-
-    def compiled(*batch):
-        torch.rand(7)
-        return call(*batch)
-
-    return compiled
-
-
 COMPILERS = {
-    "right": (times(1), ""),
     "1% more": (times(1.01), "loss is"),
-    "1% less": (times(0.99), "loss is"),
-    "NaN": (times(math.nan), "loss is"),
     "none": (broken, "no C compiler"),  # nanoGPT PR#242, #226, #477
-    "none, said in the second line": (broken_backend, "no C compiler"),
     "none for the evaluation": (broken_in_evaluation, "no C compiler"),
 }
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-@pytest.mark.parametrize("compiler", slow_but("1% more", "NaN", "none", of=[*COMPILERS][1:]))
-def test_a_run_ends_before_training_if_the_compiler_fails_or_is_wrong(
-    compiler, dropout, tokens, tmp_path
-):
+@pytest.mark.parametrize("compiler", slow_but("1% more", "none", of=COMPILERS))
+def test_a_run_ends_before_training_if_the_compiler_fails_or_is_wrong(compiler, tiny):
     compile, reason = COMPILERS[compiler]
-    if reason == "loss is" and not dropout:  # with dropout, gradients cannot be compared
-        reason = "gradient of transformer.wte.weight is off"
-    keys = TINY | dict(dropout=dropout, compile=True, dataset=tokens, out_dir=tmp_path)
     with mock.patch("torch.compile", compile):
-        result = run("train.py", *flags(**keys))
-    assert result.code == 2
-    (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert "torch.compile" in line and reason in line and "--compile=False" in line
-    assert "long details" not in result.err
-    assert not records(tmp_path, "step")
-
-
-def test_compiled_code_with_dropout_may_draw_other_random_numbers_without_a_warning(
-    tokens, tmp_path
-):
-    """Compare the loss of an evaluation. The training loss differs because dropout does."""
-    with mock.patch("torch.compile", drawing):
-        result = train(
-            **TINY | dict(compile=True, dropout=0.5, max_iters=1, warmup_iters=0),
-            dataset=tokens,
-            out_dir=tmp_path,
-        )
-    assert "warning" not in result.err
+        result = run("train.py", *flags(**tiny | dict(dropout=0.1, compile=True)))
+    line = refused(result, "torch.compile", reason, "--compile=False")
+    assert "details" not in line
+    assert not records(tiny["out_dir"], "step")
 
 
 def test_an_error_in_the_model_is_shown_with_its_full_traceback(tokens, tmp_path):

@@ -1,15 +1,9 @@
 """Set up training in this process as train.py does, for tests that inspect its tensors."""
 
-import tempfile
-from pathlib import Path
-
 import torch
 
-import bench
 from configurator import Config
-from data.loader import Batches
-from data.missing import vocab_where_missing
-from data.shards import open_dataset
+from data.loader import to_batch
 from model_fast import build_model
 from train import build_optimizer, model_config, train_step
 from training import hardware
@@ -17,27 +11,25 @@ from training.compiled import compile_model
 
 
 class TrainingSetup:
-    """Build a run's model, optimizer and batches, with random tokens if the dataset is missing."""
+    """Hold a run's model, its optimizer and the micro-batches of an iteration, of random tokens."""
 
-    def __init__(self, config: Config, build=build_model):
+    def __init__(
+        self, config: Config, vocab: int = 50257, flash: bool | None = None, build=build_model
+    ):
         self.config = config
         self.hw = hardware.set_up(config)
         torch.manual_seed(config.seed)
-        dataset = config.dataset
-        if vocab := vocab_where_missing(config):
-            self.folder = tempfile.TemporaryDirectory()
-            dataset = bench.write_random_tokens(Path(self.folder.name, "data"), vocab, config.seed)
-        data = open_dataset(dataset)
-        self.gpt_config = model_config(
-            config, data.vocab, flash=self.hw.flash(config), compiled=config.compile
-        )
-        self.model = build(self.gpt_config).to(self.hw.device)
+        flash = self.hw.flash(config) if flash is None else flash
+        made = model_config(config, vocab, flash=flash, compiled=config.compile)
+        self.model = build(made).to(self.hw.device)
         if config.compile:
             compile_model(self.model)
         self.optimizer = build_optimizer(self.model, config, self.hw.dtype)
         is_scaled = self.hw.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.hw.device.type, enabled=is_scaled)
-        self.batches = Batches(data, config, self.hw.device)
+        tokens = torch.randint(vocab, (config.batch_size, config.block_size + 1))
+        number = range(config.gradient_accumulation_steps)
+        self.batches = [to_batch(tokens, self.hw.device) for _ in number]
 
     def step(self) -> None:
         """Run one iteration."""
@@ -45,7 +37,7 @@ class TrainingSetup:
             self.model,
             self.optimizer,
             self.scaler,
-            self.batches.take(self.config.gradient_accumulation_steps),
+            self.batches,
             self.config.grad_clip,
             self.hw.autocast(),
         )

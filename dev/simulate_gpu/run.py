@@ -85,18 +85,6 @@ ROWS = {
     "5090-fast": Row("5090", "fast124m_4090", whole=True),
 }
 
-# What a compiled kernel is for: the first entry with a word that occurs in the kernel's name
-KINDS = {
-    "cross-entropy": ["log_softmax", "nll_loss"],
-    "sines": ["_sin_"],
-    "activation of the MLP": ["gelu", "relu"],
-    "norms and residual stream": ["layer_norm", "rms_norm"],
-    "joining q, k and v": ["_cat_"],
-    "embeddings": ["embedding"],
-    "casts": ["_to_copy"],
-    "other": [""],
-}
-
 # -----------------------------------------------------------------------------
 # In the parent process: what the rows need, and which of them to run
 
@@ -240,17 +228,13 @@ class Counters:
         self.libraries = []
 
     def count_triton(self) -> None:
-        """Count the bytes of each compiled kernel, as Inductor reckons them, whenever it runs."""
-        import torch._inductor.config
+        """Count each compiled kernel whenever it runs."""
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-        torch._inductor.config.benchmark_combo_kernel = True  # writes kernel_num_gb
         run = CachingAutotuner.run
 
         def counted(kernel, *args, **kwargs):
-            name, gigabytes = kernel.fn.__name__, kernel.inductor_meta["kernel_num_gb"]
-            self.launched["bytes", name] += round(gigabytes * 1e9)
-            self.launched["compiled", name] += 1
+            self.launched["compiled", kernel.fn.__name__] += 1
             return run(kernel, *args, **kwargs)
 
         CachingAutotuner.run = counted
@@ -362,7 +346,7 @@ def train_steps(config, nanogpt: Path | None) -> None:
     from model_fast import build_model
 
     build = nanogpts(str(nanogpt), build_model) if nanogpt else build_model
-    trainee = TrainingSetup(config, build)
+    trainee = TrainingSetup(config, build=build)
     for _ in range(4):
         trainee.step()
 
@@ -396,7 +380,7 @@ def figures_of(row: Row, config, iterations: list[dict]) -> dict:
     if config.compile and not of_kind(counts, "compiled"):
         raise RuntimeError("compiling has failed")
     graphs = dynamo["stats"]["unique_graphs"]
-    figures = dict(
+    return dict(
         card=row.card,
         command=command_of(row),
         model="nanoGPT" if row.nanogpt else config.model,
@@ -409,11 +393,7 @@ def figures_of(row: Row, config, iterations: list[dict]) -> dict:
         graphs=graphs,
         graph_breaks=sum(dynamo["graph_break"].values()),
         recompilations=graphs - iterations[1]["graphs"],
-        micro_batch_tokens=config.batch_size * config.block_size,
-        product_tflop=round(product_flops(micro_batch) / 1e12, 3),
-        attention_tflop=round(attention_flops(config) / 1e12, 3),
     )
-    return figures | (memory_traffic(micro_batch) if config.compile else {})
 
 
 def of_kind(counts: collections.Counter, kind: str) -> dict[str, int]:
@@ -428,37 +408,6 @@ def attention_kernels(counts: collections.Counter) -> str:
     known = dict(flash="flash_fwd", efficient="fmha_cutlassF", cuDNN="cudnn_forward")
     names = of_kind(counts, "kernel")
     return next((k for k, part in known.items() if any(part in name for name in names)), "plain")
-
-
-def product_flops(counts: collections.Counter) -> int:
-    flops = 0
-    for sizes, n in of_kind(counts, "product").items():
-        rows, columns, depth, _ = map(int, sizes.split())
-        flops += 2 * rows * columns * depth * n
-    return flops
-
-
-def attention_flops(config) -> int:
-    """
-    Return attention's FLOPs: in each layer two T x T products forward and five backward, each
-    halved by the causal mask (FlashAttention-2, arXiv:2307.08691).
-    """
-    return 7 * config.n_layer * config.batch_size * config.block_size**2 * config.n_embd
-
-
-def memory_traffic(counts: collections.Counter) -> dict:
-    """Return how many GB Inductor's kernels read and write in one micro-batch."""
-    sizes = of_kind(counts, "bytes")
-    kinds = collections.Counter()
-    for name, size in sizes.items():
-        kinds[next(kind for kind, words in KINDS.items() if any(w in name for w in words))] += size
-    largest = sorted(sizes, key=sizes.get, reverse=True)[:10]
-    return dict(
-        compiled_gb=round(sum(sizes.values()) / 1e9, 3),
-        compiled_gb_by_kind={kind: round(kinds[kind] / 1e9, 3) for kind in KINDS if kinds[kind]},
-        largest_kernels_gb={name: round(sizes[name] / 1e9, 3) for name in largest},
-        compiled_launches=sum(of_kind(counts, "compiled").values()),
-    )
 
 
 # -----------------------------------------------------------------------------
@@ -501,40 +450,6 @@ def iteration_table(rows: dict[str, dict]) -> list[list]:
     return table
 
 
-def traffic_table(rows: dict[str, dict]) -> list[list]:
-    """List the GB that memory-bound kernels read and write in one micro-batch."""
-    rows = {name: row for name, row in rows.items() if "compiled_gb" in row}
-    kinds = [kind for kind in KINDS if any(kind in r["compiled_gb_by_kind"] for r in rows.values())]
-    table = [["row", "tokens", "sum", *kinds, "adding gradients"]]
-    for name, row in rows.items():
-        added = 12 * parameters(row) / 1e9
-        parts = [row["compiled_gb_by_kind"].get(kind, 0) for kind in kinds]
-        figures = [row["compiled_gb"] + added, *parts, added]
-        table.append([name, f"{row['micro_batch_tokens']:,}", *(f"{gb:.2f}" for gb in figures)])
-    return table
-
-
-def projection_table(rows: dict[str, dict]) -> list[list]:
-    """List a lower bound for a micro-batch's ms: the sum of its parts, each at the card's peak."""
-    from training.gpus import find_row
-
-    speed = "tokens/s at the data sheet's clocks"
-    table = [["row", "matmuls", "attention", "memory", "sum", speed]]
-    for name, row in rows.items():
-        if "compiled_gb" not in row:
-            continue
-        card_name, _, _, sms, *_ = CARDS[row["card"]].split("|")
-        card = find_row(card_name, int(sms))
-        peak = float(card["fp16_tflops"])  # also bfloat16's, if the card has it
-        gigabytes = row["compiled_gb"] + 12 * parameters(row) / 1e9
-        parts = [row["product_tflop"] / peak, row["attention_tflop"] / peak]
-        parts.append(gigabytes / float(card["bandwidth_gbs"]))
-        rate = row["micro_batch_tokens"] / sum(parts)
-        milliseconds = [f"{1000 * seconds:.1f}" for seconds in (*parts, sum(parts))]
-        table.append([name, *milliseconds, f"{rate:,.0f}"])
-    return table
-
-
 def config_and_model(row: dict) -> tuple:
     from configurator import load_config
     from train import model_config
@@ -543,20 +458,7 @@ def config_and_model(row: dict) -> tuple:
     return config, model_config(config, 50257, flash=config.flash, compiled=config.compile)
 
 
-def parameters(row: dict) -> int:
-    from reports.memory import count_parameters
-
-    return count_parameters(config_and_model(row)[1])
-
-
-TABLES = {
-    "dev/simulate_gpu/results.md": [
-        iteration_table,
-        memory_table,
-        traffic_table,
-        projection_table,
-    ],
-}
+TABLES = {"dev/simulate_gpu/results.md": [iteration_table, memory_table]}
 
 
 def with_tables(text: str, tables: list) -> str:

@@ -4,7 +4,7 @@ experiments of docs/hacking.md, whose functions replace the functions of the sam
 the program.
 """
 
-import itertools
+import json
 import math
 import os
 import re
@@ -28,8 +28,8 @@ from program import (
     column,
     finish,
     flags,
+    refused,
     run,
-    same,
     start,
     train,
     with_definitions,
@@ -67,9 +67,9 @@ GPT.hidden = lambda self, *idx: self.config.scale * unscaled(self, *idx)
 }
 
 
-def new_weight(made: str, used: str) -> dict:
-    """Return a change that adds a weight outside the blocks and uses it in the forward pass."""
-    code = f"""
+def new_weight(made: str, used: str) -> str:
+    """Return code that adds a weight outside the blocks and uses it in the forward pass."""
+    return f"""
 plain_init, plain_hidden = GPT.__init__, GPT.hidden
 
 def init(self, config):
@@ -82,47 +82,98 @@ def hidden(self, *idx):
 
 GPT.__init__, GPT.hidden = init, hidden
 """
-    return {"model.py": code}
 
 
 LINEAR = "nn.Linear(config.n_embd, config.n_embd, bias=False)"
 CUBE = "nn.Parameter(torch.ones(2, 3, config.n_embd))"
-NEW_WEIGHTS = {
-    "extra.weight": new_weight(LINEAR, "x + self.extra(x)"),
-    "extra": new_weight(CUBE, "x * self.extra.mean((0, 1))"),
+WINDOWS = """
+def attend(q, k, v, flash, scale, dropout=0.0):
+    q, k, v = (part.unflatten(2, (-1, 4)) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3)
+"""
+# like a kernel that needs a GPU, or a model that reads numbers on the host
+NEEDS_MEMORY = """
+plain_hidden = GPT.hidden
+
+def hidden(self, *idx):
+    x = plain_hidden(self, *idx)
+    x.sum().item()
+    return x
+
+GPT.hidden = hidden
+"""
+# FLOPs per token of TINY, with its vocabulary of 61 padded to 128
+TINY_LAYER, TINY_HEAD, TINY_ATTENTION = 6 * 12 * 32**2, 6 * 32 * 128, 12 * 32 * 16
+MODELS = {  # code in model.py, the name of its new weight, and the FLOPs per token
+    # each token meets a quarter of the keys
+    "a cube, and windows": (
+        WINDOWS + new_weight(CUBE, "x * self.extra.mean((0, 1))"),
+        "extra",
+        2 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD,
+    ),
+    "a layer": (
+        new_weight(LINEAR, "x + self.extra(x)"),
+        "extra.weight",
+        2 * (TINY_LAYER + TINY_ATTENTION) + TINY_HEAD + 6 * 32**2,
+    ),
+    "no new weight, and no run without memory": (NEEDS_MEMORY, "", None),
 }
 
 
-def changed_groups(change: str) -> dict:
-    """
-    Return a change to AdamW's groups, `decayed` and `others`, which acts before a resume checks
-    them.
-    """
-    code = f"""
-plain_build = build_optimizer
+def positions_without_decay(decayed: dict, others: dict) -> None:
+    others["params"].append(decayed["params"].pop(1))
 
-def build(*arguments):
-    optimizer = plain_build(*arguments)
-    decayed, others = optimizer.param_groups
-    names = decayed["param_names"]
-    {change}
-    return optimizer
 
-build_optimizer = build
+def exchanged_layers(decayed: dict, others: dict) -> None:
+    """Let the two layers change places in a group: its sizes and shapes stay the same."""
+    changes = {"h.0": "h.1", "h.1": "h.0"}
+    names = [name for name, _ in decayed["params"]]
+    order = [re.sub(r"h\.\d", lambda found: changes[found[0]], name) for name in names]
+    decayed["params"] = [(name, dict(decayed["params"])[name]) for name in order]
+
+
+# runs scripts one after another in one process, because importing a changed program takes two
+# seconds; each begins with another random state
+LAUNCHES = """
+import contextlib, io, json, runpy, shutil, sys
+import torch
+results = []
+for script, *words in json.loads(sys.argv[1]):
+    if script == "cp":
+        shutil.copytree(*words, ignore=shutil.ignore_patterns("*[4-8].pt", "best.pt"))
+        continue
+    torch.seed()
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    sys.argv = [script, *words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    results.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(results))
 """
-    return {"train.py": code}
 
 
-POSITIONS_WITHOUT_DECAY = changed_groups(
-    "for key in ('param_names', 'params'):"
-    " others[key].append(decayed[key].pop(1))  # the position embedding"
-)
-# groups of the same sizes and shapes, in which the two layers have changed places
-EXCHANGED_LAYERS = changed_groups(
-    "order = [names.index(name.replace('.h.0.', '.x.').replace('.h.1.', '.h.0.')"
-    ".replace('.x.', '.h.1.')) for name in names];"
-    " decayed.update({key: [decayed[key][n] for n in order] for key in ('param_names', 'params')})"
-)
+def launches(program: Path, *commands: list, first: str = "") -> list[Result]:
+    """
+    Run commands of a changed program, after the code in `first`. `cp` copies a run as it was before
+    its iteration 4.
+    """
+    words = json.dumps(commands, default=str)
+    result = finish(start("-c", first + LAUNCHES, words, cwd=program, only_torch=True))
+    assert result.code == 0, result.err
+    return [Result(*found) for found in json.loads(result.out.splitlines()[-1])]
+
+
+def training(**keys) -> list[str]:
+    return ["train.py", *flags(**TINY | keys)]
+
+
+def train_changed(program: Path, **keys) -> None:
+    (result,) = launches(program, training(**keys))
+    assert result.code == 0, result.err
+
 
 # -----------------------------------------------------------------------------
 # Keys, weights, groups, optimizers
@@ -144,26 +195,6 @@ def half(whole, tmp_path) -> Path:
     return out_dir
 
 
-def train_changed(program: Path, **keys) -> Result:
-    return finish(start("train.py", *flags(**TINY | keys), cwd=program, only_torch=True))
-
-
-def sample_changed(program: Path, path: Path) -> Result:
-    command = flags(**SAMPLE, init_from=path)
-    return finish(start("sample.py", *command, cwd=program, only_torch=True))
-
-
-def assert_refused(result: Result, *words: str) -> None:
-    """Check for exactly one error line, and for these words on stderr outside of paths."""
-    assert result.code in (1, 2)
-    lines = result.err.splitlines()
-    errors = [line for line in lines if not line.startswith("warning: ")]
-    assert len(errors) == 1 and errors[0].startswith("error: "), result.err
-    text = " ".join(part for part in result.err.split() if "/" not in part)
-    for word in words:
-        assert word in text
-
-
 @pytest.mark.parametrize("key", slow_but("recompute", of=["recompute", "tf32"]))
 def test_a_checkpoint_without_a_key_resumes_with_the_keys_default(key, tokens, whole, half):
     path = half / "ckpt-00000004.pt"
@@ -183,24 +214,15 @@ def test_a_checkpoint_without_a_key_resumes_with_the_keys_default(key, tokens, w
 def test_a_run_from_before_a_new_key_resumes_with_the_keys_default(tokens, whole, half, tmp_path):
     program = changed(tmp_path / "program", NEW_KEY)
     keys = dict(dataset=tokens, out_dir=half, init_from="resume")
-    assert_refused(train_changed(program, **keys, scale=2.0), "scale")
-    result = train_changed(program, **keys)
-    assert result.code == 0, result.err
+    sampling = ["sample.py", *flags(**SAMPLE, init_from=whole / "ckpt-00000008.pt")]
+    other, resumed, theirs = launches(
+        program, training(**keys, scale=2.0), training(**keys), sampling
+    )
+    refused(other, "scale")
+    assert (resumed.code, theirs.code) == (0, 0), (resumed, theirs)
     assert_same_run(half, whole, 8)
     assert checkpoint(half, 8)["config"]["scale"] == 1.0
-    ours = run("sample.py", *flags(**SAMPLE, init_from=whole / "ckpt-00000008.pt"))
-    theirs = sample_changed(program, whole / "ckpt-00000008.pt")
-    assert theirs.code == 0, theirs.err
-    assert theirs.out == ours.out
-
-
-@pytest.mark.parametrize("name", slow_but("extra", of=NEW_WEIGHTS))
-def test_muon_refuses_a_new_weight_by_name_if_it_fits_none_of_its_groups(name, tokens, tmp_path):
-    program = changed(tmp_path / "program", NEW_WEIGHTS[name])
-    out_dir = tmp_path / "out"
-    result = train_changed(program, dataset=tokens, out_dir=out_dir, optimizer="muon")
-    assert_refused(result, name)
-    assert not out_dir.exists()
+    assert theirs.out == run(*sampling).out
 
 
 def assert_every_weight_is_in_one_group(state: dict) -> None:
@@ -211,16 +233,27 @@ def assert_every_weight_is_in_one_group(state: dict) -> None:
     assert state["optimizer"]["state"].keys() == set(range(len(storages)))
 
 
-@pytest.mark.parametrize("name", slow_but("extra", of=NEW_WEIGHTS))
-def test_adamw_trains_a_weight_that_was_added_to_the_model(name, tokens, tmp_path):
-    program = changed(tmp_path / "program", NEW_WEIGHTS[name])
-    result = train_changed(program, dataset=tokens, out_dir=tmp_path / "out", max_iters=1)
-    assert result.code == 0, result.err
-    state = checkpoint(tmp_path / "out", 1)
-    weight = state["model"][name]
-    if weight.dim() > 2:  # starts as ones: init_weights sets only the layers' matrices
-        assert (weight - 1).abs().max() < TINY["learning_rate"]
-    assert_every_weight_is_in_one_group(state)
+@pytest.mark.parametrize("model", slow_but("a cube, and windows", of=MODELS))
+def test_a_changed_model_is_counted_and_adamw_trains_its_new_weight(model, tokens, tmp_path):
+    """
+    Count FLOPs from what the model computes, and print no MFU if they cannot be counted. Muon
+    refuses a weight by name if it fits none of its groups.
+    """
+    code, name, flops = MODELS[model]
+    program = changed(tmp_path / "program", {"model.py": code})
+    keys = dict(dataset=tokens, max_iters=1, peak_tflops=1)
+    by_muon = training(**keys, optimizer="muon", out_dir=tmp_path / "muon")
+    muon, adamw = launches(program, by_muon, training(**keys, out_dir=tmp_path / "out"))
+    assert adamw.code == 0, adamw.err
+    assert column(tmp_path / "out", "start", "flops_per_token") == [flops]
+    assert ("mfu n/a, tok/s" in adamw.out) == (flops is None)
+    if name:
+        refused(muon, name)
+        assert not (tmp_path / "muon").exists()
+        state = checkpoint(tmp_path / "out", 1)
+        assert_every_weight_is_in_one_group(state)
+        if model != "a layer":  # starts as ones: init_weights sets only the layers' matrices
+            assert (state["model"][name] - 1).abs().max() < TINY["learning_rate"]
 
 
 @pytest.mark.parametrize("optimizer", slow_but("muon", of=["adamw", "muon"]))
@@ -238,18 +271,16 @@ def test_every_weight_is_in_exactly_one_optimizer_group(model, optimizer, tokens
     assert_every_weight_is_in_one_group(checkpoint(tmp_path, 1))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(POSITIONS_WITHOUT_DECAY, id="other sizes"),
-        pytest.param(EXCHANGED_LAYERS, id="equal shapes"),
-    ],
-)
-def test_resuming_is_refused_if_the_optimizer_groups_changed(change, tokens, half, tmp_path):
-    program = changed(tmp_path / "program", change)
+@pytest.mark.parametrize("change", [positions_without_decay, exchanged_layers])
+def test_resuming_is_refused_if_the_optimizer_groups_changed(change, tokens, half):
     before = (half / "ckpt-00000004.pt").read_bytes()
-    result = train_changed(program, dataset=tokens, out_dir=half, init_from="resume")
-    assert_refused(result, "group")
+
+    def build(groups, fused):
+        change(*groups)
+        return ADAMW(groups, fused=fused)
+
+    with mock.patch("torch.optim.AdamW", build):
+        refused(run(*training(dataset=tokens, out_dir=half, init_from="resume")), "group")
     assert [path.name for path in half.glob("*.pt")] == ["ckpt-00000004.pt"]
     assert (half / "ckpt-00000004.pt").read_bytes() == before
 
@@ -275,67 +306,8 @@ def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(name, tokens, tmp_p
     assert_same_run(halves, out_dir, 8)
 
 
-def test_an_unfused_optimizer_skips_the_update_if_a_gradient_is_nan(tokens, tmp_path):
-    backward = torch.Tensor.backward
-    passes = itertools.count()
-
-    def spoilt(loss):
-        is_bad = next(passes) == 5 * 2  # two micro-batches an iteration
-        backward(loss * torch.nan if is_bad else loss)
-
-    plain = mock.patch("torch.optim.AdamW", NOT_FUSED["AdamW"])
-    keys = TINY | dict(checkpoint_interval=1, dataset=tokens, out_dir=tmp_path)
-    with plain, mock.patch.object(torch.Tensor, "backward", spoilt):
-        train(**keys)
-    before, after, later = (checkpoint(tmp_path, it) for it in (5, 6, 7))
-    assert not before["optimizer"]["param_groups"][0]["fused"]
-    assert same(before["model"], after["model"])
-    assert same(before["optimizer"]["state"], after["optimizer"]["state"])
-    assert not same(after["model"], later["model"])
-
-
 # -----------------------------------------------------------------------------
 # Changed models
-
-# FLOPs of TINY, with its vocabulary of 61 padded to 128
-TINY_LAYER, TINY_HEAD, TINY_ATTENTION = 6 * 12 * 32**2, 6 * 32 * 128, 12 * 32 * 16
-
-WINDOWS = """
-def attend(q, k, v, flash, scale, dropout=0.0):
-    q, k, v = (part.unflatten(2, (-1, 4)) for part in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(2, 3)
-"""
-# like a kernel that needs a GPU, or a model that reads numbers on the host
-NEEDS_MEMORY = """
-plain_hidden = GPT.hidden
-
-def hidden(self, *idx):
-    x = plain_hidden(self, *idx)
-    x.sum().item()
-    return x
-
-GPT.hidden = hidden
-"""
-MODELS = {  # code in model.py, and the FLOPs per token with it
-    # each token meets a quarter of the keys
-    "attention in windows": (WINDOWS, 3 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD),
-    "does not run without memory": (NEEDS_MEMORY, None),
-}
-
-
-@pytest.mark.parametrize("name", slow_but("attention in windows", of=MODELS))
-def test_the_flops_of_a_changed_model_are_counted_from_what_it_computes(name, tokens, tmp_path):
-    """Print no MFU if the FLOPs cannot be counted."""
-    code, flops = MODELS[name]
-    program = changed(tmp_path / "program", {"model.py": code})
-    keys = TINY | dict(
-        n_layer=3, max_iters=1, peak_tflops=1, dataset=tokens, out_dir=tmp_path / "run"
-    )
-    result = finish(start("train.py", *flags(**keys), cwd=program, only_torch=True))
-    assert result.code == 0, result.err
-    assert column(tmp_path / "run", "start", "flops_per_token") == [flops]
-    assert ("mfu n/a, tok/s" in result.out) == (flops is None)
-
 
 # an MLP that draws with rand and randn besides dropout, counts its calls, and holds a mask of
 # infinities, which may be saved: only weights that have become infinite are refused
@@ -358,35 +330,21 @@ def forward(self, x):
 MLP.__init__, MLP.forward = init, forward
 """
 }
-# several launches in one process, because importing the changed program takes two seconds; each
-# begins with another random state. The last launch's compiler changes nothing.
-LAUNCHES = """
-import runpy, sys
-import torch
-given = sys.argv[1:]
-for out_dir, *last in (
-    ("straight", "--max_iters=8"),
-    ("halves", "--max_iters=4"),
-    ("halves", "--max_iters=8", "--init_from=resume"),
-    ("compiled", "--max_iters=8", "--compile=True"),
-):
-    torch.compile = lambda call: call
-    torch.seed()
-    sys.argv = ["train.py", *given, f"--out_dir={out_dir}", *last]
-    try:
-        runpy.run_path("train.py", run_name="__main__")
-    except SystemExit as end:
-        assert not end.code
-"""
 
 
 def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(tokens, tmp_path):
     """Change neither when compiled code is compared with eager code."""
     program = changed(tmp_path / "program", NOISY)
-    words = flags(**TINY, dropout=0.1, dataset=tokens)
-    result = finish(start("-c", LAUNCHES, *words, cwd=program, only_torch=True))
-    assert result.code == 0, result.err
-    assert "warning" not in result.err
+    words = training(dropout=0.1, dataset=tokens)
+    for result in launches(
+        program,
+        [*words, "--out_dir=straight"],
+        [*words, "--out_dir=halves", "--max_iters=4"],
+        [*words, "--out_dir=halves", "--init_from=resume"],
+        [*words, "--out_dir=compiled", "--compile=True"],
+        first="import torch; torch.compile = lambda call: call\n",  # changes nothing
+    ):
+        assert result.code == 0 and "warning" not in result.err, result.err
     assert_same_run(program / "straight", program / "halves", 8)
     assert_same_run(program / "straight", program / "compiled", 8)
     weights = checkpoint(program / "straight", 8)["model"]
@@ -448,8 +406,7 @@ def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(token
     program = changed(tmp_path / "program", Z_LOSS_KEY)
     trained = {}
     for way, changes in ways.items():
-        result = train_changed(program, **keys | changes, z_loss=2 * Z, out_dir=tmp_path / way)
-        assert result.code == 0, result.err
+        train_changed(program, **keys | changes, z_loss=2 * Z, out_dir=tmp_path / way)
         trained[way] = weights(tmp_path / way)
         losses, stock = (column(tmp_path / name, "step", "loss")[0] for name in (way, "without"))
         # to an untrained model all 128 ids are about equally likely
@@ -460,8 +417,7 @@ def test_the_documented_z_loss_acts_in_plain_chunked_and_compiled_training(token
     for way in ways:  # rounding errors are far smaller
         assert (trained[way] - trained["plain"]).norm() < effect / 20, way
     again = dict(out_dir=tmp_path / "plain", init_from="resume", max_iters=9, z_loss=0.0)
-    result = train_changed(program, **keys | again)
-    assert result.code == 0, result.err
+    train_changed(program, **keys | again)
 
 
 def tied(state: dict) -> list[Tensor]:
@@ -482,8 +438,7 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
     program = edited(changed(tmp_path / "program", LION), (ADAMW_LINE, "    return Lion(groups)\n"))
     keys = dict(dataset=tokens, learning_rate=1e-3, weight_decay=0.0, grad_clip=0.0, dtype=dtype)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    result = train_changed(program, **keys, checkpoint_interval=1, out_dir=whole)
-    assert result.code == 0, result.err
+    train_changed(program, **keys, checkpoint_interval=1, out_dir=whole)
     moved = (weights(whole, 4) - weights(whole, 3)).abs()
     lr = dict(column(whole, "step", "iter", "lr"))[3]
     # allows for float32 rounding of weights of about 1; padded ids have a gradient, too
@@ -494,73 +449,74 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
     halves.mkdir()
     for name in ("ckpt-00000004.pt", "metrics.jsonl"):
         shutil.copy(whole / name, halves)
-    result = train_changed(program, **keys, out_dir=halves, init_from="resume")
-    assert result.code == 0, result.err
+    train_changed(program, **keys, out_dir=halves, init_from="resume")
     assert_same_run(halves, whole, 8)
 
 
-def test_the_documented_1_sqrt_schedule_follows_its_formula(tokens, tmp_path):
-    program = changed(tmp_path / "program", SCHEDULE)
-    keys = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
-    result = train_changed(program, **keys, dataset=tokens, out_dir=tmp_path / "run")
-    assert result.code == 0, result.err
-    expected = [0.01 / 1.4, *[0.01] * 4]  # warmup takes 5% of 8 iterations; decay from 4 on
-    expected += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
-    assert column(tmp_path / "run", "step", "lr") == pytest.approx(expected)
-
-
-def test_the_documented_average_is_evaluated_and_saved_and_resumes_bit_for_bit(tokens, tmp_path):
-    program = changed(
-        tmp_path / "program", {"train.py": AVERAGING["train.py"] + EXCHANGE["train.py"]}
-    )
+@pytest.fixture(scope="module")
+def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
+    """Run the schedule, the average and the second validation set, all in one program."""
+    program = tmp_path_factory.mktemp("documented") / "program"
+    code = SCHEDULE["train.py"] + AVERAGING["train.py"] + EXCHANGE["train.py"]
     call, moment = "exchange(optimizer)\n", "                moments[name] = moment.clone()\n"
+    stop = "        if stop:\n            break\n"
     edited(
-        program,
+        changed(program, {"train.py": code, "configurator.py": SECOND_KEY}),
         (ADAMW_LINE, "    return Averaging(groups, fused=fused)\n"),
         ("        losses = None\n", f"        {call}        losses = None\n"),
-        (
-            "        if stop:\n            break\n",
-            f"        {call}        if stop:\n            break\n",
-        ),
+        (stop, f"        {call}{stop}"),
         (moment, f"{moment}    {call}"),
+        (SPLITS_LINE, SPLITS_LINE + SECOND),
     )
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    keys = dict(dataset=tokens, dropout=0.1, checkpoint_interval=1)
-    for out_dir in (whole, halves):
-        result = train_changed(program, **keys, init_from="auto", out_dir=out_dir)
-        assert result.code == 0, result.err
-        if out_dir == whole:
-            halves.mkdir()
-            shutil.copy(whole / "ckpt-00000003.pt", halves)
-            shutil.copy(whole / "metrics.jsonl", halves)
-    assert_same_run(whole, halves, 8)
+    other = write_tokens(program / "other", [700], [300], vocab=77)
+    wsd = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
+    averaged = dict(dropout=0.1, checkpoint_interval=1, init_from="auto")
+    commands = {
+        "wsd": training(**wsd, dataset=tokens, out_dir="wsd"),
+        "whole": training(**averaged, dataset=tokens, out_dir="whole"),
+        "": ["cp", "whole", "halves"],
+        "halves": training(**averaged, dataset=tokens, out_dir="halves"),
+        "again": training(dataset=tokens, init_from="whole/ckpt-00000004.pt", eval_only=True),
+        "nowhere": training(dataset=tokens, out_dir="no", second="nowhere"),
+        "other": training(dataset=tokens, out_dir="no", second=other),
+        "second": training(dataset=tokens, out_dir="second", second=tokens),
+    }
+    results = dict(zip(filter(None, commands), launches(program, *commands.values()), strict=True))
+    for name in ("wsd", "whole", "halves", "again", "second"):
+        assert results[name].code == 0, results[name]
+    return program, results
+
+
+def test_the_documented_1_sqrt_schedule_follows_its_formula(documented):
+    expected = [0.01 / 1.4, *[0.01] * 4]  # warmup takes 5% of 8 iterations; decay from 4 on
+    expected += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
+    assert column(documented[0] / "wsd", "step", "lr") == pytest.approx(expected)
+
+
+def test_the_documented_average_is_evaluated_and_saved_and_resumes_bit_for_bit(documented):
+    program, results = documented
+    whole = program / "whole"
+    assert_same_run(whole, program / "halves", 8)
     for it in range(2, 8):
         before, after = checkpoint(whole, it - 1), checkpoint(whole, it)
         for n, (old, new) in enumerate(zip(tied(before), tied(after), strict=True)):
             raw = after["optimizer"]["state"][n]["average"]
             assert torch.allclose(new, old + 0.01 * (raw - old), atol=1e-7)
-    again = train_changed(program, **keys, init_from=whole / "ckpt-00000004.pt", eval_only=True)
-    assert f"val_loss: {column(whole, 'eval', 'val_loss')[1]:.4f}" in again.out
+    val_loss = column(whole, "eval", "val_loss")[1]
+    assert f"val_loss: {val_loss:.4f}" in results["again"].out
 
 
-def test_the_documented_second_validation_set_is_checked_printed_recorded_and_drawn(
-    tokens, tmp_path
-):
-    program = changed(tmp_path / "program", {"configurator.py": SECOND_KEY})
-    edited(program, (SPLITS_LINE, SPLITS_LINE + SECOND))
-    keys = dict(dataset=tokens, out_dir=tmp_path / "run")
-    assert "--second=PATH" in train_changed(program, **keys, second="nowhere").err
-    other = write_tokens(tmp_path / "other", [700], [300], vocab=77)
-    assert_refused(train_changed(program, **keys, second=other), "second: ")
-    result = train_changed(program, **keys, second=tokens)
-    assert result.code == 0, result.err
-    losses = column(tmp_path / "run", "eval", "train_loss", "val_loss", "second_loss")
+def test_the_documented_second_validation_set_is_checked_printed_recorded_and_drawn(documented):
+    program, results = documented
+    assert results["nowhere"].code == 2 and "--second=PATH" in results["nowhere"].err
+    refused(results["other"], "second: ")
+    losses = column(program / "second", "eval", "train_loss", "val_loss", "second_loss")
     line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, time "
-    assert line.format(*losses[-1]) in result.out
+    assert line.format(*losses[-1]) in results["second"].out
     assert all(val == second for _, val, second in losses)
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    draw(figure, [[open_run(tmp_path / "run")]])
-    assert "second loss of run" in figure.axes[0].get_legend_handles_labels()[1]
+    draw(figure, [[open_run(program / "second")]])
+    assert "second loss of second" in figure.axes[0].get_legend_handles_labels()[1]
 
 
 @pytest.mark.slow

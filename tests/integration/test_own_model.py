@@ -7,16 +7,7 @@ import pytest
 import torch
 from char_dataset import LETTERS, RULER, SHORT_RUN, T
 from doc_pages import block_with
-from program import (
-    ROOT,
-    changed,
-    checkpoint,
-    column,
-    finish,
-    flags,
-    start,
-    train,
-)
+from program import ROOT, changed, checkpoint, column, finish, flags, start, train
 
 # step 1 of docs/from_nanogpt.md
 OWN_MODEL = {"model_fast.py": "from mine import GPT"}
@@ -36,7 +27,8 @@ print(idx)
 """
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_the_documented_own_model_trains_resumes_and_samples(optimizer, letters, tmp_path):
     home = changed(tmp_path / "copy", OWN_MODEL)
     (home / "mine.py").write_text(block_with("class GPT("))
@@ -86,7 +78,8 @@ print(loss.item())
 """
 
 
-@pytest.mark.parametrize("place", ["beside", pytest.param("elsewhere", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["beside", "elsewhere"])
 def test_a_script_written_for_nanogpts_model_runs_with_nanogpt_model_py(place, corpus, tmp_path):
     train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=corpus, out_dir=tmp_path / "run")
     home = changed(tmp_path / "copy", {})

@@ -4,12 +4,7 @@ import json
 import math
 
 import pytest
-from program import (
-    changed,
-    column,
-    finish,
-    start,
-)
+from program import changed, column, finish, start
 
 OFFLINE = """
 import socket
