@@ -549,7 +549,7 @@ def main(argv: list[str]) -> None:
     )
     add("--gpu", metavar="NAME", help="compute missing MFUs for this card, such as 4070")
     add("--png", type=Path, help="write a .png picture (default for one out_dir: its loss.png)")
-    add("--json", type=Path, help="write the table here")
+    add("--json", type=Path, metavar="PATH", help="write the table as JSON")
     args = parser.parse_args(argv)
     if args.png and args.png.suffix.lower() not in ("", ".png"):
         raise UserError(f"png: {args.png} would be a PNG; give a name that ends in .png")

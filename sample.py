@@ -105,8 +105,8 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     if unknown := text.unknown(prompt):
         words = [word for word in text.spec["itos"] if len(word) > 1]
         if words and not prompt.isspace():
-            held = f"the model's meta.pkl holds words such as {words[0]!r} and {words[-1]!r}"
-            raise UserError(f"start: {held}; give a --start of these words")
+            held = f"the model knows only whole words, such as {words[0]!r} and {words[-1]!r}"
+            raise UserError(f"start: {held}; use only words from its meta.pkl in --start")
         warn(f"start: characters the model does not know are left out: {unknown!r}")
     if text.kind == "bpe" and (read := text.decode(text.encode(prompt))) != prompt:
         warn(f"start: the weights' tokenizer reads this prompt as {read!r}")

@@ -316,10 +316,10 @@ def check_tokens(key: str, data: Dataset, known: dict, source: str) -> None:
     Raise UserError if the dataset of this key has other tokens than `source`, whose tokenizer and
     vocab are `known`: a checkpoint, weights, or another dataset's facts().
     """
-    hint = f"give data made with the tokenizer of {source}"
+    hint = f"prepare the text with the tokenizer of {source}"
     theirs, ours = known["tokenizer"], data.tokenizer
     if not same_tokenizer(theirs, ours):
-        kinds = f"another tokenizer ({ours['kind']}) than {source} ({theirs['kind']})"
+        kinds = f"a different tokenizer ({ours['kind']}) from {source} ({theirs['kind']})"
         raise UserError(f"{key}: {data.source} has {kinds}; {hint}")
     if known["vocab"] < data.vocab:
         ids = f"{data.vocab} token ids, but {source} knows only {known['vocab']}"

@@ -63,7 +63,7 @@ def open_shard(path: Path) -> Shard:
     header_bytes = 4 * HEADER_INTS
     is_wide = tokens and size == header_bytes + 4 * tokens
     if magic == LLAMA_MAGIC or (magic == SHARD_MAGIC and is_wide):
-        raise UserError(f"{path}: holds 32-bit tokens; get 16-bit ones, such as GPT-2's")
+        raise UserError(f"{path}: holds 32-bit tokens; prepare the text with --tokenizer=gpt2")
     if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's have no header
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):

@@ -199,7 +199,7 @@ class Source:
                 if isinstance(error, UnicodeDecodeError):
                     problem = "is not UTF-8; convert the file with iconv"
                 if line.lstrip().startswith(b"["):
-                    problem = "holds an array, not an object"
+                    problem = "holds an array; write one object per line"
                 raise UserError(f"{name}: line {number:,} {problem}") from None
             yield Place(place.file, 0, number), as_document(text)
 

@@ -192,7 +192,8 @@ def load_bpe(content: str, path: str | Path):
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
     ends = [special[name] for name in ENDS if name in special]
     if vocab > MOST_IDS:
-        raise UserError(f"{path}: has {vocab:,} ids, but shards hold {MOST_IDS:,} at most")
+        problem = f"{path}: has {vocab:,} ids, more than 16-bit tokens allow ({MOST_IDS:,})"
+        raise UserError(f"{problem}; give another tokenizer, such as bpe:32768")
     if not ends:
         raise UserError(f"{path}: has no special token that ends a text, such as {', '.join(ENDS)}")
     return bpe, vocab, ends[0]

@@ -164,7 +164,7 @@ def begin_or_continue(plan: Plan) -> dict:
         noted = manifest["files"]
         # a version before 0.4.0 also noted a hash
         if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n][:2]]:
-            what = f"{changed[0]}: has another size or time than when {folder} was begun"
+            what = f"{changed[0]}: has changed in size or time since {folder} was begun"
             hint = f"if rows were added or removed, delete {folder} and begin again"
             warn(f"{what} (such files: {len(changed):,}); finished shards are kept; {hint}")
     else:
@@ -259,9 +259,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
             name = f"./{folder}"  # without ./ this would name data/FOLDER
         arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
     if manifest["tokenizer"] != "gpt2" and LITTLE_TEXT <= total < SMALL_DATASET:
-        say(
-            "model: more text than a small model needs; docs/own_text.md has a table of larger ones"
-        )
+        say("this is more text than a small model needs; for larger models, see docs/own_text.md")
     say(f"next: {command_line('python', 'train.py', *arguments)}")
 
 

@@ -58,7 +58,7 @@ def check(config: Config, options: Namespace) -> dict:
     load = smi(hardware.choose_device(config, local_rank=0), "utilization.gpu")
     hw = hardware.set_up(config, find_peak=True)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
-    say("largest errors of a gradient, against float32 on the CPU:")
+    say("largest gradient error, relative to float32 on the CPU:")
     try:
         rows, wrong, slow = check_training(config, hw)
     except Exception as error:

@@ -177,15 +177,15 @@ def test_a_sample_ends_at_the_end_of_text_token(token, text, made, tmp_path):
     assert sample(f"--init_from={parrot}", *flags) == [text] * 2
 
 
-def test_the_program_on_the_sampling_page_prints_a_sample_of_a_run(gpt2, tmp_path, monkeypatch):
+def test_the_program_on_the_sampling_page_prints_a_sample_of_a_run(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/x").mkdir(parents=True)
-    write_parrot(gpt2, tmp_path / "out/x/best.pt", token=LETTERS.index("x"))
+    write_parrot(made, tmp_path / "out/x/best.pt", token=ord("x"))
     blocks = code_blocks(ROOT / "docs/sampling.md", "python")
     (program,) = [block for block in blocks if "out/x" in block]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(program, {})
-    assert printed.getvalue() == "The" + 100 * "x" + "\n"  # the model knows no space
+    assert printed.getvalue() == "The " + 100 * "x" + "\n"
 
 
 # -----------------------------------------------------------------------------
@@ -199,11 +199,11 @@ def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
     """Encode with a table of words or of word pieces, as a nanoGPT dataset's meta.pkl may hold."""
     words = Tokenizer(dict(kind="char", itos=["cat", " ", "the", "cats", "."]))
     assert encode("the cats.", words) == [2, 1, 3, 4]
-    with pytest.raises(UserError, match="words such as 'cat' and 'cats'; give a --start"):
+    with pytest.raises(UserError, match="words, such as 'cat' and 'cats'; use"):
         encode("the dog", words)
     assert encode("\n", words) == [0]  # the default prompt, a newline, is not in the table
     pieces = Tokenizer(dict(kind="char", itos=["\u2581the", "\u2581cat"]))
-    with pytest.raises(UserError, match="'\u2581the' and '\u2581cat'; give a --start"):
+    with pytest.raises(UserError, match="'\u2581the' and '\u2581cat'; use"):
         encode("\u2581the cat", pieces)
 
 
