@@ -210,10 +210,12 @@ def test_resuming_or_fine_tuning_with_another_tokenizer_is_refused(mine, tmp_pat
     train_short(mine, tmp_path / "run", max_iters=1)
     for run_folder, weights in (("run", "resume"), ("new", tmp_path / "run")):
         result = train_on(another, tmp_path / run_folder, init_from=weights)
-        refused(result, "dataset: ", "a different tokenizer (bpe)", f"with the tokenizer of {tmp_path}")
+        refused(
+            result, "dataset: ", "a different tokenizer (bpe)", f"with the tokenizer of {tmp_path}"
+        )
     train_short(prepare_rows(tmp_path, TEXTS, "byte"), tmp_path / "bytes", max_iters=1)
     tuned = train_on(mine, tmp_path / "new", init_from=tmp_path / "bytes")
-    refused(tuned, "another tokenizer (bpe)")
+    refused(tuned, "a different tokenizer (bpe)")
 
 
 def test_a_data_folder_that_has_no_tokenizer_yet_is_reported_as_unfinished(mine, tmp_path):
