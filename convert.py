@@ -118,9 +118,7 @@ def check_logits(model: GPT | FastGPT, exported: Any) -> None:
     if difference <= TOLERANCE * logits.abs().max():
         return
     code = "training/modeling_fast.py" if isinstance(model, FastGPT) else "transformers' GPT-2"
-    problem = (
-        f"the export's logits are off by {difference:.2g}, as {code} computes a different model"
-    )
+    problem = f"the export's logits are off by {difference:.2g}: {code} is a different model"
     raise UserError(f"{problem}; share the checkpoint and its model file instead")
 
 

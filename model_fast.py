@@ -352,7 +352,7 @@ def stretched(decay: float, length: float) -> float:
 
 
 @torch.no_grad()
-def switch_to_averages(optimizer: torch.optim.Optimizer) -> bool:
+def load_averages(optimizer: torch.optim.Optimizer) -> bool:
     """
     Replace each weight by its average, if the optimizer keeps one. Twice is the same as once.
     Returns whether there were any.
@@ -391,7 +391,7 @@ class Muon(torch.optim.AdamW):
 
     Momenta, weight decay and beta2 follow each group's `progress`, the part of the run that is
     done. The state keeps a running average of every weight. Its horizon, and that of a group with
-    `public_beta1`, is a fraction of `length`, the run's iterations. switch_to_averages() ends a run
+    `public_beta1`, is a fraction of `length`, the run's iterations. load_averages() ends a run
     with the averages.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it

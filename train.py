@@ -50,14 +50,7 @@ from data.missing import make_or_explain
 from data.shards import Dataset, ShardTokens, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
 from model import FREE_ON_RESUME, GPTConfig, generate
-from model_fast import (
-    FastConfig,
-    Muon,
-    build_model,
-    config_to_dict,
-    muon_groups,
-    switch_to_averages,
-)
+from model_fast import FastConfig, Muon, build_model, config_to_dict, load_averages, muon_groups
 from training import checkpoint, hardware, preflight
 from training.checkpoint import Saver
 from training.clock import Clock, Position
@@ -392,9 +385,7 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
     grouped = [name for group in groups for name, _ in group["params"]]
     if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
-        raise UserError(
-            f"optimizer: these weights are not in exactly one group: {', '.join(wrong)}"
-        )
+        raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
     if c.optimizer == "muon":
         return Muon(groups, dtype, fused)
     return torch.optim.AdamW(groups, fused=fused)
@@ -921,7 +912,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
 
         # a complete run ends with the averages of its weights, if the optimizer keeps them
-        if stop in COMPLETE and switch_to_averages(optimizer):
+        if stop in COMPLETE and load_averages(optimizer):
             log.report_averages(it)
 
         # evaluate once in a while and when the run is complete, but not after a signal

@@ -130,9 +130,7 @@ def check_folder(plan: Plan) -> None:
     """Raise UserError if the folder holds anything but what this plan makes."""
     folder = plan.folder
     if folder.resolve() == Path(__file__).resolve().parent:
-        raise UserError(
-            f"{folder}: holds this program's own files; give a folder inside it: --out=data/NAME"
-        )
+        raise UserError(f"{folder}: holds this program's own files; give --out=data/NAME")
     if (folder / "manifest.json").exists():
         check_manifest(plan, read_manifest(folder))
     elif any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():

@@ -35,7 +35,7 @@ from torch import Tensor
 from common.console import Parser, RunError, UserError, command_line, run_main, say
 from configurator import Config, load_config
 from data.loader import Batch, to_batch
-from model_fast import PUBLIC_ITERS, build_model, switch_to_averages
+from model_fast import PUBLIC_ITERS, build_model, load_averages
 from train import build_optimizer, model_config, set_rates, train_step
 from training import hardware
 
@@ -181,7 +181,7 @@ def compare(path: Path, c: Config) -> dict:
     apart = {}
     for what, last in (("last", theirs.raw), ("averaged", theirs.weights())):
         if what == "averaged":
-            switch_to_averages(ours.optimizer)
+            load_averages(ours.optimizer)
         found = ours.model.state_dict()
         far = {n: ((found[n] - p).norm() / (p - first[n]).norm()).item() for n, p in last.items()}
         worst = max(far, key=far.__getitem__)

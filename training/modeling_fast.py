@@ -63,21 +63,13 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
-            raise ValueError(
-                "attention_mask: only right padding is supported; give prompts one at a time"
-            )
+            raise ValueError("attention_mask: only right padding works; give prompts one at a time")
         if past_key_values is not None:
-            raise ValueError(
-                "past_key_values: this model has no cache; give all tokens at every step"
-            )
+            raise ValueError("past_key_values: there is no cache; give all tokens at every step")
         if kwargs.get("position_ids") is not None:
-            raise ValueError(
-                "position_ids: positions are always 0, 1, 2, ...; give one text per row"
-            )
+            raise ValueError("position_ids: they are always 0, 1, 2, ...; give one text per row")
         if kwargs.get("return_dict", self.config.return_dict) is False:
-            raise ValueError(
-                "return_dict=False: is not supported; use the output's .loss and .logits"
-            )
+            raise ValueError("return_dict=False: not supported; use the output's .loss and .logits")
         for name in NOT_RETURNED:
             if kwargs.get(name) or getattr(self.config, name):
                 raise ValueError(f"{name}: only the loss and the logits are returned")

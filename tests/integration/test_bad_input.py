@@ -186,7 +186,7 @@ TOOLS = [
     ("sample.py --init_from=relu", "activation_function relu"),
     ("sample.py --init_from=torn_config", "torn_config JSON"),
     ("sample.py --init_from=old_format", "old_format model.safetensors"),
-    ("sample.py --init_from=cut_weights", "cut_weights a model Safetensor"),
+    ("sample.py --init_from=cut_weights", "cut_weights model Safetensor"),
 ]
 
 if not torch.cuda.is_available():
