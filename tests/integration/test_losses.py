@@ -4,7 +4,6 @@ hand, and runs that must be equal.
 """
 
 import functools
-import itertools
 import json
 import math
 import re
@@ -108,7 +107,8 @@ def trained(tokens, tmp_path_factory):
 KINDS = dict(
     gpt2=dict(),
     no_bias=dict(bias=False),
-    untied=dict(tie_weights=False),
+    # an evaluation has whole windows
+    untied=dict(tie_weights=False, eval_tokens=6 * T + 4),
     one_micro_batch=dict(gradient_accumulation_steps=1),
     not_clipped=dict(grad_clip=1e9),
     # more than there is: both splits are evaluated on as many tokens as val has
@@ -155,6 +155,14 @@ def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, train
     # Where a weight's gradient is nothing but rounding, Adam still makes a whole step of it, so a
     # few weights may differ. Decay on norms would move the weights 6 % as far as training does.
     assert distance(last, w) < 0.004 * distance(before, w)
+
+
+def test_a_streaming_run_trains_in_the_order_of_the_shards(tokens, trained, tmp_path):
+    config = BASE | dict(stream=True)
+    train(**config, init_from=trained(), dataset=tokens, out_dir=tmp_path)
+    w = reference_gpt2.weights(torch.load(trained())["model"])
+    losses = [loss for loss, *_ in reference_gpt2.train(w, tokens, config).steps]
+    assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
 
 
 def distance(a: reference_gpt2.Weights, b: reference_gpt2.Weights) -> float:
@@ -239,78 +247,12 @@ def test_raising_max_iters_stretches_the_schedule_unless_lr_decay_iters_is_set(
     assert (whole[8:] == [1e-3] * 4) == (lr_decay_iters == 8)
 
 
-WHEN = {
-    "at intervals": (
-        dict(max_iters=7, eval_interval=3, checkpoint_interval=2),
-        dict(evals=[0, 3, 6, 7], saves=[2, 3, 4, 6, 7]),  # nanoGPT saves nothing at the end
-    ),
-    "the best alone": (
-        # a rate so high that the model gets worse
-        dict(max_iters=9, eval_interval=3, learning_rate=1, always_save_checkpoint=False),
-        dict(evals=[0, 3, 6, 9], saves=[9]),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", WHEN)
-def test_a_run_iterates_evaluates_and_saves_at_the_expected_iterations(kind, tokens, tmp_path):
-    """Train exactly max_iters iterations. nanoGPT trains one more."""
-    keys, expected = WHEN[kind]
-    train(**BASE | keys, dataset=tokens, out_dir=tmp_path)
-    assert column(tmp_path, "step", "iter") == [*range(keys["max_iters"])]
-    assert column(tmp_path, "eval", "iter") == expected["evals"]
-    assert column(tmp_path, "checkpoint", "iter") == expected["saves"]
-    losses = column(tmp_path, "eval", "val_loss")
-    assert (losses == sorted(losses, reverse=True)) == (kind != "the best alone")
-
-
 def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple(tokens, tmp_path):
     for multiple, padded in {1: V, 2: 62, 64: 64}.items():
         keys = dict(pad_vocab_multiple=multiple, max_iters=0, out_dir=tmp_path / str(multiple))
         train(**BASE | keys, dataset=tokens)
         weight = checkpoint(keys["out_dir"], 0)["model"]["lm_head.weight"]
         assert len(weight) == padded
-
-
-def test_an_evaluation_rounds_eval_tokens_down_to_whole_windows(tokens, tmp_path):
-    def losses(eval_tokens: int) -> list:
-        out_dir = tmp_path / str(eval_tokens)
-        keys = dict(max_iters=0, eval_tokens=eval_tokens)
-        train(**BASE | keys, dataset=tokens, out_dir=out_dir)
-        return column(out_dir, "eval", "train_loss", "val_loss")
-
-    assert losses(6 * T + 4) == losses(6 * T) != losses(7 * T)
-
-
-@contextmanager
-def windows_of_training():
-    """Collect the windows that a model is trained on: the inputs and the last target."""
-    windows: list[list[int]] = []
-
-    def before_forward(module, arguments):
-        # the whole model gets two arguments; while FLOPs are counted, they are of another type
-        if len(arguments) == 2 and type(arguments[1]) is torch.Tensor and torch.is_grad_enabled():
-            x, y = arguments
-            assert torch.equal(x[:, 1:], y[:, :-1])
-            windows.extend(torch.cat((x, y[:, -1:]), dim=1).tolist())
-
-    handle = register_module_forward_pre_hook(before_forward)
-    try:
-        yield windows
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_run_trains_on_each_window_once_per_epoch_in_the_order_of_its_seed(
-    stream, tokens, tmp_path
-):
-    """With stream, in the order of the shards."""
-    config = BASE | dict(stream=stream)
-    with windows_of_training() as found:
-        train(**config, dataset=tokens, out_dir=tmp_path)
-    iterations = itertools.islice(reference_gpt2.batches(tokens, config), config["max_iters"])
-    assert found == [row for rows in iterations for row in rows.tolist()]
 
 
 # -----------------------------------------------------------------------------
