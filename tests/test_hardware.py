@@ -133,6 +133,12 @@ def test_warns_once_if_training_is_faster_than_the_measured_peak(capsys):
 WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 
 
+# no GPU, an unknown CPU, and a torch that was built for CUDA
+MACHINE = dict(system=sys.platform, release="6.8.0-generic", cpu="", amx=False, avx512_bf16=False)
+MACHINE |= dict(gpu="", sm_count=1, capability=(8, 9), count=1, is_integrated=False, mps=False)
+MACHINE |= dict(cuda="13.0", hip=None, arches=WHEEL, driver="", variables=None)
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """
@@ -142,26 +148,9 @@ def machine(monkeypatch):
     """
     read_text = Path.read_text
 
-    def make(
-        *,
-        system=sys.platform,
-        release="6.8.0-generic",
-        cpu="",
-        amx=False,
-        avx512_bf16=False,
-        gpu="",
-        sm_count=1,
-        capability=(8, 9),
-        count=1,
-        is_integrated=False,
-        mps=False,
-        cuda: str | None = "13.0",
-        hip=None,
-        arches=WHEEL,
-        driver="",
-        variables=None,
-    ) -> list[float]:
-        limits = []
+    def make(**described) -> list[float]:
+        assert described.keys() <= MACHINE.keys()
+        here, limits = SimpleNamespace(**MACHINE | described), []
 
         def limit(share, device) -> None:
             if not isinstance(share, float):  # torch's own words
@@ -169,26 +158,27 @@ def machine(monkeypatch):
             assert 0 <= share <= 1 and isinstance(device, torch.device)
             limits.append(share)
 
-        properties = SimpleNamespace(multi_processor_count=sm_count, is_integrated=is_integrated)
+        properties = dict(multi_processor_count=here.sm_count, is_integrated=here.is_integrated)
         answers = {
-            (torch.cuda, "is_available"): bool(gpu),
-            (torch.cuda, "device_count"): count if gpu else 0,
+            (torch.cuda, "is_available"): bool(here.gpu),
+            (torch.cuda, "device_count"): here.count if here.gpu else 0,
             (torch.cuda, "set_device"): None,
-            (torch.cuda, "get_device_name"): gpu,
-            (torch.cuda, "get_device_properties"): properties,
-            (torch.cuda, "get_device_capability"): capability,
+            (torch.cuda, "get_device_name"): here.gpu,
+            (torch.cuda, "get_device_properties"): SimpleNamespace(**properties),
+            (torch.cuda, "get_device_capability"): here.capability,
             (torch.cuda, "mem_get_info"): (6 * 10**9, 8 * 10**9),
-            (torch.cuda, "get_arch_list"): arches.split(),
-            (torch.backends.mps, "is_available"): mps,
-            (torch.cpu, "_is_amx_tile_supported"): amx,
-            (torch.cpu, "_is_avx512_bf16_supported"): avx512_bf16,
-            (platform, "processor"): cpu,
-            (platform, "release"): release,
+            (torch.cuda, "get_arch_list"): here.arches.split(),
+            (torch.backends.mps, "is_available"): here.mps,
+            (torch.cpu, "_is_amx_tile_supported"): here.amx,
+            (torch.cpu, "_is_avx512_bf16_supported"): here.avx512_bf16,
+            (platform, "processor"): here.cpu,
+            (platform, "release"): here.release,
         }
         for (module, name), answer in answers.items():
             monkeypatch.setattr(module, name, lambda *_, answer=answer: answer)
+        model = f"model name\t: {here.cpu}\n" if here.cpu else ""
         files = {
-            Path("/proc/cpuinfo"): f"processor : 0\nmodel name\t: {cpu}\n" if cpu else "",
+            Path("/proc/cpuinfo"): f"processor : 0\n{model}",
             Path("/proc/meminfo"): "MemAvailable:    7000000 kB\n",
         }
 
@@ -197,13 +187,13 @@ def machine(monkeypatch):
 
         monkeypatch.setattr(Path, "read_text", read)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
-        monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(driver)))
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(sys, "platform", system)
-        if variables is not None:
+        monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(here.driver)))
+        monkeypatch.setattr(torch.version, "cuda", here.cuda)
+        monkeypatch.setattr(torch.version, "hip", here.hip)
+        monkeypatch.setattr(sys, "platform", here.system)
+        if here.variables is not None:
             monkeypatch.setattr(os, "environ", dict(HOME="/home/user", OMP_NUM_THREADS="1"))
-            os.environ.update(variables)
+            os.environ.update(here.variables)
         return limits
 
     return make

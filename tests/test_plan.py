@@ -149,10 +149,7 @@ MEMORY = {
             activations=TOKENS * (12 * 2 * 768 + 4 * 768),
         ),
     ),
-    "all logits at once": (
-        ("--loss_chunk=off",),
-        dict(logits=2 * 50304 * (TOKENS + 768)),
-    ),
+    "all logits at once": (("--loss_chunk=off",), dict(logits=2 * 50304 * (TOKENS + 768))),
     "logits in chunks of 1,024 tokens, and the head's gradient in float32": (
         ("--compile=False", "--loss_chunk=1024"),
         dict(logits=50304 * (12 * 1024 + 4 * 768)),

@@ -9,16 +9,7 @@ import sys
 
 import pytest
 from char_dataset import SHORT_RUN
-from program import (
-    ROOT,
-    assert_same_run,
-    finish,
-    flags,
-    start,
-    train,
-    wait_for_line,
-    write_tokens,
-)
+from program import ROOT, assert_same_run, finish, flags, start, train, wait_for_line, write_tokens
 
 from common import child
 
