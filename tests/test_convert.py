@@ -122,9 +122,7 @@ def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_pat
     """
     monkeypatch.chdir(tmp_path)
     save(random_gpt(vocab_size=256, block_size=64), tmp_path / "x.pt", 256)
-    assert "no files written" in convert("ckpt-to-hf", "x.pt", "anna-hf")
-    files = ["config.json", "generation_config.json", "model.safetensors"]
-    assert sorted(os.listdir("anna-hf")) == files
+    convert("ckpt-to-hf", "x.pt", "anna-hf")
     page = (ROOT / "docs" / "sampling.md").read_text()
     (block,) = re.findall(r"```python\n([^`]*anna-hf.*?)```", page, re.DOTALL)
     names: dict = {}
@@ -415,27 +413,6 @@ def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
         assert torch.equal(open_export(tmp_path / "more")(IDS).logits, longer)
 
 
-@pytest.mark.slow
-def test_a_fast_export_opens_offline_in_another_folder(fast_export, tmp_path):
-    """
-    Open the export, and again after transformers saved it with its code, as after fine-tuning.
-    """
-    code = """
-import sys
-from transformers import AutoModelForCausalLM
-for source, target in zip(sys.argv[1:], sys.argv[2:]):
-    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
-    model.save_pretrained(target)
-print(model(model.dummy_inputs["input_ids"]).logits.sum().item())
-"""
-    _, exported, folder = fast_export
-    offline = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
-    result = finish(start("-c", code, str(folder), "a", "b", cwd=tmp_path, cold=True, **offline))
-    assert result.code == 0, result.err
-    expected = exported(exported.dummy_inputs["input_ids"]).logits.sum().item()
-    assert float(result.out) == pytest.approx(expected, rel=1e-4)  # a sum of 800 logits
-
-
 TASK = """
 task: {output}
 dataset_path: json
@@ -475,11 +452,10 @@ def test_lm_evaluation_harness_measures_an_export_offline(model, tmp_path):
 # From Hugging Face
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(prefix, tmp_path):
+def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
     """
     Read names without "transformer.", skip the causal masks among them, and do without lm_head, as
-    in openai-community/gpt2. Those of a compiled model begin with _orig_mod.
+    in openai-community/gpt2.
     """
     reference = random_gpt2(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
@@ -489,7 +465,6 @@ def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(prefix, tmp_path):
     for i in range(2):
         weights[f"h.{i}.attn.bias"] = torch.ones(16, 16).tril().view(1, 1, 16, 16)
         weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
-    weights = {prefix + name: tensor for name, tensor in weights.items()}
     save_file(weights, file, metadata={"format": "pt"})
     assert_same_logits(imported(tmp_path / "hf"), reference, 128)
 

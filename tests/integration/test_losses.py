@@ -4,7 +4,6 @@ hand, and runs that must be equal.
 """
 
 import functools
-import itertools
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from program import (
     STEP,
     TINY_RUN,
     InProcessRun,
+    Run,
     assert_same_run,
     checkpoint,
     checkpoints,
@@ -38,6 +38,8 @@ from program import (
     write_tokens,
 )
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+import common.environment  # noqa: F401  (counts threads for 0.09 s, which no run's clock may see)
 
 T = 16  # context
 V = 61  # vocabulary; padded to 128
@@ -107,7 +109,8 @@ def trained(tokens, tmp_path_factory):
 KINDS = dict(
     gpt2=dict(),
     no_bias=dict(bias=False),
-    untied=dict(tie_weights=False),
+    # an evaluation has whole windows
+    untied=dict(tie_weights=False, eval_tokens=6 * T + 4),
     one_micro_batch=dict(gradient_accumulation_steps=1),
     not_clipped=dict(grad_clip=1e9),
     # more than there is: both splits are evaluated on as many tokens as val has
@@ -156,6 +159,14 @@ def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, train
     assert distance(last, w) < 0.004 * distance(before, w)
 
 
+def test_a_streaming_run_trains_in_the_order_of_the_shards(tokens, trained, tmp_path):
+    config = BASE | dict(stream=True)
+    train(**config, init_from=trained(), dataset=tokens, out_dir=tmp_path)
+    w = reference_gpt2.weights(torch.load(trained())["model"])
+    losses = [loss for loss, *_ in reference_gpt2.train(w, tokens, config).steps]
+    assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
+
+
 def distance(a: reference_gpt2.Weights, b: reference_gpt2.Weights) -> float:
     """
     Return the distance between two models' weights, without the biases of attention's keys. These
@@ -193,55 +204,34 @@ def test_a_run_from_scratch_has_gpt2s_initial_weights_and_a_loss_near_ln_v(token
 
 
 # linear warmup over three iterations to 1e-2; from iteration 11 on 1e-3
-LINEAR = [
-    *(2.5e-3, 5e-3, 7.5e-3),
-    *(1e-2, 8.875e-3, 7.75e-3, 6.625e-3, 5.5e-3, 4.375e-3, 3.25e-3, 2.125e-3, 1e-3),
-    *(1e-3, 1e-3),
-]
-SCHEDULES = {
-    "cosine": [
-        *(2.5e-3, 5e-3, 7.5e-3),
-        *(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * eighth / 8)) for eighth in range(9)),
-        *(1e-3, 1e-3),
-    ],
-    "linear": LINEAR,
+WARM, END = [2.5e-3, 5e-3, 7.5e-3], [1e-3] * 3
+LINEAR = [*WARM, *(1e-2 - 1.125e-3 * step for step in range(8)), *END]
+SCHEDULES = {  # keys, and the rates of 14 iterations; the second trainer has the cosine
+    "linear": (dict(lr_schedule="linear"), LINEAR),
     # decays over the last two fifths of 11 iterations: 4.4 of them
-    "wsd": [
-        *(2.5e-3, 5e-3, 7.5e-3),
-        *(1e-2, 1e-2, 1e-2, 1e-2),
-        *(1e-3 + 9e-3 * left / 4.4 for left in (4, 3, 2, 1)),
-        *(1e-3, 1e-3, 1e-3),
-    ],
-    "wsd from the warmup on": LINEAR,
-    "wsd without a decay": [2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 8, *[1e-3] * 3],
-    "constant": [2.5e-3, 5e-3, 7.5e-3, *[1e-2] * 11],
-    "cosine after a warmup that outlasts the run": [1e-2 * (it + 1) / 21 for it in range(14)],
-    "cosine without a warmup": [
-        *(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * it / 11)) for it in range(11)),
-        *(1e-3, 1e-3, 1e-3),
-    ],
-}
-EXTRA = {
-    "wsd": dict(decay_fraction=0.4),
-    "wsd from the warmup on": dict(decay_fraction=1.0),
-    "wsd without a decay": dict(decay_fraction=0.0),
-    "cosine after a warmup that outlasts the run": dict(warmup_iters=20),
-    "cosine without a warmup": dict(warmup_iters=0),
+    "wsd": (
+        dict(lr_schedule="wsd", decay_fraction=0.4),
+        [*WARM, *[1e-2] * 4, *(1e-3 + 9e-3 * left / 4.4 for left in (4, 3, 2, 1)), *END],
+    ),
+    "wsd from the warmup on": (dict(lr_schedule="wsd", decay_fraction=1.0), LINEAR),
+    "no decay": (dict(lr_schedule="wsd", decay_fraction=0.0), [*WARM, *[1e-2] * 8, *END]),
+    "constant": (dict(lr_schedule="constant"), [*WARM, *[1e-2] * 11]),
+    "a warmup that outlasts the run": (
+        dict(warmup_iters=20),
+        [1e-2 * (it + 1) / 21 for it in range(14)],
+    ),
+    "no warmup": (
+        dict(warmup_iters=0),
+        [*(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * it / 11)) for it in range(11)), *END],
+    ),
 }
 
 
-@pytest.mark.parametrize("schedule", slow_but("cosine", "wsd", of=SCHEDULES))
+@pytest.mark.parametrize("schedule", slow_but("wsd", of=SCHEDULES))
 def test_a_run_trains_with_the_learning_rates_of_its_schedule(schedule, tokens, tmp_path):
-    config = BASE | dict(max_iters=14, lr_schedule=schedule.partition(" ")[0])
-    config |= EXTRA.get(schedule, {})
-    used, trainer = [], InProcessRun()
-    trainer.at["update", None] = lambda: used.append(
-        {group["lr"] for group in trainer.optimizer.param_groups}
-    )
-    trainer.launch(**config, dataset=tokens, out_dir=tmp_path)
-    logged = column(tmp_path, "step", "lr")
-    assert logged == pytest.approx(SCHEDULES[schedule], rel=1e-8)  # nine digits
-    assert [rate for (rate,) in used] == pytest.approx(logged, rel=1e-8)
+    keys, expected = SCHEDULES[schedule]
+    train(**BASE | keys | dict(max_iters=14), dataset=tokens, out_dir=tmp_path)
+    assert column(tmp_path, "step", "lr") == pytest.approx(expected, rel=1e-8)  # nine digits
 
 
 @pytest.mark.parametrize("lr_decay_iters", slow_but(0, of=[0, 8]))
@@ -259,109 +249,30 @@ def test_raising_max_iters_stretches_the_schedule_unless_lr_decay_iters_is_set(
     assert (whole[8:] == [1e-3] * 4) == (lr_decay_iters == 8)
 
 
-WHEN = {
-    "at intervals": (
-        dict(max_iters=7, eval_interval=3, checkpoint_interval=2),
-        dict(evals=[0, 3, 6, 7], saves=[2, 3, 4, 6, 7]),  # nanoGPT saves nothing at the end
-    ),
-    "the best alone": (
-        # a rate so high that the model gets worse
-        dict(max_iters=9, eval_interval=3, learning_rate=1, always_save_checkpoint=False),
-        dict(evals=[0, 3, 6, 9], saves=[9]),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", WHEN)
-def test_a_run_iterates_evaluates_and_saves_at_the_expected_iterations(kind, tokens, tmp_path):
-    """Train exactly max_iters iterations. nanoGPT trains one more."""
-    keys, expected = WHEN[kind]
-    train(**BASE | keys, dataset=tokens, out_dir=tmp_path)
-    assert column(tmp_path, "step", "iter") == [*range(keys["max_iters"])]
-    assert column(tmp_path, "eval", "iter") == expected["evals"]
-    assert column(tmp_path, "checkpoint", "iter") == expected["saves"]
-    losses = column(tmp_path, "eval", "val_loss")
-    assert (losses == sorted(losses, reverse=True)) == (kind != "the best alone")
-
-
-PADDED = {1: V, 2: 62, 64: 64, 128: 128}
-
-
-@pytest.mark.parametrize("multiple", slow_but(64, of=PADDED))
-def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple(multiple, tokens, tmp_path):
-    config = BASE | dict(pad_vocab_multiple=multiple, max_iters=0)
-    train(**config, dataset=tokens, out_dir=tmp_path)
-    assert len(checkpoint(tmp_path, 0)["model"]["lm_head.weight"]) == PADDED[multiple]
-
-
-def test_an_evaluation_rounds_eval_tokens_down_to_whole_windows(tokens, tmp_path):
-    def losses(eval_tokens: int) -> list:
-        out_dir = tmp_path / str(eval_tokens)
-        keys = dict(max_iters=0, eval_tokens=eval_tokens)
-        train(**BASE | keys, dataset=tokens, out_dir=out_dir)
-        return column(out_dir, "eval", "train_loss", "val_loss")
-
-    assert losses(6 * T + 4) == losses(6 * T) != losses(7 * T)
-
-
-@contextmanager
-def windows_of_training():
-    """Collect the windows that a model is trained on: the inputs and the last target."""
-    windows: list[list[int]] = []
-
-    def before_forward(module, arguments):
-        # the whole model gets two arguments; while FLOPs are counted, they are of another type
-        if len(arguments) == 2 and type(arguments[1]) is torch.Tensor and torch.is_grad_enabled():
-            x, y = arguments
-            assert torch.equal(x[:, 1:], y[:, :-1])
-            windows.extend(torch.cat((x, y[:, -1:]), dim=1).tolist())
-
-    handle = register_module_forward_pre_hook(before_forward)
-    try:
-        yield windows
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_run_trains_on_each_window_once_per_epoch_in_the_order_of_its_seed(
-    stream, tokens, tmp_path
-):
-    """With stream, in the order of the shards."""
-    config = BASE | dict(stream=stream)
-    with windows_of_training() as found:
-        train(**config, dataset=tokens, out_dir=tmp_path)
-    iterations = itertools.islice(reference_gpt2.batches(tokens, config), config["max_iters"])
-    assert found == [row for rows in iterations for row in rows.tolist()]
+def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple(tokens, tmp_path):
+    for multiple, padded in {1: V, 2: 62, 64: 64}.items():
+        keys = dict(pad_vocab_multiple=multiple, max_iters=0, out_dir=tmp_path / str(multiple))
+        train(**BASE | keys, dataset=tokens)
+        weight = checkpoint(keys["out_dir"], 0)["model"]["lm_head.weight"]
+        assert len(weight) == padded
 
 
 # -----------------------------------------------------------------------------
 # Dropout and samples
 
 
-def test_dropout_acts_in_training_but_not_in_evaluation(tokens, trained, tmp_path):
-    """
-    Resume the run's checkpoints without dropout. Evaluations stay equal, but training losses
-    differ, even right after an evaluation or a sample.
-    """
-    config = BASE | dict(eval_interval=4, sample_tokens=4, checkpoint_interval=1, dataset=tokens)
-    out_dir = tmp_path / "run"
-    train(**config, dropout=0.5, init_from=trained(), out_dir=out_dir)
-    assert len(records(out_dir, "sample")) == 3
-    logged = dict(column(out_dir, "step", "iter", "loss"))
-    evaluations = {it: losses for it, *losses in column(out_dir, "eval", "iter", *EVAL[1:3])}
-    for it in (1, 3, 4, 5, 8, 11):
-        same_start = tmp_path / str(it)
-        same_start.mkdir()
-        shutil.copy(out_dir / f"ckpt-{it:08}.pt", same_start)
-        again = config | dict(init_from="resume", out_dir=same_start)
-        if it in evaluations:
-            result = train(**again, eval_only=True)
-            assert evaluation_in(result.out) == pytest.approx(evaluations[it], abs=6e-5)
-        train(**again | dict(max_iters=it + 1, eval_interval=100))
-        [loss] = column(same_start, "step", "loss")
-        # with the same dropout the losses would be equal
-        assert abs(loss - logged[it]) > 0.01, it
+def test_dropout_acts_in_training_but_not_in_evaluations_and_samples(tokens, trained, tmp_path):
+    # with rates of 0 both runs keep the weights that they start from
+    config = BASE | dict(learning_rate=0, min_lr=0, sample_tokens=40, init_from=trained())
+    without, dropping = (Run(tmp_path / name) for name in ("0.0", "0.5"))
+    for seen in (without, dropping):
+        train(**config, dropout=seen.out_dir.name, dataset=tokens, out_dir=seen.out_dir)
+    (text, _) = without.column("sample", "text")
+    assert len(text) > 10 and dropping.column("sample", "text") == without.column("sample", "text")
+    assert dropping.evals(*EVAL) == without.evals(*EVAL)
+    # also right after an evaluation or a sample
+    losses = zip(without.steps("loss"), dropping.steps("loss"), strict=True)
+    assert all(abs(one - other) > 0.01 for one, other in losses)
 
 
 def evaluation_in(out: str) -> tuple[float, float]:
@@ -370,40 +281,27 @@ def evaluation_in(out: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def test_drawing_samples_changes_no_bit_of_training(tokens, tmp_path):
-    config = BASE | dict(dropout=0.3, eval_interval=3, dataset=tokens)
-    train(**config, out_dir=tmp_path / "silent")
-    train(**config, out_dir=tmp_path / "sampling", sample_tokens=12)
-    assert len(records(tmp_path / "sampling", "sample")) == 4
-    assert_same_run(tmp_path / "silent", tmp_path / "sampling", 12)
-
-
-def test_a_sample_that_runs_out_of_memory_is_left_out_after_the_save(tokens, tmp_path):
+def test_samples_change_no_bit_of_training_even_if_memory_runs_out(tokens, tmp_path):
+    """Leave out a sample whose memory runs out, after the save."""
+    silent, sampling, failing = (tmp_path / name for name in ("silent", "sampling", "failing"))
     found = []
 
     def before_forward(module, arguments):
         is_embedding = isinstance(module, torch.nn.Embedding) and not arguments[0].is_meta
         if is_embedding and len(arguments[0]) == 1:  # a prompt: micro-batches have four rows
-            found.append(checkpoints(tmp_path / "run")[-1])
+            found.append(checkpoints(failing)[-1])
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    config = BASE | dict(dropout=0.3, dataset=tokens)
-    train(**config, out_dir=tmp_path / "silent")
+    config = BASE | dict(dropout=0.3, eval_interval=3, dataset=tokens)
+    train(**config, out_dir=silent)
+    train(**config, out_dir=sampling, sample_tokens=12)
     with register_module_forward_pre_hook(before_forward):
-        result = train(**config, out_dir=tmp_path / "run", sample_tokens=12)
-    assert found == [6, 12] == column(tmp_path / "run", "event", "iter")
-    assert result.err.count("sample_tokens: ") == 2 and not records(tmp_path / "run", "sample")
-    assert_same_run(tmp_path / "silent", tmp_path / "run", 12)
-
-
-def test_samples_during_training_are_drawn_without_dropout(tokens, trained, tmp_path):
-    # with rates of 0 both runs keep the weights that they start from
-    config = BASE | dict(learning_rate=0, min_lr=0, sample_tokens=40, init_from=trained())
-    for dropout in (0.0, 0.5):
-        train(**config, dropout=dropout, dataset=tokens, out_dir=tmp_path / str(dropout))
-    texts = column(tmp_path / "0.5", "sample", "text")
-    assert texts == column(tmp_path / "0.0", "sample", "text")
-    assert len(texts[0]) > 10
+        result = train(**config, out_dir=failing, sample_tokens=12)
+    assert len(records(sampling, "sample")) == 4 and records(failing, "sample") == []
+    assert found == [3, 6, 9, 12] == column(failing, "event", "iter")
+    assert result.err.count("sample_tokens: ") == 4
+    assert_same_run(silent, sampling, 12)
+    assert_same_run(silent, failing, 12)
 
 
 # -----------------------------------------------------------------------------

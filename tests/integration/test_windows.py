@@ -9,17 +9,7 @@ import sys
 
 import pytest
 from char_dataset import SHORT_RUN
-from program import (
-    ROOT,
-    assert_same_run,
-    checkpoints,
-    finish,
-    flags,
-    start,
-    train,
-    wait_for_line,
-    write_tokens,
-)
+from program import ROOT, assert_same_run, finish, flags, start, train, wait_for_line, write_tokens
 
 from common import child
 
@@ -180,24 +170,6 @@ def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_can_be_comp
         for folder in ("straight", "killed")
     )
     assert len(straight) > 5 and straight == continued
-
-
-RUN = 'sys.exit(run("train", *sys.argv[1:]))'
-
-
-@pytest.mark.slow
-@simulated
-def test_on_windows_ctrl_c_saves_a_run_and_a_second_run_in_its_folder_is_refused(started, tmp_path):
-    write_tokens(tmp_path / "tokens", [3000], [700], vocab=256)
-    long = SMALL | dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=4)
-    process = started(RUN, *flags(**long, init_from="auto"))
-    wait_for_line(process, "checkpoint 4")
-    second = finish(started(RUN, *flags(**long, init_from="auto")))
-    assert second.code == 2 and "another run is writing to" in second.err
-    process.send_signal(2)
-    code, out, err = finish(process)
-    assert code == 130 and "stopping after this iteration" in err
-    assert f"checkpoint {checkpoints(tmp_path / 'my run')[-1]}: " in out
 
 
 # -----------------------------------------------------------------------------
