@@ -457,6 +457,22 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
     assert "second loss of second" in figure.axes[0].get_legend_handles_labels()[1]
 
 
+@pytest.mark.slow
+def test_the_documented_code_passes_ruff_and_mypy(tmp_path):
+    code = "".join(code for file, code in BLOCKS if file == "train.py")
+    files = LOSS | {"train.py": code, "configurator.py": KEYS}
+    program = edited(
+        changed(tmp_path / "program", files),
+        (ADAMW_LINE, "    return Lion(groups)\n"),
+        (SPLITS_LINE, SPLITS_LINE + SECOND),
+    )
+    shutil.copy(ROOT / "pyproject.toml", program)
+    for tool in (("ruff", "check", "train.py", "model.py"), ("mypy", "train.py", "model.py")):
+        command = [sys.executable, "-m", *tool]
+        done = subprocess.run(command, cwd=program, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
 def test_the_functions_named_in_the_hacking_guide_exist():
     files = {*re.findall(r"\b((?:\w+/)*\w+\.py)\b", PAGE)}
     code = "\n".join((ROOT / file).read_text("utf-8") for file in files if (ROOT / file).exists())
