@@ -103,7 +103,7 @@ a teraflop is 2**40 operations | training/hardware.py | Hardware.mfu
     integration/test_losses.py::test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_speed[1]
 the second signal names the end | training/ranks.py | StopSignals.receive
     self.received or number -> number
-    integration/test_interrupts.py::test_a_stop_sent_as_two_signals_still_saves[Slurm's warning and then its end]
+    integration/test_interrupts.py::test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened[Slurm's warning, its end]
 """  # noqa: E501
 
 
