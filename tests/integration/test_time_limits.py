@@ -194,14 +194,17 @@ def test_a_finished_run_resumes_only_if_it_is_given_more_time(trainer, tiny, ran
     assert sum(hours > 0.1 for hours in ran.evals("hours")) == pytest.approx(10, abs=1)
 
 
-def test_hours_do_not_count_the_time_between_launches(trainer, tiny, ran):
-    trainer.at["iteration", 40] = sigterm
+def test_a_stop_changes_neither_the_hours_nor_the_number_of_evaluations(trainer, tiny, ran):
+    """Do not count the time between launches. Make 21 evaluations, as an unbroken run does."""
+    trainer.at["iteration", 42] = sigterm
     assert trainer.launch(**tiny, hours=HOURS).code == 143
+    assert ran.evals("iter")[-1] == 40  # the next one is due at 44
     trainer.now += 5 * 3600
     assert trainer.launch(**tiny, hours=HOURS, init_from="auto").code == 0
     assert SECONDS - 20 <= trainer.now - 5 * 3600 <= SECONDS
     assert all(0 < before - after < 0.03 for before, after in pairwise(ran.steps("lr")))
     assert ran.steps("lr")[-1] == 0.0
+    assert len(ran.evals("iter")) == 21
 
 
 def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, ran):
@@ -213,15 +216,6 @@ def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, 
     assert ran.steps("lr")[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
     assert ran.steps("lr")[-1] == 0.0
     assert 2 * SECONDS - 40 <= trainer.now <= 2 * SECONDS
-
-
-def test_a_stop_between_evaluations_does_not_change_their_number(trainer, tiny, ran):
-    """Make 21 evaluations, as an uninterrupted run does."""
-    trainer.at["iteration", 42] = sigterm
-    trainer.launch(**tiny, hours=HOURS)
-    assert ran.evals("iter")[-1] == 40  # the next one is due at 44
-    trainer.launch(**tiny, hours=HOURS, init_from="auto")
-    assert len(ran.records("eval")) == 21
 
 
 def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, tiny, ran):
