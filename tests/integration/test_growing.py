@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 from cases import slow_but
-from documents import GrowingFolder, documents, manifest_of, write_jsonl, write_parquet
+from documents import (
+    GrowingFolder,
+    documents,
+    manifest_of,
+    wait_until_it_waits,
+    write_jsonl,
+    write_parquet,
+)
 from program import (
     ROOT,
     TINY_RUN,
@@ -19,6 +26,7 @@ from program import (
     finish,
     flags,
     needs_signals,
+    refused,
     run,
     start,
     train,
@@ -59,14 +67,6 @@ def prepare(**more) -> Path:
 def start_run(**changes):
     words = flags(**TINY | dict(dataset="x", out_dir="out") | changes)
     return start(str(ROOT / "train.py"), *words, cwd=Path.cwd())
-
-
-def wait_until_it_waits(process) -> None:
-    """Read the console up to the line that says for how many tokens the run is waiting."""
-    for line in process.stdout:
-        if "waiting for" in line:
-            return
-    raise AssertionError(finish(process))
 
 
 @pytest.mark.parametrize("killed", slow_but(True, of=[False, True]), ids=["straight", "killed"])
@@ -133,11 +133,9 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
     order, work
 ):
     write_parquet(work / "source/a.parquet", documents(3000))
-    command = [
-        str(ROOT / "data/prepare_fineweb.py"),
-        *flags(source="source", **SIZES, order=order),
-    ]
-    command += ["--shard_tokens=5000", "--tokens=120k", "--workers=1"]
+    size = SIZES | dict(shard_tokens=5000, tokens="120k", workers=1)
+    command = ["data/prepare_fineweb.py", *flags(source="source", order=order, **size)]
+    command[0] = str(ROOT / command[0])
     assert run(*command, "--out=finished").code == 0
     keys = TINY | dict(batch_size=32, max_iters=100, lr_decay_iters=100, log_interval=10)
     train(**keys, dataset="finished", out_dir="whole")
@@ -163,10 +161,8 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
 
 
 def refusal(**changes) -> str:
-    words = flags(**TINY | dict(out_dir="out") | changes)
-    result = run("train.py", *words)
-    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert result.code == 2 and len(errors) == 1, result
+    result = run("train.py", *flags(**TINY | dict(out_dir="out") | changes))
+    refused(result)
     return result.err
 
 
