@@ -305,47 +305,40 @@ LEAVING = """
 
     torch.distributed.destroy_process_group = leaves
 """
+STUCK = (
+    LEAVING.replace("        leave()", "        time.sleep(600)")
+    + """
+    import training.ranks
+    training.ranks.LEAVE_SECONDS = 0.5
+"""
+)
+FAILS = dict(learning_rate=1e30, max_iters=40)
 # what a rank does after its fifth update, its keys, and its exit code
 WAYS_OUT = {
     "the end": ("", dict(), 0),
     "the end, once more": ("", dict(init_from="auto"), 0),
     "--help": ("", dict(help=""), 0),
     "a bad key": ("", dict(gradient_accumulation_steps=3), 2),
-    "an error of ours": ("", dict(learning_rate=1e30, max_iters=40), 1),
+    "an error of ours": ("", FAILS, 1),
+    # simulates peers that are in a collective which never ends
+    "an error, but the group hangs": ("", FAILS, 1),
     "a traceback": ("if n == 5:\n    raise ZeroDivisionError", dict(), 1),
     "a signal": ("if n == 5:\n    signal.raise_signal(signal.SIGTERM)", dict(), 143),
 }
 
 
-def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
-    """Return a script, its arguments and the exit code to expect."""
+@pytest.mark.parametrize("way", slow_but("--help", "a bad key", "a signal", of=WAYS_OUT))
+def test_every_rank_destroys_its_process_group_at_exit_or_gives_up(way, tiny):
+    """Prevent a warning from NCCL."""
     action, changes, code = WAYS_OUT[way]
     if "once more" in way:
         train(**tiny)
-    arguments = flags(**tiny | changes)
-    if "help" in changes:
-        arguments = ["--help"]
-    return watched(action, LEAVING), arguments, code
-
-
-@pytest.mark.parametrize("way", slow_but("--help", "a bad key", "a signal", of=WAYS_OUT))
-def test_every_rank_destroys_its_process_group_at_exit(way, tiny):
-    """Prevent a warning from NCCL."""
-    script, arguments, code = way_out(way, tiny)
+    arguments = ["--help"] if "help" in changes else flags(**tiny | changes)
+    script = watched(action, STUCK if "hangs" in way else LEAVING)
     results = finish_ranks(start_ranks(2, *arguments, script=script))
     assert [result.code for result in results] == [code, code], results
-    assert [result.err.count("has left False") for result in results] == [1, 1], results
-
-
-@pytest.mark.slow
-def test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs(tiny):
-    """Simulate peers that are in a collective which never ends."""
-    stuck = LEAVING.replace("        leave()", "        time.sleep(600)")
-    hurried = "import training.ranks\ntraining.ranks.LEAVE_SECONDS = 0.5"
-    script, arguments, _ = way_out("an error of ours", tiny)
-    script = watched("", textwrap.dedent(stuck) + hurried)
-    results = finish_ranks(start_ranks(2, *arguments, script=script), timeout=120)
-    assert [result.code for result in results] == [1, 1], results
+    left = 0 if "hangs" in way else 1
+    assert [result.err.count("has left False") for result in results] == [left, left], results
 
 
 # -----------------------------------------------------------------------------
