@@ -403,8 +403,9 @@ HARMS = [
 
 @pytest.mark.parametrize("moment, harm", slow_but(HARMS[0], HARMS[-1], of=HARMS))
 def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
-    moment, harm, tiny, ran, tmp_path
+    moment, harm, tiny, ran, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("common.files.READ_PAUSES", (0.1, 0.2))  # instead of six minutes
     split, _, evaluates = moment.partition(" ")
     tiny |= dict(max_iters=12, eval_interval=4 if evaluates else 100, eval_tokens=400)
     train(**tiny | dict(out_dir=tmp_path / "straight"))
