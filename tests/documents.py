@@ -87,20 +87,15 @@ class GrowingFolder:
         # write_tokens() records no order
         self.manifest = dict(order="prefix") | manifest_of(finished)
         folder.mkdir(exist_ok=True)
+        import fcntl
+
         self.lock = open(folder / "lock", "ab")
-        self.hold()
+        fcntl.lockf(self.lock, fcntl.LOCK_EX)
         self.left = [shard["name"] for shard in self.manifest["shards"] if "train" in shard["name"]]
         self.add()
 
-    def hold(self) -> None:
-        import fcntl
-
-        fcntl.lockf(self.lock, fcntl.LOCK_EX)
-
     def release(self) -> None:
-        import fcntl
-
-        fcntl.lockf(self.lock, fcntl.LOCK_UN)
+        self.lock.close()
 
     def add(self, shards: int = 1) -> None:
         """Add training shards, and all shards that were made before them."""
@@ -119,6 +114,11 @@ class GrowingFolder:
     def write(self, manifest: dict) -> None:
         (self.folder / "new").write_text(json.dumps(manifest))
         os.replace(self.folder / "new", self.folder / "manifest.json")
+
+
+def wait_until_it_waits(process) -> None:
+    """Read a run's console up to the line that says for how many tokens it is waiting."""
+    assert any("waiting for" in line for line in process.stdout), process.communicate()
 
 
 def chained_sha256(texts: list[str]) -> str:

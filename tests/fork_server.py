@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,24 +114,16 @@ class ForkedProcess:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Read both pipes, in two threads so that neither fills up, and wait for the child."""
-        texts = {}
-
-        def read(name, file):
-            texts[name] = file.read()
-            file.close()
-
-        readers = [
-            threading.Thread(target=read, args=("stdout", self.stdout), daemon=True),
-            threading.Thread(target=read, args=("stderr", self.stderr), daemon=True),
-        ]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join(timeout)
-            if reader.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout)
+        readers = ThreadPoolExecutor(2)
+        texts = [readers.submit(file.read) for file in (self.stdout, self.stderr)]
+        readers.shutdown(wait=False)
+        if wait(texts, timeout).not_done:
+            raise subprocess.TimeoutExpired(self.args, timeout)
         self.wait(timeout)
-        return texts["stdout"], texts["stderr"]
+        out, err = (text.result() for text in texts)
+        self.stdout.close()
+        self.stderr.close()
+        return out, err
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

@@ -58,13 +58,13 @@ Ctrl-C leaves the measured process behind | bench.py | run_train
     test_bench.py::test_ctrl_c_kills_the_measured_process
 a rank ends without leaving its group | training/ranks.py | end_process
     dist.destroy_process_group() -> pass
-    integration/test_ranks.py::test_every_rank_destroys_its_process_group_at_exit[the end]
+    integration/test_ranks.py::test_every_rank_destroys_its_process_group_at_exit_or_gives_up[the end]
 a failed rank waits for ranks that hang | training/ranks.py | end_process
     if code: -> if False:
-    integration/test_ranks.py::test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs
+    integration/test_ranks.py::test_every_rank_destroys_its_process_group_at_exit_or_gives_up[an error, but the group hangs]
 DDP arranges its buckets in the first iteration | training/ranks.py | arrange_buckets
     ddp_model.reducer.prepare_for_backward([]) -> return
-    integration/test_ranks.py::test_gradient_buckets_are_arranged_before_the_first_iteration
+    integration/test_ranks.py::test_gradients_are_exchanged_once_per_iteration_in_buckets_arranged_before_the_first
 all ranks have one seed | train.py | main
     c.seed + ranks.rank -> c.seed
     integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit
@@ -82,7 +82,7 @@ each rank follows its own clock | training/clock.py | Clock.position
     integration/test_time_limits.py::test_all_ranks_follow_the_clock_of_the_first
 a maximum over ranks is a sum | training/ranks.py | Ranks.max
     , op=dist.ReduceOp.MAX -> (nothing)
-    integration/test_ranks.py::test_a_signal_to_one_or_all_ranks_saves_and_ends_all_of_them[all]
+    integration/test_ranks.py::test_what_ends_one_rank_ends_all_and_they_save_what_they_can[a signal to all]
 the position in the data counts one rank | data/loader.py | Batches.take
     count * self.stride -> count * self.batch_size
     integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit
@@ -103,7 +103,7 @@ a teraflop is 2**40 operations | training/hardware.py | Hardware.mfu
     integration/test_losses.py::test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_speed[1]
 the second signal names the end | training/ranks.py | StopSignals.receive
     self.received or number -> number
-    integration/test_interrupts.py::test_a_stop_sent_as_two_signals_still_saves[Slurm's warning and then its end]
+    integration/test_interrupts.py::test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened[Slurm's warning, its end]
 """  # noqa: E501
 
 

@@ -31,16 +31,15 @@ from program import (
     TINY_RUN,
     InProcessRun,
     Result,
+    Run,
     assert_same_run,
-    best,
-    checkpoint,
-    checkpoints,
-    column,
     finish,
     flags,
-    records,
+    raises,
+    refused,
     run,
     same,
+    sigterm,
     start,
     train,
     wait_for_line,
@@ -62,7 +61,6 @@ TINY = TINY_RUN | dict(
 )
 # the loss falls, so the newest checkpoint is the best
 FALLING = dict(learning_rate=0.01, warmup_iters=2)
-FOREVER = dict(max_iters=10**6, eval_interval=10**6)
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +71,26 @@ def straight(tokens, tmp_path_factory) -> Path:
     return out_dir
 
 
-def run_tiny(tokens: Path, out_dir: Path, trainer: InProcessRun | None = None, **changes) -> Result:
-    trainer = trainer or InProcessRun()
-    return trainer.launch(**TINY | dict(dataset=tokens, out_dir=out_dir) | changes)
+@pytest.fixture
+def on_disk(make_disk, straight, tiny, ran):
+    """
+    Return a function that puts the run on a disk with room for `files` checkpoints and its logs, or
+    with 1 MB, and returns the disk's folder.
+    """
+
+    def put(files: int = 0) -> Path:
+        size = files * (straight / "ckpt-00000008.pt").stat().st_size + (48 << 10)
+        disk = make_disk(size if files else 1 << 20)
+        tiny["out_dir"] = ran.out_dir = disk / "run"
+        return disk
+
+    return put
 
 
-def train_tiny(*arguments, **named) -> Result:
-    result = run_tiny(*arguments, **named)
+def launch(trainer: InProcessRun, **keys) -> Result:
+    result = trainer.launch(**keys)
     assert result.code == 0, result.err
     return result
-
-
-def start_tiny(tokens: Path, out_dir: Path, **changes):
-    return start("train.py", *flags(**TINY | dict(dataset=tokens, out_dir=out_dir) | changes))
 
 
 def lines(text: str, beginning: str) -> list[str]:
@@ -100,14 +105,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def best_iter(out_dir: Path) -> int:
-    return best(out_dir)["progress"]["iter_num"]
+def best_iter(ran: Run) -> int:
+    return ran.best["progress"]["iter_num"]
 
 
-def best_logged(out_dir: Path) -> int:
+def best_logged(ran: Run) -> int:
     """Return the iteration after 0 with the lowest validation loss in the log."""
-    losses = dict(column(out_dir, "eval", "iter", "val_loss"))
-    return min((it for it in losses if it), key=losses.get)
+    losses = dict(ran.evals("iter", "val_loss")[1:])
+    return min(losses, key=losses.get)
 
 
 # -----------------------------------------------------------------------------
@@ -129,217 +134,199 @@ def no_wait() -> InProcessRun:
 
 @pytest.mark.parametrize("noticed, left", [("before", 0), ("in the middle", 20_000)])
 def test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
-    noticed, left, tokens, make_disk, tmp_path
+    noticed, left, tiny, ran, on_disk, tmp_path
 ):
-    options = dict(max_iters=40, lr_decay_iters=40)
-    disk, seen, trainer = make_disk(1 << 20), [], InProcessRun()
+    tiny |= dict(max_iters=40, lr_decay_iters=40)
+    disk, seen, trainer = on_disk(), [], InProcessRun()
 
     def fill_most():
         fill(disk)
         free(disk, left)
 
     def look_and_free():
-        seen.extend([checkpoints(disk / "run"), leftovers(disk / "run")])
+        seen.extend([ran.saved, leftovers(ran.out_dir)])
         free(disk)
 
     trainer.at |= {("update", 6): fill_most, ("update", 31): look_and_free}
     with seems_empty() if noticed == "in the middle" else nullcontext():
-        result = train_tiny(tokens, disk / "run", trainer, **options)
+        result = launch(trainer, **tiny)
     assert seen == [[4], []]
     (line,) = [line for line in result.err.splitlines() if "not saved" in line]
     assert line.startswith("warning: iter 8: ")
     # the records of 25 iterations need more room than is left in the file's last page
     assert len(lines(result.err, "warning: metrics.jsonl")) == (0 if left else 1)
-    saved = column(disk / "run", "checkpoint", "iter")
+    saved = ran.column("checkpoint", "iter")
     assert saved[0] == 4
     assert not [it for it in saved if 4 < it < 30]
-    train_tiny(tokens, tmp_path / "straight", **options)
-    assert_same_run(tmp_path / "straight", disk / "run", 40)
+    train(**tiny | dict(out_dir=tmp_path))
+    assert_same_run(tmp_path, ran.out_dir, 40)
 
 
 @pytest.mark.parametrize(
     "begins, best_there", slow_but(("full", 8), of=[("full", 8), ("with room", 4)])
 )
 def test_the_last_save_waits_until_the_disk_has_room(
-    begins, best_there, tokens, straight, make_disk
+    begins, best_there, tiny, ran, straight, on_disk
 ):
-    disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
+    disk, trainer = on_disk(), InProcessRun(fake_clock=True)
     trainer.at["update", 5] = lambda: fill(disk)
     trainer.at["sleep", 151] = lambda: free(disk)  # by then it has tried to save more than once
     if begins == "full":
         fill(disk)
         free(disk, 64 << 10)  # for the log
-    result = train_tiny(tokens, disk / "run", trainer)
+    result = launch(trainer, **tiny)
     assert trainer.count["sleep"] > 150
     assert lines(result.err, "warning: iter 8:")
-    assert same(checkpoint(disk / "run", 8)["model"], checkpoint(straight, 8)["model"])
-    assert column(disk / "run", "step", "iter", "loss") == column(straight, "step", "iter", "loss")
-    assert best_iter(disk / "run") == best_there
+    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
+    assert ran.steps("iter", "loss") == Run(straight).steps("iter", "loss")
+    assert best_iter(ran) == best_there
 
 
 @pytest.mark.parametrize("number", slow_but(signal.SIGINT, of=[signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
-    number, tokens, straight, make_disk
+    number, tiny, ran, straight, on_disk
 ):
-    disk, trainer = make_disk(1 << 20), InProcessRun(fake_clock=True)
+    disk, trainer = on_disk(), InProcessRun(fake_clock=True)
     trainer.at["update", 6] = lambda: fill(disk)
     # send only one signal, because a second would end this process
     trainer.at["sleep", 5] = lambda: signal.raise_signal(number)
-    result = run_tiny(tokens, disk / "run", trainer)
-    assert trainer.count["sleep"] == 5
-    assert result.code == 1
+    result = trainer.launch(**tiny)
+    assert (result.code, trainer.count["sleep"]) == (1, 5)
     (line,) = lines(result.err, "error:")
     assert "--init_from=resume" in line
-    assert str(disk / "run" / "ckpt-00000004.pt") in line
-    assert checkpoints(disk / "run") == [4]
-    assert not leftovers(disk / "run")
+    assert str(ran.out_dir / "ckpt-00000004.pt") in line
+    assert ran.saved == [4] and not leftovers(ran.out_dir)
     free(disk)
-    train_tiny(tokens, disk / "run", init_from="resume")
-    assert_same_run(straight, disk / "run", 8)
-
-
-def is_folder(file) -> bool:
-    return isinstance(file, int) and stat.S_ISDIR(os.fstat(file).st_mode)
+    train(**tiny, init_from="resume")
+    assert_same_run(straight, ran.out_dir, 8)
 
 
 @pytest.mark.parametrize("always", slow_but(False, of=[True, False]))
-def test_best_pt_holds_the_best_model_that_could_be_saved(always, tokens, make_disk):
+def test_best_pt_holds_the_best_model_that_could_be_saved(always, tiny, ran, on_disk):
     """
     Fail the save at iteration 4, which has the lowest loss. Of the saved iterations, 6 is then the
     best.
     """
-    disk, trainer = make_disk(1 << 20), InProcessRun()
+    disk, trainer = on_disk(), InProcessRun()
     trainer.at |= {("update", 4): lambda: fill(disk), ("update", 6): lambda: free(disk)}
-    options = dict(eval_interval=2, max_iters=7, always_save_checkpoint=always)
-    train_tiny(tokens, disk / "run", trainer, **options)
-    losses = dict(column(disk / "run", "eval", "iter", "val_loss"))
+    launch(trainer, **tiny | dict(eval_interval=2, max_iters=7, always_save_checkpoint=always))
+    losses = dict(ran.evals("iter", "val_loss"))
     assert losses[4] < losses[6] < losses[2]
-    assert [it for it in column(disk / "run", "checkpoint", "iter") if it < 7] == [2, 6]
-    assert best_iter(disk / "run") == 6
+    assert [it for it in ran.column("checkpoint", "iter") if it < 7] == [2, 6]
+    assert best_iter(ran) == 6
 
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
-def test_a_run_fits_in_the_disk_space_that_the_docs_name(
-    worse_later, links, tokens, straight, make_disk
-):
+def test_a_run_fits_in_the_disk_space_that_the_docs_name(worse_later, links, tiny, ran, on_disk):
     """
     Leave room for three checkpoints: two to keep, and best.pt. A disk without hard links needs one
     more.
     """
-    size = (straight / "ckpt-00000008.pt").stat().st_size
-    disk = make_disk((3 if links else 4) * size + (48 << 10))
-    options = dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
+    on_disk(files=3 if links else 4)
+    tiny |= dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
     refusal = OSError(errno.EPERM, "Operation not permitted")
     with mock.patch("os.link", os.link if links else mock.Mock(side_effect=refusal)):
-        train_tiny(tokens, disk / "run", no_wait(), **options)
-    assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
-    assert checkpoints(disk / "run") == [8, 10]
-    assert best_iter(disk / "run") == best_logged(disk / "run")
-    assert (best_iter(disk / "run") == 10) != worse_later
+        launch(no_wait(), **tiny)
+    assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
+    assert ran.saved == [8, 10]
+    assert best_iter(ran) == best_logged(ran)
+    assert (best_iter(ran) == 10) != worse_later
 
 
-def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(
-    tokens, straight, make_disk
-):
+def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(tiny, ran, on_disk):
     """Close the checkpoint after loading it: deleting an open file frees no space."""
-    size = (straight / "ckpt-00000008.pt").stat().st_size
-    disk = make_disk(3 * size + (48 << 10))
-    train_tiny(tokens, disk / "run", eval_interval=2, max_iters=2)
-    options = dict(eval_interval=2, max_iters=10, init_from="resume")
-    train_tiny(tokens, disk / "run", no_wait(), **options)
-    assert column(disk / "run", "checkpoint", "iter") == [2, 4, 6, 8, 10]
-    assert best_iter(disk / "run") == 4
+    on_disk(files=3)
+    train(**tiny | dict(eval_interval=2, max_iters=2))
+    launch(no_wait(), **tiny | dict(eval_interval=2, max_iters=10), init_from="resume")
+    assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
+    assert best_iter(ran) == 4
 
 
-def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tokens, straight, make_disk):
-    disk = make_disk(1 << 20)
-    train_tiny(tokens, disk / "run", max_iters=4)
+def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tiny, ran, straight, on_disk):
+    disk, trainer = on_disk(), InProcessRun()
+    train(**tiny | dict(max_iters=4))
     fill(disk)
-    trainer = InProcessRun()
     trainer.at["update", 2] = lambda: free(disk)
-    train_tiny(tokens, disk / "run", trainer, init_from="resume")
-    assert same(checkpoint(disk / "run", 8)["model"], checkpoint(straight, 8)["model"])
+    launch(trainer, **tiny, init_from="resume")
+    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
 
 
-@pytest.mark.parametrize("files, warned", [(2, True), (4, False)])
-def test_warns_at_the_start_if_the_disk_is_too_small_for_the_run(
-    files, warned, tokens, straight, make_disk
+@pytest.mark.parametrize("files", [1, 4])
+def test_warns_if_the_disk_is_too_small_for_the_run_besides_what_its_files_use(
+    files, tiny, on_disk
 ):
-    size = (straight / "ckpt-00000008.pt").stat().st_size
-    result = train_tiny(tokens, make_disk(files * size) / "run", max_iters=1)
-    assert bool([line for line in lines(result.err, "warning:") if "disk" in line]) == warned
+    on_disk(files)
+    keys = [dict(max_iters=1)] if files == 1 else [dict(), dict(init_from="resume", max_iters=9)]
+    for more in keys:
+        warnings = lines(train(**tiny | more).err, "warning:")
+        assert any("disk" in line for line in warnings) == (files == 1), warnings
 
 
-def test_a_checkpoint_between_evaluations_has_no_validation_loss(tokens, tmp_path):
+def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
     """Save None as the checkpoint's loss, because the last evaluation was of other weights."""
-    train_tiny(tokens, tmp_path, checkpoint_interval=3, keep_checkpoints=9)
-    losses = dict(column(tmp_path, "eval", "iter", "val_loss"))
-    found = {it: checkpoint(tmp_path, it)["val_loss"] for it in checkpoints(tmp_path)}
-    assert [it for it, loss in found.items() if loss is None] == [3, 6]
-    assert found[4] == pytest.approx(losses[4])
-    assert found[8] == pytest.approx(losses[8])
+    train(**tiny, checkpoint_interval=3, keep_checkpoints=9)
+    losses = dict(ran.evals("iter", "val_loss")) | {3: None, 6: None}
+    found = {it: ran.state(it)["val_loss"] for it in ran.saved}
+    assert found == {it: pytest.approx(losses[it]) for it in (3, 4, 6, 8)}
 
 
 # -----------------------------------------------------------------------------
 # Death at any moment
 
 
-def folders_before_disk_calls(tokens: Path, out_dir: Path, copies: Path, **changes) -> list[Path]:
+def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
     """
     Return copies of out_dir, made before each call that program.before_disk_calls() watches. A kill
     at that moment would leave the same files. States that differ only in the contents of a
     non-empty log.txt or unfinished file share a copy.
     """
-    states = {}
+    states: dict[tuple, Path] = {}
+    out_dir = keys["out_dir"]
 
     def look():
-        if not out_dir.exists():
-            return
         state = []
-        for path in sorted(out_dir.iterdir()):
+        for path in sorted(out_dir.glob("*")):
             begun = path.suffix == ".tmp" or path.name == "log.txt"
             state.append((path.name, bool(path.stat().st_size) if begun else path.read_bytes()))
-        if tuple(state) not in states:
+        if out_dir.exists() and tuple(state) not in states:
             states[tuple(state)] = copies / str(len(states))
             shutil.copytree(out_dir, states[tuple(state)])
 
     trainer = InProcessRun()
     trainer.at["disk", None] = look
-    train_tiny(tokens, out_dir, trainer, **changes)
+    launch(trainer, **keys)
     return [*states.values()]
 
 
 @pytest.mark.parametrize("begins, ends", slow_but((2, 6), of=[(0, 2), (2, 6)]))
 def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save(
-    begins, ends, tokens, tmp_path
+    begins, ends, tiny, ran, tmp_path
 ):
     """
     Start from scratch, or resume a run whose newest checkpoint is damaged. Iteration 4 has the
     lowest loss, so best.pt must still hold it at iteration 6.
     """
-    options = dict(eval_interval=2, max_iters=6, keep_checkpoints=1)
-    train_tiny(tokens, tmp_path / "straight", **options)
-    options |= dict(init_from="auto")
+    tiny |= dict(eval_interval=2, max_iters=6, keep_checkpoints=1, init_from="auto")
+    train(**tiny | dict(out_dir=tmp_path / "straight"))
     if begins:
-        train_tiny(tokens, tmp_path / "run", **options | dict(max_iters=begins))
-        (tmp_path / "run" / "ckpt-00000003.pt").write_bytes(b"cut")
-    folders = folders_before_disk_calls(
-        tokens, tmp_path / "run", tmp_path / "killed", **options | dict(max_iters=ends)
-    )
+        train(**tiny | dict(max_iters=begins))
+        (ran.out_dir / "ckpt-00000003.pt").write_bytes(b"cut")
+    folders = folders_before_disk_calls(tmp_path / "killed", **tiny | dict(max_iters=ends))
     assert len(folders) > 12
     for folder in folders:
-        newest = max(it for it in [0, *checkpoints(folder)] if it != 3)
-        train_tiny(tokens, folder, **options)
+        killed = Run(folder)
+        newest = max(it for it in [0, *killed.saved] if it != 3)
+        train(**tiny | dict(out_dir=folder))
         if newest < 6:
-            assert column(folder, "start", "iter")[-1] == newest
+            assert killed.column("start", "iter")[-1] == newest
         assert_same_run(tmp_path / "straight", folder, 6)
-        assert best_iter(folder) == best_logged(folder) == 4
-        assert checkpoints(folder)[-1] == 6
+        assert best_iter(killed) == best_logged(killed) == 4
+        assert killed.saved[-1] == 6
         assert not leftovers(folder)
 
 
-def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tokens, tmp_path):
+def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tiny):
     """Lose no checkpoint to a power cut, which erases what the system still holds in memory."""
     calls = []
 
@@ -356,8 +343,8 @@ def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(toke
         replace(source, target)
 
     with mock.patch("os.fsync", sync), mock.patch("os.replace", rename):
-        train_tiny(tokens, tmp_path / "run")
-        train_tiny(tokens, tmp_path / "run", max_iters=12, init_from="resume")
+        train(**tiny)
+        train(**tiny | dict(max_iters=12), init_from="resume")
     renames = [n for n, call in enumerate(calls) if call[0] == "rename"]
     # the checkpoints at 4, 8 and 12, and the log of the first launch
     assert len(renames) == 4
@@ -370,7 +357,7 @@ def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(toke
 # Damaged files
 
 
-def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tokens, tmp_path):
+def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tiny, ran):
     """Read the first checkpoint of a launch back right after saving it."""
     replace = os.replace
 
@@ -382,11 +369,11 @@ def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tokens, tmp_path
             Path(target).write_bytes(content)
 
     with mock.patch("os.replace", damage):
-        result = run_tiny(tokens, tmp_path / "run")
+        result = run("train.py", *flags(**tiny))
     assert result.code != 0
     (line,) = lines(result.err, "error:")
     assert "ckpt-00000004.pt" in line
-    assert column(tmp_path / "run", "step", "iter") == [0, 1, 2, 3]
+    assert ran.steps("iter") == [0, 1, 2, 3]
 
 
 # -----------------------------------------------------------------------------
@@ -416,13 +403,13 @@ HARMS = [
 
 @pytest.mark.parametrize("moment, harm", slow_but(HARMS[0], HARMS[-1], of=HARMS))
 def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
-    moment, harm, tokens, tmp_path
+    moment, harm, tiny, ran, tmp_path, monkeypatch
 ):
-    data, out_dir = tmp_path / "tokens", tmp_path / "run"
-    shutil.copytree(tokens, data)
+    monkeypatch.setattr("common.files.READ_PAUSES", (0.1, 0.2))  # instead of six minutes
     split, _, evaluates = moment.partition(" ")
-    options = dict(max_iters=12, eval_interval=4 if evaluates else 100, eval_tokens=400)
-    train_tiny(data, tmp_path / "straight", **options)
+    tiny |= dict(max_iters=12, eval_interval=4 if evaluates else 100, eval_tokens=400)
+    train(**tiny | dict(out_dir=tmp_path / "straight"))
+    data = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
 
     def spoil():
         for shard in data.glob(f"{split}_*.bin"):
@@ -430,28 +417,27 @@ def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
 
     trainer = InProcessRun()
     trainer.at["update", 2] = spoil
-    result = run_tiny(data, out_dir, trainer, **options)
+    result = trainer.launch(**tiny | dict(dataset=data))
     assert result.code == 1
     (line,) = lines(result.err, "error:")
     assert f"{split}_0" in line
     assert "Traceback" not in result.err
-    (saved,) = checkpoints(out_dir)
-    assert saved == column(out_dir, "step", "iter")[-1] + 1
+    (saved,) = ran.saved
+    assert saved == ran.steps("iter")[-1] + 1
     assert saved == 4 if evaluates else 2 <= saved < 12
-    shutil.copytree(tokens, data, dirs_exist_ok=True)
-    train_tiny(data, out_dir, init_from="resume", **options)
-    assert_same_run(tmp_path / "straight", out_dir, 12)
+    train(**tiny, init_from="resume")
+    assert_same_run(tmp_path / "straight", ran.out_dir, 12)
 
 
 @pytest.mark.parametrize("then", ["back", "signal"])
 def test_a_run_waits_for_data_that_are_away_until_they_are_back_or_a_signal_comes(
-    then, tokens, straight, tmp_path
+    then, tiny, ran, straight, tmp_path
 ):
     """The evaluation at iteration 4 finds its folder renamed, waits 1 second and then would 10."""
-    data, away, out_dir = tmp_path / "tokens", tmp_path / "away", tmp_path / "run"
-    shutil.copytree(tokens, data)
+    away = tmp_path / "away"
+    data = tiny["dataset"] = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
     trainer, acts = InProcessRun(), dict(back=(0.3, lambda: away.rename(data)))
-    acts["signal"] = 1.3, lambda: signal.raise_signal(signal.SIGTERM)
+    acts["signal"] = 1.3, sigterm
 
     def leave():
         data.rename(away)
@@ -459,134 +445,104 @@ def test_a_run_waits_for_data_that_are_away_until_they_are_back_or_a_signal_come
 
     trainer.at["update", 4] = leave
     began = time.monotonic()
-    result = run_tiny(data, out_dir, trainer)
+    result = trainer.launch(**tiny)
     assert time.monotonic() - began < 9
     assert lines(result.err, "warning:")[0].endswith("trying again in 1 s")
     if then == "back":
         assert result.code == 0
-        assert_same_run(straight, out_dir, 8)
+        assert_same_run(straight, ran.out_dir, 8)
     else:
-        assert (result.code, checkpoints(out_dir)) == (143, [4])
+        assert (result.code, ran.saved) == (143, [4])
 
 
 # -----------------------------------------------------------------------------
 # The folder, and who else is in it
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tokens, tmp_path):
-    out_dir = tmp_path / "run"
-    options = FOREVER | dict(checkpoint_interval=5)
-    first = start_tiny(tokens, out_dir, **options)
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny, ran):
+    tiny |= dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=5)
+    first = start("train.py", *flags(**tiny))
     wait_for_line(first, "iter 9:")
     for init_from in ("scratch", "auto", "resume"):
-        result = run_tiny(tokens, out_dir, **options | dict(init_from=init_from, max_iters=3))
-        assert result.code == 2
-        assert len(lines(result.err, "error:")) == 1
+        refused(run("train.py", *flags(**tiny | dict(max_iters=3), init_from=init_from)))
     # evaluating the run there is not refused
-    train_tiny(tokens, out_dir, **options | dict(init_from="resume", eval_only=True))
+    train(**tiny, init_from="resume", eval_only=True)
     first.send_signal(signal.SIGTERM)
     assert finish(first).code == 143
-    (end,) = records(out_dir, "end")
-    assert column(out_dir, "step", "iter") == [*range(end["iters"])]
-    assert len(records(out_dir, "start")) == 1
-    assert checkpoint(out_dir, end["iters"])
+    assert ran.steps("iter") == [*range(ran.end["iters"])]
+    assert len(ran.records("start")) == 1
+    assert ran.state(ran.end["iters"])
 
 
-def test_if_two_runs_start_at_once_in_one_folder_one_trains_and_one_is_refused(tokens, tmp_path):
-    runs = {seed: start_tiny(tokens, tmp_path / "run", seed=seed) for seed in (1, 2)}
-    results = {seed: finish(process) for seed, process in runs.items()}
-    assert sorted(result.code for result in results.values()) == [0, 2]
-    (seed,) = (seed for seed in results if results[seed].code == 0)
-    assert checkpoint(tmp_path / "run", 8)["config"]["seed"] == seed
-    assert [r["config"]["seed"] for r in records(tmp_path / "run", "start")] == [seed]
-    assert column(tmp_path / "run", "step", "iter") == [*range(8)]
-
-
-def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(tokens, tmp_path):
+def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(tiny, ran):
     """Leave the other run's files alone, even if that run began and ended during this start."""
     seed, codes = torch.manual_seed, []
 
     def overtaken(number):
         if not codes:
-            codes.append(finish(start_tiny(tokens, tmp_path / "run", seed=5)).code)
+            codes.append(finish(start("train.py", *flags(**tiny, seed=5))).code)
         return seed(number)
 
     with mock.patch("torch.manual_seed", overtaken):
-        result = run_tiny(tokens, tmp_path / "run", init_from="auto")
-    assert (codes, result.code) == ([0], 2)
-    assert len(lines(result.err, "error:")) == 1
-    assert column(tmp_path / "run", "start", "config")[0]["seed"] == 5
+        refused(run("train.py", *flags(**tiny, init_from="auto")))
+    assert codes == [0]
+    assert ran.column("start", "config")[0]["seed"] == 5
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again_with_a_line_and_keeps_its_log(
-    tokens, tmp_path
+def test_a_run_that_broke_before_its_first_checkpoint_starts_again_with_a_line_and_keeps_its_log(
+    tiny, ran
 ):
-    first = start_tiny(tokens, tmp_path / "run", **FOREVER)
-    wait_for_line(first, "iter 3:")
-    first.kill()
-    finish(first)
-    log = (tmp_path / "run" / "log.txt").read_bytes()
-    result = train_tiny(tokens, tmp_path / "run", init_from="auto")
-    (line,) = lines(result.err, "warning:")
+    trainer = InProcessRun()
+    trainer.at["iteration", 3] = raises(ValueError("unforeseen"))
+    assert trainer.launch(**tiny).code == 1
+    log = (ran.out_dir / "log.txt").read_bytes()
+    (line,) = lines(train(**tiny, init_from="auto").err, "warning:")
     assert "begins at iteration 0" in line and "log.txt.1" in line
-    assert (tmp_path / "run" / "log.txt.1").read_bytes() == log
-    assert column(tmp_path / "run", "step", "iter") == [*range(8)]
+    assert (ran.out_dir / "log.txt.1").read_bytes() == log
+    assert ran.steps("iter") == [*range(8)]
 
 
-def test_a_checkpoint_named_after_another_iteration_is_refused_with_its_right_name(
-    straight, tokens, tmp_path
-):
-    shutil.copytree(straight, tmp_path / "run")
-    (tmp_path / "run" / "ckpt-00000008.pt").rename(tmp_path / "run" / "ckpt-00000012.pt")
-    result = run_tiny(tokens, tmp_path / "run", init_from="auto")
-    assert result.code == 2
-    (error,) = lines(result.err, "error:")
-    assert "ckpt-00000012.pt: holds iteration 8" in error and "ckpt-00000008.pt" in error
+def test_a_checkpoint_named_after_another_iteration_is_refused_with_its_right_name(tiny, ran):
+    train(**tiny)
+    (ran.out_dir / "ckpt-00000008.pt").rename(ran.out_dir / "ckpt-00000012.pt")
+    result = run("train.py", *flags(**tiny, init_from="auto"))
+    refused(result, "ckpt-00000012.pt: holds iteration 8", "ckpt-00000008.pt")
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py"])
-def test_a_reader_survives_a_run_that_deletes_the_newest_checkpoint(
-    script, straight, tokens, tmp_path
-):
-    """Delete the newest checkpoint and save another one while the script reads the folder."""
-    out_dir = tmp_path / "run"
-    shutil.copytree(straight, out_dir)
-    (out_dir / "ckpt-00000004.pt").rename(tmp_path / "ckpt-00000004.pt")
-    (out_dir / "best.pt").unlink()
-    testzip = zipfile.ZipFile.testzip
+def test_sampling_survives_a_run_that_deletes_the_newest_checkpoint(tiny, ran):
+    """Save another one during the read. test_checkpoint.py does so for a resume."""
+    train(**tiny | dict(max_iters=0))
+    (ran.out_dir / "best.pt").unlink()
+    content, testzip = (ran.out_dir / "ckpt-00000000.pt").read_bytes(), zipfile.ZipFile.testzip
 
     def save_another(file):
-        if (out_dir / "ckpt-00000008.pt").exists():
-            (out_dir / "ckpt-00000008.pt").unlink()
-            shutil.copy(tmp_path / "ckpt-00000004.pt", out_dir)
+        if (ran.out_dir / "ckpt-00000000.pt").exists():
+            (ran.out_dir / "ckpt-00000000.pt").unlink()
+            (ran.out_dir / "ckpt-00000004.pt").write_bytes(content)
         return testzip(file)
 
-    keys = TINY | dict(dataset=tokens, eval_only=True) if script == "train.py" else {}
     with mock.patch("zipfile.ZipFile.testzip", save_another):
-        result = run(script, *flags(**keys, out_dir=out_dir))
+        result = run("sample.py", f"--out_dir={ran.out_dir}")
     assert "ckpt-00000004.pt" in result.out + result.err
     assert result.code == 0, result.err
 
 
-def test_a_save_imports_no_module(tokens, tmp_path):
+def test_a_save_imports_no_module(tiny, ran):
     """Survive an upgrade or removal of the program's folder while a run trains."""
     between_updates = """
         if n > 1:
             print("imported", sorted(set(sys.modules) - before))
         globals()["before"] = set(sys.modules)
     """
-    keys = dict(dataset=tokens, out_dir=tmp_path, max_iters=2, checkpoint_interval=1)
-    command = [*watched(between_updates), *flags(**TINY | keys | dict(eval_interval=100))]
-    result = finish(start(*command, only_torch=True))
-    assert lines(result.out, "imported") == ["imported []"], result
-    assert checkpoints(tmp_path) == [1, 2]
+    keys = tiny | dict(max_iters=2, checkpoint_interval=1, eval_interval=100)
+    result = finish(start(*watched(between_updates), *flags(**keys), only_torch=True))
+    assert (lines(result.out, "imported"), ran.saved) == (["imported []"], [1, 2]), result
 
 
 def test_torch_load_reads_a_checkpoint_with_the_keys_that_the_docs_list(straight):
     page = (ROOT / "docs/internals/checkpoints.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", page.partition("## The order")[0], re.MULTILINE)
-    state = torch.load(straight / "ckpt-00000008.pt", weights_only=True)
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == state.keys()
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == Run(straight).state().keys()
 
 
 USERS_FILES = [
@@ -596,25 +552,24 @@ USERS_FILES = [
 
 
 @pytest.mark.parametrize("name", slow_but("metrics.jsonl", "best.pt", "notes.tmp", of=USERS_FILES))
-def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tokens, tmp_path):
+def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     """Keep the file under its own or another name, or refuse the folder."""
     content = b"what a user has kept here\n"
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).write_bytes(content)
+    ran.out_dir.mkdir()
+    (ran.out_dir / name).write_bytes(content)
     code = 2 if name.endswith(".pt") else 0
-    assert run_tiny(tokens, tmp_path / "run", init_from="auto").code == code
-    assert content in contents(tmp_path / "run").values()
+    assert run("train.py", *flags(**tiny, init_from="auto")).code == code
+    assert content in contents(ran.out_dir).values()
 
 
 @pytest.mark.parametrize("keep", slow_but(2, of=[1, 2, 3]))
-def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tokens, tmp_path):
+def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tiny, ran):
     there, trainer = set(), InProcessRun()
-    trainer.at["update", None] = lambda: there.add(len(checkpoints(tmp_path / "run")))
-    options = dict(eval_interval=2, max_iters=10, keep_checkpoints=keep)
-    train_tiny(tokens, tmp_path / "run", trainer, **options)
-    assert checkpoints(tmp_path / "run") == [2, 4, 6, 8, 10][-keep:]
+    trainer.at["update", None] = lambda: there.add(len(ran.saved))
+    launch(trainer, **tiny | dict(eval_interval=2, max_iters=10, keep_checkpoints=keep))
+    assert ran.saved == [2, 4, 6, 8, 10][-keep:]
     assert max(there) == keep
-    assert best_iter(tmp_path / "run") == 4
+    assert best_iter(ran) == 4
 
 
 def lose_handle(path: Path) -> None:
@@ -629,9 +584,9 @@ def lose_handle(path: Path) -> None:
 
 
 @pytest.mark.parametrize("back", ["itself", "as a copy", "with a dead handle"])
-def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tokens, straight, tmp_path):
+def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tiny, ran, straight, tmp_path):
     """Save nothing below another name. Then lock the folder again, and lose no record."""
-    out_dir, away = tmp_path / "run", tmp_path / "away"
+    out_dir, away = ran.out_dir, tmp_path / "away"
     trainer = InProcessRun()
 
     def come_back():
@@ -639,23 +594,20 @@ def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tokens, straight
         if back == "with a dead handle":
             lose_handle(out_dir / "lock")
 
-    trainer.at["update", 3] = lambda: out_dir.rename(away)
-    trainer.at["update", 6] = come_back
-    result = run_tiny(tokens, out_dir, trainer)
-    assert result.code == 0
+    trainer.at |= {("update", 3): lambda: out_dir.rename(away), ("update", 6): come_back}
+    result = launch(trainer, **tiny)
     assert len(lines(result.err, "warning: metrics.jsonl")) == 1
     assert len(lines(result.err, "warning: iter 4: checkpoint 4 is not saved")) == 1
-    assert same(checkpoint(out_dir, 8)["model"], checkpoint(straight, 8)["model"])
+    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
     for kind, names in (("step", STEP), ("eval", EVAL)):
-        assert column(out_dir, kind, *names) == column(straight, kind, *names)
+        assert ran.column(kind, *names) == Run(straight).column(kind, *names)
     assert not leftovers(out_dir)
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_a_run_ends_in_one_line_if_another_one_has_taken_its_folder(has_locks, tokens, tmp_path):
+def test_a_run_ends_in_one_line_if_another_one_has_taken_its_folder(has_locks, tiny, ran, tmp_path):
     """Write nothing more, also where a share without locks let the other run in."""
-    out_dir, there = tmp_path / "run", []
-    trainer = InProcessRun()
+    out_dir, there, trainer = ran.out_dir, [], InProcessRun()
 
     def take():
         if has_locks:
@@ -666,56 +618,46 @@ def test_a_run_ends_in_one_line_if_another_one_has_taken_its_folder(has_locks, t
         there.append(contents(out_dir))
 
     trainer.at["update", 6] = take
-    result = run_tiny(tokens, out_dir, trainer)
+    result = trainer.launch(**tiny)
     assert result.code == 1
     (error,) = lines(result.err, "error:")
     assert f"{out_dir} or its lock was taken" in error
     assert there == [contents(out_dir)]
 
 
-@pytest.mark.parametrize("number", slow_but(errno.EINVAL, of=[errno.EINVAL, errno.EIO]))
-def test_warns_once_if_a_network_share_cannot_sync_folders(number, tokens, straight, tmp_path):
-    def sync(file):
-        if is_folder(file):
+# what a share cannot do, the error, and the calls that give it; Lustre has no locks without its
+# flock option, and NFS none without its lock daemon
+SHARES = [
+    ("sync", errno.EINVAL, ["os.fsync"]),
+    ("sync", errno.EIO, ["os.fsync"]),
+    ("locks", errno.ENOLCK, ["fcntl.lockf", "fcntl.flock"]),
+]
+
+
+@pytest.mark.parametrize("what, number, calls", slow_but(SHARES[0], SHARES[2], of=SHARES))
+def test_warns_once_if_a_share_cannot_sync_folders_or_has_no_locks(
+    what, number, calls, tiny, ran, straight, monkeypatch
+):
+    def refuse(file, *_):
+        if what == "locks" or stat.S_ISDIR(os.fstat(file).st_mode):
             raise OSError(number, os.strerror(number))
 
-    with mock.patch("os.fsync", sync):
-        result = train_tiny(tokens, tmp_path / "run")
-    assert_same_run(straight, tmp_path / "run", 8)
-    (line,) = lines(result.err, "warning:")
-    assert "sync" in line
-
-
-def test_warns_once_if_a_disk_has_no_locks(tokens, straight, tmp_path):
-    """
-    Train on such a disk, for example Lustre without its flock option, or NFS without its lock
-    daemon.
-    """
-    refusal = OSError(errno.ENOLCK, "No locks available")
-    with mock.patch("fcntl.lockf", side_effect=refusal):
-        with mock.patch("fcntl.flock", side_effect=refusal):
-            result = train_tiny(tokens, tmp_path / "run")
-    assert_same_run(straight, tmp_path / "run", 8)
-    assert len([line for line in lines(result.err, "warning:") if "locks" in line]) == 1
-
-
-def test_a_resume_does_not_warn_about_space_that_its_own_files_already_use(
-    tokens, straight, make_disk
-):
-    size = (straight / "ckpt-00000008.pt").stat().st_size
-    disk = make_disk(4 * size)  # three files, and the log
-    for more in (dict(), dict(init_from="resume", max_iters=9)):
-        assert not lines(train_tiny(tokens, disk / "run", **more).err, "warning:")
+    for call in calls:
+        monkeypatch.setattr(call, refuse)
+    (line,) = lines(train(**tiny).err, "warning:")
+    assert what in line
+    assert_same_run(straight, ran.out_dir, 8)
 
 
 @pytest.mark.parametrize("other", slow_but(3, of=[3, None]))
-def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tokens, tmp_path):
+def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tiny, ran):
     """Do not continue from an older checkpoint, which would silently lose iterations."""
-    train_tiny(tokens, tmp_path)
-    newest = tmp_path / "ckpt-00000008.pt"
-    state = torch.load(newest)
+    train(**tiny)
+    state = ran.state(8)
     assert state.pop("format") == 2
-    torch.save(state if other is None else state | dict(format=other), newest)
-    before = contents(tmp_path)
-    code, _, err = run_tiny(tokens, tmp_path, init_from="auto", max_iters=10)
-    assert code == 2 and "another version" in err and contents(tmp_path) == before
+    changed = state if other is None else state | dict(format=other)
+    torch.save(changed, ran.out_dir / "ckpt-00000008.pt")
+    before = contents(ran.out_dir)
+    result = run("train.py", *flags(**tiny | dict(max_iters=10), init_from="auto"))
+    refused(result, "another version")
+    assert contents(ran.out_dir) == before

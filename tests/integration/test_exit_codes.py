@@ -11,42 +11,14 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from doc_pages import GUIDES, block_with, read
-from program import (
-    TINY_RUN,
-    InProcessRun,
-    Result,
-    checkpoints,
-    column,
-    flags,
-    records,
-    run,
-    train,
-    write_tokens,
-)
+from program import InProcessRun, Result, flags, run, train
 
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    gradient_accumulation_steps=1,
-    max_iters=8,
-    eval_interval=4,
-    eval_tokens=160,
-)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("side") / "tokens", [700, 500], [250])
-
-
-@pytest.fixture
-def tiny(tokens, tmp_path) -> dict:
-    return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")
+TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, eval_interval=4, eval_tokens=160)
 
 
 # -----------------------------------------------------------------------------
@@ -92,7 +64,7 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked[0])
 @pytest.mark.parametrize("resumes", [False, True], ids=["a new run", "a resume"])
 def test_a_run_does_what_it_was_asked_or_ends_before_training_with_a_flag_that_starts_it(
-    asked, resumes, tiny, tmp_path
+    asked, resumes, tiny, ran, tmp_path
 ):
     """
     First try a machine that cannot do what is asked, then the flag from its error line, then a
@@ -100,10 +72,10 @@ def test_a_run_does_what_it_was_asked_or_ends_before_training_with_a_flag_that_s
     weight.
     """
     able, unable, fix, code_of_resume = ASKED[asked]
-    manifest = tmp_path / "tokens/manifest.json"
-    shutil.copytree(tiny["dataset"], manifest.parent)
+    data = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
+    manifest = data / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"byte"', '"gpt2"'))
-    tiny |= dict(dataset=manifest.parent, init_from="auto", eval_interval=2)
+    tiny |= dict(dataset=data, init_from="auto", eval_interval=2)
     if resumes:
         train(**tiny | dict(max_iters=4))
 
@@ -111,23 +83,23 @@ def test_a_run_does_what_it_was_asked_or_ends_before_training_with_a_flag_that_s
         with patch:
             return run("train.py", *flags(**tiny | dict([key])))
 
-    refused = launch(unable, asked)
+    result = launch(unable, asked)
     expected = code_of_resume if resumes else 2
-    assert refused.code == expected, refused
+    assert result.code == expected, result
     if expected:
-        (line,) = [line for line in refused.err.splitlines() if line.startswith("error: ")]
+        (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
         assert line.startswith(f"error: {asked[0]}: ") and f"--{fix[0]}={fix[1]}" in line
-        assert checkpoints(tmp_path / "run")[-1:] == ([4] if resumes else [])
+        assert ran.saved[-1:] == ([4] if resumes else [])
         assert launch(unable, fix).code == 0
     else:
-        assert refused.err.count(f": {asked[0]}: ") == 1 and "warning: " in refused.err
-        assert checkpoints(tmp_path / "run")[-1] == 8
+        assert result.err.count(f": {asked[0]}: ") == 1 and "warning: " in result.err
+        assert ran.saved[-1] == 8
     if not resumes:
-        tiny["out_dir"] = tmp_path / "able"
+        tiny["out_dir"] = ran.out_dir = tmp_path / "able"
         assert launch(able, asked).code == 0
-        (begun,) = records(tmp_path / "able", "start")
-        assert begun["config"][asked[0]] == asked[1]
-        assert len(column(tmp_path / "able", "sample", "text")) == 4 * (asked[0] == "sample_tokens")
+        (config,) = ran.column("start", "config")
+        assert config[asked[0]] == asked[1]
+        assert len(ran.column("sample", "text")) == 4 * (asked[0] == "sample_tokens")
 
 
 # -----------------------------------------------------------------------------
@@ -147,16 +119,15 @@ def test_the_docs_list_every_exit_code():
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 @pytest.mark.parametrize("code", SIGNALS)
-def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, tiny, tmp_path):
+def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, tiny, ran):
     assert ROWS[code].startswith(SIGNALS[code])
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
-    assert trainer.launch(**tiny).code == code
-    assert checkpoints(tmp_path / "run")[-1] == 3
+    assert (trainer.launch(**tiny).code, ran.saved[-1]) == (code, 3)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_a_signal_that_another_library_handles_does_not_stop_the_run(tiny, tmp_path):
+def test_a_signal_that_another_library_handles_does_not_stop_the_run(tiny):
     number = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
     trainer, handled = InProcessRun(), []
     trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
@@ -166,27 +137,26 @@ def test_a_signal_that_another_library_handles_does_not_stop_the_run(tiny, tmp_p
 
 
 @pytest.mark.parametrize(
-    "away, begun, code", [("tokens", False, 2), ("tokens", True, 1), ("run", True, 1)]
+    "away, begun, code", [("tokens", False, 2), ("tokens", True, 1), ("out", True, 1)]
 )
 def test_a_resume_whose_share_is_away_asks_to_be_started_again(away, begun, code, tiny, tmp_path):
-    shutil.copytree(tiny["dataset"], tmp_path / "tokens")
-    tiny |= dict(dataset=tmp_path / "tokens")
+    tiny["dataset"] = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
     if begun:
         train(**tiny | dict(max_iters=4))
     (tmp_path / away).rename(tmp_path / "away")
     assert run("train.py", *flags(**tiny, init_from="resume" if begun else "auto")).code == code
 
 
-def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, tmp_path):
+def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, ran, tmp_path):
     train(**tiny | dict(max_iters=4))
 
     def drop(file):
-        (tmp_path / "run").rename(tmp_path / "away")
+        ran.out_dir.rename(tmp_path / "away")
         raise OSError(errno.EIO, "Input/output error")
 
     with mock.patch("zipfile.ZipFile.testzip", drop):
         assert run("train.py", *flags(**tiny, init_from="auto")).code == 1
-    assert not (tmp_path / "run").exists()
+    assert not ran.out_dir.exists()
 
 
 def test_the_documented_systemd_unit_restarts_a_run_only_after_a_failure():

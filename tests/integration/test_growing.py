@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 from cases import slow_but
-from documents import GrowingFolder, documents, manifest_of, write_jsonl, write_parquet
+from documents import (
+    GrowingFolder,
+    documents,
+    manifest_of,
+    wait_until_it_waits,
+    write_jsonl,
+    write_parquet,
+)
 from program import (
     ROOT,
     TINY_RUN,
@@ -19,6 +26,7 @@ from program import (
     finish,
     flags,
     needs_signals,
+    refused,
     run,
     start,
     train,
@@ -38,7 +46,7 @@ TINY = TINY_RUN | dict(
     init_from="auto",
     dropout=0.1,
 )
-SIZES = dict(tokenizer="byte", val_tokens=1000, shard_tokens=1000)
+SIZES = dict(tokenizer="byte", val_tokens=1000, shard_tokens=5000, tokens="120k", workers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +55,9 @@ def work(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def prepare(**more) -> Path:
-    """Prepare some shards of a text that 60 iterations read more than once."""
-    source = write_jsonl(Path("a.jsonl"), documents(40))
-    arguments = flags(source=source, out="finished", **SIZES | dict(order="prefix") | more)
-    result = run("data/prepare_fineweb.py", *arguments)
-    assert result.code == 0, result.err
-    return Path("finished")
+def write_finished() -> Path:
+    """Write 1,763 tokens, which 60 iterations read more than four times."""
+    return write_tokens(Path("finished"), [8 * 16, 8 * 16, 1000, 7, 500], [300, 200])
 
 
 def start_run(**changes):
@@ -61,22 +65,13 @@ def start_run(**changes):
     return start(str(ROOT / "train.py"), *words, cwd=Path.cwd())
 
 
-def wait_until_it_waits(process) -> None:
-    """Read the console up to the line that says for how many tokens the run is waiting."""
-    for line in process.stdout:
-        if "waiting for" in line:
-            return
-    raise AssertionError(finish(process))
-
-
 @pytest.mark.parametrize("killed", slow_but(True, of=[False, True]), ids=["straight", "killed"])
 def test_a_run_on_a_growing_folder_equals_one_on_the_finished_folder(killed):
     """
     Let the run wait for each shard, even if only the last target of a window is missing. Kill it
-    with kill -9 while it waits for some of the shards. It reads the 1,763 tokens more than four
-    times.
+    with kill -9 while it waits for some of the shards.
     """
-    finished = write_tokens(Path("finished"), [8 * 16, 8 * 16, 1000, 7, 500], [300, 200])
+    finished = write_finished()
     train(**TINY, dataset=finished, out_dir="whole")
     growing = GrowingFolder(finished, Path("x"))
     manifest, process = Path("x/manifest.json"), start_run()
@@ -98,8 +93,9 @@ def test_a_run_on_a_growing_folder_equals_one_on_the_finished_folder(killed):
 
 
 def test_a_preparation_that_ended_too_early_ends_the_run_with_a_checkpoint():
-    finished = prepare()
+    finished = write_finished()
     growing = GrowingFolder(finished, Path("x"))
+    growing.add(2)
     process = start_run()
     wait_until_it_waits(process)
     growing.release()
@@ -116,7 +112,8 @@ def test_a_preparation_that_ended_too_early_ends_the_run_with_a_checkpoint():
 
 @pytest.mark.parametrize("number", slow_but(signal.SIGINT, of=[signal.SIGTERM, signal.SIGINT]))
 def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number):
-    growing = GrowingFolder(prepare(), Path("x"))
+    growing = GrowingFolder(write_finished(), Path("x"))
+    growing.add(2)
     process = start_run()
     wait_until_it_waits(process)
     time.sleep(0.5)  # the run still trains on what it has read
@@ -133,11 +130,8 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
     order, work
 ):
     write_parquet(work / "source/a.parquet", documents(3000))
-    command = [
-        str(ROOT / "data/prepare_fineweb.py"),
-        *flags(source="source", **SIZES, order=order),
-    ]
-    command += ["--shard_tokens=5000", "--tokens=120k", "--workers=1"]
+    command = ["data/prepare_fineweb.py", *flags(source="source", order=order, **SIZES)]
+    command[0] = str(ROOT / command[0])
     assert run(*command, "--out=finished").code == 0
     keys = TINY | dict(batch_size=32, max_iters=100, lr_decay_iters=100, log_interval=10)
     train(**keys, dataset="finished", out_dir="whole")
@@ -163,20 +157,18 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
 
 
 def refusal(**changes) -> str:
-    words = flags(**TINY | dict(out_dir="out") | changes)
-    result = run("train.py", *words)
-    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert result.code == 2 and len(errors) == 1, result
+    result = run("train.py", *flags(**TINY | dict(out_dir="out") | changes))
+    refused(result)
     return result.err
 
 
 def test_a_folder_that_cannot_be_trained_on_yet_is_refused():
-    finished = prepare()
-    growing = GrowingFolder(finished, Path("x"))
+    growing = GrowingFolder(write_finished(), Path("x"))
     growing.write(growing.manifest | dict(shards=growing.manifest["shards"][:1], complete=False))
     assert "x: is unfinished; wait for its preparation to write" in refusal(dataset="x")
     growing.add(0)
     assert "x: is unfinished; " in refusal(dataset="x", stream=False)
+    write_jsonl(Path("a.jsonl"), documents(40))
     run("data/prepare_text.py", "a.jsonl", "--out=own")
     growing.folder = Path("own")  # its validation text is spread over its whole text
     growing.write(manifest_of(Path("own")) | dict(complete=False))

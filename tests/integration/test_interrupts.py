@@ -3,9 +3,12 @@ Interrupt runs by signals, kills and errors, and damage their checkpoints. A res
 uninterrupted one, and the interrupted run's exit code and folder tell what happened.
 """
 
+import contextlib
+import itertools
 import os
 import signal
 import sys
+import textwrap
 import time
 from unittest import mock
 
@@ -17,23 +20,17 @@ from program import (
     FAST,
     TINY_RUN,
     InProcessRun,
+    Run,
     assert_same_run,
-    best,
-    checkpoint,
-    checkpoints,
-    column,
     finish,
     flags,
     needs_signals,
     raises,
-    records,
     run,
     same,
     sigterm,
     start,
     train,
-    wait_for_line,
-    write_tokens,
 )
 
 TINY = TINY_RUN | dict(
@@ -47,58 +44,46 @@ TINY = TINY_RUN | dict(
     eval_tokens=20 * 16,
     keep_checkpoints=9,
     seed=5,
+    dropout=0.2,
 )
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> dict:
-    """Write a dataset, and return the keys of a run of 12 iterations on it."""
-    folder = tmp_path_factory.mktemp("nights")
-    return TINY | dict(dataset=write_tokens(folder / "tokens", [700, 37, 500], [250, 150]))
+def unbroken(tokens, tmp_path_factory):
+    """Train a run that nothing interrupts."""
+    out_dir = tmp_path_factory.mktemp("unbroken")
+    train(**TINY, dataset=tokens, out_dir=out_dir)
+    return out_dir
 
 
 # -----------------------------------------------------------------------------
 # Stopped and resumed = unbroken
 
 KINDS = {
-    "AdamW with dropout": dict(dropout=0.2),
-    "float16 with its scale": dict(dropout=0.2, dtype="float16"),
-    "fast with Muon": FAST | dict(dropout=0.2),
+    "AdamW": dict(),
+    "float16 with its scale": dict(dtype="float16"),
+    "fast with Muon": FAST,
     "bfloat16, recomputed, untied, wsd": dict(
-        dropout=0.2,
-        dtype="bfloat16",
-        recompute=True,
-        tie_weights=False,
-        lr_schedule="wsd",
-        decay_fraction=0.6,
+        dtype="bfloat16", recompute=True, tie_weights=False, lr_schedule="wsd", decay_fraction=0.6
     ),
-    "with samples, rarely logged": dict(dropout=0.2, sample_tokens=8, log_interval=5),
+    "with samples, rarely logged": dict(sample_tokens=8, log_interval=5),
 }
 
 
-@pytest.mark.parametrize("kind", slow_but("AdamW with dropout", "fast with Muon", of=KINDS))
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, tmp_path):
+@pytest.mark.parametrize("kind", slow_but("AdamW", "fast with Muon", of=KINDS))
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, tmp_path):
     keys = tiny | KINDS[kind]
-    unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
-    train(**keys, out_dir=unbroken)
+    train(**keys | dict(out_dir=tmp_path))
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
     # auto starts a run if there is none, so the same command serves twice
-    again = keys | dict(out_dir=stopped, init_from="auto")
-    assert trainer.launch(**again).code == 143
-    assert checkpoints(stopped)[-1] == 6
-    assert trainer.launch(**again).code == 0
-    assert_same_run(unbroken, stopped, 12)
-    samples = column(stopped, "sample", "iter", "text")
-    assert samples == column(unbroken, "sample", "iter", "text")
-    assert len(samples) == (3 if "sample_tokens" in KINDS[kind] else 0)
-
-
-@pytest.fixture(scope="module")
-def unbroken(tiny, tmp_path_factory):
-    out_dir = tmp_path_factory.mktemp("unbroken")
-    train(**tiny, dropout=0.2, out_dir=out_dir)
-    return out_dir
+    assert trainer.launch(**keys, init_from="auto").code == 143
+    assert ran.saved[-1] == 6
+    assert trainer.launch(**keys, init_from="auto").code == 0
+    assert_same_run(tmp_path, ran.out_dir, 12)
+    samples = ran.column("sample", "iter", "text")
+    assert samples == Run(tmp_path).column("sample", "iter", "text")
+    assert len(samples) == (3 if "sample_tokens" in keys else 0)
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -118,35 +103,83 @@ KEPT = ("a signal in an evaluation", "a signal in a save", "a signal in the last
 
 @pytest.mark.parametrize("what", slow_but(*KEPT, "out of memory", of=BREAKS))
 def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
-    what, tiny, unbroken, tmp_path
+    what, tiny, ran, unbroken
 ):
     """Save at a signal, but not after an error, which may come in the middle of an update."""
     moment, happens, code, saved, evaluated = BREAKS[what]
-    keys = tiny | dict(dropout=0.2, out_dir=tmp_path, init_from="auto")
     trainer = InProcessRun()
     trainer.at[moment] = happens
-    result = trainer.launch(**keys)
-    assert (result.code, checkpoints(tmp_path)) == (code, saved)
-    assert column(tmp_path, "eval", "iter") == evaluated
-    assert column(tmp_path, "end", "reason") == (["SIGTERM"] if code == 143 else [])
+    result = trainer.launch(**tiny)
+    assert (result.code, ran.saved, ran.evals("iter")) == (code, saved, evaluated)
+    assert ran.column("end", "reason") == (["SIGTERM"] if code == 143 else [])
     assert ("Traceback" in result.err) == (what == "an unforeseen error")
-    assert trainer.launch(**keys).code == 0
-    assert_same_run(unbroken, tmp_path, 12)
+    assert trainer.launch(**tiny, init_from="auto").code == 0
+    assert_same_run(unbroken, ran.out_dir, 12)
+
+
+def twice(first: str, seconds: float, second: str) -> str:
+    """Return code that sends this process two signals, so many seconds apart."""
+    return f"""
+        signal.raise_signal(signal.{first})
+        time.sleep({seconds})
+        signal.raise_signal(signal.{second})
+        time.sleep(0.5)
+    """
+
+
+# what happens in a process of its own after the sixth update, the exit code, the checkpoints that
+# it leaves, and what it says
+ENDS = {
+    "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", -9, [4], ""),
+    # two within half a second count as one that torchrun sent twice
+    "Ctrl-C twice": (twice("SIGINT", 0.6, "SIGINT"), 130, [4], "stopping"),
+    "passed on by torchrun": (twice("SIGTERM", 0.0, "SIGTERM"), 143, [4, 6], "stopping"),
+    "Slurm's warning, its end": (twice("SIGUSR1", 0.6, "SIGTERM"), 138, [4, 6], "stopping"),
+    "SIGXCPU each second": (twice("SIGXCPU", 0.6, "SIGXCPU"), 152, [4, 6], "stopping"),
+    # every further line printed to the terminal fails
+    "a closed terminal": ("os.close(terminal)", 129, [4, 6], ""),
+}
+OWN_TERMINAL = """
+    terminal, its_end = os.openpty()
+    os.login_tty(its_end)
+"""
+
+
+@needs_signals
+@pytest.mark.parametrize("end", slow_but(*[*ENDS][:3], "a closed terminal", of=ENDS))
+def test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened(
+    end, tiny, ran, unbroken
+):
+    """Leave each record once in the log."""
+    action, code, saved, said = ENDS[end]
+    before = OWN_TERMINAL if "terminal" in end else ""
+    script = watched("if n == 6:\n" + textwrap.indent(textwrap.dedent(action), "    "), before)
+    result = finish(start(*script, *flags(**tiny)))
+    assert (result.code, ran.saved) == (code, saved)
+    assert said in result.err
+    stopped = [signal.Signals(code - 128).name] if 6 in saved else []
+    assert ran.column("end", "reason") == stopped
+    if code < 0:
+        with open(ran.out_dir / "metrics.jsonl", "a") as file:
+            file.write('{"kind": "step", "it')  # what a kill or a power cut may leave of a line
+    train(**tiny, init_from="auto")
+    assert_same_run(unbroken, ran.out_dir, 12)
+    assert ran.column("checkpoint", "iter") == [*saved, 8, 12]
+    assert ran.column("end", "reason") == ["max_iters"]
 
 
 @pytest.mark.parametrize("moment", [("iteration", 12), ("evaluation", 4)])
-def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, tmp_path):
+def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, ran, tmp_path):
     """Use the averages only when the run is complete, and once, also if a signal delays its end."""
     keys = tiny | FAST
-    train(**keys, out_dir=tmp_path / "unbroken")
-    again = keys | dict(out_dir=tmp_path / "stopped", init_from="auto")
+    train(**keys | dict(out_dir=tmp_path))
     trainer = InProcessRun()
     trainer.at[moment] = sigterm
-    assert trainer.launch(**again).code == 143
-    assert trainer.launch(**again).code == 0
-    assert_same_run(tmp_path / "unbroken", tmp_path / "stopped", 12)
+    assert trainer.launch(**keys).code == 143
+    assert trainer.launch(**keys, init_from="auto").code == 0
+    assert_same_run(tmp_path, ran.out_dir, 12)
     for it, is_averaged in ((8, False), (12, True)):
-        saved = checkpoint(tmp_path / "stopped", it)
+        saved = ran.state(it)
         groups, state = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         numbers = {n: i for g in groups for n, i in zip(g["param_names"], g["params"], strict=True)}
         averages = {name: state[number]["average"] for name, number in numbers.items()}
@@ -154,154 +187,107 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, tmp_path
         assert is_averaged == all(same(averages[name], p) for name, p in saved["model"].items())
 
 
-def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, tmp_path):
-    train(**tiny, out_dir=tmp_path)
-    before = contents(tmp_path)
-    trainer = InProcessRun()
-    trainer.at["evaluation", 1] = sigterm
-    result = trainer.launch(**tiny, out_dir=tmp_path, init_from="resume", eval_only=True)
-    assert result.code == 143
-    assert "end: eval_only" not in result.out
-    assert contents(tmp_path) == before
-
-
 def contents(folder) -> dict[str, bytes]:
     """Return the contents of each file in a folder, by name, except the lock's."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
-def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, tmp_path):
-    train(**tiny | dict(max_iters=8), out_dir=tmp_path)
+def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, ran):
+    train(**tiny)
+    before = contents(ran.out_dir)
+    trainer = InProcessRun()
+    trainer.at["evaluation", 1] = sigterm
+    result = trainer.launch(**tiny, init_from="resume", eval_only=True)
+    assert result.code == 143
+    assert "end: eval_only" not in result.out
+    assert contents(ran.out_dir) == before
+
+
+def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, ran):
+    train(**tiny | dict(max_iters=8))
     others = dict(learning_rate=5e-3, lr_schedule="constant", beta1=0.7, weight_decay=0.3)
-    result = train(**tiny | others, out_dir=tmp_path, init_from="resume")
+    result = train(**tiny | others, init_from="resume")
     told = [line for line in result.out.splitlines() if line.startswith("resume: ")]
     assert "ckpt-00000008.pt" in told[0]
     for name, value in (others | dict(max_iters=12)).items():
         assert [line for line in told if f"{name} = {value!r}" in line]
-    assert column(tmp_path, "step", "lr")[8:] == [5e-3] * 4
-    group = checkpoint(tmp_path, 12)["optimizer"]["param_groups"][0]
+    assert ran.steps("lr")[8:] == [5e-3] * 4
+    group = ran.state(12)["optimizer"]["param_groups"][0]
     assert (group["betas"][0], group["weight_decay"]) == (0.7, 0.3)
 
 
-def test_a_resume_takes_model_data_and_seed_from_the_checkpoint(tiny, unbroken, tmp_path):
+@pytest.mark.parametrize("saved", [0, 8])  # 0: initial weights and no optimizer state
+def test_a_resume_takes_model_data_and_seed_from_the_checkpoint(saved, tiny, ran, unbroken):
     """Resume without typing the model's sizes, the dataset and the seed again."""
-    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
-    train(**keys | dict(max_iters=8))
-    kept = ("n_layer", "n_head", "n_embd", "block_size", "seed", "dataset")
-    rest = {name: value for name, value in keys.items() if name not in kept}
-    train(**rest, init_from="resume")
-    assert_same_run(unbroken, tmp_path, 12)
+    train(**tiny | dict(max_iters=saved))
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "seed", "dataset"):
+        del tiny[name]
+    train(**tiny, init_from="resume")
+    assert_same_run(unbroken, ran.out_dir, 12)
 
 
-def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny, tmp_path):
-    train(**tiny, out_dir=tmp_path / "unbroken")
+def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny, ran, tmp_path):
+    keys = tiny | dict(dropout=0)
+    train(**keys | dict(out_dir=tmp_path))
     trainer = InProcessRun()
     trainer.at["iteration", 5] = sigterm
-    trainer.launch(**tiny, out_dir=tmp_path / "cut")
-    cut_otherwise = dict(batch_size=2, gradient_accumulation_steps=6, init_from="resume")
-    train(**tiny | cut_otherwise, out_dir=tmp_path / "cut")
+    trainer.launch(**keys)
+    train(**keys | dict(batch_size=2, gradient_accumulation_steps=6), init_from="resume")
     for kind, names in (("step", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("val_loss",))):
         for name in names:
             # float32 adds in a different order; other windows would differ by about 0.1
-            expected = pytest.approx(column(tmp_path / "unbroken", kind, name), abs=1e-4)
-            assert column(tmp_path / "cut", kind, name) == expected
+            expected = pytest.approx(Run(tmp_path).column(kind, name), abs=1e-4)
+            assert ran.column(kind, name) == expected
 
 
-def test_a_run_saved_before_its_first_iteration_resumes(tiny, unbroken, tmp_path):
-    """Resume from a checkpoint with initial weights and no optimizer state."""
-    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
-    train(**keys | dict(max_iters=0))
-    train(**keys, init_from="resume")
-    assert_same_run(unbroken, tmp_path, 12)
-
-
-def test_a_resume_does_not_repeat_the_evaluation_of_its_checkpoint(tiny, tmp_path):
-    train(**tiny | dict(max_iters=8), out_dir=tmp_path)
+def test_a_resume_does_not_repeat_the_evaluation_of_its_checkpoint(tiny, ran):
+    train(**tiny | dict(max_iters=8))
     # the newest checkpoint has the most iterations, even if another was touched since
-    os.utime(tmp_path / "ckpt-00000004.pt")
+    os.utime(ran.out_dir / "ckpt-00000004.pt")
     trainer = InProcessRun()
-    trainer.launch(**tiny, out_dir=tmp_path, init_from="resume")
+    trainer.launch(**tiny, init_from="resume")
     assert trainer.count["evaluation"] == 1
-    assert column(tmp_path, "eval", "iter") == [0, 4, 8, 12]
-
-
-def start_watched(action: str, **keys):
-    return start(*watched(action), *flags(**keys))
-
-
-@needs_signals
-def test_after_kill_9_and_a_resume_the_log_holds_each_record_once(tiny, unbroken, tmp_path):
-    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
-    # after the evaluation and the save at 8, and two more iterations
-    at_10 = """
-        if n == 10:
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    killed = start_watched(at_10, **keys)
-    assert finish(killed).code == -signal.SIGKILL
-    assert column(tmp_path, "step", "iter") == [*range(9)]
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "step", "it')  # what a kill or a power cut may leave of a line
-    train(**keys, init_from="auto")
-    assert_same_run(unbroken, tmp_path, 12)
-    assert column(tmp_path, "checkpoint", "iter") == [4, 8, 12]
-    assert len(records(tmp_path, "end")) == 1
+    assert ran.evals("iter") == [0, 4, 8, 12]
 
 
 # -----------------------------------------------------------------------------
 # Checkpoints: the best, the kept, the damaged
 
 
-# a rate far too high, with which a run gets worse
-WORSE = dict(learning_rate=0.3, min_lr=0.3, max_iters=24, init_from="resume")
-BETTER = dict(learning_rate=1e-2, min_lr=1e-2, max_iters=24, init_from="resume")
-
-
-def losses_of(out_dir) -> dict[int, float]:
-    losses = dict(column(out_dir, "eval", "iter", "val_loss"))
-    del losses[0]  # untrained weights are not saved
-    return losses
-
-
-@pytest.mark.parametrize("then, number", slow_but((WORSE, 12), of=[(WORSE, 12), (BETTER, 24)]))
-def test_best_pt_has_the_lowest_logged_loss_across_a_resume(then, number, tiny, tmp_path):
-    train(**tiny, out_dir=tmp_path)
-    train(**tiny | then, out_dir=tmp_path)
-    losses = losses_of(tmp_path)
-    assert number == min(losses, key=losses.get), losses
-    assert same(best(tmp_path)["model"], checkpoint(tmp_path, number)["model"])
-    # the log keeps nine digits
-    assert best(tmp_path)["val_loss"] == pytest.approx(losses[number], rel=1e-8)
-
-
-OTHERS = {
-    "eval_tokens": (dict(), dict(eval_tokens=64)),
-    "eval_iters": (dict(eval_tokens=0, eval_iters=5), dict(eval_tokens=0, eval_iters=1)),
-    "batch_size": (dict(eval_tokens=0, eval_iters=5), dict(batch_size=2)),  # as many tokens
+WORSE = dict(learning_rate=0.3, min_lr=0.3)
+# the keys of a run and of its resume, and the iteration with the lowest logged loss
+BESTS = {
+    "worse": (dict(), WORSE, 12),
+    "better": (dict(), dict(learning_rate=1e-2, min_lr=1e-2), 24),
+    "eval_tokens": (dict(), WORSE | dict(eval_tokens=64), 12),
+    "eval_iters": (dict(eval_tokens=0, eval_iters=5), WORSE | dict(eval_iters=1), 12),
+    "batch_size": (dict(eval_tokens=0, eval_iters=5), WORSE | dict(batch_size=2), 12),
 }
 
 
-@pytest.mark.parametrize("key", slow_but("eval_tokens", of=OTHERS))
-def test_best_pt_stays_if_a_resume_finds_no_lower_loss(key, tiny, tmp_path):
-    before, after = OTHERS[key]
-    train(**tiny | before, out_dir=tmp_path)
-    train(**tiny | after | WORSE, out_dir=tmp_path)
-    losses = losses_of(tmp_path)
-    number = min(losses, key=losses.get)
-    assert best(tmp_path)["progress"]["iter_num"] == number <= 12
+@pytest.mark.parametrize("then", slow_but("worse", "eval_tokens", of=BESTS))
+def test_best_pt_has_the_lowest_logged_loss_across_a_resume(then, tiny, ran):
+    before, after, number = BESTS[then]
+    train(**tiny | before)
+    train(**tiny | before | after | dict(max_iters=24), init_from="resume")
+    losses = dict(ran.evals("iter", "val_loss")[1:])  # untrained weights are not saved
+    assert number == min(losses, key=losses.get), losses
+    assert same(ran.best["model"], ran.state(number)["model"])
+    # the log keeps nine digits
+    assert ran.best["val_loss"] == pytest.approx(losses[number], rel=1e-8)
 
 
-def test_a_resume_with_the_same_flags_changes_no_key(tiny, tmp_path):
+def test_a_resume_with_the_same_flags_changes_no_key(tiny, ran):
     """
     The resume also keeps eval_tokens=0, which every config of nanoGPT has, because otherwise
     compare.py would warn that the key changed.
     """
-    keys = tiny | dict(eval_tokens=0, eval_iters=5, out_dir=tmp_path, init_from="auto")
+    keys = tiny | dict(eval_tokens=0, eval_iters=5, init_from="auto")
     trainer = InProcessRun()
     trainer.at["iteration", 1] = sigterm
     trainer.launch(**keys)
     train(**keys)
-    first, second = column(tmp_path, "start", "config")
+    first, second = ran.column("start", "config")
     assert second == first
 
 
@@ -317,94 +303,88 @@ def blank(content: bytearray) -> None:
     content[:] = bytes(len(content))
 
 
-def damage(path, how) -> None:
-    content = bytearray(path.read_bytes())
-    how(content)
-    path.unlink()  # best.pt may be a link to this file
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("how", slow_but(flip, cut, of=[flip, cut, blank, bytearray.clear]))
 def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
-    how, tiny, unbroken, tmp_path
+    how, tiny, ran, unbroken
 ):
-    keys = tiny | dict(dropout=0.2, out_dir=tmp_path)
-    train(**keys | dict(max_iters=8))
-    damage(tmp_path / "ckpt-00000008.pt", how)
+    train(**tiny | dict(max_iters=8))
+    newest = ran.out_dir / "ckpt-00000008.pt"
+    content = bytearray(newest.read_bytes())
+    how(content)
+    newest.unlink()  # best.pt may be a link to this file
+    newest.write_bytes(content)
     trainer = InProcessRun()
-    result = trainer.launch(**keys, init_from="auto")
-    assert result.code == 0
-    assert "ckpt-00000008.pt" in result.err
+    result = trainer.launch(**tiny, init_from="auto")
     # resumed from iteration 4
-    assert trainer.count["iteration"] == 8
-    assert_same_run(unbroken, tmp_path, 12)
+    assert (result.code, trainer.count["iteration"]) == (0, 8)
+    assert newest.name in result.err
+    assert_same_run(unbroken, ran.out_dir, 12)
 
 
 @pytest.mark.parametrize("value", slow_but(torch.inf, of=[torch.nan, torch.inf]))
-def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, tmp_path):
-    def spoil(model):
-        with torch.no_grad():
-            next(model.parameters()).fill_(value)
-
+def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, ran):
     trainer = InProcessRun()
-    trainer.at["iteration", 6] = lambda: spoil(trainer.embedding)
+    trainer.at["iteration", 6] = lambda: trainer.embedding.weight.data.fill_(value)
     # such a model is evaluated first, but no text is drawn from it
-    keys = tiny | dict(eval_interval=6, sample_tokens=4, checkpoint_interval=2, out_dir=tmp_path)
-    result = trainer.launch(**keys)
-    assert result.code == 1
+    keys = dict(eval_interval=6, sample_tokens=4, checkpoint_interval=2)
+    result = trainer.launch(**tiny | keys)
+    assert (result.code, ran.saved) == (1, [2, 4])
     assert "not finite" in result.err.splitlines()[-1]
     assert "Traceback" not in result.err
-    assert checkpoints(tmp_path) == [2, 4]
-    assert column(tmp_path, "eval", "iter", "val_loss")[-1] == (6, None)
+    assert ran.evals("iter", "val_loss")[-1] == (6, None)
     # a resume continues from the good weights
-    train(**tiny, out_dir=tmp_path, init_from="auto")
-    assert column(tmp_path, "step", "iter") == [*range(12)]
+    train(**tiny, init_from="auto")
+    assert ran.steps("iter") == [*range(12)]
+
+
+@contextlib.contextmanager
+def skipping(calls):
+    """Let these calls of backward(), counted from 0, give gradients of NaN."""
+    backward, numbers = torch.Tensor.backward, itertools.count()
+
+    def spoilt(loss):
+        backward(loss * torch.nan if next(numbers) in calls else loss)
+
+    with mock.patch.object(torch.Tensor, "backward", spoilt):
+        yield
 
 
 DEAD = {
-    "a huge val loss": (dict(learning_rate=1e3, min_lr=1e3, grad_clip=0, eval_interval=8), ""),
-    "skipped updates": (dict(), "if n == 5: torch.Tensor.backward = spoilt"),
+    "a huge val loss": (dict(learning_rate=1e3, min_lr=1e3, grad_clip=0, eval_interval=8), [4]),
+    "skipped updates": (dict(), [4, 8]),
 }
-SPOILT = """
-    backward = torch.Tensor.backward
-    def spoilt(loss):
-        backward(loss * torch.nan)
-"""
 
 
 @pytest.mark.parametrize("sign", DEAD)
 def test_a_diverged_state_replaces_no_checkpoint_and_the_error_names_the_one_to_resume(
-    sign, tiny, tmp_path
+    sign, tiny, ran
 ):
     """Resume from that checkpoint with the earlier rate, without moving any file."""
-    keys = tiny | dict(max_iters=20, eval_interval=4, keep_checkpoints=2, out_dir=tmp_path)
+    keys = tiny | dict(max_iters=20, keep_checkpoints=2)
     train(**keys | dict(max_iters=4))
-    changes, action = DEAD[sign]
-    script = watched(action, before=SPOILT)
-    process = start(*script, *flags(**keys | changes, init_from="resume"))
-    result = finish(process)
-    assert result.code == 1
-    assert checkpoints(tmp_path) == ([4, 8] if action else [4])
-    newest = tmp_path / f"ckpt-{checkpoints(tmp_path)[-1]:08}.pt"
+    changes, saved = DEAD[sign]
+    with skipping(range(15, 99) if sign == "skipped updates" else []):
+        result = run("train.py", *flags(**keys | changes, init_from="resume"))
+    assert (result.code, ran.saved) == (1, saved)
+    newest = ran.out_dir / f"ckpt-{saved[-1]:08}.pt"
     assert result.err.endswith(f"--init_from=resume continues from {newest}\n")
     train(**keys, init_from="resume")
-    assert checkpoints(tmp_path) == [16, 20]
+    assert ran.saved == [16, 20]
 
 
 @pytest.mark.parametrize("kind", slow_but({}, of=[{}, FAST]), ids=["gpt2", "fast"])
-def test_a_final_evaluation_that_runs_out_of_memory_comes_after_a_save(kind, tiny, tmp_path):
+def test_a_final_evaluation_that_runs_out_of_memory_comes_after_a_save(kind, tiny, ran, tmp_path):
     """End as soon again if the memory is still short, and otherwise like a run that had enough."""
-
-    keys = tiny | kind | dict(out_dir=tmp_path / "run", init_from="auto")
-    train(**keys | dict(out_dir=tmp_path / "whole"))
+    keys = tiny | kind | dict(init_from="auto")
+    train(**keys | dict(out_dir=tmp_path))
     for evaluation in (4, 1):  # of the launch: each time that of the trained model
         trainer = InProcessRun()
         trainer.at["evaluation", evaluation] = raises(NO_MEMORY)
         result = trainer.launch(**keys)
         assert result.code == 1 and "--batch_size=3" in result.err.splitlines()[-1]
-        assert checkpoints(tmp_path / "run") == [4, 8, 12]
+        assert ran.saved == [4, 8, 12]
     train(**keys)
-    assert_same_run(tmp_path / "whole", tmp_path / "run", 12)
+    assert_same_run(tmp_path, ran.out_dir, 12)
 
 
 SKIPPED = {
@@ -415,22 +395,15 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("updates", slow_but("20", of=SKIPPED))
-def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
+def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, ran):
     """Allow 19 in a row, because float16 may skip 16 until its loss scale is low enough."""
     skipped, code = SKIPPED[updates]
-    backward = torch.Tensor.backward
-    iterations = iter(range(40))
-
-    def spoilt(loss):
-        is_bad = next(iterations) in skipped
-        backward(loss * torch.nan if is_bad else loss)
-
     keys = tiny | dict(gradient_accumulation_steps=1, max_iters=25, eval_interval=100)
-    with mock.patch.object(torch.Tensor, "backward", spoilt):
-        result = run("train.py", *flags(**keys, out_dir=tmp_path))
+    with skipping(skipped):
+        result = run("train.py", *flags(**keys))
     assert result.code == code
     assert "skipped" in result.err.splitlines()[-1]
-    assert len(records(tmp_path, "step")) == (23 if code else 25)
+    assert len(ran.steps("iter")) == (23 if code else 25)
 
 
 # -----------------------------------------------------------------------------
@@ -439,96 +412,28 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, tmp_path):
 
 @needs_signals
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
-def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, tmp_path):
+def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, ran):
     """Ignore SIGHUP under nohup, and Ctrl-C meant for another program after `&` in a script."""
     number = getattr(signal, name)
     signal.signal(number, signal.SIG_IGN)
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
-    assert trainer.launch(**tiny, out_dir=tmp_path).code == 0
-    assert checkpoints(tmp_path)[-1] == 12
-
-
-@needs_signals
-def test_a_second_ctrl_c_ends_the_run_at_once(tiny, tmp_path):
-    train(**tiny | dict(max_iters=4), out_dir=tmp_path)
-    keys = tiny | dict(init_from="resume", out_dir=tmp_path)
-    long_iteration = """
-        print("updated")
-        time.sleep(100)
-    """
-    process = start_watched(long_iteration, **keys)
-    wait_for_line(process, "updated")
-    process.send_signal(signal.SIGINT)
-    # the answer to the first Ctrl-C
-    assert "stopping" in process.stderr.readline()
-    time.sleep(0.6)  # two within half a second count as one that torchrun sent twice
-    process.send_signal(signal.SIGINT)
-    result = finish(process, timeout=60)
-    assert result.code == 130
-    assert checkpoints(tmp_path) == [4]
-    train(**tiny, out_dir=tmp_path, init_from="resume")
-
-
-ONE_STOP = {
-    "Slurm's warning and then its end": ("SIGUSR1", 0.6, "SIGTERM", 138),
-    "SIGXCPU each second": ("SIGXCPU", 0.6, "SIGXCPU", 152),
-    "passed on by torchrun": ("SIGTERM", 0.0, "SIGTERM", 143),
-}
-
-
-@needs_signals
-@pytest.mark.parametrize("sender", slow_but("passed on by torchrun", of=ONE_STOP))
-def test_a_stop_sent_as_two_signals_still_saves(sender, tiny, tmp_path):
-    """Cover the pairs of signals that Slurm, a CPU limit and torchrun send."""
-    first, seconds, second, code = ONE_STOP[sender]
-    at_3 = f"""
-        if n == 3:
-            signal.raise_signal(signal.{first})
-            time.sleep({seconds})
-            signal.raise_signal(signal.{second})
-            time.sleep(0.1)
-    """
-    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
-    result = finish(start_watched(at_3, **keys))
-    assert result.code == code
-    (end,) = records(tmp_path, "end")
-    assert (end["reason"], end["iters"]) == (first, 3)
-    assert checkpoints(tmp_path) == [3]
-
-
-@pytest.mark.skipif(not hasattr(os, "login_tty"), reason="needs pseudo-terminals")
-def test_a_run_saves_and_ends_if_its_terminal_is_closed(tiny, tmp_path):
-    """Save even though every further line printed to the terminal fails."""
-    terminal, its_end = os.openpty()
-    login = f"os.login_tty(os.open({os.ttyname(its_end)!r}, os.O_RDWR))"
-    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
-    process = start(*watched(before=login), *flags(**keys))
-    seen = b""
-    while b"iter 5:" not in seen:
-        seen += os.read(terminal, 1000)
-    os.close(its_end)
-    os.close(terminal)
-    assert finish(process).code == 129
-    (end,) = records(tmp_path, "end")
-    assert checkpoints(tmp_path) == [end["iters"]]
+    assert (trainer.launch(**tiny).code, ran.saved[-1]) == (0, 12)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
-def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(tiny, tmp_path):
+def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(tiny, ran):
     """Write all lines to log.txt, long after the pipe is full."""
-    keys = tiny | dict(max_iters=10**6, eval_interval=10**6, out_dir=tmp_path)
-    process = start("train.py", *flags(**keys))
+    process = start("train.py", *flags(**tiny | dict(max_iters=10**6, eval_interval=10**6)))
     deadline = time.monotonic() + 60
-    log = tmp_path / "log.txt"
+    log = ran.out_dir / "log.txt"
     while not log.exists() or log.stat().st_size < 100_000:  # a pipe holds 65,536 bytes
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
-    (end,) = records(tmp_path, "end")
     lines = [line for line in log.read_text().splitlines() if line.startswith("iter ")]
-    assert len(lines) == end["iters"] == checkpoints(tmp_path)[-1]
+    assert len(lines) == ran.end["iters"] == ran.saved[-1]
 
 
 @needs_signals

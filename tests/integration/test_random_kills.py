@@ -11,23 +11,12 @@ from pathlib import Path
 import pytest
 from cases import slow_but
 from fault_injection import free, with_faults
-from program import (
-    TINY_RUN,
-    assert_same_run,
-    best,
-    checkpoints,
-    column,
-    finish,
-    flags,
-    records,
-    start,
-    train,
-)
+from program import TINY_RUN, Run, assert_same_run, finish, flags, start, train
 
 pytest.importorskip("fcntl", reason="disks and signals of POSIX")
 
 END = 40
-OPTIONS = TINY_RUN | dict(
+TINY = TINY_RUN | dict(
     n_layer=1,
     n_embd=16,
     max_iters=END,
@@ -50,17 +39,11 @@ MOMENTS = dict(update=14, lookup=24, disk=250, saved=6)
 def straight(tokens, tmp_path_factory) -> Path:
     """Train a run that nothing interrupts."""
     out_dir = tmp_path_factory.mktemp("straight")
-    train(**OPTIONS, dataset=tokens, out_dir=out_dir)
+    train(**TINY, dataset=tokens, out_dir=out_dir)
     # The last evaluation is the best, so a failed save of an earlier one leaves no trace.
-    losses = column(out_dir, "eval", "val_loss")
+    losses = Run(out_dir).evals("val_loss")
     assert losses[-1] == min(losses)
     return out_dir
-
-
-@pytest.fixture
-def disk(make_disk) -> Path:
-    """Make a disk with room for a few checkpoints."""
-    return make_disk(1 << 20)
 
 
 def draw_steps(chance: random.Random) -> list[tuple]:
@@ -73,14 +56,8 @@ def draw_steps(chance: random.Random) -> list[tuple]:
         steps.append(("update", begin, "fill"))
         steps.append(("update", begin + chance.randrange(1, 15), "free"))
     moment = chance.choice([*MOMENTS])
-    steps.append(
-        (
-            moment,
-            chance.randint(1, MOMENTS[moment]),
-            chance.choice(["SIGKILL", "SIGTERM", "SIGINT"]),
-        )
-    )
-    return steps
+    count = chance.randint(1, MOMENTS[moment])
+    return [*steps, (moment, count, chance.choice(["SIGKILL", "SIGTERM", "SIGINT"]))]
 
 
 def damage(path: Path, chance: random.Random) -> str:
@@ -96,13 +73,16 @@ def damage(path: Path, chance: random.Random) -> str:
     return f"{how} {path.name} at {place}"
 
 
-def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
-    chance, out_dir = random.Random(seed), disk / "run"
-    arguments = flags(**OPTIONS, dataset=tokens, out_dir=out_dir)
+@pytest.mark.parametrize("seed", slow_but(0, of=range(100)))
+def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(
+    seed, tiny, ran, straight, make_disk
+):
+    disk, chance = make_disk(1 << 20), random.Random(seed)  # room for a few checkpoints
+    tiny["out_dir"] = ran.out_dir = disk / "run"
     log_has_gaps = False
     for launch in range(LAUNCHES):
         steps = draw_steps(chance)
-        result = finish(start(*with_faults(disk, *steps), *arguments))
+        result = finish(start(*with_faults(disk, *steps), *flags(**tiny)))
         print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
         number = getattr(signal, steps[-1][2])
         # 0: the run ended before the signal. -number: SIGKILL, or a signal before the loop. 1: the
@@ -115,43 +95,29 @@ def storm(seed: int, tokens: Path, straight: Path, disk: Path) -> None:
         free(disk)
         # records that a full disk refused are lost if the run ends before there is room
         log_has_gaps |= "keeping its records in memory" in result.err
-        if len(checkpoints(out_dir)) > 1 and chance.random() < 0.5:
-            newest = out_dir / f"ckpt-{checkpoints(out_dir)[-1]:08}.pt"
-            print(damage(newest, chance))
-    train(**OPTIONS, dataset=tokens, out_dir=out_dir)
-    assert_same_run(straight, out_dir, END, log_has_gaps)
-    assert best(out_dir)["progress"]["iter_num"] == END
-    saved = column(out_dir, "checkpoint", "iter")
+        if len(ran.saved) > 1 and chance.random() < 0.5:
+            print(damage(ran.out_dir / f"ckpt-{ran.saved[-1]:08}.pt", chance))
+    train(**tiny)
+    assert_same_run(straight, ran.out_dir, END, log_has_gaps)
+    assert ran.best["progress"]["iter_num"] == END
     # an iteration is there twice if a signal ended its evaluation: without the evaluation, and with
     # it
+    saved = ran.column("checkpoint", "iter")
     assert saved == sorted(saved)
-    assert [record["reason"] for record in records(out_dir, "end")][-1] == "max_iters"
-
-
-@pytest.mark.parametrize("seed", slow_but(0, of=range(3)))
-def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(seed, tokens, straight, disk):
-    storm(seed, tokens, straight, disk)
+    assert ran.end["reason"] == "max_iters"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
-def test_a_hundred_runs_interrupted_at_random_end_like_an_uninterrupted_one(
-    seed, tokens, straight, disk
-):
-    storm(seed, tokens, straight, disk)
-
-
-@pytest.mark.slow
-def test_a_run_killed_while_it_compiles_can_be_started_again(tokens, tmp_path):
+def test_a_run_killed_while_it_compiles_can_be_started_again(tiny, tmp_path):
     """Leave all files that the compiler has begun empty."""
     cache = tmp_path / "cache"
-    keys = OPTIONS | dict(compile=True, dataset=tokens, out_dir=tmp_path / "run", max_iters=2)
-    process = start("train.py", *flags(**keys), TORCHINDUCTOR_CACHE_DIR=str(cache))
+    command = ["train.py", *flags(**tiny | dict(compile=True, max_iters=2))]
+    process = start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache))
     while not [*cache.rglob("*.so")] and process.poll() is None:
         time.sleep(0.01)
     process.kill()
     finish(process)
     for path in cache.rglob("*.so"):
         path.write_bytes(b"")
-    again = finish(start("train.py", *flags(**keys), TORCHINDUCTOR_CACHE_DIR=str(cache)), 500)
+    again = finish(start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache)), 500)
     assert again.code == 0, again.err

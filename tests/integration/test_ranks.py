@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -24,19 +23,18 @@ import psutil
 import pytest
 import torch
 from cases import slow_but
-from documents import GrowingFolder
+from documents import GrowingFolder, wait_until_it_waits
 from fault_injection import watched
 from program import (
     FAST,
     ROOT,
     TINY_RUN,
+    Result,
+    Run,
     assert_same_run,
-    checkpoints,
-    column,
     finish,
     finish_ranks,
     flags,
-    records,
     start_ranks,
     train,
     write_tokens,
@@ -75,11 +73,6 @@ TINY = TINY_RUN | dict(
 )
 
 
-@pytest.fixture
-def tiny(tokens, tmp_path) -> dict:
-    return TINY | dict(dataset=tokens, out_dir=tmp_path / "run")
-
-
 @pytest.fixture(scope="module")
 def alone(tokens, tmp_path_factory) -> Path:
     """Train in one process."""
@@ -94,18 +87,26 @@ def error_lines(*texts: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-def assert_same_numbers(left: Path, right: Path) -> None:
+def train_ranks(n: int, codes: list[int], script=(str(ROOT / "train.py"),), **keys) -> list[Result]:
+    """Train with n ranks in the folder above out_dir, and check their exit codes."""
+    words = flags(**keys)
+    results = finish_ranks(start_ranks(n, *words, script=script, cwd=keys["out_dir"].parent), 300)
+    assert [result.code for result in results] == codes, results
+    return results
+
+
+def assert_same_numbers(left: Path, ran: Run) -> None:
     """
     Compare two logs as far as the left run went. Several ranks sum in a different order than one,
     so allow for rounding.
     """
     for kind, names in (("step", ("loss", "tokens")), ("eval", ("val_loss",))):
-        iterations = column(left, kind, "iter")
+        iterations = Run(left).column(kind, "iter")
         assert iterations
-        assert column(right, kind, "iter")[: len(iterations)] == iterations
+        assert ran.column(kind, "iter")[: len(iterations)] == iterations
         for name in names:
-            expected = pytest.approx(column(left, kind, name), abs=1e-4)
-            assert column(right, kind, name)[: len(iterations)] == expected
+            expected = pytest.approx(Run(left).column(kind, name), abs=1e-4)
+            assert ran.column(kind, name)[: len(iterations)] == expected
 
 
 # -----------------------------------------------------------------------------
@@ -137,24 +138,22 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", slow_but("fast recipe, 2 ranks and then 1", of=CHANGES))
-def test_a_run_resumes_with_another_number_of_ranks(change, tiny, tmp_path):
+def test_a_run_resumes_with_another_number_of_ranks(change, tiny, ran, tmp_path):
     """Hold the same weights and optimizer state on all ranks, bit for bit, after each update."""
     changes, numbers = CHANGES[change]
     keys = tiny | changes
     train(**keys | dict(out_dir=tmp_path / "alone"))
     for n, code in zip(numbers, (143, 0), strict=True):
-        arguments = flags(**keys | dict(init_from="auto"))
         script = watched(HOLDS + STOPS if code else HOLDS)
-        results = finish_ranks(start_ranks(n, *arguments, script=script, cwd=tmp_path))
-        assert [result.code for result in results] == [code] * n, results
+        results = train_ranks(n, [code] * n, script, **keys, init_from="auto")
         held = [re.findall("^holds .*$", result.err, re.MULTILINE) for result in results]
         assert len(held[0]) >= 6
         assert all(one == held[0] for one in held)
         if not code:
             warnings = [line for result in results for line in result.err.splitlines()]
             assert len([line for line in warnings if "ckpt-00000099.pt" in line]) == 1
-        (tmp_path / "run" / "ckpt-00000099.pt").write_bytes(b"damaged")
-    assert_same_numbers(tmp_path / "alone", tmp_path / "run")
+        (ran.out_dir / "ckpt-00000099.pt").write_bytes(b"damaged")
+    assert_same_numbers(tmp_path / "alone", ran)
 
 
 # prints the bytes of each bucket and the order of the weights in it when gradients are averaged
@@ -176,39 +175,35 @@ BUCKETS = """
 """
 
 
-def test_gradients_are_exchanged_once_per_iteration(tiny):
-    arguments = flags(**tiny | dict(max_iters=4))
-    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=BUCKETS)))
+def test_gradients_are_exchanged_once_per_iteration_in_buckets_arranged_before_the_first(tiny):
+    """Keep three ranks from adding gradients in a different order after a resume."""
     # 61 ids padded to 128, 16 positions, 2 layers of 32, no biases
     parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
-    for code, _, err in results:
-        assert code == 0, err
-        exchanged = [int(size) for size in re.findall(r"^bucket \d+ (\d+)", err, re.MULTILINE)]
-        # once for the two micro-batches of each rank, and once before the first iteration, to
-        # arrange the buckets
-        assert sum(exchanged) == (4 + 1) * 4 * parameters
+    script = watched(before=BUCKETS)
+    for result in train_ranks(2, [0, 0], script, **tiny | dict(max_iters=3)):
+        arranging, *iterations = re.findall(r"^bucket \d+ (\d+) (.*)$", result.err, re.MULTILINE)
+        # each iteration has two micro-batches on each rank
+        assert iterations == [iterations[0]] * 3
+        assert {int(size) for size, _ in (arranging, *iterations)} == {4 * parameters}
 
 
 @pytest.mark.slow
 def test_three_ranks_resume_bit_for_bit(tiny, tmp_path):
     """Resume three ranks, the smallest number for which the order of a sum matters."""
-    keys = tiny | dict(gradient_accumulation_steps=3, dropout=0.1)
+    keys = tiny | dict(gradient_accumulation_steps=3, dropout=0.1, init_from="auto")
     for name, last in (("whole", 12), ("halves", 6), ("halves", 12)):
-        changes = dict(max_iters=last, init_from="auto", out_dir=tmp_path / name)
-        results = finish_ranks(start_ranks(3, *flags(**keys | changes)))
-        assert [result.code for result in results] == [0] * 3, results
+        train_ranks(3, [0, 0, 0], **keys | dict(max_iters=last, out_dir=tmp_path / name))
     assert_same_run(tmp_path / "whole", tmp_path / "halves", 12)
 
 
 @pytest.mark.slow
-def test_compiled_ranks_train_like_one_eager_process(tiny, alone, tmp_path):
+def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
     for last in (6, 12):
-        changes = dict(max_iters=last, init_from="auto", compile=True, recompute=True)
-        results = finish_ranks(start_ranks(2, *flags(**tiny | changes)), timeout=300)
-        assert [result.code for result in results] == [0, 0], results
+        keys = tiny | dict(max_iters=last, init_from="auto", compile=True, recompute=True)
+        results = train_ranks(2, [0, 0], **keys)
         assert "".join(result.out for result in results).count("compile: ") == 1
-    assert_same_numbers(alone, tmp_path / "run")
-    assert not records(tmp_path / "run", "event")
+    assert_same_numbers(alone, ran)
+    assert not ran.records("event")
 
 
 # -----------------------------------------------------------------------------
@@ -217,87 +212,62 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, alone, tmp_path):
 # each rank in a folder of its own, as on another machine
 APART = "os.chdir(RANK)"
 NO_GPU = "torch.cuda.is_available = lambda: False"
+# scales attention by 0.7 on one rank, in half precision only
+WRONG = """
+    import model
+    attend = model.attend
+    torch.compile = lambda call: call
+    def wrong(*arguments, **options):
+        share = 0.7 if RANK == "1" and torch.is_autocast_enabled("cpu") else 1.0
+        return share * attend(*arguments, **options)
+    model.attend = wrong
+"""
+NO_COMPILER = """
+    def compile(call):
+        assert RANK == "0", "no compiler"
+        return call
+    torch.compile = compile
+"""
 # what each rank does first, its keys, and the words of the one error line
 BAD_STARTS = {
     "an accumulation that cannot be shared": (
         "",
         dict(gradient_accumulation_steps=3),
-        "gradient_accumulation_steps 3 2",
+        ["gradient_accumulation_steps", "3", "2"],
     ),
-    "GPUs where there are none": (NO_GPU, dict(device="cuda"), "device cuda"),
-    "other data": (APART, dict(dataset="data"), "dataset rank"),
-    "a file in the place of out_dir": ("", dict(out_dir="file/run"), "file/run"),
+    "GPUs where there are none": (NO_GPU, dict(device="cuda"), ["device", "cuda"]),
+    "other data": (APART, dict(dataset="data"), ["dataset", "rank"]),
+    "a file in the place of out_dir": ("", dict(out_dir=Path("file/run")), ["file/run"]),
+    "wrong kernels on one rank": (
+        WRONG,
+        dict(compile=True, dtype="bfloat16"),
+        ["error: wrong kernels in bfloat16: ", "python bench.py check", "--dtype=float32"],
+    ),
+    "no compiler on one rank": (
+        NO_COMPILER,
+        dict(compile=True),
+        ["no compiler", "--compile=False"],
+    ),
 }
 
 
-@pytest.fixture(scope="module")
-def world(tokens, tmp_path_factory) -> Path:
-    """Create the ranks' working folder. It has a folder for each rank; rank 0's holds a run."""
-    folder = tmp_path_factory.mktemp("world")
-    (folder / "file").touch()
-    for rank in "01":
-        write_tokens(folder / rank / "data", [700 + int(rank)], [250])
-    train(**TINY | dict(max_iters=2, dataset=tokens, out_dir=folder / "0" / "old"))
-    return folder
-
-
-@pytest.mark.parametrize(
-    "row",
-    slow_but(
-        "an accumulation that cannot be shared",
-        "other data",
-        "a file in the place of out_dir",
-        of=BAD_STARTS,
-    ),
-)
-def test_a_bad_start_prints_one_error_line_for_all_ranks(row, tokens, world):
+@pytest.mark.parametrize("row", slow_but(*[*BAD_STARTS][:1], *[*BAD_STARTS][2:], of=BAD_STARTS))
+def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
+    row, tiny, ran, tmp_path
+):
     before, changes, words = BAD_STARTS[row]
-    saved = sorted(world.rglob("*.pt"))
-    arguments = flags(**TINY | dict(dataset=tokens, out_dir="run") | changes)
+    (tmp_path / "file").touch()
+    for rank in "01":
+        write_tokens(tmp_path / rank / "data", [700 + int(rank)], [250])
     script = watched(before=before)
-    results = finish_ranks(start_ranks(2, *arguments, script=script, cwd=world))
+    processes = start_ranks(2, *flags(**tiny | changes), script=script, cwd=tmp_path)
+    results = finish_ranks(processes)
     assert [result.code for result in results] == [2, 2], results
     (line,) = error_lines(*(result.err for result in results))
-    for word in words.split():
+    for word in words:
         assert word in line
-    assert sorted(world.rglob("*.pt")) == saved
-
-
-@pytest.mark.parametrize("n", slow_but(2, of=[1, 2]))
-def test_a_wrong_kernel_in_half_precision_ends_the_run_before_it_trains(n, tiny):
-    """Scale attention by 0.7 on the last rank, in half precision only."""
-    wrong = """
-        import model
-        attend = model.attend
-        torch.compile = lambda call: call
-        def wrong(*arguments, **options):
-            share = 0.7 if RANK == LAST and torch.is_autocast_enabled("cpu") else 1.0
-            return share * attend(*arguments, **options)
-        model.attend = wrong
-    """
-    script = watched(before=f"LAST = '{n - 1}'\n{textwrap.dedent(wrong)}")
-    keys = tiny | dict(compile=True, dtype="bfloat16")
-    results = finish_ranks(start_ranks(n, *flags(**keys), script=script))
-    assert [result.code for result in results] == [2] * n, results
-    (line,) = error_lines(*(result.err for result in results))
-    assert line.startswith("error: wrong kernels in bfloat16: ")
-    assert "python bench.py check" in line and "--dtype=float32" in line
-    assert not records(tiny["out_dir"], "step") and not checkpoints(tiny["out_dir"])
-
-
-def test_a_compiler_that_fails_on_one_rank_ends_all_ranks_before_they_train(tiny):
-    broken = """
-        def compile(call):
-            assert RANK == "0", "no compiler"
-            return call
-        torch.compile = compile
-    """
-    script = watched(before=textwrap.dedent(broken))
-    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(compile=True)), script=script))
-    assert [result.code for result in results] == [2, 2], results
-    (line,) = error_lines(*(result.err for result in results))
-    assert "no compiler" in line and "--compile=False" in line
-    assert not records(tiny["out_dir"], "step") and not checkpoints(tiny["out_dir"])
+    assert not (ran.out_dir / "metrics.jsonl").exists() or not ran.steps("iter")
+    assert not [*tmp_path.rglob("*.pt")]
 
 
 @pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
@@ -335,67 +305,45 @@ LEAVING = """
 
     torch.distributed.destroy_process_group = leaves
 """
+STUCK = (
+    LEAVING.replace("        leave()", "        time.sleep(600)")
+    + """
+    import training.ranks
+    training.ranks.LEAVE_SECONDS = 0.5
+"""
+)
+FAILS = dict(learning_rate=1e30, max_iters=40)
 # what a rank does after its fifth update, its keys, and its exit code
 WAYS_OUT = {
     "the end": ("", dict(), 0),
     "the end, once more": ("", dict(init_from="auto"), 0),
     "--help": ("", dict(help=""), 0),
     "a bad key": ("", dict(gradient_accumulation_steps=3), 2),
-    "an error of ours": ("", dict(learning_rate=1e30, max_iters=40), 1),
+    "an error of ours": ("", FAILS, 1),
+    # simulates peers that are in a collective which never ends
+    "an error, but the group hangs": ("", FAILS, 1),
     "a traceback": ("if n == 5:\n    raise ZeroDivisionError", dict(), 1),
     "a signal": ("if n == 5:\n    signal.raise_signal(signal.SIGTERM)", dict(), 143),
 }
 
 
-def way_out(way: str, tiny: dict) -> tuple[list[str], list[str], int]:
-    """Return a script, its arguments and the exit code to expect."""
+@pytest.mark.parametrize("way", slow_but("--help", "a bad key", "a signal", of=WAYS_OUT))
+def test_every_rank_destroys_its_process_group_at_exit_or_gives_up(way, tiny):
+    """Prevent a warning from NCCL."""
     action, changes, code = WAYS_OUT[way]
     if "once more" in way:
         train(**tiny)
-    arguments = flags(**tiny | changes)
-    if "help" in changes:
-        arguments = ["--help"]
-    return watched(action, LEAVING), arguments, code
-
-
-@pytest.mark.parametrize("way", slow_but("--help", "a bad key", "a signal", of=WAYS_OUT))
-def test_every_rank_destroys_its_process_group_at_exit(way, tiny):
-    """Prevent a warning from NCCL."""
-    script, arguments, code = way_out(way, tiny)
+    arguments = ["--help"] if "help" in changes else flags(**tiny | changes)
+    script = watched(action, STUCK if "hangs" in way else LEAVING)
     results = finish_ranks(start_ranks(2, *arguments, script=script))
     assert [result.code for result in results] == [code, code], results
-    assert [result.err.count("has left False") for result in results] == [1, 1], results
-
-
-@pytest.mark.slow
-def test_a_rank_ends_after_an_error_even_if_destroying_its_process_group_hangs(tiny):
-    """Simulate peers that are in a collective which never ends."""
-    stuck = LEAVING.replace("        leave()", "        time.sleep(600)")
-    hurried = "import training.ranks\ntraining.ranks.LEAVE_SECONDS = 0.5"
-    script, arguments, _ = way_out("an error of ours", tiny)
-    script = watched("", textwrap.dedent(stuck) + hurried)
-    results = finish_ranks(start_ranks(2, *arguments, script=script), timeout=120)
-    assert [result.code for result in results] == [1, 1], results
-
-
-def test_gradient_buckets_are_arranged_before_the_first_iteration(tiny):
-    """Keep three ranks from adding gradients in a different order after a resume."""
-    arguments = flags(**tiny | dict(max_iters=3))
-    results = finish_ranks(start_ranks(2, *arguments, script=watched(before=BUCKETS)))
-    for code, _, err in results:
-        assert code == 0, err
-        _, *iterations = re.findall("^bucket .*$", err, re.MULTILINE)
-        assert iterations == [iterations[0]] * 3
+    left = 0 if "hangs" in way else 1
+    assert [result.err.count("has left False") for result in results] == [left, left], results
 
 
 # -----------------------------------------------------------------------------
 # What ends one rank ends all of them
 
-WHO = {
-    "all": "if n == 5",
-    "one, in an iteration": "if n == 5 and RANK == '1'",
-    "one, in an evaluation": "if False",
-}
 # the second rank, at its first batch of the evaluation at 6
 IN_AN_EVALUATION = """
     def looked_up(module, inputs):
@@ -405,71 +353,60 @@ IN_AN_EVALUATION = """
 
     torch.nn.modules.module.register_module_forward_pre_hook(looked_up)
 """
+STOP = "signal.raise_signal(signal.SIGTERM)"
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+NO_MEMORY = "torch.nn.Embedding.forward = lambda *_: torch.empty(2**60)"
+CUT = "os.truncate('tokens/{}_00000{}.bin', 1100)"
+# when, after update n, which rank does what; the exit codes, a word of the one error line, the
+# reason of the end, and the checkpoints and evaluations (None: it depends on what has been read)
+BREAKS = {
+    "a signal to all": ("n == 5", STOP, [143, 143], "", ["SIGTERM"], [5], [0]),
+    "a signal to one": ("n == 5 and RANK == '1'", STOP, [143, 143], "", ["SIGTERM"], [5], [0]),
+    "a signal in an evaluation": ("False", STOP, [143, 143], "", ["SIGTERM"], [6], [0]),
+    "one is killed": ("n == 8 and RANK == '1'", KILL, [1, -9], "another rank", [], [6], [0, 6]),
+    "the first is killed": (
+        *("n == 8 and RANK == '0'", KILL),
+        *([-9, 1], "another rank", [], [6], [0, 6]),
+    ),
+    "no memory in an evaluation": (
+        *("n == 6 and RANK == '1'", NO_MEMORY),
+        *([1, 1], "--batch_size=", ["memory"], [6], [0]),
+    ),
+    "no val shard": (
+        *("n == 2 and RANK == '1'", CUT.format("val", 0)),
+        *([1, 1], "val_000000.bin", ["data"], [6], [0]),
+    ),
+    "no train shard": (
+        *("n == 2 and RANK == '1'", CUT.format("train", 2)),
+        *([1, 1], "train_000002.bin", ["data"], None, None),
+    ),
+}
+KEPT = ("a signal to one", "one is killed", "no memory in an evaluation", "no train shard")
 
 
-@pytest.mark.parametrize("who", slow_but("one, in an iteration", of=WHO))
-def test_a_signal_to_one_or_all_ranks_saves_and_ends_all_of_them(who, tiny, alone, tmp_path):
-    in_evaluation = who == "one, in an evaluation"
-    script = watched(
-        f"{WHO[who]}:\n    signal.raise_signal(signal.SIGTERM)",
-        IN_AN_EVALUATION if in_evaluation else "",
-    )
-    results = finish_ranks(start_ranks(2, *flags(**tiny), script=script), timeout=120)
-    assert [result.code for result in results] == [143, 143], results
-    assert not error_lines(*(result.err for result in results))
-    (end,) = records(tmp_path / "run", "end")
-    iteration = 6 if in_evaluation else 5
-    assert (end["reason"], end["iters"]) == ("SIGTERM", iteration)
-    assert checkpoints(tmp_path / "run")[-1] == iteration
-    # the resumed run makes the evaluation that was interrupted
-    assert column(tmp_path / "run", "eval", "iter") == [0]
-    train(**tiny, init_from="resume")
-    assert_same_numbers(alone, tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    "shard", ["train_000002.bin", pytest.param("val_000000.bin", marks=pytest.mark.slow)]
-)
-def test_a_shard_that_one_rank_cannot_read_ends_all_ranks_after_saving(
-    shard, tiny, tokens, tmp_path
+@pytest.mark.parametrize("what", slow_but(*KEPT, of=BREAKS))
+def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
+    what, tiny, ran, tokens, alone, tmp_path
 ):
-    cut = f"""
-        if n == 2 and RANK == "1":
-            os.truncate("tokens/{shard}", 1100)
-    """
+    """Resume in one process like one that nothing has broken."""
+    when, action, codes, word, reason, saved, evaluated = BREAKS[what]
     for rank in "01":
         shutil.copytree(tokens, tmp_path / rank / "tokens")
-    keys = tiny | dict(dataset="tokens", max_iters=30)
-    script = watched(cut, APART)
-    results = finish_ranks(start_ranks(2, *flags(**keys), script=script, cwd=tmp_path))
-    assert [result.code for result in results] == [1, 1]
-    (line,) = error_lines(*(result.err for result in results))
-    assert shard in line
-    (end,) = records(tmp_path / "run", "end")
-    assert end["reason"] == "data"
-    done = len(column(tmp_path / "run", "step", "iter"))
-    assert done == 6 if shard.startswith("val") else 2 <= done < 30
-    assert checkpoints(tmp_path / "run")[-1] == end["iters"] == done
-
-
-def test_an_evaluation_that_runs_out_of_memory_on_one_rank_ends_all_ranks_after_saving(
-    tiny, tmp_path
-):
-    fill = """
-        if n == 6 and RANK == "1":
-            torch.nn.Embedding.forward = lambda *_: torch.empty(2**60)
-    """
-    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(max_iters=6)), script=watched(fill)))
-    assert [result.code for result in results] == [1, 1]
-    (line,) = error_lines(*(result.err for result in results))
-    assert "--batch_size=" in line
-    assert checkpoints(tmp_path / "run") == [6]
-    assert column(tmp_path / "run", "end", "reason") == ["memory"]
+    before = textwrap.dedent(IN_AN_EVALUATION) if when == "False" else ""
+    script = watched(f"if {when}:\n    {action}", APART + "\n" + before)
+    results = train_ranks(2, codes, script, **tiny | dict(dataset="tokens"))
+    errors = error_lines(*(result.err for result in results))
+    assert [word in line for line in errors] == [True] * bool(word), errors
+    assert ran.column("end", "reason") == reason
+    if reason:
+        assert ran.saved[-1] == ran.end["iters"] == len(ran.steps("iter")) < 12
+    assert saved is None or (ran.saved, ran.evals("iter")) == (saved, evaluated)
+    train(**tiny, init_from="resume")
+    assert_same_numbers(alone, ran)
 
 
 def test_a_warning_about_a_key_is_printed_once_for_all_ranks(tiny):
-    results = finish_ranks(start_ranks(2, *flags(**tiny | dict(max_iters=1, warmup_iters=5))))
-    assert [result.code for result in results] == [0, 0]
+    results = train_ranks(2, [0, 0], **tiny | dict(max_iters=1, warmup_iters=5))
     assert "".join(result.err for result in results).count("warning: warmup_iters:") == 1
 
 
@@ -508,83 +445,29 @@ def test_a_rank_gives_up_with_one_line_if_another_rank_hangs(tiny):
     assert "another rank" in line
 
 
-def dying(victim: int) -> list[str]:
-    """
-    Return a script that kills the rank `victim` after its eighth update, but only in the first
-    launch.
-    """
-    return watched(f"""
-        if n == 8 and RANK == "{victim}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-    """)
-
-
-FIRST = dict(TORCHELASTIC_RESTART_COUNT="0")
-
-
-@pytest.mark.parametrize("victim", slow_but(1, of=[0, 1]))
-def test_a_rank_ends_with_one_line_if_another_rank_is_killed(victim, tiny):
-    processes = start_ranks(2, *flags(**tiny), script=dying(victim), **FIRST)
-    # the ranks get less time than torch's own timeout of ten minutes
-    results = finish_ranks(processes)
-    assert results[victim].code == -signal.SIGKILL
-    other = results[1 - victim]
-    assert other.code == 1
-    (line,) = error_lines(other.err)
-    assert "another rank" in line
-
-
-def test_restarted_ranks_resume_from_the_checkpoint(tiny, alone, tmp_path):
-    """Run the same command with a higher restart count, as torchrun --max-restarts does."""
-    keys = tiny | dict(init_from="auto", checkpoint_interval=3)
-    killed = start_ranks(2, *flags(**keys), script=dying(1), **FIRST)
-    assert all(result.code != 0 for result in finish_ranks(killed))
-    assert checkpoints(tmp_path / "run")[-1] in (6, 7)
-    again = dict(TORCHELASTIC_RESTART_COUNT="1")
-    results = finish_ranks(start_ranks(2, *flags(**keys), script=dying(1), **again))
-    assert [result.code for result in results] == [0, 0], results
-    assert_same_numbers(alone, tmp_path / "run")
-
-
 # -----------------------------------------------------------------------------
 # A folder that grows
 
 
-def wait_for_record(out_dir: Path, count: int, process) -> None:
-    """Wait until metrics.jsonl has this many lines."""
-    deadline = time.monotonic() + 120
-    path = out_dir / "metrics.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
-        time.sleep(0.01)
-
-
-def wait_for_waiting(ranks: list) -> None:
-    """Read the first rank's console up to the line that says for how many tokens it is waiting."""
-    for line in ranks[0].stdout:
-        if "waiting for" in line:
-            return
-    raise AssertionError(finish_ranks(ranks))
-
-
 @pytest.mark.slow
-def test_two_ranks_on_a_growing_folder_train_like_one_on_the_finished_folder(tokens, tmp_path):
+def test_two_ranks_on_a_growing_folder_train_like_one_on_the_finished_folder(
+    tiny, ran, tokens, tmp_path
+):
     """Let both wait for each of the shards."""
-    keys = TINY | dict(stream=True)
-    train(**keys, dataset=tokens, out_dir=tmp_path / "alone")
+    keys = tiny | dict(stream=True)
+    train(**keys | dict(out_dir=tmp_path / "alone"))
     growing = GrowingFolder(tokens, tmp_path / "growing")
-    words = flags(**keys, dataset=tmp_path / "growing", out_dir=tmp_path / "run")
-    ranks = start_ranks(2, *words)
+    ranks = start_ranks(2, *flags(**keys | dict(dataset=growing.folder)))
     while growing.left:
-        wait_for_waiting(ranks)
+        wait_until_it_waits(ranks[0])
         growing.add()
-    wait_for_waiting(ranks)
+    wait_until_it_waits(ranks[0])
     growing.finish()
     results = finish_ranks(ranks)
     assert [result.code for result in results] == [0, 0], results
     for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
-        expected = pytest.approx(column(tmp_path / "alone", kind, name), abs=1e-6)
-        assert column(tmp_path / "run", kind, name) == expected
+        expected = pytest.approx(Run(tmp_path / "alone").column(kind, name), abs=1e-6)
+        assert ran.column(kind, name) == expected
 
 
 # -----------------------------------------------------------------------------
@@ -599,17 +482,26 @@ def start_torchrun(n: int, log: Path, *arguments: str) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
 
 
+def wait_for_record(out_dir: Path, count: int, process) -> None:
+    """Wait until metrics.jsonl has this many lines."""
+    deadline = time.monotonic() + 120
+    path = out_dir / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
+        time.sleep(0.01)
+
+
 def train_py(**keys) -> list[str]:
     return [str(ROOT / "train.py"), *flags(**keys)]
 
 
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, alone, tmp_path):
+def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone, tmp_path):
     log = tmp_path / "log"
     keys = tiny | dict(max_iters=10**6, always_save_checkpoint=False)
     process = start_torchrun(2, log, "--standalone", *train_py(**keys))
     try:
-        wait_for_record(tmp_path / "run", 30, process)
+        wait_for_record(ran.out_dir, 30, process)
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) >= 2
         process.terminate()
@@ -618,18 +510,16 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, alone, tmp_p
         process.kill()
     _, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive
-    (end,) = records(tmp_path / "run", "end")
-    assert end["reason"] == "SIGTERM"
-    assert checkpoints(tmp_path / "run")[-1] == end["iters"]
+    assert (ran.end["reason"], ran.end["iters"]) == ("SIGTERM", ran.saved[-1])
     text = log.read_text()
-    assert text.count("\niter 9:") == text.count(f"checkpoint {end['iters']}: ") == 1  # once
-    assert_same_numbers(alone, tmp_path / "run")
+    assert text.count("\niter 9:") == text.count(f"checkpoint {ran.saved[-1]}: ") == 1  # once
+    assert_same_numbers(alone, ran)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
-    stream, tiny, tmp_path
+    stream, tiny, ran, tmp_path
 ):
     """Kill a rank five times, every other time within four seconds of its start."""
     kills, chance, killed = 5, random.Random(1), set()
@@ -638,7 +528,6 @@ def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
     restarts = ("--standalone", f"--max-restarts={kills}")
     command = train_py(**keys, init_from="auto")
     process = start_torchrun(2, tmp_path / "log", *restarts, *command)
-    out_dir = tmp_path / "run"
     for number in range(kills):
         workers = []
         while len(workers) < 2:
@@ -649,21 +538,19 @@ def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
         if number % 2:
             time.sleep(chance.uniform(0, 4))
         else:
-            written = len(records(out_dir)) if out_dir.exists() else 0
-            wait_for_record(out_dir, written + 3, process)
+            written = len(ran.records()) if ran.out_dir.exists() else 0
+            wait_for_record(ran.out_dir, written + 3, process)
             time.sleep(chance.uniform(0, 0.1))
         chance.choice(workers).kill()
         killed |= {worker.pid for worker in workers}
     assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
-    once = flags(**keys | dict(out_dir=tmp_path / "straight", checkpoint_interval=0))
-    results = finish_ranks(start_ranks(2, *once, script=train_py()[:1], cwd=tmp_path))
-    assert [result.code for result in results] == [0, 0], results
-    broken, straight = (column(tmp_path / name, "eval", "val_loss") for name in ("run", "straight"))
-    assert broken == pytest.approx(straight, abs=1e-4)
+    straight = tmp_path / "straight"
+    train_ranks(2, [0, 0], **keys | dict(out_dir=straight, checkpoint_interval=0))
+    assert ran.evals("val_loss") == pytest.approx(Run(straight).evals("val_loss"), abs=1e-4)
 
 
 @pytest.mark.slow
-def test_two_machines_train_like_one_process(tiny, alone, tmp_path):
+def test_two_machines_train_like_one_process(tiny, ran, alone, tmp_path):
     """Simulate two machines on this one, each with its own torchrun."""
     meet = ("--nnodes=2", "--master_addr=127.0.0.1", "--master_port=29511")
     nodes = [
@@ -676,4 +563,4 @@ def test_two_machines_train_like_one_process(tiny, alone, tmp_path):
         for node in nodes:
             node.terminate()
     assert codes == [0, 0], (tmp_path / "log").read_text()
-    assert_same_numbers(alone, tmp_path / "run")
+    assert_same_numbers(alone, ran)
