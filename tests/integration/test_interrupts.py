@@ -424,10 +424,13 @@ def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, ran
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(tiny, ran):
     """Write all lines to log.txt, long after the pipe is full."""
+    import fcntl
+
     process = start("train.py", *flags(**tiny | dict(max_iters=10**6, eval_interval=10**6)))
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
     deadline = time.monotonic() + 60
     log = ran.out_dir / "log.txt"
-    while not log.exists() or log.stat().st_size < 100_000:  # a pipe holds 65,536 bytes
+    while not log.exists() or log.stat().st_size < 20_000:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)

@@ -120,7 +120,7 @@ def test_warns_of_more_than_20_epochs(train_tokens, warns, tiny, tmp_path):
     "share, keys, warns",
     [  # of the peak; an RTX 4090 reaches 57 to 75%, and 85% of 57% is 48%
         (0.46, {}, True),
-        (0.50, {}, False),
+        slow((0.50, {}, False)),
         slow((0.46, dict(n_embd=384), False)),
         slow((0.46, dict(recompute=True), False)),
     ],
