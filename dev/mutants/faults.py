@@ -41,6 +41,9 @@ records that a full disk refused are lost | training/checkpoint.py | Saver.write
 a cut record is completed where the file does not end | training/checkpoint.py | Saver.append
     file.seek(0, os.SEEK_END) -> file.tell()
     test_checkpoint.py::test_writes_every_record_whole_after_the_disk_was_full
+two runs write to one folder on a share without locks | training/checkpoint.py | Saver.has_lock
+    is_same and held.st_size == len(self.mark) -> is_same
+    integration/test_disks.py::test_a_run_ends_in_one_line_if_another_one_has_taken_its_folder[False]
 a disk without links has no best.pt | training/checkpoint.py | link
     except OSError: -> except FileNotFoundError:
     integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-False]
