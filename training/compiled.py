@@ -43,6 +43,7 @@ FLOAT32_ERROR = 1e-5
 # its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+SECOND = "-2"  # ends the name of the folder in which a failed compile is tried again
 CACHE_BYTES = 200_000_000  # disk that compiling may need; on a CPU one header takes half of it
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
@@ -113,14 +114,14 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> tuple[str
         return "", ""
     except CompilerError as error:
         problem = str(error)
-    if not is_used:
+    if not is_used or os.environ.get(CACHE, "").endswith(SECOND):
         return problem, ""
     second = leave_cache(cache)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
         return "", f"compile: {problem}; this does not happen in {second}, so delete {cache}"
     except CompilerError:
-        return f"{problem}; if it worked before, delete {cache} and {second}", ""
+        return problem, f"compile: if it worked before, delete {cache} and {second}"
 
 
 def leave_cache(cache: Path) -> Path:
@@ -131,7 +132,7 @@ def leave_cache(cache: Path) -> Path:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.utils import clear_caches
 
-    second = cache.with_name(f"{cache.name}-2")
+    second = cache.with_name(cache.name + SECOND)
     os.environ[CACHE] = str(second)
     # torch keeps these in /tmp, whatever folder it is given
     for header in Path(default_cache_dir(), "precompiled_headers").rglob("*.?ch"):

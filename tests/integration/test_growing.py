@@ -136,7 +136,8 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
     keys = TINY | dict(batch_size=32, max_iters=100, lr_decay_iters=100, log_interval=10)
     train(**keys, dataset="finished", out_dir="whole")
     preparation = start(*command, "--out=x", cwd=work)
-    while not list(work.glob("x/train_*.bin")):
+    manifest = work / "x/manifest.json"
+    while not manifest.exists() or "train_" not in manifest.read_text():
         time.sleep(0.005)
     preparation.send_signal(signal.SIGSTOP)
     process = start_run(**keys)
