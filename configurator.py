@@ -341,7 +341,7 @@ def read_flag(
     if name not in known:
         names = [*known, *other_flags]
         meant = removed(name) or did_you_mean(OTHER_NAMES.get(name, name), names, "--")
-        raise UserError(f"--{name}: unknown key{meant or '; --help lists all keys'}")
+        raise UserError(f"--{name}: unknown key{meant}")
     kind: Any = known[name].type
     if not equals and (text or kind is not bool):
         example = text or repr(known[name].default)

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 from common.console import Unreachable, UserError, error_lines, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Seconds from a failed read to the next attempt. In an evaluation the other ranks wait meanwhile,
-# which they do for HOST_TIMEOUT (training/ranks.py) at most
+# Seconds from a failed read to the next attempt. In an evaluation other ranks wait for this one, up
+# to HOST_TIMEOUT in training/ranks.py
 READ_PAUSES = (1, 10, 60, 300)
 warn_once = functools.cache(warn)  # a repeated message says nothing new
 
@@ -146,7 +146,7 @@ def read_text(path: Path, errors: str = "replace") -> str:
 
 
 def read_json(path: Path, hint: str) -> dict:
-    """Read a JSON object from a file. Raises Unreachable or UserError, with `hint` at the end."""
+    """Read a JSON object from a file. Raises Unreachable or UserError; both end with `hint`."""
     try:
         return dict(json.loads(patiently(path.read_text, "utf-8")))
     except OSError as error:

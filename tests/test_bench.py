@@ -208,7 +208,7 @@ def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(number, chil
 
 
 MISTAKE = failing("raise ZeroDivisionError('mine')", 4)
-ERRORS = [  # what the child does first, a key, the exit code and words of the error
+ERRORS = [  # code that the child runs first, a flag, the exit code, words of the error
     ("", dict(block_size=512), 2, "block_size val 200"),
     (failing(CUDA_IS_FULL, 4), {}, 1, "batch_size=4 next smaller --batch_size=2"),
     (MISTAKE, {}, 1, "train.py ended exit code 1"),

@@ -207,7 +207,7 @@ VERDICTS = [  # losses of each run, the ms of their iterations, the loss to reac
     ([ends(3.0)] * 3, (100, 100, 100), None, ["tokens_per_sec"], "equal"),
     ([ends(3.0)] * 2, (100, 100.4), None, ["tokens_per_sec"], "equal"),
     ([ends(3.0)] * 3, (100, 125, 200), None, ["tokens_per_sec"], "a 1.25x faster"),
-    ([ends(3.0)] * 3, (100, 100, 200), None, ["tokens_per_sec"], None),  # only the best two
+    ([ends(3.0)] * 3, (100, 100, 200), None, ["tokens_per_sec"], None),  # the best two tie
     ([ends(3.0), ends(3.001), ends(3.004)], (), None, ["best_val_loss"], "equal within 0.005"),
     ([ends(3.0), ends(3.0134)], (), None, ["best_val_loss"], "a 0.0134 lower"),
     ([ends(3.0), ends(3.001), ends(4.0)], (), None, ["best_val_loss"], None),
@@ -271,7 +271,7 @@ EVALUATED = [
     # by eval_iters: 1 x 8 x 512 and 2 x 4 x 512; without the second iteration half as many
     (read(eval_iters=1), read(eval_iters=2, batch_size=4), LOSS),
     (read(eval_iters=1), read(eval_iters=1, batch_size=4), NO),
-    # both read all of a small split
+    # the split is so small that both evaluate all of it
     (read(3000, eval_tokens=4096), read(3000, eval_tokens=8192), LOSS),
     # whole windows count: 6 x 512 = 3 x 1024, but 7 x 512 > 3 x 1024
     (read(eval_tokens=3500), read(eval_tokens=3500, block_size=1024), LOSS),

@@ -161,7 +161,7 @@ WORDS = np.tile([3, 0, 1, 0, 2, 0], 20).astype("<u2").tobytes()
 
 
 def meta_pkl(vocab: int, itos: dict | None = None) -> bytes:
-    """Return nanoGPT's meta.pkl, without the way back if there is no table."""
+    """Return the content of nanoGPT's meta.pkl: the vocabulary's size, and the table if given."""
     stoi = {text: i for i, text in (itos or {}).items()}
     return pickle.dumps(dict(vocab_size=vocab) | (dict(itos=itos, stoi=stoi) if itos else {}))
 

@@ -221,7 +221,7 @@ CHOSEN = [  # a machine, keys -> device, dtype, peak; the key is resolved before
     (T4, {}, "cuda", FP16, 65),
     # a ROCm build calls itself cuda
     (dict(gpu="AMD Instinct MI300X", sm_count=304, capability=(9, 4)), {}, "cuda", BF16, 1307.4),
-    # torch's wheel has code for 9.0, and a GB10 runs that for 12.0
+    # a GB10 (12.1) runs the wheel's code for 12.0
     (dict(gpu="a card", capability=(12, 1)), {}, "cuda", BF16, None),
     # PTX is compiled for every later GPU, and nothing is known without a list
     (V100 | dict(arches="sm_90 compute_60"), {}, "cuda", FP16, None),

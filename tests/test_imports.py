@@ -111,7 +111,7 @@ SCRIPTS: dict[str, set[str]] = {
     "data/prepare_text.py": {"torch"},
     "data/prepare_fineweb.py": {"torch"},
 }
-# does what `python SCRIPT --help` does, and then prints the modules that it has loaded
+# runs a script with --help, then prints which modules it has loaded
 HELP = """
 import os, runpy, sys
 script = sys.argv[1]

@@ -156,7 +156,7 @@ def test_typed_prompts_are_answered_once_each_until_an_empty_line(gpt2):
     assert texts[0] != texts[2]  # asked again, the model says something else
     # the input may also just end; --num_samples is the number of answers
     assert len(sample(*arguments, "--num_samples=3", typed="abc\n")) == 3
-    # a --start is the only prompt
+    # with --start, no prompt is read from the terminal
     (text, *_) = sample(*arguments, "--start=abc", typed="xyz\n")
     assert text.startswith("abc")
     # without a terminal, ten samples; reading from pytest's stdin raises an error

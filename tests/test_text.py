@@ -244,7 +244,7 @@ ROW_LINES = [json.dumps(dict(text=text)).encode() for text in FILLING]
 
 
 def among_rows(line: bytes) -> bytes:
-    """Put a line among good ones, after a blank line: it is line 62."""
+    """Return a file with this line, as line 62, among good ones."""
     return b"\n".join([*ROW_LINES, b"", line, *ROW_LINES])
 
 

@@ -22,7 +22,7 @@ SPINS, SLEEPS = dict(GOMP_SPINCOUNT="10000"), dict(OMP_WAIT_POLICY="passive")
 # threads that run, CPUs, CPUs to a core, the user's variables; the variables afterwards
 DECISIONS = [
     (1, 2, 1, {}, SPINS),  # this program alone
-    (2, 2, 1, {}, SLEEPS),  # beside one loop
+    (2, 2, 1, {}, SLEEPS),  # another program keeps one CPU busy
     (9, 16, 2, {}, SPINS),  # 8 threads on 8 cores, and 8 other programs find a place
     (10, 16, 2, {}, SLEEPS),
     (40, 1, 1, {}, SPINS),  # a single thread waits for nobody

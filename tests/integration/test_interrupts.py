@@ -127,8 +127,8 @@ def twice(first: str, seconds: float, second: str) -> str:
     """
 
 
-# what happens in a process of its own after the sixth update, the exit code, the checkpoints that
-# it leaves, and what it says
+# The code that a separate process runs after its sixth update, its exit code, the checkpoints that
+# it leaves, and words of its output
 ENDS = {
     "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", -9, [4], ""),
     # two within half a second count as one that torchrun sent twice

@@ -212,7 +212,7 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
 # each rank in a folder of its own, as on another machine
 APART = "os.chdir(RANK)"
 NO_GPU = "torch.cuda.is_available = lambda: False"
-# scales attention by 0.7 on one rank, in half precision only
+# a wrong kernel: on one rank, attention in half precision is scaled by 0.7
 WRONG = """
     import model
     attend = model.attend
