@@ -20,7 +20,7 @@ Examples:
     python bench.py sweep config/gpt124m_4070.py --write=config/mine.py
     python bench.py ladder config/gpt124m_4070.py --json=ladder.json
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200
-    python bench.py plan config/fast124m_4070.py --gpu=4070 --hours=8
+    python bench.py plan config/fast124m.py --gpu=4070 --hours=8
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -396,7 +396,6 @@ def write_config(path: Path, config: Config, swept: dict) -> None:
 # the first row of the ladder: everything off
 LOWEST = dict(
     dtype="float32",
-    fp16_accumulation=False,
     tf32=False,
     compile=False,
     flash=False,
@@ -435,7 +434,7 @@ def ladder_rows(config: Config) -> list[Row]:
     steps: list[tuple[str, dict]] = [
         ("float32", LOWEST),
         ("TF32", dict(tf32=True)),
-        ("mixed precision", dict(dtype=amp, fp16_accumulation=config.fp16_accumulation)),
+        ("mixed precision", dict(dtype=amp)),
         ("compile", dict(compile=True, loss_chunk=config.loss_chunk)),
         ("flash attention", dict(flash=True)),
         ("padded vocabulary", dict(pad_vocab_multiple=128)),

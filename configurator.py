@@ -45,6 +45,7 @@ from common.files import read_text
 MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
+SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that accept only a few
 Tracker = Literal["none", "wandb", "tensorboard"]
@@ -119,7 +120,6 @@ class Config:
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
-    fp16_accumulation: bool = False  # with dtype=float16: add in float16 too (experiment, GeForce)
     compile: bool = True  # use torch.compile
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
@@ -184,14 +184,12 @@ AT_LEAST_1 = """
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
-MAY_BE_BLANK = ("start",)
 # Keys that only work with another key at this value; otherwise only their defaults may be typed
 ONLY_WITH = dict(
     head_lr=("optimizer", "muon"),
     muon_momentum=("optimizer", "muon"),
     beta2=("optimizer", "adamw"),
     decay_fraction=("lr_schedule", "wsd"),
-    fp16_accumulation=("dtype", "float16"),
 )
 # What other trainers call these keys, for suggestions
 OTHER_NAMES = dict(
@@ -434,7 +432,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         raise UserError(f"{where}: must be below 1, got {value}")
     if f.name in AT_MOST_1 and value > 1:
         raise UserError(f"{where}: must be 1 or less, got {value}")
-    if kind is str and not value.strip() and f.name not in MAY_BE_BLANK:
+    if kind is str and not value.strip() and str(f.default).strip():
         raise UserError(f"{where}: must not be empty")
     return value
 

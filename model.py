@@ -9,7 +9,6 @@ vocabulary of V tokens.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +34,11 @@ class GPTConfig:
     loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
     # store only each block's input, and run the block again in the backward pass
     recompute: bool = False
-    # float16 matmuls add in float16 too, except the head's: see head_context()
-    fp16_accumulation: bool = False
 
 
 # Fields that a resumed run may change, because they change no weight. All others are the
 # architecture.
-FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute", "fp16_accumulation"})
+FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
 
 # -----------------------------------------------------------------------------
@@ -161,8 +158,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        with head_context(x, self.config):
-            return mean_loss(x, self.lm_head.weight, targets, self.config)
+        return mean_loss(x, self.lm_head.weight, targets, self.config)
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """
@@ -287,17 +283,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which matmuls of x run: autocast's if that is on, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def head_context(x: Tensor, config: GPTConfig) -> AbstractContextManager:
-    """
-    Return the context in which to compute the loss of x. With fp16_accumulation, the head's matmuls
-    run in bfloat16, which GPUs always add in float32: the gradient of x sums over the whole
-    vocabulary, too many numbers to add in float16 (results/README.md has the errors).
-    """
-    if config.fp16_accumulation and product_dtype(x) == torch.float16:
-        return torch.autocast(x.device.type, torch.bfloat16)
-    return nullcontext()
 
 
 # -----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """
-The fast recipe: a GPT of GPT-2's size that needs fewer tokens for the same loss, and its optimizer,
-Muon. Model and learning rates were tuned together.
+The fast model: a GPT of GPT-2's size that needs fewer tokens for the same loss. It was tuned
+together with its optimizer, Muon, which is in optimizer.py.
 
 With bias=True, model and updates are those of train_gpt_simple.py at record/fable-5-2726 in
 PrimeIntellect-ai/frontier-automated-speedrun, which descends from modded-nanogpt's file of that
@@ -14,7 +14,7 @@ vocabulary of V tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from model import (
     KVCache,
     attend,
     cap_logits,
-    head_context,
     mean_loss,
     product_dtype,
 )
@@ -42,17 +41,9 @@ LOGIT_CAP = 15.0
 # Multiplies 1 / sqrt(hs), giving 0.12 at hs = 128. With normed q and k, 1 / sqrt(hs) alone makes
 # attention too flat (record of 2025-01-16).
 ATTENTION_SCALE = 0.12 * 128**0.5
-# Epsilons of AdamW and of Muon's division of rows. train_gpt_simple.py has 1e-10 and 1e-8, but it
-# sums the loss over a batch's 524,288 tokens, so its gradients are that many times larger than
-# ours.
-ADAM_EPS, ROW_EPS = 2e-16, 2e-14
-NORM_EPS = 1e-7  # of Newton-Schulz's norm
-# train_gpt_simple.py counts three horizons in iterations of a run of 2,726. Runs of other lengths
-# get the same fractions: Muon's momentum rises for 13% of the run, the weights' average reaches
-# back over about 6% of it, and the momentum of biases and gains over 4%.
-PUBLIC_ITERS = 2726
-MOMENTUM_WARMUP, FIRST_MOMENTUM = 350 / PUBLIC_ITERS, 0.85
-AVERAGE_DECAY, VECTORS_BETA1 = 0.9935, 0.99
+# Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
+# Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
+LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 
 
 @dataclass(frozen=True)
@@ -225,8 +216,7 @@ class FastGPT(nn.Module):
         if targets is None:
             return self.logits(x)
         head = self.lm_head
-        with head_context(x, self.config):
-            return mean_loss(x, head.weight, targets, self.config, LOGIT_CAP, head.bias)
+        return mean_loss(x, head.weight, targets, self.config, LOGIT_CAP, head.bias)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """
@@ -279,6 +269,32 @@ class FastGPT(nn.Module):
 # Building either model from its config
 
 
+def model_config(
+    c, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
+) -> GPTConfig:
+    """
+    Return the model config of a run with the configurator.Config c. `vocab` is rounded up, unless
+    `weights` are loaded, which have their own size. `flash` and `compiled` say whether this machine
+    really uses fused attention and compiled code.
+    """
+    kind = FastConfig if c.model == "fast" else GPTConfig
+    values = {f.name: getattr(c, f.name) for f in fields(kind) if hasattr(c, f.name)}
+    multiple = c.pad_vocab_multiple
+    values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
+    if weights:
+        values["vocab_size"] = weights["model_config"]["vocab_size"]
+    return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
+
+
+def loss_chunk(c, compiled: bool) -> int:
+    """Return how many tokens' logits to hold in memory at a time; 0 for a whole micro-batch."""
+    if c.loss_chunk != "auto":
+        return 0 if c.loss_chunk == "off" else int(c.loss_chunk)
+    if compiled:
+        return max(COMPILED_LOSS_CHUNK, c.batch_size * c.block_size // MOST_CHUNKS)
+    return LOSS_CHUNK
+
+
 def build_model(config: GPTConfig) -> GPT | FastGPT:
     return FastGPT(config) if isinstance(config, FastConfig) else GPT(config)
 
@@ -294,200 +310,7 @@ def config_from_dict(values: dict[str, Any]) -> GPTConfig:
     Rebuild the config from a checkpoint's model_config. Missing fields get their defaults. Raises
     TypeError for an unknown field.
     """
-    fields = dict(values)
-    kind = FastConfig if fields.pop("model", "gpt2") == "fast" else GPTConfig
-    return kind(**fields)
-
-
-# -----------------------------------------------------------------------------
-# The optimizer: Muon for the matrices of the blocks, AdamW for everything else
-
-
-def muon_groups(model: GPT | FastGPT, c) -> list[dict[str, Any]]:
-    """
-    Return the parameter groups for Muon, with the rates of a configurator.Config. Their params are
-    (name, parameter) pairs, and initial_lr is a group's peak learning rate. The numbers, also those
-    in Muon, are the public file's (see above); MLPs get a fixed part of attention's rate.
-    """
-    every = [*model.named_parameters()]
-    head = [(name, p) for name, p in every if p is model.lm_head.weight]  # tied or not
-    vectors = [(name, p) for name, p in every if p.dim() < 2]  # biases and gains
-
-    def matrices(*beginnings: str) -> list[tuple[str, nn.Parameter]]:
-        found = [(name, p) for name, p in every if name.startswith(beginnings) and p.dim() == 2]
-        return [(name, p) for name, p in found if p is not model.lm_head.weight]
-
-    blocks = matrices("transformer.h.")
-    attention = [named for named in blocks if ".attn." in named[0]]
-    # The fast model's token embedding starts with a standard deviation of 1, GPT-2's of 0.02.
-    embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
-    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, parts=1)
-    muon |= dict(weight_decay=0.08, decay_power=2.25, row_beta=0.84)
-    mlp = muon | dict(initial_lr=27 / 29 * c.learning_rate, decay_power=2.5, row_beta=0.86)
-    adam = dict(betas=(c.beta1, 0.965), weight_decay=c.weight_decay)
-    groups: list[dict[str, Any]] = [
-        dict(muon, params=[named for named in attention if "c_attn" not in named[0]]),
-        # q, k and v are three matrices in one weight
-        dict(muon, params=[named for named in attention if "c_attn" in named[0]], parts=3),
-        dict(adam, params=matrices("transformer.wte", "transformer.wpe"), initial_lr=embedding_lr),
-        dict(adam, params=head, initial_lr=c.head_lr),
-        dict(adam, params=vectors, initial_lr=0.035, public_beta1=VECTORS_BETA1, weight_decay=0.0),
-    ]
-    for third, decay in enumerate((0.16, 0.22, 0.28)):  # MLPs, from the first block to the last
-        inside = [
-            (name, p)
-            for name, p in blocks
-            if ".attn." not in name and 3 * int(name.split(".")[2]) // model.config.n_layer == third
-        ]
-        groups.append(dict(mlp, params=inside, weight_decay=decay))
-    return [dict(g, progress=0.0, length=PUBLIC_ITERS) for g in groups if g["params"]]
-
-
-def stretched(decay: float, length: float) -> float:
-    """
-    Return a decay for a run of `length` iterations whose running mean covers the same part of the
-    run as the mean with `decay` covers of the public run.
-    """
-    return decay ** (PUBLIC_ITERS / length)
-
-
-@torch.no_grad()
-def load_averages(optimizer: torch.optim.Optimizer) -> bool:
-    """
-    Replace each weight by its average, if the optimizer keeps one. Twice is the same as once.
-    Returns whether there were any.
-    """
-    averaged = [(p, state) for p, state in optimizer.state.items() if "average" in state]
-    for p, state in averaged:
-        p.copy_(state["average"])
-    return bool(averaged)
-
-
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """
-    Approximate the nearest orthogonal matrix to each of n matrices (n, rows, cols) by Newton-Schulz
-    iteration: U V^T of the singular value decomposition U S V^T, with singular values within 1e-3
-    of 1. Matmuls run in `dtype`.
-    """
-    if matrices.size(1) > matrices.size(2):
-        # cheaper with X @ X.mT on the shorter side
-        return orthogonalize(matrices.mT, dtype).mT
-    a, b, c = 2.0, -1.5, 0.5  # iterating a x + b x^3 + c x^5 converges to 1
-    # dividing by the norm leaves no singular value above 1
-    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + NORM_EPS)).to(dtype)
-    for _ in range(18):
-        A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X
-
-
-class Muon(torch.optim.AdamW):
-    """
-    Update matrices with Muon and everything else with AdamW. Groups with a `momentum` hold matrices
-    for Muon, `parts` of them stacked in each weight. Muon replaces a matrix's momentum by the
-    nearest orthogonal matrix, so that every direction moves by the same amount (K. Jordan et al.,
-    2024, https://kellerjordan.github.io/posts/muon). Every rank updates all matrices, from the same
-    gradients.
-
-    Momenta, weight decay and beta2 follow each group's `progress`, the part of the run that is
-    done. The state keeps a running average of every weight. Its horizon, and that of a group with
-    `public_beta1`, is a fraction of `length`, the run's iterations. load_averages() ends a run
-    with the averages.
-
-    As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
-    never waits for the device.
-    """
-
-    # Set by the training step, or by a GradScaler, which deletes it again. Requires `fused`,
-    # because torch's other AdamW implementations reject it.
-    found_inf: Tensor | None = None
-
-    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
-        """Set up the groups of muon_groups(). Newton-Schulz matmuls run in `dtype`."""
-        super().__init__(groups, eps=ADAM_EPS, fused=fused)
-        self.dtype = dtype
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        all_groups = self.param_groups
-        for group in all_groups:
-            if "momentum" in group:
-                self.step_matrices(group)
-                continue
-            beta1 = group["betas"][0]
-            if "public_beta1" in group:
-                beta1 = stretched(group["public_beta1"], group["length"])
-            group["betas"] = (beta1, 0.965 + 0.034 * group["progress"])
-        # AdamW's step updates every group in param_groups, so hide the matrices from it.
-        self.param_groups = [group for group in all_groups if "momentum" not in group]
-        super().step()
-        self.param_groups = all_groups
-        for group in all_groups:
-            self.average(group)
-
-    def applied(self, p: Tensor) -> Tensor:
-        """Return 1 on p's device, or 0 if this update is skipped."""
-        return p.new_ones(()) if self.found_inf is None else 1 - self.found_inf
-
-    def average(self, group: dict) -> None:
-        """Move the averages towards the updated weights, unless the update was skipped."""
-        applied = self.applied(group["params"][0])
-        weight = (1 - stretched(AVERAGE_DECAY, group["length"])) * applied
-        for p in group["params"]:
-            if p.grad is not None:
-                state = self.state[p]
-                if "average" not in state:
-                    state["average"] = p.detach().clone()
-                state["average"].lerp_(p, weight)
-
-    def step_matrices(self, group: dict) -> None:
-        """Update all matrices of the same shape together, in a few kernels instead of hundreds."""
-        parts = group["parts"]
-        by_shape: dict[torch.Size, list] = {}
-        for p in group["params"]:
-            if p.grad is None:  # frozen
-                continue
-            state = self.state[p]
-            if not state:
-                state["momentum"] = torch.zeros_like(p)
-                state["row_squares"] = torch.zeros_like(p[:, :1])
-            tensors = p, p.grad, state["momentum"], state["row_squares"]
-            for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
-                by_shape.setdefault(matrix[0].shape, []).append(matrix)
-        for same in by_shape.values():
-            self.update(group, *zip(*same, strict=True))
-
-    def update(self, group: dict, matrices, gradients, momenta, row_squares) -> None:
-        """
-        Update n matrices of one shape. For gradient g and momentum mu, m becomes m + (1 - mu) (g -
-        m), and u is g + mu (m - g), which is Nesterov's lookahead. Each row of u is divided by the
-        root of a running mean of its squares. The matrix is multiplied by 1 - lr * decay, then
-        moved by -lr * sqrt(longer side / shorter side) times the orthogonal matrix nearest to u.
-        """
-        rows, cols = matrices[0].shape
-        progress = group["progress"]
-        warm = min(1.0, progress / MOMENTUM_WARMUP)
-        mu = FIRST_MOMENTUM * (1 - warm) + group["momentum"] * warm
-        row_beta = group["row_beta"] + 0.1 * progress
-        decay = group["weight_decay"] * (1 - progress) ** group["decay_power"]
-        applied = self.applied(matrices[0])  # 0 zeroes every rate below and so skips the update
-        lr = group["lr"] * applied
-        m = torch.stack(momenta)  # (n, rows, cols)
-        g = torch.stack(gradients)
-        g.masked_fill_(applied == 0, 0)  # NaN times 0 would be NaN
-        m.lerp_(g, (1 - mu) * applied)
-        torch._foreach_copy_(momenta, m.unbind())
-        u = g.lerp_(m, mu)
-        # without Adam's bias correction, which would scale all rows alike and so change nothing
-        squares = torch.stack(row_squares)  # (n, rows, 1)
-        squares.lerp_(u.square().mean(-1, keepdim=True), (1 - row_beta) * applied)
-        torch._foreach_copy_(row_squares, squares.unbind())
-        # back to float32, because small learning rates would underflow in float16
-        update = orthogonalize(u / (squares.sqrt() + ROW_EPS), self.dtype).float()
-        scale = max(rows / cols, cols / rows) ** 0.5
-        torch._foreach_mul_(matrices, 1 - lr * decay)
-        torch._foreach_sub_(matrices, (update * (lr * scale)).unbind())
-
-    def __setstate__(self, state: dict) -> None:
-        # AdamW's version expects a `step` in every parameter's state, but the matrices have none.
-        torch.optim.Optimizer.__setstate__(self, state)
+    known = dict(values)
+    known.pop("fp16_accumulation", None)  # a key of 0.3.0
+    kind = FastConfig if known.pop("model", "gpt2") == "fast" else GPTConfig
+    return kind(**known)

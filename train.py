@@ -5,8 +5,8 @@ This file contains the whole run, in the order in which it happens. main(), at t
 resumes it and then loops. Five functions decide for the loop: why_stop(), evaluation_due(),
 save_due(), is_best() and get_lr(). One iteration is train_step(), which runs
 gradient_accumulation_steps micro-batches forward and backward and then updates the weights. GPT-2
-is in model.py, the fast recipe in model_fast.py, every key in configurator.py, the tokens in data/,
-and the machinery around a run in training/.
+is in model.py, the fast model in model_fast.py, AdamW and Muon in optimizer.py, every key in
+configurator.py, the tokens in data/, and the machinery around a run in training/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -18,9 +18,8 @@ loop began. If a stopped run cannot save, it exits as after an error.
 import math
 import os
 import signal
-import threading
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -39,6 +38,7 @@ from common.console import Unreachable, UserError, explain_errors, raise_if_any,
 from configurator import (
     FIELDS,
     NOT_WEIGHTS,
+    SAVE_EVERY,
     UNREACHED,
     Config,
     config_values,
@@ -49,35 +49,26 @@ from data.loader import Batch, Batches
 from data.missing import make_or_explain
 from data.shards import Dataset, ShardTokens, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
-from model import FREE_ON_RESUME, GPTConfig, generate
-from model_fast import FastConfig, Muon, build_model, config_to_dict, load_averages, muon_groups
+from model import generate
+from model_fast import build_model, config_to_dict, model_config
+from optimizer import build_optimizer, load_averages
 from training import checkpoint, hardware, preflight
 from training.checkpoint import Saver
 from training.clock import Clock, Position
 from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
 from training.log import Log, change_lines, evaluation_line, origin_lines
-from training.pretrained import load_pretrained, load_weights
+from training.pretrained import ARCHITECTURE, load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
 from training.speed import describe
 
-# Keys that decide the weights' shapes and names: all keys among the models' fields, except those in
-# FREE_ON_RESUME
-ARCHITECTURE = (
-    "model",
-    *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
-)
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
 # the dtype unless the command sets them, and the tokens per iteration if batch_size is a flag but
 # neither tokens_per_iter nor gradient_accumulation_steps is. Other keys take the command's values,
 # or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
-# Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
-# Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
-LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before it has timed any
-SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is not set
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
@@ -86,9 +77,17 @@ MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 6
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in why_stop(), is_done() and say_done()
 COMPLETE = ("max_iters", "hours")
-# What this launch has reached, for error_code()
-is_resume = threading.Event()  # set if there should be a run to resume
-is_running = threading.Event()  # set once a run is resumed, and in a new run at the first update
+
+
+@dataclass
+class Launch:
+    """Says what this process has reached, which decides what its errors mean."""
+
+    is_resume: bool = False  # there should be a run to resume
+    is_running: bool = False  # a run is resumed or, in a new run, the first update is done
+
+
+launch = Launch()  # of this process: error_code() reads it after main() has raised
 
 
 @dataclass
@@ -144,13 +143,13 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
     def find() -> Path | None:
         nonlocal state
         if c.init_from == "resume" or checkpoint.list_checkpoints(Path(c.out_dir)):
-            is_resume.set()
+            launch.is_resume = True
         path, state = newest_checkpoint(c)
         return path
 
     path = ranks.on_main(find)  # called on rank 0; all ranks get the result or the error
     if path:
-        is_resume.set()
+        launch.is_resume = True
     return state if ranks.is_main or path is None else checkpoint.read(path)
 
 
@@ -204,9 +203,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             hint = "--init_from=auto resumes it, another --out_dir starts a new run"
             problems.append(f"init_from: {c.out_dir} holds a run with init_from={first}; {hint}")
         kept = ["init_from"] if "dataset" in c.set_keys else ["init_from", "dataset"]
-        # Keep the dtype that the run started with, unless the run had to use float16 because of
-        # fp16_accumulation, which this command may not ask for.
-        if c.dtype == "auto" and not resumed["config"].get("fp16_accumulation"):
+        if c.dtype == "auto":
             kept.append("dtype")
         c = replace(c, **{name: resumed["config"][name] for name in kept})
         before = config_before(resumed)
@@ -323,23 +320,6 @@ def check_tokens(key: str, data: Dataset, known: dict, source: str) -> None:
 # Model, optimizer, schedule
 
 
-def model_config(
-    c: Config, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
-) -> GPTConfig:
-    """
-    Return the model config. `vocab` is rounded up, unless `weights` are loaded, which have their
-    own size. `flash` and `compiled` say whether this machine really uses fused attention and
-    compiled code.
-    """
-    kind = FastConfig if c.model == "fast" else GPTConfig
-    values = {f.name: getattr(c, f.name) for f in fields(kind) if f.name in FIELDS}
-    multiple = c.pad_vocab_multiple
-    values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
-    if weights:
-        values["vocab_size"] = weights["model_config"]["vocab_size"]
-    return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
-
-
 def make_model(c: Config, vocab: int, hw: Hardware, weights: dict | None):
     """Return the model on its device, with `weights` or else with random ones, which seed sets."""
     torch.manual_seed(c.seed)
@@ -348,47 +328,6 @@ def make_model(c: Config, vocab: int, hw: Hardware, weights: dict | None):
     if weights:
         load_weights(model, weights)
     return model
-
-
-def loss_chunk(c: Config, compiled: bool) -> int:
-    """Return how many tokens' logits to hold in memory at a time; 0 for a whole micro-batch."""
-    if c.loss_chunk != "auto":
-        return 0 if c.loss_chunk == "off" else int(c.loss_chunk)
-    if compiled:
-        return max(COMPILED_LOSS_CHUNK, c.batch_size * c.block_size // MOST_CHUNKS)
-    return LOSS_CHUNK
-
-
-def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """
-    Return the optimizer. Each group's initial_lr is its peak learning rate, which get_lr() scales;
-    the log shows the first group's rate. `dtype` is the dtype of Muon's matmuls.
-
-    To add an optimizer, add its name in configurator.py and return it at the end of this function.
-    Each weight must be in exactly one group, as (name, weight); a resume compares the names. If the
-    optimizer's defaults say fused=True, an update with found_inf = 1 must change nothing. For other
-    optimizers each iteration waits for the device.
-    """
-    # a fused optimizer can skip an update without waiting for the device
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    weights = [*model.named_parameters()]
-    if c.optimizer == "muon":
-        groups = muon_groups(model, c)
-    else:
-        matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
-        vectors = [(name, p) for name, p in weights if p.dim() < 2]  # biases and norms
-        adam = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate)
-        groups = [
-            dict(adam, params=matrices, weight_decay=c.weight_decay),
-            dict(adam, params=vectors, weight_decay=0.0),
-        ]
-    groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
-    grouped = [name for group in groups for name, _ in group["params"]]
-    if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
-        raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
-    if c.optimizer == "muon":
-        return Muon(groups, dtype, fused)
-    return torch.optim.AdamW(groups, fused=fused)
 
 
 def run_length(it: int, c: Config, share: float) -> float:
@@ -422,12 +361,12 @@ def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     begin = warmup
     if c.lr_schedule == "wsd":
         begin = max(warmup, (1 - c.decay_fraction) * decay_end)
-    done = 1.0  # how much of the decay is done, from 0 to 1
+    decayed = 1.0  # how much of the decay is over, from 0 to 1
     if it < decay_end:
-        done = max(0, it - begin) / max(1, decay_end - begin)
-    left = 1 - done
+        decayed = max(0, it - begin) / max(1, decay_end - begin)
+    left = 1 - decayed
     if c.lr_schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * done))
+        left = 0.5 * (1 + math.cos(math.pi * decayed))
     return max(c.lr_floor * peak, c.min_lr + left * (peak - c.min_lr))
 
 
@@ -436,7 +375,7 @@ def set_rates(optimizer, it: int, c: Config, share: float) -> None:
     length = run_length(it, c, share)
     for group in optimizer.param_groups:
         group["lr"] = get_lr(it, c, length, group["initial_lr"])
-        group["progress"], group["length"] = it / length, length
+        group["share"], group["length"] = it / length, length
 
 
 def warn_of_rates(c: Config, clock: Clock, resumed: dict | None, ranks: Ranks) -> None:
@@ -661,7 +600,7 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
                 losses.append(model(x.to(hw.device), y.to(hw.device)))
         except Exception as error:
             # before a new run's first update there is nothing to save
-            if not (is_running.is_set() and hardware.is_out_of_memory(error)):
+            if not (launch.is_running and hardware.is_out_of_memory(error)):
                 raise
             fits = False
         (failed,) = signals.agree(not fits)
@@ -871,7 +810,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # prevented that
     saver.claim(resumed)
     if resumed:
-        is_running.set()  # if an error ends it, a script may start it again: exit code 1
+        launch.is_running = True  # if an error ends it, a script may start it again: exit code 1
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model.config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
@@ -958,7 +897,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         loss_sum, grad_norm = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        is_running.set()
+        launch.is_running = True
         skips.count(grad_norm)
         tokens_before = progress.tokens
         progress.iter_num += 1
@@ -1002,8 +941,8 @@ def error_code(error: UserError | OSError) -> int:
     Return the exit code for an error: 2 if the user must mend the command or the data first, 1 if a
     script may launch the run again, because a disk, a share or a network may recover by itself.
     """
-    may_come_back = is_resume.is_set() and isinstance(error, OSError | Unreachable)
-    return 1 if is_running.is_set() or may_come_back else 2
+    may_come_back = launch.is_resume and isinstance(error, OSError | Unreachable)
+    return 1 if launch.is_running or may_come_back else 2
 
 
 if __name__ == "__main__":

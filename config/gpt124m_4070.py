@@ -1,4 +1,5 @@
-# GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens.
+# GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens. For another GPU, copy this file
+# and change batch_size; before the RTX 30 series, dtype = "float16" too.
 # Estimated, not measured (docs/status.md): 49.5 hours (48.1 to 49.5) for 10B tokens, by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
 # A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
@@ -28,7 +29,6 @@ max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
 eval_interval = 500  # every 78 minutes
 eval_tokens = 2097152  # takes 25 seconds (estimated), 0.5% of the time between evaluations
-checkpoint_interval = 100  # every 16 minutes: the most that a crash can cost; 1.5 GB each
 log_interval = 10
 sample_tokens = 100
 

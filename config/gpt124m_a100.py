@@ -18,7 +18,6 @@ max_iters = 19073
 
 eval_interval = 1000  # every 37 minutes
 eval_tokens = 2097152
-checkpoint_interval = 250  # every 9 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -26,7 +26,6 @@ max_iters = 20000
 
 eval_interval = 500
 eval_tokens = 2097152
-checkpoint_interval = 250  # every 16 minutes: the most that a crash can cost
 log_interval = 10
 sample_tokens = 100
 

@@ -1,4 +1,4 @@
-# The night's recipe made small: config/fast124m_4070.py's model and updates on the source code of
+# The night's recipe made small: config/fast124m.py's model and updates on the source code of
 # Python's standard library, one byte per token. Takes 80 seconds on two idle CPU cores that
 # are fast in bfloat16, and 130 with AVX2 alone.
 # python train.py config/quickstart.py
@@ -6,7 +6,7 @@ out_dir = "out/quickstart"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "python_stdlib"  # made on the first run, in seconds, from your Python's own source files
 
-model = "fast"  # its layers and optimizer are in model_fast.py
+model = "fast"  # its layers are in model_fast.py, and Muon is in optimizer.py
 n_layer = 3
 n_head = 4
 n_embd = 128

@@ -6,7 +6,7 @@ out_dir = "out/shakespeare_char"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "shakespeare_char"  # or nanoGPT's folder: --dataset=../nanoGPT/data/shakespeare_char
 
-model = "fast"  # its layers and optimizer are in model_fast.py
+model = "fast"  # its layers are in model_fast.py, and Muon is in optimizer.py
 n_layer = 3
 n_head = 4
 n_embd = 128
@@ -16,7 +16,7 @@ block_size = 128  # characters
 batch_size = 12
 gradient_accumulation_steps = 1
 
-optimizer = "muon"  # learning rates as in config/fast124m_4070.py, except head_lr
+optimizer = "muon"  # learning rates as in config/fast124m.py, except head_lr
 learning_rate = 0.029
 muon_momentum = 0.9
 head_lr = 0.002

@@ -247,7 +247,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
         say(f"text: rows with U+FFFD, which stands for bytes that are not UTF-8: {broken:,}")
     arguments: list[object] = [config]
     if config is None:
-        recipe = "fast124m_4070.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
+        recipe = "fast124m.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
         if total < SMALL_DATASET:  # GPT-2's ids are far too many for the quickstart's model
             is_gpt2 = manifest["tokenizer"] == "gpt2"
             recipe = "finetune_gpt2.py" if is_gpt2 else "quickstart.py"

@@ -8,7 +8,7 @@ Compare training with the public train_gpt_simple.py whose eight runs of 2,726 i
 
 Both train a small model for a whole run with all of its schedule, from the same weights on the same
 tokens. Their side executes the file's own classes, initialisation, optimizers and schedule, with
-its numbers of iterations scaled to --max_iters. Ours is config/fast124m_4070.py with train.py's
+its numbers of iterations scaled to --max_iters. Ours is config/fast124m.py with train.py's
 model, optimizer, schedule and step. Flags change the configuration; on a GPU, these compare the
 real model: --n_head=6 --n_embd=768 --block_size=1024 --max_iters=60
 
@@ -35,8 +35,9 @@ from torch import Tensor
 from common.console import Parser, RunError, UserError, command_line, run_main, say
 from configurator import Config, load_config
 from data.loader import Batch, to_batch
-from model_fast import PUBLIC_ITERS, build_model, load_averages
-from train import build_optimizer, model_config, set_rates, train_step
+from model_fast import build_model, model_config
+from optimizer import PUBLIC_ITERS, build_optimizer, load_averages
+from train import set_rates, train_step
 from training import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,7 +203,7 @@ def main(argv: list[str]) -> None:
     options, flags = parser.parse_known_args(argv)
     if not options.path.is_file():
         raise UserError(f"path: there is no file {options.path}; see the command in this file")
-    command = [str(ROOT / "config" / "fast124m_4070.py"), *SMALL, *flags]
+    command = [str(ROOT / "config" / "fast124m.py"), *SMALL, *flags]
     if not dist.is_initialized():  # their optimizer asks for the ranks
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     results = {}

@@ -29,15 +29,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "measured"
 PYTHON = sys.executable
-# Twice the micro-batch of the card's GPT-2 config, and tokens per iteration. With fewer tokens the
+# The micro-batches of GPT-2 and of the fast recipe, and tokens per iteration. With fewer tokens the
 # optimizer, above all Muon, would take a larger share of the time than in a real run.
 CARDS = {
-    "4070": (16, 262144),
-    "3060": (16, 262144),
-    "4090": (32, 524288),
-    "a100": (64, 524288),
-    "h200": (64, 524288),
-    "t4": (16, 262144),
+    "4070": (8, 8, 262144),
+    "3060": (8, 8, 262144),
+    "4090": (16, 32, 524288),
+    "a100": (32, 32, 524288),
+    "h200": (32, 32, 524288),
+    "t4": (8, 8, 262144),
 }
 # prints torch's name for the GPU, or an empty line if torch sees none
 DEVICE = """
@@ -50,20 +50,17 @@ MATMUL = """
 import torch
 from training.speed import measure_matmul
 device, wait = ("cuda", torch.cuda.synchronize) if torch.cuda.is_available() else ("cpu", int)
-for sums in ("float32", "float16"):
-    torch.backends.cuda.matmul.allow_fp16_accumulation = sums == "float16"
-    rate = measure_matmul(torch.device(device), torch.float16, wait)
-    print(f"float16 with {sums} sums on {device}: {rate:.4g} TFLOP/s")
+rate = measure_matmul(torch.device(device), torch.float16, wait)
+print(f"float16 on {device}: {rate:.4g} TFLOP/s")
 """
 SMI = "name,driver_version,power.limit,clocks.max.sm,memory.total,pcie.link.gen.max"
 BESIDE = "index,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used,utilization.gpu"
 BESIDE_SECONDS = 5  # between two lines of nvidia-smi
-EXACT = "bit_equal or never_waits or adds_in_float16"
+EXACT = "bit_equal or never_waits"
 # Tests that compile GPT-124M take as long as all other tests together, so they are a separate row.
 REAL_SHAPES = "compiled_bfloat16 or data_parallel"
 TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--n_layer=6", "--n_head=2"]
-TINY += ["--n_embd=32", "--block_size=16", "--batch_size=1"]
-FLOAT16 = ["--dtype=float16", "--fp16_accumulation=True"]
+TINY += ["--n_embd=32", "--block_size=16"]
 LOG_LINES = 200  # how many of a row's last lines to keep
 
 
@@ -72,18 +69,20 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     Return each row's time limit in seconds and its command, the most valuable rows first. The
     limits allow for compiling on two CPU cores.
     """
-    twice, tokens = CARDS[options.card]
+    of_gpt2, of_fast, tokens = CARDS[options.card]
     train_tokens = eval_tokens = 65536
     machine, sizes, only = [], [], []  # extra flags
     if options.dry_run:
-        twice, tokens, train_tokens, eval_tokens = 2, 32, 32, 256
+        of_gpt2 = of_fast = 1
+        tokens, train_tokens, eval_tokens = 32, 32, 256
         machine = ["--device=cpu", "--compile=False"]
         sizes = TINY
         only = ["--collect-only"]
     elif device == "mps":
         machine = sizes = ["--dtype=float32", "--compile=False"]
-    classic = [f"{ROOT / 'config' / f'gpt124m_{options.card}.py'}", *sizes]
-    fast = [f"{ROOT / 'config' / f'fast124m_{options.card}.py'}", *sizes]
+    classic = [f"{ROOT / 'config/gpt124m_4070.py'}", "--dtype=auto"]
+    classic += [f"--batch_size={of_gpt2}", *sizes]
+    fast = [f"{ROOT / 'config/fast124m.py'}", f"--batch_size={of_fast}", *sizes]
 
     def bench(*arguments: str) -> list[str]:
         size = f"--tokens_per_iter={tokens}"
@@ -96,15 +95,14 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
     pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "gpu", "-k"]
-    found = {
+    return {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
         "check": (240, [PYTHON, f"{ROOT / 'bench.py'}", "check", *machine]),
         "matmul": (60, [PYTHON, "-c", MATMUL]),
         "step": (240, bench(*classic)),
-        "step_twice_the_batch": (240, bench(*classic, f"--batch_size={twice}")),
+        "step_twice_the_batch": (240, bench(*classic, f"--batch_size={2 * of_gpt2}")),
         "fast_step": (300, bench(*fast)),
-        "fp16_accumulation": (300, bench(*fast, *FLOAT16)),
         "train": (240, [*train, "--max_iters=40"]),
         "resume": (180, [*train, "--max_iters=50"]),
         "exact": (300, [*pytest, EXACT]),
@@ -115,11 +113,6 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         "plan": (120, bench("plan", *classic)),
         "sweep": (300, bench("sweep", *classic, "--compile=False")),
     }
-    if not Path(fast[0]).exists():
-        del found["fast_step"], found["fp16_accumulation"]
-    elif "GeForce" not in device:  # no other GPU gains
-        del found["fp16_accumulation"]
-    return found
 
 
 def measure(name: str, seconds: float, command: list[str], work: Path) -> dict:

@@ -6,7 +6,7 @@ import model
 from configurator import Config
 from model import GPTConfig
 from model_fast import config_from_dict
-from train import build_optimizer
+from optimizer import build_optimizer
 from training.pretrained import load_pretrained
 from training.speed import count_flops
 

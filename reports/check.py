@@ -17,8 +17,7 @@ import torch
 
 from common.console import COMMAND, UserError, say
 from configurator import Config, load_config
-from model_fast import build_model
-from train import model_config
+from model_fast import build_model, model_config
 from training import hardware, preflight, speed
 from training.compiled import (
     CompilerError,
@@ -144,7 +143,6 @@ def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
     sizes = SIZES_ON_A_CPU if hw.device.type == "cpu" else SIZES
     keys = dict(device=str(hw.device), dtype=hw.dtype_name, flash=config.flash)
     keys |= dict(dataset="random", gradient_accumulation_steps=1)
-    keys |= dict(fp16_accumulation=config.fp16_accumulation)
     keys |= sizes | RECIPES[recipe] | dict(n_head=sizes["n_embd"] // HEAD_SIZES[recipe])
     return load_config([f"--{name}={value}" for name, value in keys.items()])
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from common.console import warn
 from configurator import Config, divisors
 from model import GPT, GPTConfig
-from model_fast import FastConfig, FastGPT, build_model
-from train import MOST_CHUNKS, build_optimizer
+from model_fast import MOST_CHUNKS, FastConfig, FastGPT, build_model
+from optimizer import build_optimizer
 from training.hardware import WINDOWS_DRIVER
 
 # estimated size of CUDA's context and its libraries' workspaces, which torch does not allocate

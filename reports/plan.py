@@ -26,20 +26,19 @@ from common.console import (
     print_err,
     raise_if_any,
     say,
-    table_lines,
 )
-from configurator import NOT_WEIGHTS, UNREACHED, Config, resolve
+from configurator import NOT_WEIGHTS, SAVE_EVERY, UNREACHED, Config, resolve
 from data.missing import MOST_TOKENS, preparation, vocab_where_missing
 from data.shards import open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
+from model_fast import model_config
 from reports.memory import (
     checkpoint_bytes,
     count_parameters,
     fitting_batch,
     memory_bytes,
 )
-from train import ARCHITECTURE, SAVE_EVERY, model_config
 from training import hardware, preflight
 from training.gpus import (
     GIB,
@@ -52,7 +51,7 @@ from training.gpus import (
     short_name,
 )
 from training.log import warn_of_epochs
-from training.pretrained import load_pretrained
+from training.pretrained import ARCHITECTURE, load_pretrained
 from training.speed import count_flops
 
 # What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
@@ -79,7 +78,7 @@ LIKELY_POWER, LOWEST_POWER = 0.25, 0.4
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add plan's own flags to bench.py's parser."""
     add = parser.add_argument
-    add("--gpu", metavar="NAME", help="such as 4070; all: every known GPU (default: this machine)")
+    add("--gpu", metavar="NAME", help="such as 4070 (default: this machine)")
     add("--gpus", type=parse_count, default=1, help="number of GPUs (default: 1)")
     add("--iter_seconds", type=parse_seconds, metavar="S", help="seconds per iteration on one GPU")
     add("--dataset_tokens", type=parse_count, help="such as 10B, to compute epochs")
@@ -207,22 +206,6 @@ def card_and_pace(
     if options.iter_seconds:
         return card, one_pace("given", options.iter_seconds)
     return card, measured_pace(config, model, card, measure)
-
-
-def all_cards(config: Config, model: GPTConfig, options: Namespace) -> list[tuple[Card, Pace]]:
-    """
-    Return every GPU in gpus.csv with a known peak, and its pace. GPUs that only emulate bfloat16
-    are planned in float16. Raises UserError for flags that do not apply to all GPUs.
-    """
-    if options.iter_seconds or options.watts or config.by_clock:
-        raise UserError(
-            "gpu: --iter_seconds, --watts and --hours do not work with --gpu=all; "
-            "name one GPU, such as --gpu=4070"
-        )
-    if config.dtype == "bfloat16":
-        config = replace(config, dtype="auto")
-    cards = [card_of_row(row, config) for row in read_gpu_table()]
-    return [(card, pace_by_mfu(config, model, card)) for card in cards if card.peak_tflops]
 
 
 def exchange_seconds(card: Card, n: int, params: int) -> float:
@@ -465,40 +448,12 @@ def memory_lines(p: dict) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# A table of all GPUs
-
-
-def card_lines(cards: list[Card], plans: list[dict]) -> list[str]:
-    """Return a table with a row for each GPU, the fastest first."""
-    rows = [["GPU", "GiB", "dtype", "TFLOP/s", "mfu", "", "tok/s", "time", "batch_size"]]
-    for card, p in sorted(zip(cards, plans, strict=True), key=lambda pair: pair[1]["hours"]):
-        rows.append(
-            [
-                p["gpu"],
-                f"{p['gpu_memory_gib']:.0f}",
-                p["dtype"],
-                str(p["peak_tflops"]),
-                f"{p['mfu']:.0%}",
-                "published" if card.published_mfu else "assumed",
-                f"{p['tokens_per_sec']:,.0f}",
-                hours_text(p["hours"]),
-                str(p["batch_size_that_fits"] or "too small"),
-            ]
-        )
-    return [
-        *table_lines(rows),
-        "mfu: see docs/plan.md; batch_size: the largest that fits, estimated",
-        "for any other GPU, give its pace: --iter_seconds=S",
-    ]
-
-
-# -----------------------------------------------------------------------------
 # The mode
 
 
 def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) -> dict:
     """
-    Print the plan, or a table of several, and return it for --json. `options` holds plan's flags,
+    Print the plan, and return it for --json. `options` holds plan's flags,
     None if not given. `measure` times a few iterations of train.py on this machine. Raises
     UserError.
     """
@@ -514,11 +469,6 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     model = model_config(
         config, vocab, flash=config.flash, compiled=config.compile, weights=weights
     )
-    if options.gpu == "all":
-        chosen = all_cards(config, model, options)
-        plans = [make_plan(config, model, card, pace, options) for card, pace in chosen]
-        say(*card_lines([card for card, _ in chosen], plans))
-        return dict(plans=plans)
     card, pace = card_and_pace(config, model, options, measure)
     p = make_plan(config, model, card, pace, options)
     warn_of_epochs(p["epochs"] or 0)

@@ -48,7 +48,7 @@ def test_check_passes_a_machine_without_faults(dtype, traced):
     assert verdict_of("--device=cpu", f"--dtype={dtype}") == RIGHT
 
 
-@pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast124m_4070")])
+@pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast124m")])
 def test_check_uses_the_model_and_optimizer_of_the_124m_configs(recipe, config):
     """Use their biases and head size too."""
     checked = Config(**check.RECIPES[recipe])

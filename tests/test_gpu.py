@@ -20,9 +20,9 @@ import train
 from configurator import Config, load_config
 from data.loader import to_batch
 from model import GPTConfig
-from model_fast import build_model
+from model_fast import build_model, model_config
+from optimizer import build_optimizer
 from reports.memory import CONTEXT_BYTES, memory_needed
-from train import build_optimizer, model_config
 from training import hardware
 from training.compiled import compile_model
 from training.ranks import Ranks
@@ -31,7 +31,7 @@ gpu = pytest.mark.gpu
 
 # the configs that an RTX 4070 trains, and flags that make them tiny
 GPT2 = [f"{ROOT}/config/gpt124m_4070.py"]
-NIGHT = [f"{ROOT}/config/fast124m_4070.py"]
+NIGHT = [f"{ROOT}/config/fast124m.py"]
 TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16"]
 FAST_RUN = FAST | dict(warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
 MODELS = [

@@ -24,8 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from common import environment
 from configurator import Config, load_config, resolve
 from model import GPTConfig
-from model_fast import FastConfig, build_model
-from train import model_config
+from model_fast import FastConfig, build_model, model_config
 from training import hardware, preflight, speed
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
@@ -62,7 +61,7 @@ def test_finds_a_gpus_peak_by_whole_name_sm_count_and_dtype(name, sm_count, dtyp
 LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
 
 
-@pytest.mark.parametrize("config", ["gpt124m_4070", "fast124m_4070"])
+@pytest.mark.parametrize("config", ["gpt124m_4070", "fast124m"])
 def test_counts_the_flops_of_both_124m_models(config):
     """Count the PaLM paper's 6 N + 12 L H Q T FLOPs per token, and none for embeddings."""
     c = load_config([f"{ROOT}/config/{config}.py", "--tie_weights=False"])
@@ -206,14 +205,11 @@ V100 = dict(gpu="a card", capability=(7, 0))
 XEON = dict(cpu="Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", avx512_bf16=True)
 INTEL = "Intel64 Family 6 Model 143 Stepping 8, GenuineIntel"
 AMD = "AMD64 Family 25 Model 97 Stepping 2, AuthenticAMD"
-NARROW = dict(dtype="float16", fp16_accumulation=True)
 CHOSEN = [  # a machine, keys -> device, dtype, peak; the key is resolved before the dtype
     (RTX | dict(mps=True), {}, "cuda", BF16, 58.3),  # 116.6 would be the fp16-accumulate rate
-    (RTX, NARROW, "cuda", FP16, 116.6),
-    (RTX, dict(dtype="float16"), "cuda", FP16, 58.3),  # after a run with these accumulators
+    (RTX, dict(dtype="float16"), "cuda", FP16, 58.3),
     (RTX, dict(device="cpu"), "cpu", FP32, None),  # nanoGPT #281, #304
     (A100, {}, "cuda", BF16, 312),
-    (A100, NARROW, "cuda", FP16, 312),
     (A100, dict(dtype="float32"), "cuda", FP32, 156),
     (A100, dict(dtype="float32", tf32=False), "cuda", FP32, 19.5),
     (A100, dict(peak_tflops=1.5), "cuda", BF16, 1.5),
@@ -254,11 +250,6 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080). Please update it"
 CUDA_BUILD = "pip install torch=="
 REFUSED = [  # a machine, keys -> words of the error
-    ({}, NARROW, "RTX 30; leave it out"),
-    (dict(mps=True), NARROW | dict(device="mps"), "RTX 30; leave it out"),
-    (T4, NARROW, "RTX 30; leave it out"),
-    # torch has this option for NVIDIA's GPUs only
-    (dict(gpu="Radeon", capability=(9, 4), hip="7.1"), NARROW, "RTX 30; leave it out"),
     (T4, dict(dtype="bfloat16"), "emulates bfloat16; --dtype=float16"),
     (V100, {}, f"a card; {WHEEL}"),
     (A100 | dict(arches="sm_86"), {}, "A100; sm_86"),

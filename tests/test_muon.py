@@ -14,10 +14,11 @@ import torch.nn as nn
 
 from configurator import Config
 from model import GPT, GPTConfig
-from model_fast import FastConfig, FastGPT, Muon, build_model, muon_groups, orthogonalize
+from model_fast import FastConfig, FastGPT, build_model
+from optimizer import Muon, muon_groups, orthogonalize
 
 RATES = Config(learning_rate=0.029, head_lr=0.01, beta1=0.8, weight_decay=0.01)
-START = dict(progress=0.0, length=100)  # of a run
+START = dict(share=0.0, length=100)  # of a run
 SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=32)
 SMALL = FastConfig(**SIZES, bias=True)
 

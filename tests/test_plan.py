@@ -28,7 +28,7 @@ FIGURES = {
         # N = 50304 * 384 + 12 * (12 * 384^2 + 2 * 384) + 384 = 40,560,000, and 1024 * 384
         # positions; 6 N + 12 * 12 * 384 * 1024 = 299,983,104 FLOPs, less the norms' 6 * 25 * 384
         ("gpt40m_4070", "--gpu=4070", "--iter_seconds=3.9", "--dataset_tokens=3.68B")
-        + ("--watts=200", "--price_kwh=0.2"),
+        + ("--watts=200", "--price_kwh=0.2", "--checkpoint_interval=250"),
         dict(
             tokens_per_iter=16 * 1024 * 32,
             total_tokens=10_485_760_000,
@@ -97,11 +97,11 @@ FIGURES = {
         # 2,880 iterations of 10 s would have 13 evaluations of 2 * 10,485,760 / 3 tokens, 133.33 s,
         # and 58 checkpoints of 4.517 s, 1995.3 s in all: 28800 / 30795.3 of them fit, which have 12
         # evaluations and 54 checkpoints
-        ("fast124m_4070", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
+        ("fast124m", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
         dict(max_iters=2693, hours=7.4806, hours_total=7.9927, total_tokens=2693 * 524_288),
     ),
     "max_iters ends before the hours": (
-        ("fast124m_4070", "--gpu=4070", "--hours=8", "--max_iters=1000"),
+        ("fast124m", "--gpu=4070", "--hours=8", "--max_iters=1000"),
         # 854.7 MFLOP * 524,288 / 58.3 TFLOP/s = 7.686 s at the peak, and 4% more for this recipe
         dict(
             tokens_range=[1000 * 524_288] * 2,
@@ -296,7 +296,7 @@ def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_ma
 
 def test_a_plan_by_hours_gives_a_range_of_tokens_if_the_speed_is_a_range():
     """Plan the disk for the fastest speed, at which a run reads the most tokens."""
-    p = plan("fast124m_4090", "--gpu=4090", "--hours=2")
+    p = plan("fast124m", "--batch_size=32", "--gpu=4090", "--hours=2")
     low, high = p["tokens_range"]
     assert low < p["total_tokens"] < high
     # evaluations take the same share of the time, checkpoints a larger one at a higher speed
@@ -332,18 +332,6 @@ def test_planned_hours_of_public_runs_are_close_to_the_hours_in_their_logs(name,
     words += " --eval_interval=500 --checkpoint_interval=500"
     p = plan(config, "--gpu=4070", *words.split())
     assert p["hours_total"] == pytest.approx(hours, rel=0.01)
-
-
-def test_gpu_all_lists_more_than_90_gpus_with_the_fastest_first():
-    plans = plan("gpt124m_4070", "--gpu=all")
-    rows = plans["out"].splitlines()
-    assert len(plans["plans"]) == len(rows) - 3 > 90
-    by_name = {p["gpu"]: p for p in plans["plans"]}
-    assert by_name["Tesla T4"]["dtype"] == "float16"  # a T4 only emulates bfloat16
-    fastest = min(plans["plans"], key=lambda p: p["hours"])
-    assert rows[1].startswith(fastest["gpu"])
-    # one GPU's row is the plan of that GPU
-    assert by_name["GeForce RTX 4090"]["hours"] == plan("gpt124m_4090", "--gpu=4090")["hours"]
 
 
 COUNTS = [(7, 3, 2), (8, 4, 0), (1, 5, 3), (12, 4, 6)]  # max_iters, and both intervals

@@ -6,7 +6,7 @@ from program import checkpoint, column, train
 from reference_fast import Trainer
 
 ITERATIONS = 12
-# config/fast124m_4070.py made small, with a schedule that has all its parts
+# config/fast124m.py made small, with a schedule that has all its parts
 RECIPE = dict(
     n_layer=3,
     n_head=2,

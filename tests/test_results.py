@@ -21,11 +21,10 @@ def test_a_wrong_figure_on_a_page_would_be_noticed():
         assert not holds(row, wrong)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("config/fast124m_*.py")))
-def test_a_fast_config_has_all_settings_of_the_public_runs(path):
+def test_the_fast_config_has_all_settings_of_the_public_runs():
     """Keep these runs comparable: compare.py does not compare runs with other settings."""
     band = open_run(ROOT / "results/public_runs/fineweb_124m_fast_h200.csv")
-    config = load_config([str(path)])
+    config = load_config([str(ROOT / "config/fast124m.py")])
     assert band.config["optimizer"] == "muon"
     assert {key: getattr(config, key) for key in band.config} == band.config
     # no token is read twice
@@ -33,7 +32,7 @@ def test_a_fast_config_has_all_settings_of_the_public_runs(path):
 
 
 # -----------------------------------------------------------------------------
-# Estimated, in table rows that name a config for a GPU: words of a column's head, and its values
+# Estimated, in table rows that name a config: words of a column's head, and its values
 
 
 def hours_with_range(p: dict) -> list[float]:
@@ -45,6 +44,7 @@ def hours_with_range(p: dict) -> list[float]:
 COLUMNS = {
     "hours": hours_with_range,
     "night": lambda p: [p["hours_total"]],
+    "from start": lambda p: [p["hours_total"]],
     "memory": lambda p: [p["vram_gib"]],
     "parameters": lambda p: [p["params"] / 1e6],
     "MFLOP per token": lambda p: [p["flops_per_token"] / 1e6],
@@ -54,7 +54,13 @@ COLUMNS = {
     "iteration (": lambda p: [p["iter_seconds"]],
     "save to a disk of 0.5 GB/s": lambda p: [p["checkpoint_gb"] / 0.5],
 }
-CONFIG = re.compile(r"((?:gpt|fast)\d+m_(?!cpu)(\w+))(?:\.py)?((?: --\w+=\w+)*)")
+# the configs of runs that take hours
+CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*[04]m*.py"))]
+CONFIG = re.compile(rf"({'|'.join(CONFIGS)})\b(?:\.py)?((?: --\w+=\w+)*)")
+# how a row names its GPU, if it has no flag for plan
+CARD = re.compile(r"\| (RTX \d+(?: Ti| Laptop)?|[AH]\d00)\b")
+# the H100 of README's table
+FULL_NAMES = {"H100": "H100 80GB HBM3"}
 
 
 def cells_of(row: str) -> list[str]:
@@ -72,10 +78,10 @@ def planned_cells():
             for row in rows:
                 if not (named := CONFIG.search(row)):
                     continue
-                # a row may name another card than the config
-                card = re.match(r"\| RTX (\d+(?: Ti| Laptop)?)", row)
-                gpu = card[1] if card else named[2]
-                words = (named[1], f"--gpu={gpu}", *named[3].split())
+                # without a flag, the row's first cell names the GPU, or else it is a 4070
+                card = CARD.match(row)
+                gpu = FULL_NAMES.get(card[1], card[1]) if card else "4070"
+                words = (named[1], f"--gpu={gpu}", *named[2].split())
                 for title, cell in zip(cells_of(head), cells_of(row), strict=True):
                     for column in COLUMNS:
                         if column in title and numbers(cell) and "measured" not in cell:
@@ -119,11 +125,11 @@ def assumed_mfu(gpu: str) -> list[float]:
     return [100 * p["mfu"]]
 
 
-def speed_ups(config: str, *gpus: int) -> list[float]:
+def speed_ups(command: str, *gpus: int) -> list[float]:
     """Return the seconds per iteration on one GPU and the speed-up on several."""
-    card = f"--gpu={config.partition('_')[2]}"
-    alone = plan(config, card)["iter_seconds"]
-    return [alone, *(alone / plan(config, card, f"--gpus={n}")["iter_seconds"] for n in gpus)]
+    words = command.split()
+    alone = plan(*words)["iter_seconds"]
+    return [alone, *(alone / plan(*words, f"--gpus={n}")["iter_seconds"] for n in gpus)]
 
 
 def larger_model(name: str) -> list[float]:
@@ -143,9 +149,9 @@ FIGURES = [
     ("plan", lambda: assumed_mfu("3060")),
     ("plan", lambda: assumed_mfu("RTX 4070 Laptop")),
     ("plan", lambda: assumed_mfu("T4")),
-    ("several_gpus", lambda: speed_ups("gpt124m_a100", 2, 4, 8, 16)),
-    ("several_gpus", lambda: speed_ups("gpt124m_h200", 2, 4, 8)),
-    ("several_gpus", lambda: speed_ups("gpt124m_4090", 2, 4, 8)),
+    ("several_gpus", lambda: speed_ups("gpt124m_a100 --gpu=a100", 2, 4, 8, 16)),
+    ("several_gpus", lambda: speed_ups("gpt124m_a100 --gpu=h200", 2, 4, 8)),
+    ("several_gpus", lambda: speed_ups("gpt124m_4070 --gpu=4090", 2, 4, 8)),
     ("several_gpus", gpu_hours),
     pytest.param("several_gpus", lambda: larger_model("gpt350m"), marks=pytest.mark.slow),
     pytest.param("several_gpus", lambda: larger_model("gpt774m"), marks=pytest.mark.slow),
@@ -158,15 +164,24 @@ def test_estimated_figures_on_a_page_are_what_plan_computes(page, values):
 
 
 def test_the_page_of_the_fast_recipe_shows_plans_tokens_for_a_shorter_night():
-    p = plan("fast124m_4070", "--gpu=4070", "--hours=6")
+    p = plan("fast124m", "--gpu=4070", "--hours=6")
     assert shows("docs/fast_recipe.md", [n / 1e9 for n in (p["total_tokens"], *p["tokens_range"])])
-    assert plan("fast124m_4070", "--gpu=4070", "--hours=8")["max_iters"] >= 2750  # "the whole run"
+    assert plan("fast124m", "--gpu=4070", "--hours=8")["max_iters"] >= 2750  # "the whole run"
 
 
-GPU_CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*m_*.py"))]
+SPEED = """
+    batch_size tokens_per_iter learning_rate compile tf32 dtype flash pad_vocab_multiple tie_weights
+""".split()
 
 
-@pytest.mark.parametrize("config", GPU_CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_shows_the_keys_that_decide_its_speed_and_saves_by_the_clock(config):
+    """A number of iterations between saves would be hours on one card and seconds on another."""
+    keys = load_config([str(ROOT / f"config/{config}.py")]).set_keys
+    assert {*SPEED} <= keys and "checkpoint_interval" not in keys
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_hours_and_minutes_in_a_configs_comments_are_what_plan_computes(config):
     path = f"config/{config}.py"
     text = read(path)

@@ -4,8 +4,9 @@ import torch
 
 from configurator import Config
 from data.loader import to_batch
-from model_fast import build_model
-from train import build_optimizer, model_config, train_step
+from model_fast import build_model, model_config
+from optimizer import build_optimizer
+from train import train_step
 from training import hardware
 from training.compiled import compile_model
 

@@ -259,8 +259,6 @@ def compare_with_eager(
 
 def smallest_difference(model, hw: Hardware) -> float:
     """Return the relative error with which this dtype rounds a number, or sums in float32."""
-    if model.config.fp16_accumulation and hw.dtype == torch.float16:
-        return torch.finfo(torch.bfloat16).eps  # the head's dtype
     if hw.dtype != torch.float32:
         return torch.finfo(hw.dtype).eps
     if torch.get_float32_matmul_precision() == "highest":

@@ -17,7 +17,7 @@ import csv
 import re
 from pathlib import Path
 
-from common.console import COMMAND, UserError
+from common.console import UserError
 
 GIB = 2**30
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
@@ -104,8 +104,7 @@ def resolve_gpu(typed: str) -> dict[str, str]:
     named = {word for word in asked if not MEMORY.fullmatch(word)}
     candidates = [row for row in rows if named and named <= row_words(row)]
     if not candidates:
-        listing = f"{COMMAND}python bench.py plan --gpu=all"
-        raise UserError(f"gpu: {typed!r} is unknown; to list the known ones, type{listing}")
+        raise UserError(f"gpu: {typed!r} is unknown; training/gpus.csv lists the known ones")
     fewest_words = min(len(row_words(row)) for row in candidates)
     candidates = [row for row in candidates if len(row_words(row)) == fewest_words]
     found = [row for row in candidates if asked <= row_words(row)]  # rows with the typed memory

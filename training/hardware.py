@@ -209,8 +209,6 @@ def set_up(
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None
-        if hw.peak_tflops and config.fp16_accumulation and "GeForce" in hw.name:
-            hw.peak_tflops *= 2  # on other cards, float32 accumulators are as fast
         hw.peak_source = "gpus.csv" if hw.peak_tflops else None
     if config.peak_tflops:
         hw.peak_tflops = config.peak_tflops
@@ -222,8 +220,6 @@ def set_up(
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
     # use the tensor cores.
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    # cuBLAS reads this option at each matmul, in compiled code too.
-    torch.backends.cuda.matmul.allow_fp16_accumulation = config.fp16_accumulation
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this
         # Without this variable, torch.compile times matmuls to decide whether to pad them, and the

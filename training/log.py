@@ -203,7 +203,7 @@ class Log:
         """
         c, hw = self.config, self.hw
         row = hw.row if hw.peak_source == "gpus.csv" and c.n_embd >= PUBLISHED_WIDTH else None
-        is_unusual = c.recompute or c.fp16_accumulation or self.world_size > 1
+        is_unusual = c.recompute or self.world_size > 1
         if self.is_slow or it < self.first_iter + SLOW_AFTER or row is None or is_unusual:
             return
         _, mfu = self.launch_speed(tokens)

@@ -39,11 +39,6 @@ def check_device(config: Config) -> list[str]:
         return ["dtype: this GPU only emulates bfloat16, and slowly; use --dtype=float16"]
     if kind == "mps" and not torch.backends.mps.is_available():
         return ["device: mps asked for, but torch finds no Metal here; use --device=cpu"]
-    # torch has this option for NVIDIA's GPUs only, and the model's head needs bfloat16
-    is_nvidia = device.type == "cuda" and not torch.version.hip
-    if config.fp16_accumulation and (not is_nvidia or emulates_bfloat16(device)):
-        needs = "needs an NVIDIA GPU, RTX 30 series or newer"
-        return [f"fp16_accumulation: {needs}; leave it out"]
     return []
 
 

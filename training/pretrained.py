@@ -5,18 +5,24 @@ Code in these files is never executed.
 """
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from common.console import UserError, did_you_mean
 from common.files import read_json
-from configurator import NOT_WEIGHTS
+from configurator import FIELDS, NOT_WEIGHTS
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, fit_tokenizer, read_bpe, read_meta
-from model import GPTConfig
+from model import FREE_ON_RESUME, GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from training import checkpoint
 
+# Keys that decide the weights' shapes and names: all keys among the models' fields, except those in
+# FREE_ON_RESUME
+ARCHITECTURE = (
+    "model",
+    *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
+)
 HUB_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face stores these matrices as (in, out), the transpose of nn.Linear's weights
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

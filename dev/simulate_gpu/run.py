@@ -52,6 +52,7 @@ class Row:
 
 
 EAGER = "--compile=False"
+BF16, FP16 = "--dtype=bfloat16", "--dtype=float16"
 ROWS = {
     "4070-gpt2": Row("4070", "gpt124m_4070", whole=True),
     "4070-gpt2-recompute": Row("4070", "gpt124m_4070", "--recompute=True"),
@@ -64,25 +65,27 @@ ROWS = {
     "4070-gpt2-eager-float32": Row(
         "4070", "gpt124m_4070", f"{EAGER} --dtype=float32 --batch_size=4"
     ),
-    "4070-fast": Row("4070", "fast124m_4070", whole=True),
-    "4070-fast-no-bias": Row("4070", "fast124m_4070", "--bias=False"),
-    "4070-fast-deterministic": Row("4070", "fast124m_4070", "--deterministic=True"),
-    "4070-fast-eager": Row("4070", "fast124m_4070", EAGER),
-    "4070-fast-eager-recompute": Row("4070", "fast124m_4070", f"{EAGER} --recompute=True"),
+    "4070-fast": Row("4070", "fast124m", BF16, whole=True),
+    "4070-fast-no-bias": Row("4070", "fast124m", f"{BF16} --bias=False"),
+    "4070-fast-deterministic": Row("4070", "fast124m", f"{BF16} --deterministic=True"),
+    "4070-fast-eager": Row("4070", "fast124m", f"{BF16} {EAGER}"),
+    "4070-fast-eager-recompute": Row("4070", "fast124m", f"{BF16} {EAGER} --recompute=True"),
     "4070-nanogpt": Row("4070", "gpt124m_4070", nanogpt=True),
-    "t4-gpt2": Row("t4", "gpt124m_t4"),
-    "t4-gpt2-eager": Row("t4", "gpt124m_t4", EAGER, whole=True),
-    "t4-fast": Row("t4", "fast124m_4070", "--dtype=float16 --batch_size=4"),
-    "t4-fast-eager": Row("t4", "fast124m_4070", f"{EAGER} --dtype=float16 --batch_size=4"),
+    "t4-gpt2": Row("t4", "gpt124m_4070", FP16),
+    "t4-gpt2-eager": Row("t4", "gpt124m_4070", f"{FP16} {EAGER}", whole=True),
+    "t4-fast": Row("t4", "fast124m", f"{FP16} --batch_size=4"),
+    "t4-fast-eager": Row("t4", "fast124m", f"{FP16} {EAGER} --batch_size=4"),
     "a100-gpt2": Row("a100", "gpt124m_a100"),
-    "a100-fast-eager-off": Row("a100", "fast124m_a100", f"{EAGER} --loss_chunk=off"),
-    "h200-gpt2": Row("h200", "gpt124m_h200"),
-    "h200-gpt2-64": Row("h200", "gpt124m_h200", "--batch_size=64 --loss_chunk=8192"),
-    "h200-nanogpt-64": Row("h200", "gpt124m_h200", "--batch_size=64", nanogpt=True),
-    "h200-fast": Row("h200", "fast124m_h200"),
-    "h200-fast-64": Row("h200", "fast124m_h200", "--batch_size=64 --loss_chunk=8192"),
-    "h200-fast-128": Row("h200", "fast124m_h200", "--batch_size=128"),
-    "5090-fast": Row("5090", "fast124m_4090", whole=True),
+    "a100-fast-eager-off": Row(
+        "a100", "fast124m", f"{BF16} {EAGER} --batch_size=32 --loss_chunk=off"
+    ),
+    "h200-gpt2": Row("h200", "gpt124m_a100"),
+    "h200-gpt2-64": Row("h200", "gpt124m_a100", "--batch_size=64 --loss_chunk=8192"),
+    "h200-nanogpt-64": Row("h200", "gpt124m_a100", "--batch_size=64", nanogpt=True),
+    "h200-fast": Row("h200", "fast124m", f"{BF16} --batch_size=32"),
+    "h200-fast-64": Row("h200", "fast124m", f"{BF16} --batch_size=64 --loss_chunk=8192"),
+    "h200-fast-128": Row("h200", "fast124m", f"{BF16} --batch_size=128"),
+    "5090-fast": Row("5090", "fast124m", f"{BF16} --batch_size=32", whole=True),
 }
 
 # -----------------------------------------------------------------------------
@@ -133,7 +136,7 @@ def fingerprint(row: Row) -> str:
     from configurator import config_values, load_config
 
     files = ["train.py", "model.py", "data/loader.py"]
-    files += ["model_fast.py", "training/compiled.py", "training/hardware.py"]
+    files += ["model_fast.py", "optimizer.py", "training/compiled.py", "training/hardware.py"]
     code = [ast.unparse(ast.parse((ROOT / name).read_text("utf-8"))) for name in files]
     config = config_values(load_config(command_of(row).split()))
     asked = f"{row} {CARDS[row.card]} {TORCH} {config}"
@@ -452,7 +455,7 @@ def iteration_table(rows: dict[str, dict]) -> list[list]:
 
 def config_and_model(row: dict) -> tuple:
     from configurator import load_config
-    from train import model_config
+    from model_fast import model_config
 
     config = load_config(row["command"].split())
     return config, model_config(config, 50257, flash=config.flash, compiled=config.compile)

@@ -90,8 +90,8 @@ DATA = [
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
     ("train.py config/gpt124m_4070.py --device=cpu --hours=8", "prepare_fineweb.py --tokens=2B"),
     # the error names README's download if that download has enough tokens for the run
-    ("train.py config/fast124m_4070.py --device=cpu", f"{DOWNLOAD}data/fineweb_records"),
-    ("train.py config/fast124m_4070.py --device=cpu --max_iters=6500", "fineweb_*_000*"),
+    ("train.py config/fast124m.py --device=cpu", f"{DOWNLOAD}data/fineweb_records"),
+    ("train.py config/fast124m.py --device=cpu --max_iters=6500", "fineweb_*_000*"),
     ("train.py tiny.py --block_size=512", "--block_size=249"),
 ]
 
@@ -153,14 +153,13 @@ TOOLS = [
     ("bench.py swep", "swep sweep"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
     ("bench.py sweep tiny.py --write=tiny.py", "write tiny.py exists"),
-    ("bench.py plan tiny.py --gpu=rtx9999", "python bench.py plan --gpu=all"),
+    ("bench.py plan tiny.py --gpu=rtx9999", "'rtx9999' training/gpus.csv"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours 0 or more"),
     ("bench.py plan tiny.py --gpu=3080", "gpu 3080 10GB 12GB"),
     ("bench.py plan tiny.py --gpu=T4 --dtype=bfloat16", "dtype T4 --dtype=float16"),
     ("bench.py plan tiny.py --gpu=b100 --dtype=bfloat16", "gpu peak B100 --iter_seconds"),
     ("bench.py plan tiny.py --gpu=4070 --gpus=3", "gradient_accumulation_steps multiple of 3"),
     ("bench.py plan tiny.py --iter_seconds=9 --hours=0.001", "hours iteration"),
-    ("bench.py plan tiny.py --gpu=all --watts=200", "gpu --watts one GPU"),
     ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
     ("bench.py plan tiny.py --from_run=run", "from_run removed --iter_seconds"),
     ("bench.py plan tiny.py --iter_seconds=2,0", "iter_seconds such as 9.3"),

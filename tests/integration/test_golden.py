@@ -11,6 +11,7 @@ import pytest
 from program import column, flags, refused, run, train
 
 from dev.make_golden import GOLDEN, MODELS, SAVED_AT, write_dataset
+from training.pretrained import load_pretrained
 
 LOSSES = json.loads((GOLDEN / "losses.json").read_text())
 
@@ -25,6 +26,11 @@ def test_a_recorded_checkpoint_resumes_with_its_recorded_losses(name, tmp_path):
     dataset = write_dataset(tmp_path / "tokens")
     train(**MODELS[name], dataset=dataset, out_dir=tmp_path, init_from="resume")
     assert column(tmp_path, "step", "loss") == pytest.approx(LOSSES[name], rel=2e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_of_a_recorded_checkpoint_are_read_in_spite_of_a_key_that_is_gone(name):
+    assert "model" in load_pretrained(str(GOLDEN / f"{name}.pt"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from program import ROOT, InProcessRun, Result, checkpoint, flags, refused, run,
 from configurator import Config, load_config
 from model import GPT, generate
 from model_fast import config_from_dict
-from train import build_optimizer
+from optimizer import build_optimizer
 from training import hardware, speed
 from training.pretrained import load_pretrained
 

@@ -1,28 +1,24 @@
-# GPT-2's loss in one day: 3.28 on FineWeb after 1.44B tokens, on an RTX 3060 (12 GB).
-# Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
-# averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
-# Estimated, not measured (docs/status.md): 19.8 hours with evaluations and checkpoints. Iterations
-# alone take 18.6 (16.6 to 24.5) hours, by
-# python bench.py plan config/fast124m_3060.py --gpu=3060
-# docs/fast_recipe.md has the command that downloads those runs' tokens. If they are missing,
-# train.py prints it.
-out_dir = "out/fast124m"
+# The recipe of config/fast124m.py at 40M parameters in matmuls. Nobody has measured it.
+# Estimated, not measured (docs/status.md): 3.3 hours with evaluations and checkpoints on an RTX
+# 4070. Iterations alone take 3.1 (2.5 to 3.4) hours, by
+# python bench.py plan config/fast40m.py --gpu=4070
+out_dir = "out/fast40m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
 init_from = "auto"  # the same command starts the run and resumes it
 
 # Rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: see model_fast.py
-model = "fast"  # its layers and optimizer are in model_fast.py
+model = "fast"
 n_layer = 12
-n_head = 6  # heads of 128
-n_embd = 768
+n_head = 3  # heads of 128
+n_embd = 384
 bias = True  # biases in all layers, and gains in the norms
 block_size = 1024
-batch_size = 8  # estimated: 7.0 GiB
+batch_size = 32  # estimated: 7.9 GiB; 8 fits a card with 8 GB
 tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
 optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
 learning_rate = 0.029
-muon_momentum = 0.96  # rises to this from 0.85
+muon_momentum = 0.96
 head_lr = 0.004
 weight_decay = 0.001
 beta1 = 0.8
@@ -36,10 +32,13 @@ min_lr = 0.0
 lr_floor = 0.2  # but never below a fifth of the peak
 
 eval_interval = 250
-eval_tokens = 10485760  # the published runs evaluated on the same tokens
-checkpoint_interval = 25  # every 10 minutes: the most that a crash can cost
+eval_tokens = 10485760
 log_interval = 10
 sample_tokens = 100
 
-dtype = "bfloat16"
-compile = True
+dtype = "auto"  # autocast in bfloat16; in float16 on GPUs before the RTX 30 series
+compile = True  # takes about a minute at the start
+tf32 = True  # tensor cores for the matmuls that stay in float32
+flash = True  # fused attention: stores no 1024 x 1024 matrices
+pad_vocab_multiple = 128  # 50,257 ids -> 50,304, full tiles for the tensor cores
+tie_weights = False  # a head of its own learns faster than the embedding's matrix

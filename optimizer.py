@@ -1,0 +1,252 @@
+"""
+The optimizer of either model: AdamW, or Muon for the matrices of the blocks and AdamW for all other
+weights.
+
+Muon's numbers are those of train_gpt_simple.py, the public program that model_fast.py names.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.console import UserError
+from configurator import Config
+from model import GPT
+from model_fast import FastGPT
+
+# Epsilons of AdamW and of Muon's division of rows. train_gpt_simple.py has 1e-10 and 1e-8, but it
+# sums the loss over a batch's 524,288 tokens, so its gradients are that many times larger than
+# ours.
+ADAM_EPS, ROW_EPS = 2e-16, 2e-14
+NORM_EPS = 1e-7  # of Newton-Schulz's norm
+# train_gpt_simple.py counts three horizons in iterations of a run of 2,726. Runs of other lengths
+# get the same fractions: Muon's momentum rises for 13% of the run, the weights' average reaches
+# back over about 6% of it, and the momentum of biases and gains over 4%.
+PUBLIC_ITERS = 2726
+MOMENTUM_WARMUP, FIRST_MOMENTUM = 350 / PUBLIC_ITERS, 0.85
+AVERAGE_DECAY, VECTORS_BETA1 = 0.9935, 0.99
+
+
+def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """
+    Return the optimizer. Each group's initial_lr is its peak learning rate, which get_lr() scales;
+    the log shows the first group's rate. `dtype` is the dtype of Muon's matmuls.
+
+    To add an optimizer, add its name in configurator.py and return it at the end of this function.
+    Each weight must be in exactly one group, as (name, weight); a resume compares the names. If the
+    optimizer's defaults say fused=True, an update with found_inf = 1 must change nothing. For other
+    optimizers each iteration waits for the device.
+    """
+    # a fused optimizer can skip an update without waiting for the device
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    weights = [*model.named_parameters()]
+    if c.optimizer == "muon":
+        groups = muon_groups(model, c)
+    else:
+        matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
+        vectors = [(name, p) for name, p in weights if p.dim() < 2]  # biases and norms
+        adam = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate)
+        groups = [
+            dict(adam, params=matrices, weight_decay=c.weight_decay),
+            dict(adam, params=vectors, weight_decay=0.0),
+        ]
+    groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
+    grouped = [name for group in groups for name, _ in group["params"]]
+    if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
+        raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
+    if c.optimizer == "muon":
+        return Muon(groups, dtype, fused)
+    return torch.optim.AdamW(groups, fused=fused)
+
+
+# -----------------------------------------------------------------------------
+# Muon
+
+
+def muon_groups(model: GPT | FastGPT, c: Config) -> list[dict[str, Any]]:
+    """
+    Return the parameter groups for Muon. Their params are (name, parameter) pairs, and initial_lr
+    is a group's peak learning rate. MLPs get a fixed part of attention's rate.
+    """
+    named = [*model.named_parameters()]
+    head = model.lm_head.weight  # if tied, this is the token embedding too
+    matrices = [(name, p) for name, p in named if p.dim() == 2 and p is not head]
+    tables = [(name, p) for name, p in matrices if ".wte." in name or ".wpe." in name]
+    vectors = [(name, p) for name, p in named if p.dim() < 2]  # biases and gains
+    blocks = [(name, p) for name, p in matrices if name.startswith("transformer.h.")]
+    attention = [(name, p) for name, p in blocks if ".attn." in name]
+    mlps: list[list] = [[], [], []]  # in the first, the middle and the last third of the blocks
+    for name, p in blocks:
+        if ".attn." not in name:
+            block = int(name.split(".")[2])  # transformer.h.BLOCK.mlp.c_fc.weight
+            mlps[3 * block // model.config.n_layer].append((name, p))
+
+    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, parts=1)
+    muon |= dict(weight_decay=0.08, decay_power=2.25, row_beta=0.84)
+    mlp = muon | dict(initial_lr=27 / 29 * c.learning_rate, decay_power=2.5, row_beta=0.86)
+    adam = dict(betas=(c.beta1, 0.965), weight_decay=c.weight_decay)
+    # The fast model's token embedding starts with a standard deviation of 1, GPT-2's of 0.02.
+    table_lr = 0.7 if isinstance(model, FastGPT) else 0.004
+    groups: list[dict[str, Any]] = [
+        dict(muon, params=[(name, p) for name, p in attention if "c_attn" not in name]),
+        # q, k and v are three matrices in one weight
+        dict(muon, params=[(name, p) for name, p in attention if "c_attn" in name], parts=3),
+        dict(adam, params=tables, initial_lr=table_lr),
+        dict(adam, params=[(name, p) for name, p in named if p is head], initial_lr=c.head_lr),
+        dict(adam, params=vectors, initial_lr=0.035, public_beta1=VECTORS_BETA1, weight_decay=0.0),
+        dict(mlp, params=mlps[0], weight_decay=0.16),
+        dict(mlp, params=mlps[1], weight_decay=0.22),
+        dict(mlp, params=mlps[2], weight_decay=0.28),
+    ]
+    return [dict(group, share=0.0, length=PUBLIC_ITERS) for group in groups if group["params"]]
+
+
+def stretched(decay: float, length: float) -> float:
+    """
+    Return a decay for a run of `length` iterations whose running mean covers the same part of the
+    run as the mean with `decay` covers of the public run.
+    """
+    return decay ** (PUBLIC_ITERS / length)
+
+
+@torch.no_grad()
+def load_averages(optimizer: torch.optim.Optimizer) -> bool:
+    """
+    Replace each weight by its average, if the optimizer keeps one. Twice is the same as once.
+    Returns whether there were any.
+    """
+    averaged = [(p, state) for p, state in optimizer.state.items() if "average" in state]
+    for p, state in averaged:
+        p.copy_(state["average"])
+    return bool(averaged)
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """
+    Approximate the nearest orthogonal matrix to each of n matrices (n, rows, cols) by Newton-Schulz
+    iteration: U V^T of the singular value decomposition U S V^T, with singular values within 1e-3
+    of 1. Matmuls run in `dtype`.
+    """
+    if matrices.size(1) > matrices.size(2):
+        # cheaper with X @ X.mT on the shorter side
+        return orthogonalize(matrices.mT, dtype).mT
+    a, b, c = 2.0, -1.5, 0.5  # iterating a x + b x^3 + c x^5 converges to 1
+    # dividing by the norm leaves no singular value above 1
+    X = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + NORM_EPS)).to(dtype)
+    for _ in range(18):
+        A = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X
+
+
+class Muon(torch.optim.AdamW):
+    """
+    Update matrices with Muon and everything else with AdamW. Groups with a `momentum` hold matrices
+    for Muon, `parts` of them stacked in each weight. Muon replaces a matrix's momentum by the
+    nearest orthogonal matrix, so that every direction moves by the same amount (K. Jordan et al.,
+    2024, https://kellerjordan.github.io/posts/muon). Every rank updates all matrices, from the same
+    gradients.
+
+    Momenta, weight decay and beta2 follow each group's `share`, the part of the run that is done.
+    The state keeps a running average of every weight. Its horizon, and that of a group with
+    `public_beta1`, is a fraction of `length`, the run's iterations. load_averages() ends a run with
+    the averages.
+
+    As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
+    never waits for the device.
+    """
+
+    # Set by the training step, or by a GradScaler, which deletes it again. Requires `fused`,
+    # because torch's other AdamW implementations reject it.
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool = True):
+        """Set up the groups of muon_groups(). Newton-Schulz matmuls run in `dtype`."""
+        super().__init__(groups, eps=ADAM_EPS, fused=fused)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        all_groups = self.param_groups
+        for group in all_groups:
+            if "momentum" in group:
+                self.step_matrices(group)
+                continue
+            beta1 = group["betas"][0]
+            if "public_beta1" in group:
+                beta1 = stretched(group["public_beta1"], group["length"])
+            group["betas"] = (beta1, 0.965 + 0.034 * group["share"])
+        # AdamW's step updates every group in param_groups, so hide the matrices from it.
+        self.param_groups = [group for group in all_groups if "momentum" not in group]
+        super().step()
+        self.param_groups = all_groups
+        for group in all_groups:
+            self.average(group)
+
+    def applied(self, p: Tensor) -> Tensor:
+        """Return 1 on p's device, or 0 if this update is skipped."""
+        return p.new_ones(()) if self.found_inf is None else 1 - self.found_inf
+
+    def average(self, group: dict) -> None:
+        """Move the averages towards the updated weights, unless the update was skipped."""
+        applied = self.applied(group["params"][0])
+        weight = (1 - stretched(AVERAGE_DECAY, group["length"])) * applied
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = p.detach().clone()
+                state["average"].lerp_(p, weight)
+
+    def step_matrices(self, group: dict) -> None:
+        """Update all matrices of the same shape together, in a few kernels instead of hundreds."""
+        parts = group["parts"]
+        by_shape: dict[torch.Size, list] = {}
+        for p in group["params"]:
+            if p.grad is None:  # frozen
+                continue
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+                state["row_squares"] = torch.zeros_like(p[:, :1])
+            tensors = p, p.grad, state["momentum"], state["row_squares"]
+            for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
+                by_shape.setdefault(matrix[0].shape, []).append(matrix)
+        for same in by_shape.values():
+            self.update(group, *zip(*same, strict=True))
+
+    def update(self, group: dict, matrices, gradients, momenta, row_squares) -> None:
+        """
+        Update n matrices of one shape. For gradient g and momentum mu, m becomes m + (1 - mu) (g -
+        m), and u is g + mu (m - g), which is Nesterov's lookahead. Each row of u is divided by the
+        root of a running mean of its squares. The matrix is multiplied by 1 - lr * decay, then
+        moved by -lr * sqrt(longer side / shorter side) times the orthogonal matrix nearest to u.
+        """
+        rows, cols = matrices[0].shape
+        share = group["share"]
+        warm = min(1.0, share / MOMENTUM_WARMUP)
+        mu = FIRST_MOMENTUM * (1 - warm) + group["momentum"] * warm
+        row_beta = group["row_beta"] + 0.1 * share
+        decay = group["weight_decay"] * (1 - share) ** group["decay_power"]
+        applied = self.applied(matrices[0])  # 0 zeroes every rate below and so skips the update
+        lr = group["lr"] * applied
+        m = torch.stack(momenta)  # (n, rows, cols)
+        g = torch.stack(gradients)
+        g.masked_fill_(applied == 0, 0)  # NaN times 0 would be NaN
+        m.lerp_(g, (1 - mu) * applied)
+        torch._foreach_copy_(momenta, m.unbind())
+        u = g.lerp_(m, mu)
+        # without Adam's bias correction, which would scale all rows alike and so change nothing
+        squares = torch.stack(row_squares)  # (n, rows, 1)
+        squares.lerp_(u.square().mean(-1, keepdim=True), (1 - row_beta) * applied)
+        torch._foreach_copy_(row_squares, squares.unbind())
+        # back to float32, because small learning rates would underflow in float16
+        update = orthogonalize(u / (squares.sqrt() + ROW_EPS), self.dtype).float()
+        scale = max(rows / cols, cols / rows) ** 0.5
+        torch._foreach_mul_(matrices, 1 - lr * decay)
+        torch._foreach_sub_(matrices, (update * (lr * scale)).unbind())
+
+    def __setstate__(self, state: dict) -> None:
+        # AdamW's version expects a `step` in every parameter's state, but the matrices have none.
+        torch.optim.Optimizer.__setstate__(self, state)
