@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ TEXT_FILES = (".txt", ".md", ".py")
 # .json is not among them, because most hold one object or one list
 PACKED = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in (".gz", ".zst"))
 ROW_FILES = (".parquet", ".jsonl", ".ndjson", *PACKED)
+HUB_TIMEOUT = 60  # seconds
+REFUSALS = (401, 403, 404)  # of the hub: no right to read, or no such dataset
 
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
@@ -123,28 +124,44 @@ def file_id(name: str) -> tuple:
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
     """
     Return the URLs of a hub dataset's training files, in the dataset's order, and their revision:
-    the one given, or else the newest. Raises UserError.
+    the one given, or else the newest. Raises UserError if asking again cannot help, and otherwise
+    the libraries' errors.
     """
-    try:
-        import datasets
-        from huggingface_hub import HfApi
+    import datasets
+    from huggingface_hub import HfApi, get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are still raised
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are still raised
+    get_session().event_hooks["request"].append(limit_waiting)
+    try:
         revision = revision or HfApi().dataset_info(dataset).sha
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
-        files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
-    except Exception as error:  # offline, gated, misspelt
-        raise UserError(f"{dataset}: {first_line(error)}; fix it, or give --source=FILES") from None
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        is_refused = status in REFUSALS or isinstance(error, ValueError | FileNotFoundError)
+        if is_refused or isinstance(error, OfflineModeIsEnabled):
+            hint = "check the names, and set HF_TOKEN if the dataset asks for it"
+            raise UserError(f"{dataset}: {one_line(error)}; {hint}") from None
+        raise
+    files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     if not files or not all(file.endswith(ROW_FILES) for file in files):
         problem = f"{dataset}: has no training split of parquet or jsonl files"
-        raise UserError(f"{problem}; give another --dataset=ORG/NAME, or --source=FILES")
+        hint = "give another --dataset=ORG/NAME, or prepare files of your own with prepare_text.py"
+        raise UserError(f"{problem}; {hint}")
     return files, revision
 
 
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0][:300].rstrip('.')}"
+def limit_waiting(request) -> None:
+    """Limit how long a request to the hub waits: the library lists files without a limit."""
+    limits = request.extensions["timeout"]  # seconds to connect, read, ...
+    request.extensions["timeout"] = {key: limits[key] or HUB_TIMEOUT for key in limits}
+
+
+def one_line(error: Exception) -> str:
+    """Return a library's error and its message, which may have several lines, in one line."""
+    message = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {message[:300].rstrip('.')}"
 
 
 def is_parquet(name: str) -> bool:
@@ -156,10 +173,10 @@ def parse_line(line: bytes) -> Any:
     return json.loads(line.decode().lstrip("\ufeff").strip())
 
 
-def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
+def read_lines(name: str) -> Iterator[tuple[int, bytes]]:
     """
-    Yield (number, line) for each non-blank line after the first `first`, numbered from 1. Detects
-    gzip and zstd by a file's first bytes, because a download may unpack a file but keep its name.
+    Yield (number, line) for each non-blank line, numbered from 1. Detects gzip and zstd by a file's
+    first bytes, because a download may unpack a file but keep its name.
     """
     import fsspec
 
@@ -176,6 +193,6 @@ def read_lines(name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
             # fsspec's own zstd reader ends a truncated file without an error.
             packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(lines, "r"), "zstd")
             lines = io.BufferedReader(packed, 2**20)
-        for number, line in enumerate(islice(lines, first, None), first + 1):
+        for number, line in enumerate(lines, 1):
             if not line.isspace():
                 yield number, line

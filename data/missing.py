@@ -70,14 +70,15 @@ def explanation(config: Config, key: str, folder: Path) -> str:
 
 def both_commands(name: str, folder: Path, tokens: int) -> str:
     """Return how to train on a folder while it is being prepared, for the end of a message."""
-    text = f"--tokens={count(min(tokens, MOST_TOKENS))}"  # flags that prepare FineWeb-Edu
-    if Path(name).exists():  # files of text instead of a folder for tokens
-        text = f"--source={name}"
-        folder = Path("data", f"{Path(name).stem}_tokens")
-    flags = ("--order=prefix", text, f"--out={folder}")
-    prepare = command_line("python", "data/prepare_fineweb.py", *flags)
-    train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--stream=True")
     how = "prepare shards in one terminal, and after the first one train in another"
+    flags = ["data/prepare_fineweb.py", f"--tokens={count(min(tokens, MOST_TOKENS))}"]
+    stream = ["--stream=True"]
+    if Path(name).exists():  # files of text, whose validation text is spread over all of them
+        how = "prepare the text, then train without --stream"
+        flags, stream = ["data/prepare_text.py", name], []
+        folder = Path("data", f"{Path(name).stem}_tokens")
+    prepare = command_line("python", *flags, f"--out={folder}")
+    train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", *stream)
     return f"{how}{COMMAND}{prepare}{COMMAND}{train}"
 
 

@@ -8,10 +8,14 @@ library, which needs no download.
     python data/prepare_text.py book.txt --write=config/book.py   with a config: docs/own_text.md
     python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
 
-Each text file is one document, and so is each row of a .jsonl or .parquet file. Text files are
-UTF-8, or UTF-16 with a byte-order mark; others need --encoding. --val_fraction of the text
-is held out for validation: short documents and the ends of long ones, spread over the text. With a
-single document its end is held out. bpe:N trains a tokenizer on the text.
+Each text file is one document (above 64 MB, each piece of about 1 MB), and so is each row of a
+.jsonl or .parquet file. Text files are UTF-8, or UTF-16 with a byte-order mark; others need
+--encoding. --val_fraction of the text is held out for validation, but no more than 50 MB: short
+documents and the ends of long ones, spread over the text. With a single document its end is held
+out. bpe:N trains a tokenizer on the text.
+
+The text may have any size: it is read twice, first only to measure and check it. If it is
+interrupted, run the same command again: it continues after the last finished shard.
 """
 
 import argparse
@@ -20,6 +24,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -28,19 +33,30 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import COMMAND, Parser, UserError, command_line, parse_count, run_main
+from tqdm import tqdm
+
+from common.console import Parser, command_line, parse_count, run_main
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
-from data.text import FIELD, FIRST_ROWS, Place, Row, Source
+from data.shards import read_manifest
+from data.text import FIELD, FIRST_ROWS, Place, Source
 from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
-from data.writer import Document, Plan, made_from, prepare, say_what_it_holds, tokens_of
+from data.writer import (
+    Document,
+    Plan,
+    made_from,
+    prepare,
+    sample_text,
+    say_what_it_holds,
+    tokens_of,
+)
 
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
 VAL_PARTS = 16  # take validation from this many places, so that no single topic dominates it
 SETTINGS = ("val_fraction", "encoding", "text_field")  # flags that change the dataset
-MOST_BYTES = 1_000_000_000  # largest text to read into memory
+MOST_HELD_OUT = 50_000_000  # characters; about 11M of GPT-2's tokens
 LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
@@ -48,44 +64,38 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 # Documents
 
 
-def read_all(source: Source, instead: str) -> tuple[list[Row], int]:
+def measure(source: Source) -> tuple[int, list[int]]:
     """
-    Read all rows. Returns them and the size of their text in bytes. Raises UserError if that is
-    more than MOST_BYTES, with what to do `instead`, and as Source.rows() does.
+    Read all rows, so that nothing is written if one of them is broken. Returns the number of
+    characters of their text, and its bytes in each row group. Raises UserError as Source.rows().
     """
-    rows = []
-    size = 0
-    too_large = UserError(f"more than {MOST_BYTES / 1e9:g} GB of text; {instead}")
-    if sum(map(os.path.getsize, source.files)) > MOST_BYTES:
-        raise too_large
-    for after, text in source.rows(Place()):
-        rows.append((after, text))
-        size += len((text or "").encode(errors="replace"))
-        if size > MOST_BYTES:  # compressed files pass the check above
-            raise too_large
-    return rows, size
+    characters, sizes = 0, [0] * len(source.groups)
+    # disable=None shows the bar on a terminal only
+    for after, text in tqdm(source.rows(Place()), desc="measuring", unit="row", disable=None):
+        characters += len(text or "")
+        sizes[after.group] += len((text or "").encode(errors="replace"))
+    return characters, sizes
 
 
-def divide(rows: list[Row], fraction: float) -> Iterator[Document]:
+def divide(source: Source, begin: Place, fraction: float, characters: int) -> Iterator[Document]:
     """
-    Turn rows into documents, and hold out the validation text: all of a document, its end, or
-    nothing.
+    Turn the rows of a text of so many characters into documents, starting at a place, and hold out
+    the validation text: all of a document, its end, or nothing.
 
     Each document adds `fraction` of its size to what validation is owed. Once a sixteenth of all
     validation text is owed, the end of the current document pays, or the whole document if it is
     shorter. So validation is spread evenly over the text.
     """
-    owed, part = 0.0, fraction * sum(len(text) for _, text in rows if text) / VAL_PARTS
-    for after, text in rows:
-        if not text:
-            yield Document(after, None)
-            continue
+    fraction = min(fraction, MOST_HELD_OUT / max(characters, 1))
+    owed, part = begin.val, fraction * characters / VAL_PARTS
+    for after, text in source.rows(begin):
+        text = text or ""
         owed += fraction * len(text)
         at = len(text)
-        if owed >= part:
+        if text and owed >= part:
             at = find_split(text, int(owed))
             owed -= len(text) - at
-        yield Document(after, text[:at], text[at:])
+        yield Document(after._replace(val=owed), text[:at], text[at:])
 
 
 def find_split(text: str, length: int) -> int:
@@ -116,7 +126,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="folder to write to (default: data/NAME, named after the config or text)",
     )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
-    add("--val_fraction", type=float, default=0.05, help="fraction held out (default: %(default)s)")
+    held_out = "fraction held out, up to 50 MB of text (default: %(default)s)"
+    add("--val_fraction", type=float, default=0.05, help=held_out)
     add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
@@ -147,17 +158,6 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
 
 
-def for_large_text(arguments: argparse.Namespace, files: list[str], out: Path) -> str:
-    """Return what to type if the text is too large for this program, for the end of a message."""
-    how, place = "write it to a .jsonl as docs/data.md shows, then type", "FILE.jsonl"
-    flags = [f"--tokenizer={arguments.tokenizer}", f"--out={out}"]
-    if all(name.lower().endswith(ROW_FILES) for name in files):
-        how, place = "type", arguments.files[0] if len(arguments.files) == 1 else "FOLDER"
-        flags.append(f"--text_field={arguments.text_field}")
-    command = command_line("python", "data/prepare_fineweb.py", f"--source={place}", *flags)
-    return f"{how}{COMMAND}{command}"
-
-
 def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
     """
     Write a config file for a dataset with `tokens` training tokens. own_config.template computes
@@ -180,13 +180,19 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     source = Source(files, arguments.text_field, arguments.encoding)
-    rows, size = read_all(source, for_large_text(arguments, files, out))
-    documents = list(divide(rows, arguments.val_fraction))
-    if tokenizer:
-        check_lossless(tokenizer, arguments.tokenizer, (text for _, text in rows[:FIRST_ROWS]))
-    else:  # train one, on the training text only
-        texts = (document.text for document in documents)
-        tokenizer = train_bpe(arguments.tokenizer, texts, total=size)
+    characters, sizes = 0, [0]
+    is_there = (out / "manifest.json").exists()
+    if not (tokenizer and is_there and read_manifest(out).get("complete")):
+        characters, sizes = measure(source)
+        if tokenizer:
+            first = (text for _, text in islice(source.rows(Place()), FIRST_ROWS))
+            check_lossless(tokenizer, arguments.tokenizer, first)
+
+    def documents(begin: Place) -> Iterator[Document]:
+        return divide(source, begin, arguments.val_fraction, characters)
+
+    if not tokenizer:  # train one, on the training text only
+        tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, sizes))
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
     least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
     least_in_all = 100 * math.ceil(least / arguments.val_fraction / 100)
@@ -194,9 +200,9 @@ def main(argv: list[str]) -> None:
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings),
-        documents=lambda place: (d for d in documents if d.after > place),
+        documents=documents,
         tokenizer=tokenizer,
-        expected_tokens=size // bytes_per_token + len(documents),
+        expected_tokens=sum(sizes) // bytes_per_token,
         least_tokens=least,
         hint=f"give more text, about {least_in_all:,} tokens in all",
     )

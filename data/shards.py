@@ -174,9 +174,7 @@ class Dataset:
     def line(self) -> str:
         """Describe the data."""
         train = count(self.train_tokens) if self.train_tokens else "growing"
-        held = f"{train} train and {count(len(self.val))} val tokens"
-        order = self.manifest.get("order")  # prepare_text.py records no order
-        return f"data: {self.source}, {held}{f', order {order}' if order else ''}"
+        return f"data: {self.source}, {train} train and {count(len(self.val))} val tokens"
 
     def record(self) -> dict:
         """Return what a run's log records about its data."""
@@ -244,8 +242,8 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
     folder = dataset_folder(name)
     data = read_folder(folder)
     data.train_tokens = len(data.train) if data.complete else None
-    # prepare_fineweb.py, which alone records an order, finishes all validation shards first.
-    can_begin = stream and "order" in data.manifest and len(data.train)
+    # prepare_fineweb.py, which alone records val_tokens, finishes all validation shards first.
+    can_begin = stream and "val_tokens" in data.manifest and len(data.train)
     if data.manifest and not (data.complete or can_begin):
         until = " to write the first training shard" if stream else ""
         hint = f"wait for its preparation{until}, or repeat the command that prepares it"

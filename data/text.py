@@ -2,30 +2,36 @@
 Read documents from the rows of parquet, jsonl and text files, local or on the Hugging Face hub.
 
 A document is a row whose text field is not blank, or a text file that is not blank. Documents come
-in the order of the files and their rows, or in the order of a list of row groups (see order.py).
+in the order of the files and their rows, or with the row groups of all files shuffled by a seed.
 Training shuffles windows of their tokens (see loader.py). files.py lists the files.
 """
 
 import io
+import os
+import random
 import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from functools import cached_property
 from itertools import count, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from common.console import UserError, say, warn
+from common.console import UserError, warn
 from common.files import UTF16_MARKS
-from data.files import TEXT_FILES, first_line, is_parquet, parse_line, read_lines
+from data.files import TEXT_FILES, is_parquet, one_line, parse_line, read_lines
 
 FIELD = "text"
 MISSING = object()  # the value of a field that a row does not have, unlike null
 FIRST_ROWS = 1000  # rows of a file to read before deciding that --text_field is wrong
+# A larger text file is read in pieces, each a document of its own, so that no file has to fit into
+# memory. Pieces end with a line.
+LARGE_FILE = 2**26  # bytes
+PIECE = 2**20  # bytes, plus the rest of the line
 BATCH_ROWS = 64  # parquet rows to decode at once; few, because each may be a book
 # parquet column types that can hold text
 TEXT_COLUMN = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")
@@ -40,50 +46,71 @@ MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
 
 
 class Place(NamedTuple):
-    """Locate a row by file, row group (0 if not parquet) and number within the row group."""
+    """
+    Locate a row in the order of reading: how many row groups, and how many rows of the next one,
+    come before it. `val` is what prepare_text.py's and prepare_fineweb.py's divide() must know of
+    the validation text so far.
+    """
 
-    file: int = 0
     group: int = 0
     row: int = 0
-    # How many documents of a shuffled window that begins here have been read. manifest.json stores
-    # this name.
-    given: int | None = None
+    val: float = 0.0
 
 
-Group = tuple[int, int]  # file number and row group number
 Row = tuple[Place, str | None]  # the place after a row, and its text, "" if it is blank
 
 
 @dataclass
 class Source:
-    """Read the rows of a list of files. Blank lines and blank text files do not count as rows."""
+    """
+    Read the rows of a list of files. Blank lines and blank text files do not count as rows. A row
+    group is a part of a parquet file that can be read on its own; any other file counts as one.
+    """
 
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     encoding: str | None = None  # for text files that are neither UTF-8 nor UTF-16
+    seed: int | None = None  # shuffles the row groups; None: in the order of the files
+    known_counts: list[int] | None = None  # of row groups in each file; None: read all footers
     # of parquet files, by name; compressed
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)
 
-    def rows(self, begin: Place) -> Iterator[Row]:
-        """Yield the rows of all files from `begin` on. Raises UserError as file_rows() does."""
-        for file in range(begin.file, len(self.files)):
-            yield from self.file_rows(begin if file == begin.file else Place(file))
+    @cached_property
+    def counts(self) -> list[int]:
+        """Count the row groups of each file, reading only the footers of parquet files."""
+        if self.known_counts is not None:
+            return self.known_counts
+        # disable=None shows the bar on a terminal only
+        files = tqdm(self.files, desc="row groups", unit="file", disable=None)
+        return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
 
-    def file_rows(self, begin: Place, one_group: bool = False) -> Iterator[Row]:
+    @cached_property
+    def groups(self) -> list[tuple[str, int]]:
+        """List (file, number in the file) of all row groups in the order of reading."""
+        files = zip(self.files, self.counts, strict=True)
+        groups = [(name, number) for name, count in files for number in range(count)]
+        if self.seed is not None:
+            random.Random(self.seed).shuffle(groups)
+        return groups
+
+    def rows(self, begin: Place) -> Iterator[Row]:
         """
-        Yield the rows of a file, or only of the row group, from `begin` on. Raises UserError for a
-        file that cannot be read, for a broken line, and if most of the first FIRST_ROWS rows have
-        no text, or text full of control characters. A shorter row group is not enough to judge by.
+        Yield the rows from `begin` on. Raises UserError for a file that cannot be read, for a
+        broken line, and if most of a file's first FIRST_ROWS rows have no text, or text full of
+        control characters.
         """
-        name = self.files[begin.file]
-        rows = self.read_with_retries(begin, one_group)
-        if begin == Place(begin.file) and not name.lower().endswith(TEXT_FILES):
-            first = [*islice(rows, FIRST_ROWS)]
-            is_part = one_group and is_parquet(name) and self.footer(name).num_row_groups > 1
-            if len(first) == FIRST_ROWS or not is_part:
-                self.check_field(name, [text for _, text in first])
-            yield from first
-        yield from rows
+        for number in range(begin.group, len(self.groups)):
+            row = begin.row if number == begin.group else 0
+            rows = self.read_with_retries(number, row)
+            name, _ = self.groups[number]
+            if row == 0 and not name.lower().endswith(TEXT_FILES):
+                first = [*islice(rows, FIRST_ROWS)]
+                # one of several short row groups is not enough to judge by
+                is_part = is_parquet(name) and self.footer(name).num_row_groups > 1
+                if len(first) == FIRST_ROWS or not is_part:
+                    self.check_field(name, [text for _, text in first])
+                yield from first
+            yield from rows
 
     def check_field(self, name: str, first: list[str | None]) -> None:
         """Raise UserError if most of a file's first rows, without blank ones, hold no text."""
@@ -95,26 +122,20 @@ class Source:
         held = f"{rows} have no readable text in their field {self.field!r}"
         raise UserError(f"{name}: {held}; give --text_field=NAME")
 
-    def row_groups(self) -> list[int]:
-        """Count the row groups of each file, reading only the footers of parquet files."""
-        # disable=None shows the bar on a terminal only
-        files = tqdm(self.files, desc="row groups", unit="file", disable=None)
-        return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
-
     def group_bytes(self) -> list[int]:
         """
-        Return the approximate bytes of text in each row group, file by file. Files that are not
-        parquet count as one row group of their file size.
+        Return the approximate bytes of text in each row group, in the order of reading. Files that
+        are not parquet count with their file size.
         """
-        sizes: list[int] = []
+        sizes: dict[tuple[str, int], int] = {}
         for name in tqdm(self.files, desc="sizes", unit="file", disable=None):
             if is_parquet(name):
                 footer = self.footer(name)  # parsed once, for up to a thousand row groups
-                groups = map(footer.row_group, range(footer.num_row_groups))
-                sizes += [text_bytes(group, self.field) for group in groups]
+                for number in range(footer.num_row_groups):
+                    sizes[name, number] = text_bytes(footer.row_group(number), self.field)
             else:
-                sizes.append(with_retries(name, file_size))
-        return sizes
+                sizes[name, 0] = with_retries(name, file_size)
+        return [sizes[group] for group in self.groups]
 
     def footer(self, name: str):
         """Return a parquet file's metadata, downloaded once and kept compressed in memory."""
@@ -124,18 +145,15 @@ class Source:
             self.footers[name] = with_retries(name, read_footer)
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
-    def read_with_retries(self, place: Place, one_group: bool) -> Iterator[Row]:
-        """
-        Yield the rows of a file, or of one of its row groups, starting at a place. Retries a file
-        on the hub for an hour.
-        """
-        name = self.files[place.file]
+    def read_with_retries(self, number: int, row: int) -> Iterator[Row]:
+        """Yield the rows of a row group after the first `row`. Retries the hub for an hour."""
+        name, _ = self.groups[number]
         failures = 0
         while True:
             try:
-                for after, text in self.read(place, one_group):
-                    yield after, text
-                    place = after
+                for text in self.read(number, row):
+                    row += 1
+                    yield Place(number, row), text
                     failures = 0
                 return
             except UserError:
@@ -144,24 +162,26 @@ class Source:
                 wait_or_raise(name, error, failures)
                 failures += 1
 
-    def read(self, place: Place, one_group: bool) -> Iterator[Row]:
+    def read(self, number: int, row: int) -> Iterator[str | None]:
         # To read CSV: write a reader like those below with csv.DictReader, call it here, and add
         # ".csv" to ROW_FILES.
-        name = self.files[place.file]
+        name, group = self.groups[number]
         if is_parquet(name):
-            return self.read_parquet(name, place, one_group)
+            return self.read_parquet(name, group, row)
         if name.lower().endswith(TEXT_FILES):
-            return read_text(name, place, self.encoding)
-        return self.read_jsonl(name, place)
+            return islice(read_text(name, self.encoding), row, None)
+        return self.read_jsonl(name, row)
 
-    def read_parquet(self, name: str, place: Place, one_group: bool) -> Iterator[Row]:
+    def read_parquet(self, name: str, group: int, row: int) -> Iterator[str | None]:
         """
-        Yield the rows of one row group or of all, starting at a place. Uses pyarrow directly,
-        because the datasets library downloads the rows that a continued preparation skips.
+        Yield the texts of a row group after the first `row`. Uses pyarrow directly, because the
+        datasets library downloads the rows that a continued preparation skips.
         """
         import pyarrow.parquet
 
         footer = self.footer(name)
+        if row == footer.row_group(group).num_rows:
+            return  # the last shard ended with this row group; do not download it for nothing
         with open_ranges(name) as file:
             # With pre_buffer, pyarrow would keep every downloaded byte until the file is closed.
             parquet = pyarrow.parquet.ParquetFile(file, metadata=footer, pre_buffer=False)
@@ -171,12 +191,7 @@ class Source:
                 problem = f"{name}: no text in the field {self.field!r} ({kind})"
                 there = ", ".join(columns.names)
                 raise UserError(f"{problem}; give --text_field=NAME, one of {there}")
-            last = place.group if one_group else footer.num_row_groups - 1
-            for n in range(place.group, last + 1):
-                done = place.row if n == place.group else 0
-                if done < footer.row_group(n).num_rows:  # the group has rows left to read
-                    for row, text in enumerate(self.read_group(parquet, n, done), done + 1):
-                        yield Place(place.file, n, row), text
+            yield from self.read_group(parquet, group, row)
 
     def read_group(self, parquet, group: int, row: int) -> Iterator[str | None]:
         """Yield the texts of a row group, starting at `row`. Broken UTF-8 becomes U+FFFD."""
@@ -189,19 +204,22 @@ class Source:
             for content in column.cast(pyarrow.large_binary()).to_pylist():
                 yield as_document(None if content is None else content.decode(errors="replace"))
 
-    def read_jsonl(self, name: str, place: Place) -> Iterator[Row]:
-        """Yield the rows of a jsonl file: each line that is not blank holds one JSON object."""
-        for number, line in read_lines(name, place.row):
+    def read_jsonl(self, name: str, row: int) -> Iterator[str | None]:
+        """
+        Yield the texts of a jsonl file after the first `row`: each line that is not blank holds one
+        JSON object.
+        """
+        for number, line in islice(read_lines(name), row, None):
             try:
                 text = parse_line(line).get(self.field, MISSING)
             except (ValueError, AttributeError, RecursionError) as error:
-                problem = f"is not a JSON object ({first_line(error)})"
+                problem = f"is not a JSON object ({one_line(error)})"
                 if isinstance(error, UnicodeDecodeError):
                     problem = "is not UTF-8; convert the file with iconv"
                 if line.lstrip().startswith(b"["):
                     problem = "holds an array; write one object per line"
                 raise UserError(f"{name}: line {number:,} {problem}") from None
-            yield Place(place.file, 0, number), as_document(text)
+            yield as_document(text)
 
 
 def text_bytes(row_group, field: str) -> int:
@@ -212,11 +230,13 @@ def text_bytes(row_group, field: str) -> int:
 
 def wait_or_raise(name: str, error: Exception, failures: int) -> None:
     """Wait before retrying a file on the hub. Raises UserError if a retry cannot help."""
-    problem = f"{name}: {first_line(error)}"  # the library's message
+    problem = f"{name}: {one_line(error)}"  # the library's message
     # Waiting does not repair a damaged file or create a missing one.
     is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
-    if is_final or "://" not in name or failures == len(PAUSES):
+    if is_final or "://" not in name:
         raise UserError(problem) from None
+    if failures == len(PAUSES):
+        raise UserError(f"{problem}; check the network") from None
     warn(f"{problem}; trying again in {PAUSES[failures]} s")
     time.sleep(PAUSES[failures])
 
@@ -225,6 +245,8 @@ def with_retries(name: str, read: Callable[[str], Any]) -> Any:
     for failures in count():
         try:
             return read(name)
+        except UserError:
+            raise
         except Exception as error:
             wait_or_raise(name, error, failures)
 
@@ -253,23 +275,39 @@ def read_footer(name: str) -> bytes:
     return zlib.compress(packed.getvalue(), 1)
 
 
-def read_text(name: str, place: Place, encoding: str | None) -> Iterator[Row]:
-    """Yield a text file as one row, or as several if <|endoftext|> separates them in a .txt."""
-    try:
-        text = decode(Path(name).read_bytes(), encoding)
-    except UserError as error:
-        hint = "another" if encoding else "its"
-        hint += " encoding, such as --encoding=cp1252 (docs/data.md lists others)"
-        raise UserError(f"{name}: {error}; leave the file out, or give {hint}") from None
-    # Normalise line endings, so that every operating system produces the same tokens.
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    whole = re.sub("(?m)^\ufeff", "", text)  # byte-order marks; joined files may have several
-    texts = END_OF_TEXT.split(whole) if name.lower().endswith(".txt") else [whole]
-    rows = [*filter(as_document, texts)]
-    if len(texts) > 1:
-        say(f"{name}: {len(rows):,} documents, separated by <|endoftext|>")
-    for row in range(place.row, len(rows)):
-        yield Place(place.file, 0, row + 1), rows[row]
+def read_text(name: str, encoding: str | None) -> Iterator[str]:
+    """
+    Yield the documents of a text file: the file, several if <|endoftext|> separates them in a .txt,
+    or pieces of a large file. Raises UserError.
+    """
+    rest = ""
+    for block in read_blocks(name, encoding):
+        texts = END_OF_TEXT.split(rest + block) if name.lower().endswith(".txt") else [rest + block]
+        rest = "" if len(texts[-1]) >= PIECE // 2 else texts.pop()
+        yield from filter(as_document, texts)
+    if as_document(rest):
+        yield rest
+
+
+def read_blocks(name: str, encoding: str | None) -> Iterator[str]:
+    """Yield a text file as one string, or a large file in blocks that end with a line."""
+    lines = 0
+    with open(name, "rb") as file:
+        # In UTF-16, half of a character may look like a line's end.
+        is_large = os.path.getsize(name) > LARGE_FILE and not file.peek(2).startswith(UTF16_MARKS)
+        while content := file.read(PIECE if is_large else -1):
+            content += file.readline()
+            try:
+                text = decode(content, encoding, lines)
+            except UserError as error:
+                hint = "another" if encoding else "its"
+                hint += " encoding, such as --encoding=cp1252 (docs/data.md lists others)"
+                problem = f"{name}: {error}; leave the file out, or give {hint}"
+                raise UserError(problem) from None
+            lines += content.count(b"\n")
+            # Normalise line endings, so that every operating system produces the same tokens.
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+            yield re.sub("(?m)^\ufeff", "", text)  # byte-order marks; joined files may have several
 
 
 def as_document(text: object) -> str | None:
@@ -285,10 +323,11 @@ def as_document(text: object) -> str | None:
 # Bytes to text
 
 
-def decode(content: bytes, given: str | None) -> str:
+def decode(content: bytes, given: str | None, lines: int) -> str:
     """
     Decode a text as UTF-16 if it begins with a UTF-16 byte-order mark, else as UTF-8. If that
-    fails, use the `given` encoding. Raises UserError if the result is not text.
+    fails, use the `given` encoding. Raises UserError if the result is not text, with the number of
+    the line, of which `lines` come before this text.
     """
     problem = ""
     unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"
@@ -296,10 +335,10 @@ def decode(content: bytes, given: str | None) -> str:
         try:
             text = content.decode(encoding)
         except LookupError as error:
-            raise UserError(f"{problem}; {first_line(error)}") from None
+            raise UserError(f"{problem}; {one_line(error)}") from None
         except UnicodeError as error:
             at = getattr(error, "start", 0)  # some multi-byte codecs do not say where
-            line = 1 + content[:at].count(b"\n")
+            line = lines + 1 + content[:at].count(b"\n")
             problem = f"line {line:,} is not {encoding}"
             continue
         controls = too_many_controls(text)

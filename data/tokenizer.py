@@ -13,7 +13,7 @@ import pickle
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
@@ -215,16 +215,16 @@ def split_long(text: str) -> list[str]:
     return CHUNK.findall(text.encode(errors="replace").decode())
 
 
-def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int = 0) -> Tokenizer:
+def train_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
     """
     Train the tokenizer bpe:N, a byte-level BPE like GPT-2's (Radford et al. 2019), on a sample of
-    these texts (see sample_text). Raises UserError if the sample yields fewer than N ids.
+    text. Raises UserError if the sample yields fewer than N ids.
     """
     from tokenizers import ByteLevelBPETokenizer
 
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
     bpe, vocab, bars = ByteLevelBPETokenizer(), int(name.partition(":")[2]), sys.stderr.isatty()
-    sample = [part for chunk in sample_text(texts, skip, total) for part in LONG_WORD.split(chunk)]
+    sample = [part for text in texts for part in LONG_WORD.split(text)]
     # Python cannot handle Ctrl-C until the library returns, so let it kill the process instead.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])
@@ -233,24 +233,6 @@ def train_bpe(name: str, texts: Iterable[str | None], skip: int = 0, total: int 
         hint = "give a smaller N, a smaller --val_tokens or --val_fraction, or more text"
         raise UserError(f"{name}: the training text is enough for only {ids} ids; {hint}")
     return Tokenizer(dict(kind="bpe", json=bpe.to_str()))
-
-
-def sample_text(texts: Iterable[str | None], skip: int, total: int) -> Iterator[str]:
-    """
-    Yield at most SAMPLE_MB of text, after the first `skip` bytes, which are validation's. Spreads
-    the sample evenly over a text of `total` bytes, or takes its beginning if `total` is 0, meaning
-    unknown.
-    """
-    most = SAMPLE_MB * 1_000_000
-    read, taken, every = -skip, 0, 1 + total // most
-    for chunk in (chunk for text in texts if text for chunk in split_long(text)):
-        size = len(chunk.encode())
-        read += size
-        if taken * every < read:
-            yield chunk
-            taken += size
-        if read > every * most:
-            return
 
 
 # -----------------------------------------------------------------------------

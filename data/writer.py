@@ -1,14 +1,13 @@
 """
 Turn documents into token shards and a manifest.json, for prepare_fineweb.py and prepare_text.py.
 
-Documents keep the source's order, each preceded by an end-of-text token. Shards end at a document
-boundary. After each shard, manifest.json records where in the source the next one begins. Running
-the same command again continues after the last finished shard, and the files are byte-identical
-however often it was interrupted and however many threads it used.
-
-text.py reads the files; order.py chooses their order.
+Documents keep the order in which text.py reads them, each preceded by an end-of-text token. Shards
+end at a document boundary. After each shard, manifest.json records where in the source the next one
+begins. Running the same command again continues after the last finished shard, and the files are
+byte-identical however often it was interrupted and however many threads it used.
 """
 
+import bisect
 import contextlib
 import hashlib
 import json
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +30,14 @@ from common.console import RunError, UserError, command_line, count, print_err, 
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
 from data.text import Place
-from data.tokenizer import Tokenizer
+from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 
-BATCH = 64  # documents that a thread tokenizes at once
-READ_AHEAD = 2  # batches in flight per thread
+# What a thread tokenizes at once: this many documents, or fewer of so many characters
+BATCH = 64
+BATCH_CHARACTERS = 2**20
+# Characters in flight; some of FineWeb's row groups, so that tokenizing continues during a download
+READ_AHEAD = 2**24
+SAMPLE_PLACES = 16  # beginnings of row groups to take a tokenizer's training text from
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
 LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
 SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
@@ -53,7 +56,7 @@ class Document(NamedTuple):
 
     after: Place  # where the next document begins
     text: str | None
-    held_out: str = ""  # text cut off its end for validation
+    held_out: str = ""  # text cut off its end for validation, or all of it
 
 
 @dataclass
@@ -65,7 +68,6 @@ class Plan:
     documents: Callable[[Place], Iterator[Document]]  # yields the documents, starting at a place
     tokenizer: Tokenizer
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
-    val_tokens: int = 0  # hold out whole documents from the start; 0: `documents` chooses them
     train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # in each split, or the preparation fails
@@ -76,14 +78,14 @@ class Plan:
 def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
     """
     Return the part of manifest.json that must stay the same for a preparation to continue: the
-    source as the user named it, the sizes and times of its local files, the tokenizer, and the
+    source as the user named it, the sizes and times of its local `files`, the tokenizer, and the
     flags that change the output.
     """
     same: dict[str, Any] = dict(format="uint16 shards, llm.c header", source=source)
     same |= dict(tokenizer=tokenizer.kind, vocab=tokenizer.vocab, eot=tokenizer.eot)
     if tokenizer.kind == "bpe":
         same["tokenizer_sha256"] = hashlib.sha256(tokenizer.spec["json"].encode()).hexdigest()
-    stats = {name: os.stat(name) for name in files if "://" not in name}
+    stats = {name: os.stat(name) for name in files}
     stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     return same | settings | dict(files=stamps)
 
@@ -141,15 +143,16 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     """Raise UserError if the folder was made from other text or with other flags."""
     asked = dict(plan.made_from)
     noted = manifest.get("files", {})
-    # Before a preparation is finished, the user may fix a broken line in a source file.
-    is_begun = not manifest.get("complete", True)
-    if list(asked["files"]) == list(noted) and (
-        is_begun or all(asked["files"][name][0] == size for name, (size, *_) in noted.items())
-    ):
-        del asked["files"]
+    if [(name, size) for name, (size, _) in asked["files"].items()] == [
+        (name, size) for name, (size, *_) in noted.items()
+    ]:
+        del asked["files"]  # begin_or_continue() warns if their times differ
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; give another --out")
+    if "given" in (manifest.get("next") or ()) and not manifest["complete"]:
+        problem = "was begun by an earlier version, which alone can finish it"
+        raise UserError(f"{plan.folder}: {problem}; give another --out, or delete the folder")
 
 
 def begin_or_continue(plan: Plan) -> dict:
@@ -162,14 +165,15 @@ def begin_or_continue(plan: Plan) -> dict:
         noted = manifest["files"]
         # a version before 0.4.0 also noted a hash
         if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n][:2]]:
-            what = f"{changed[0]}: has changed in size or time since {folder} was begun"
-            hint = f"if rows were added or removed, delete {folder} and begin again"
+            what = f"{changed[0]}: has another date than when {folder} was begun"
+            hint = f"if the text has changed, delete {folder} and begin again"
             warn(f"{what} (such files: {len(changed):,}); finished shards are kept; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
+        manifest["rows_with_fffd"] = 0
     if manifest["complete"]:
         if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
             other = f"{folder}_{count(plan.train_tokens) if plan.train_tokens else 'all'}"
@@ -274,6 +278,31 @@ class Part:
     bytes: int = 0  # UTF-8 bytes of their text
 
 
+def sample_text(
+    documents: Callable[[Place], Iterator[tuple]], sizes: list[int], skip: int = 0
+) -> Iterator[str]:
+    """
+    Yield about SAMPLE_MB of training text to train a tokenizer on: all of a shorter text, else an
+    equal part from the beginnings of some row groups, spread over the text. `sizes` are the bytes
+    of text in each row group. Leaves out the first `skip` bytes. `documents` yields the place after
+    each document, its text, and perhaps more.
+    """
+    most = SAMPLE_MB * 1_000_000
+    ends = [0, *accumulate(sizes)]
+    number = SAMPLE_PLACES if ends[-1] - skip > most else 1
+    places = (skip + (ends[-1] - skip) * n // number for n in range(number))
+    groups = [*dict.fromkeys(max(bisect.bisect(ends, at, hi=len(sizes)) - 1, 0) for at in places)]
+    for group in groups:
+        taken = min(ends[group] - skip, 0)  # below 0 until the first `skip` bytes have passed
+        texts = (text or "" for _, text, *_ in documents(Place(group)))
+        for chunk in chain.from_iterable(map(split_long, texts)):
+            if taken >= most // len(groups):
+                break
+            if taken >= 0:
+                yield chunk
+            taken += len(chunk.encode())
+
+
 class Encoded(NamedTuple):
     """A document's tokens, two bytes each and end-of-text first, and its text in UTF-8."""
 
@@ -293,11 +322,7 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
         while manifest["next"] and totals["train"] < most:
             # tokens that the next shard of each split may hold
             room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
-            split = "train"  # where documents go; what is cut off their ends always goes to val
-            if totals["val"] < plan.val_tokens:
-                split = "val"
-                room["val"] = min(plan.shard_tokens, plan.val_tokens - totals["val"])
-            parts = take(documents, split, room, manifest, bar)
+            parts = take(documents, room, manifest, bar)
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))
             write_manifest(plan.folder, manifest)
@@ -305,21 +330,18 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     documents.close()  # stops the threads
 
 
-def take(
-    documents: Iterator, split: str, room: dict[str, int], manifest: dict, bar: tqdm
-) -> dict[str, Part]:
+def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
-    Take documents for this split until the next shard of either split is full. Notes in the
-    manifest where the following documents begin, how many rows were left out or hold U+FFFD, and
-    the hash of the validation text. Returns the shard contents by split.
+    Take documents until the next shard of either split is full. Notes in the manifest where the
+    following documents begin, how many rows were left out or hold U+FFFD, and the hash of the
+    validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
-    manifest.setdefault("rows_with_fffd", 0)  # absent from a folder that an earlier version began
     for after, whole, held_out in documents:
         manifest["left_out"]["rows"] += 1
         manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
         manifest["rows_with_fffd"] += FFFD in whole.text or FFFD in held_out.text
-        for name, encoded in ((split, whole), ("val", held_out)):
+        for name, encoded in (("train", whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens
             part.documents += bool(encoded.tokens)
@@ -361,13 +383,17 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
     grow with the source. Raises RunError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
-    pending: deque[Future] = deque()
+    pending: deque[tuple[Future, int]] = deque()
+    ahead = 0  # characters
     try:
-        while batch := list(islice(documents, BATCH)):
-            pending.append(pool.submit(encode_batch, batch, tokenizer))
-            if len(pending) > READ_AHEAD * workers:
-                yield from pending.popleft().result()
-        for future in pending:
+        for batch, size in batches(documents):
+            pending.append((pool.submit(encode_batch, batch, tokenizer), size))
+            ahead += size
+            while ahead > READ_AHEAD and len(pending) > workers:
+                future, size = pending.popleft()
+                ahead -= size
+                yield from future.result()
+        for future, _ in pending:
             yield from future.result()
     except UserError as error:
         raise RunError(
@@ -375,6 +401,19 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def batches(documents: Iterator[Document]) -> Iterator[tuple[list[Document], int]]:
+    """Yield the documents in batches for one thread, each with its number of characters."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text or "") + len(document.held_out)
+        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
+            yield batch, size
+            batch, size = [], 0
+    yield batch, size
 
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:

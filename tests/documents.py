@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 from urllib.parse import unquote
 
 import numpy as np
@@ -84,8 +85,8 @@ class GrowingFolder:
 
     def __init__(self, finished: Path, folder: Path):
         self.finished, self.folder = finished, folder
-        # write_tokens() records no order
-        self.manifest = dict(order="prefix") | manifest_of(finished)
+        # write_tokens() does not record it
+        self.manifest = dict(val_tokens=1) | manifest_of(finished)
         folder.mkdir(exist_ok=True)
         import fcntl
 
@@ -153,6 +154,11 @@ def check_folder(out: Path, texts: list[str]) -> list[str]:
     return val
 
 
+def on_hub(*files):
+    """Let each dataset of the hub, in this process, consist of these local files."""
+    return mock.patch("data.files.hub_files", lambda *_: ([*map(str, files)], REVISION))
+
+
 class Hub(BaseHTTPRequestHandler):
     """Answer the requests that the datasets library sends to the Hugging Face hub."""
 
@@ -162,6 +168,7 @@ class Hub(BaseHTTPRequestHandler):
     troubles: dict[int, str | int] = {}  # what happens at the n-th range request
     ranges = 0  # the number of range requests so far
     allowed: dict[str, int] = {}  # range requests for a file until the hub refuses it
+    begins: list[int] = []  # the statuses of the first answers about the dataset
 
     def log_message(self, *_):
         pass
@@ -177,7 +184,9 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
-        if path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
+        if path.startswith("/api/datasets/") and Hub.begins:
+            self.answer(Hub.begins.pop(0))
+        elif path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
             sha = REVISION if path.endswith(REVISION) else self.newest
             siblings = [{"rfilename": name} for name in self.files]
             about = dict(id="org/name", sha=sha, siblings=siblings, tags=[])
@@ -238,4 +247,4 @@ def serve_hub(source: Path) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    Hub.allowed, Hub.newest, Hub.troubles = {}, REVISION, {}
+    Hub.allowed, Hub.newest, Hub.troubles, Hub.begins = {}, REVISION, {}, []

@@ -15,6 +15,7 @@ from unittest import mock
 import mpmath
 import numpy as np
 import pytest
+from documents import on_hub
 from program import ROOT, InProcessRun, Result, Run, run, train, write_tokens
 
 from reports import seeds
@@ -321,10 +322,11 @@ def test_compares_runs_on_few_and_many_tokens_of_one_source(tiny, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     text = json.dumps(dict(text="the quick brown fox jumps over the lazy dog " * 4))
     Path("docs.jsonl").write_text(f"{text}\n" * 300)
-    source = ["--source=docs.jsonl", "--tokenizer=byte", "--val_tokens=1000"]
+    source = ["--dataset=org/name", "--tokenizer=byte", "--val_tokens=1000"]
     for name, tokens in (("few", 4000), ("many", 16_000)):
         command = [*source, f"--tokens={tokens}", "--shard_tokens=4000", f"--out={name}"]
-        result = run("data/prepare_fineweb.py", *command)
+        with on_hub("docs.jsonl"):
+            result = run("data/prepare_fineweb.py", *command)
         assert result.code == 0, result.err
         train(**tiny | dict(dataset=f"./{name}", out_dir=f"out-{name}"))
     shutil.copytree("few", "copy")

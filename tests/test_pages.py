@@ -15,10 +15,10 @@ import pytest
 import yaml
 from doc_pages import GUIDES, PAGES, README, code_blocks, page_name, read, shows
 from packaging.requirements import Requirement
-from program import ROOT, run
+from program import ROOT
 
 from configurator import FIELDS, find_keys, load_config
-from data.shards import open_dataset, read_manifest
+from data.shards import open_dataset
 from dev import make_keys
 from sample import SampleConfig
 
@@ -158,23 +158,6 @@ def test_the_form_for_measurements_names_scripts_that_exist():
 # Code on the pages. More of it runs in test_convert and in integration/.
 
 TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
-
-
-def test_the_data_pages_code_turns_text_files_into_jsonl_that_can_be_prepared(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (block,) = code_blocks(ROOT / "docs/data.md", "python")
-    Path("texts/deep").mkdir(parents=True)
-    texts = [f"{n} élan\n{TEXT * 20}" for n in range(9)]
-    for n, text in enumerate(texts):
-        encoding = "utf-8" if n % 3 else "cp1252"
-        Path("texts", "deep" * (n % 2), f"{n}.txt").write_text(text, encoding)
-    exec(block, {})
-    result = run("data/prepare_text.py", "my.jsonl")
-    assert result.code == 0, result.err
-    shards = read_manifest(Path("data/my"))["shards"]
-    assert sum(shard["bytes"] for shard in shards) == sum(len(text.encode()) for text in texts)
 
 
 def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, monkeypatch):

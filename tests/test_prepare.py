@@ -7,7 +7,7 @@ and test_bad_input.py tests bad command lines.
 import hashlib
 import json
 import os
-import re
+import random
 import signal
 import subprocess
 import time
@@ -27,6 +27,7 @@ from documents import (
     digests,
     documents,
     manifest_of,
+    on_hub,
     serve_hub,
     stored,
     stored_texts,
@@ -36,12 +37,14 @@ from documents import (
 from program import ROOT, Result, finish, needs_signals, refused, run, start, wait_for_line
 
 from common.console import UserError
-from data import prepare_fineweb, writer
+from data import prepare_fineweb, prepare_text, writer
+from data.text import Place, Source
 
-FINEWEB = "data/prepare_fineweb.py"
+FINEWEB, TEXT = "data/prepare_fineweb.py", "data/prepare_text.py"
 EOT = 50256
 TEXTS = [text for text in documents(700) if text]
-FLAGS = ["--tokenizer=byte", "--val_tokens=2k", "--shard_tokens=3k"]
+HUB = ["--dataset=org/name", "--tokenizer=byte"]
+FLAGS = [*HUB, "--val_tokens=2k", "--shard_tokens=3k"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,12 @@ def prepare(*arguments, script: str = FINEWEB) -> Result:
     return result
 
 
+def prepare_from_hub(file: str, *arguments) -> Result:
+    """Run prepare_fineweb.py in this process on a dataset that consists of this file."""
+    with on_hub(file):
+        return run(FINEWEB, *arguments)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files in a data folder, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -67,21 +76,28 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_shards_hold_every_document_once_in_order(gpt2_bpe, tmp_path, form):
+def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups(
+    gpt2_bpe, tmp_path, form
+):
     """Store the tokens that tiktoken computes, with an end-of-text before each document."""
     texts = documents(700) + ["<|endoftext|> in a text is text"]
     write = write_parquet if form == "parquet" else write_jsonl
-    write(tmp_path / "source" / f"a.{form}", texts[:450])
-    write(tmp_path / "source" / f"b.{form}", texts[450:])
+    files = texts[:450], texts[450:]
+    names = [write(tmp_path / f"{n}.{form}", file) for n, file in enumerate(files)]
     out = tmp_path / "out"
-    sizes = ["--val_tokens=1k", "--shard_tokens=3k", "--order=prefix"]
-    result = run(FINEWEB, "--source=source", f"--out={out}", *sizes)
+    sizes = ["--val_tokens=1k", "--shard_tokens=3k"]
+    with on_hub(*names):
+        result = run(FINEWEB, "--dataset=org/name", f"--out={out}", *sizes)
     assert result.code == 0
     assert "3 of 701 rows hold no text" in result.err
-    whole = [text for text in texts if text]
+    size = 100 if form == "parquet" else 1000
+    groups = [file[at : at + size] for file in files for at in range(0, len(file), size)]
+    random.Random(0).shuffle(groups)
+    assert groups[0] != texts[:size]
+    whole = [text for group in groups for text in group if text]
     expected = [[EOT, *gpt2_bpe.encode_ordinary(text)] for text in whole]
-    sums = list(accumulate(map(len, expected)))
-    held_out = next(i for i, tokens in enumerate(sums) if tokens >= 1000) + 1
+    sums = list(accumulate(len(text.encode()) for text in whole))
+    held_out = next(i for i, size in enumerate(sums) if size >= 5 * 1000) + 1
     assert stored(out, "val") == sum(expected[:held_out], [])
     assert stored(out, "train") == sum(expected[held_out:], [])
     manifest = manifest_of(out)
@@ -100,35 +116,36 @@ def test_shards_hold_every_document_once_in_order(gpt2_bpe, tmp_path, form):
     "val_tokens, shard_tokens, tokens",
     [(1, 1, None), (5, 100, None), (60, 7, None), (60, 1000, 200), (10, 33, 1), (25, 25, 10**6)],
 )
-def test_order_prefix_ends_a_split_or_shard_with_the_document_that_reaches_its_size(
+def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(
     val_tokens, shard_tokens, tokens
 ):
-    """Five tokens for validation are two whole documents."""
+    """Five bytes for validation are three whole documents."""
     texts = ["a", "bc", "d" * 9, "e" * 40, "f", "g" * 9, "h" * 40, "ij"] * 6
     write_jsonl(Path("a.jsonl"), texts)
-    flags = ["--source=a.jsonl", "--order=prefix", "--tokenizer=byte", "--out=out"]
-    flags += [f"--val_tokens={val_tokens}", f"--shard_tokens={shard_tokens}"]
-    said = prepare(*flags, *([f"--tokens={tokens}"] if tokens else [])).out
+    flags = [*HUB, "--out=out", f"--val_tokens={val_tokens}", f"--shard_tokens={shard_tokens}"]
+    with on_hub("a.jsonl"):
+        said = prepare(*flags, *([f"--tokens={tokens}"] if tokens else [])).out
     rest = [[0, *text.encode()] for text in texts]
-    expected: dict[str, list[list[int]]] = dict(val=[], train=[])
-    for split, most in (("val", val_tokens), ("train", tokens or 10**9)):
-        while rest and sum(map(len, expected[split])) < most:
-            shard = []
-            while rest and len(shard) < min(shard_tokens, most - sum(map(len, expected[split]))):
-                shard += rest.pop(0)
-            expected[split].append(shard)
+    expected: dict[str, list[list[int]]] = dict(val=[[]], train=[[]])
+    held_out = 0
+    while rest and (tokens is None or sum(map(len, expected["train"])) < tokens):
+        split = "val" if held_out < val_tokens else "train"
+        if len(expected[split][-1]) >= shard_tokens:
+            expected[split].append([])
+        expected[split][-1] += rest.pop(0)
+        held_out = sum(sum(id != 0 for id in shard) for shard in expected["val"])
     for split in ("val", "train"):
         shards = sorted(Path("out").glob(f"{split}_*.bin"))
         held = [np.fromfile(shard, dtype="<u2", offset=1024).tolist() for shard in shards]
         assert held == expected[split]
-    assert ("the source has no more" in said) == (tokens == 10**6)
+    assert ("the source has no more" in said) == (tokens in (None, 10**6))
 
 
 # The shards that these files and flags have always made. A checkpoint knows its dataset by the
 # shards' names and sha256, so a run resumes on a folder that is prepared again.
 SHARDS = {
-    "rows.parquet --val_tokens=2k --shard_tokens=5k --tokens=12k": "fd30bf40a054b2cb",
-    "rows.jsonl --val_tokens=2k --shard_tokens=5k": "4b0beba292ad9f7d",
+    "rows.parquet --val_tokens=2k --shard_tokens=5k --tokens=12k": "300593b7d2b0ada1",
+    "rows.jsonl --val_tokens=2k --shard_tokens=5k": "092e95c17f1a0f9d",
     "book.txt rows.jsonl --val_fraction=0.2": "b56ac487b2f85ef9",
 }
 
@@ -136,15 +153,13 @@ SHARDS = {
 def command(line: str, out: Path) -> list:
     """
     Return the script and arguments that prepare the files named in `line`, with its flags; tokens
-    are bytes unless these say otherwise.
+    are bytes unless these say otherwise. A single file of rows is the hub's.
     """
     names = [word for word in line.split() if not word.startswith("--")]
     flags = [word for word in line.split() if word.startswith("--")]
-    common = ["--tokenizer=byte", *flags, f"--out={out}"]
     if not names[0].startswith(("rows", "many")):
-        return ["data/prepare_text.py", *names, *common]
-    order = [] if "--order" in line else ["--order=prefix"]
-    return [FINEWEB, f"--source={names[0]}", *order, *common]
+        return [TEXT, *names, "--tokenizer=byte", *flags, f"--out={out}"]
+    return [FINEWEB, *HUB, *flags, f"--out={out}"]
 
 
 def write_sources(folder: Path) -> None:
@@ -159,7 +174,8 @@ def write_sources(folder: Path) -> None:
 def test_a_command_makes_the_same_shards_as_in_earlier_versions(line, tmp_path):
     write_sources(tmp_path)
     script, *arguments = command(line, tmp_path / "out")
-    prepare(*arguments, script=script)
+    with on_hub(line.split()[0]):
+        prepare(*arguments, script=script)
     made = json.dumps(digests(tmp_path / "out"), sort_keys=True)
     assert hashlib.sha256(made.encode()).hexdigest()[:16] == SHARDS[line]
     val = stored_texts(Path("out"), "val")
@@ -167,76 +183,47 @@ def test_a_command_makes_the_same_shards_as_in_earlier_versions(line, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Orders
+# Validation and order
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("many.parquet", marks=pytest.mark.slow), "rows.jsonl"]
-)
-def test_validation_does_not_depend_on_the_seed_or_number_of_training_tokens(name):
-    """
-    Hold out row groups at equal distances, or documents of a jsonl file by a hash of their
-    position.
-    """
+def test_validation_does_not_depend_on_the_number_of_training_tokens():
+    """It comes from places all over the source; another seed takes other places."""
     source = [f"{n} {text}" for n, text in enumerate(TEXTS * 2)]
     pq.write_table(pa.table({"text": source}), "many.parquet", row_group_size=2)
-    write_jsonl(Path("rows.jsonl"), source)
-    folders = Path("few"), Path("all"), Path("straight")
-    for out, more in zip(folders, (["--tokens=4k"], ["--seed=1"], []), strict=True):
-        prepare(f"--source={name}", *FLAGS, *more, f"--out={out}")
-    val = stored_texts(Path("all"), "val")
-    train = stored_texts(Path("all"), "train")
-    other = stored_texts(Path("straight"), "train")
-    assert {manifest_of(out)["val_text_sha256"] for out in folders} == {chained_sha256(val)}
-    few, most, straight = (
+    folders = Path("few"), Path("all"), Path("seed")
+    for out, more in zip(folders, (["--tokens=4k"], [], ["--seed=1"]), strict=True):
+        assert prepare_from_hub("many.parquet", *FLAGS, *more, f"--out={out}").code == 0
+    few, most, other = (
         {name: sha for name, sha in digests(out).items() if name.startswith("val")}
         for out in folders
     )
-    assert few == most == straight != {}
-    # no document is trained on twice or validated on; both splits have text from each half
-    assert sorted(train) == sorted(other) and train != other
-    assert not set(val) & set(train) and set(val) | set(train) <= set(source)
+    assert few == most != other
+    val, train = (stored_texts(Path("all"), split) for split in ("val", "train"))
+    assert manifest_of(Path("few"))["val_text_sha256"] == chained_sha256(val)
+    assert sorted(val + train) == sorted(source)
     place = {text: n for n, text in enumerate(source)}
-    places = [place[text] for text in val]
-    assert places == sorted(places)
-    assert 0.25 < sum(n < len(source) / 2 for n in places) / len(places) < 0.75
-    first = [place[text] for text in stored_texts(Path("few"), "train")]
-    assert max(first) > 0.75 * len(source) and min(first) < 0.25 * len(source)
-    if name == "many.parquet":
-        assert len(manifest_of(Path("all"))["held_out"]["groups"]) == 16
-        assert len(train) >= len(source) - 32
-    else:
-        assert sorted(val + train) == sorted(source)
+    for texts in (val, stored_texts(Path("few"), "train")):
+        places = [place[text] for text in texts]
+        assert 0.25 < sum(n < len(source) / 2 for n in places) / len(places) < 0.75
 
 
-@pytest.mark.parametrize("order", [pytest.param("shuffled", marks=pytest.mark.slow), "prefix"])
-def test_a_row_group_without_text_is_left_out_with_a_warning(order):
+def test_row_groups_without_text_are_left_out_with_a_warning():
     texts = [None] * 8 + TEXTS * 3
     pq.write_table(pa.table({"text": texts}), "a.parquet", row_group_size=4)
-    flags = ["--tokenizer=byte", "--val_tokens=2k", f"--order={order}", "--out=out"]
-    result = run(FINEWEB, "--source=a.parquet", *flags)
+    result = prepare_from_hub("a.parquet", *HUB, "--val_tokens=2k", "--out=out")
     assert result.code == 0 and "8 of " in result.err and "no text" in result.err
 
 
-def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size():
-    """
-    Prepare two files with the same amount of text, one in row groups five times as large. If whole
-    groups would take much of the text, hold out single documents instead.
-    """
-    Path("source").mkdir()
-    text = "the same number of words in each of the documents " * 4
-    for name, size in (("a", 2), ("b", 10)):
-        table = pa.table({"text": [f"{name}{n} {text}" for n in range(800)]})
-        pq.write_table(table, f"source/{name}.parquet", row_group_size=size)
-    flags = ["--source=source", "--tokenizer=byte", "--val_tokens=3k", "--tokens=10M"]
-    prepare(*flags, "--out=out")
-    val = stored_texts(Path("out"), "val")
-    assert manifest_of(Path("out"))["held_out"].keys() == {"groups", "bytes_per_group"}
-    assert 0.35 < sum(text[0] == "a" for text in val) / len(val) < 0.65
-    write_jsonl(Path("source/c.jsonl"), ["all of it " * 3000])
-    prepare(*flags, "--out=other")
-    assert manifest_of(Path("other"))["held_out"].keys() == {"up_to_hash"}
-    assert sum(len(stored_texts(Path("other"), split)) for split in ("val", "train")) == 1601
+def test_at_most_50_mb_of_your_own_text_are_held_out(monkeypatch):
+    """Hold out 5% of a text below 1 GB."""
+    write_jsonl(Path("a.jsonl"), TEXTS)
+    source = Source(["a.jsonl"])
+    characters, _ = prepare_text.measure(source)
+    for most, share in ((50_000_000, 0.05), (0.01 * characters, 0.01)):
+        monkeypatch.setattr(prepare_text, "MOST_HELD_OUT", most)
+        parts = [*prepare_text.divide(source, Place(), 0.05, characters)]
+        held_out = sum(len(document.held_out) for document in parts)
+        assert 0.9 * share < held_out / characters < 1.1 * share
 
 
 # -----------------------------------------------------------------------------
@@ -246,6 +233,8 @@ def test_validation_is_spread_over_the_text_even_if_row_groups_differ_in_size():
 # shard, the manifest that lists it, ...
 KILLED = """
 import os, runpy, signal, sys
+import data.files
+data.files.hub_files = lambda *_: ([os.environ["HUB_FILE"]], "a" * 40)
 moment, replace = int(os.environ["MOMENT"]), os.replace
 def replace_or_die(*arguments):
     global moment
@@ -269,9 +258,7 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # the moments at which one p
         ("book.txt rows.jsonl", (3, 5)),
         ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
         slow(("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4))),
-        # the default tests shuffle rows.jsonl instead
-        slow(("many.parquet --order=shuffled --val_tokens=2k --shard_tokens=3k", THIRTEEN)),
-        ("rows.jsonl --order=shuffled --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 5)),
+        slow(("many.parquet --val_tokens=2k --shard_tokens=3k", THIRTEEN)),
     ],
 )
 def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_path):
@@ -281,14 +268,17 @@ def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_pat
     """
     write_sources(tmp_path)
     script, *straight = command(line, tmp_path / "straight")
-    prepare(*straight, script=script)
+    file = line.split()[0]
+    with on_hub(file):
+        prepare(*straight, script=script)
     _, *arguments = command(line, tmp_path / "out")
     for workers, moment in enumerate(moments, 1):
         words = [str(ROOT / script), *map(str, arguments), f"--workers={workers}"]
-        killed = start("-c", KILLED, *words, cwd=tmp_path, MOMENT=str(moment))
+        killed = start("-c", KILLED, *words, cwd=tmp_path, MOMENT=str(moment), HUB_FILE=file)
         assert finish(killed).code == -signal.SIGKILL
         assert not Path("out/manifest.json").exists() or not manifest_of(Path("out"))["complete"]
-    assert run(script, *arguments).code == 0
+    with on_hub(file):
+        assert run(script, *arguments).code == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
@@ -298,7 +288,8 @@ def test_ctrl_c_says_how_to_continue_and_leaves_no_partial_file(tmp_path):
     interrupted = KILLED.replace("SIGKILL", "SIGINT")
     script, *arguments = command("rows.jsonl --val_tokens=2k --shard_tokens=3k", tmp_path / "out")
     words = [str(ROOT / script), *map(str, arguments)]
-    code, _, err = finish(start("-c", interrupted, *words, cwd=tmp_path, MOMENT="4"))
+    environment = dict(MOMENT="4", HUB_FILE="rows.jsonl")
+    code, _, err = finish(start("-c", interrupted, *words, cwd=tmp_path, **environment))
     assert code == 128 + signal.SIGINT
     assert err == "stopped: the same command continues after the last finished shard\n"
     assert not list(Path("out").glob("*.tmp"))
@@ -309,8 +300,8 @@ def test_ctrl_c_says_how_to_continue_and_leaves_no_partial_file(tmp_path):
 def test_a_full_disk_is_reported_and_the_same_command_continues_later(tmp_path, make_disk):
     write_sources(tmp_path)
     out = make_disk(2**16) / "out"
-    flags = ["--source=rows.jsonl", "--order=prefix", *FLAGS, "--shard_tokens=5k", "--tokens=10M"]
-    code, _, err = run(FINEWEB, *flags, f"--out={out}")
+    flags = [*FLAGS, "--shard_tokens=5k", "--tokens=10M"]
+    code, _, err = prepare_from_hub("rows.jsonl", *flags, f"--out={out}")
     warning, error = err.splitlines()
     assert code == 1
     assert warning.startswith(f"warning: {out}: needs 0.02 GB of disk, has 0.00 GB")
@@ -318,8 +309,9 @@ def test_a_full_disk_is_reported_and_the_same_command_continues_later(tmp_path, 
     assert "the same command continues" in error
     assert 1 < len(digests(out)) and not list(out.rglob("*.tmp"))
     subprocess.run(["mount", "-o", "remount,size=2m", str(out.parent)], check=True)
-    prepare(*flags, f"--out={out}")
-    prepare(*flags, "--out=straight")
+    with on_hub("rows.jsonl"):
+        prepare(*flags, f"--out={out}")
+        prepare(*flags, "--out=straight")
     assert contents(out) == contents(Path("straight"))
 
 
@@ -331,19 +323,21 @@ CHANGES = [
     ("--val_tokens=3k", "val_tokens another --out"),
     ("--shard_tokens=8k", "shard_tokens another --out"),
     ("--tokenizer=bpe:300", "vocab another --out"),
-    ("--text_field=id", "--text_field=NAME"),
-    ("--source=many.parquet", "files another --out"),
+    ("--text_field=id", "text_field another --out"),
+    ("--seed=1", "seed another --out"),
 ]
 
 
 @pytest.mark.parametrize("flag, words", CHANGES)
-def test_a_finished_folder_is_never_changed(flag, words, tmp_path):
-    """Nobody would know what it holds."""
+def test_a_finished_folder_is_never_changed_and_needs_no_network(flag, words, tmp_path):
+    """Nobody would know what it holds. Only another tokenizer must be trained first."""
     write_sources(tmp_path)
-    flags = ["--source=rows.jsonl", *FLAGS, "--order=prefix", "--tokens=8k", "--out=out"]
-    prepare(*flags)
+    flags = [*FLAGS, "--tokens=8k", "--out=out"]
+    with on_hub("rows.jsonl"):
+        prepare(*flags)
     before = contents(Path("out"))
-    result = run(FINEWEB, *flags, flag)
+    with on_hub(*["rows.jsonl"] * ("bpe" in flag)):
+        result = run(FINEWEB, *flags, flag)
     if words:
         refused(result, *words.split())
     else:
@@ -351,35 +345,11 @@ def test_a_finished_folder_is_never_changed(flag, words, tmp_path):
     assert contents(Path("out")) == before
 
 
-def test_a_source_may_be_repaired_until_the_folder_is_complete():
-    """Continue with a warning after a broken line is fixed. Refuse changed text afterwards."""
-    # more lines than are read in advance
-    lines = [json.dumps(dict(text=text)) for text in TEXTS * 4]
-    flags = ["--source=a.jsonl", *FLAGS, "--order=prefix", "--shard_tokens=9k"]
-    Path("a.jsonl").write_text("\n".join(lines))
-    prepare(*flags, "--out=straight")
-    Path("a.jsonl").write_text("\n".join([*lines[:2000], lines[2000][:-5], *lines[2001:]]))
-    code, _, err = run(FINEWEB, *flags, "--out=out")
-    assert code == 1 and "a.jsonl: line 2,001 is not" in err and "the same command continues" in err
-    assert 3 < len(digests(Path("out"))) < len(digests(Path("straight")))
-    Path("a.jsonl").write_text("\n".join(lines))
-    code, _, err = run(FINEWEB, *flags, "--out=out")
-    assert code == 0 and err.startswith("warning: a.jsonl: ") and err.count("\n") == 1
-    assert "delete out and begin again" in err
-    assert digests(Path("out")) == digests(Path("straight"))
-    before = contents(Path("out"))
-    Path("a.jsonl").write_text("\n".join(lines[:-1]))
-    refused(run(FINEWEB, *flags, "--out=out"), "(files); give another --out")
-    assert contents(Path("out")) == before
-
-
-@pytest.mark.parametrize(
-    "line, complete", [("book.txt rows.jsonl", True), ("rows.parquet --val_tokens=2k", False)]
-)
-def test_a_source_file_may_get_a_new_date_but_not_another_size(line, complete, tmp_path):
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_source_file_may_get_a_new_date_but_not_another_size(complete, tmp_path):
     """Warn once of another date, also if the manifest has hashes, as it had before 0.4.0."""
     write_sources(tmp_path)
-    script, *arguments = command(line, Path("out"))
+    script, *arguments = command("book.txt rows.jsonl", Path("out"))
     prepare(*arguments, script=script)
     before, manifest = digests(Path("out")), manifest_of(Path("out"))
     stamps = {name: [*stamp, "hash"] for name, stamp in manifest["files"].items()}
@@ -398,15 +368,20 @@ def test_a_source_file_may_get_a_new_date_but_not_another_size(line, complete, t
     assert run(script, *arguments).code == 2 and contents(Path("out")) == before
 
 
-def test_warns_if_validation_takes_much_of_a_small_source():
-    """Suggest a --val_tokens that gives no warning."""
+def test_a_source_smaller_than_its_validation_split_is_refused_with_a_smaller_one():
     write_jsonl(Path("a.jsonl"), [f"document {n:04d}" for n in range(1000)])
-    flags = ["--source=a.jsonl", "--tokenizer=byte", "--out=out"]
     # a twentieth of 14,000
-    refused(run(FINEWEB, *flags), "0 for training", "--val_tokens=700")
-    result = run(FINEWEB, *flags, "--val_tokens=7k")
-    held = re.search(r"7,\d{3} of 14,000 tokens are held out .* --val_tokens=(\S+)\n", result.err)
-    assert not run(FINEWEB, *flags, f"--val_tokens={held[1]}", "--out=2").err
+    refused(prepare_from_hub("a.jsonl", *HUB, "--out=out"), "0 for training", "--val_tokens=700")
+
+
+def test_a_folder_that_an_earlier_version_left_unfinished_is_refused(tmp_path):
+    write_sources(tmp_path)
+    script, *arguments = command("book.txt rows.jsonl", Path("out"))
+    prepare(*arguments, script=script)
+    place = dict(file=0, group=0, row=1, given=None)
+    noted = manifest_of(Path("out")) | dict(complete=False, next=place)
+    Path("out/manifest.json").write_text(json.dumps(noted))
+    refused(run(script, *arguments), "out: was begun by an earlier version", "another --out")
 
 
 HOLDS_THE_LOCK = """
@@ -421,7 +396,7 @@ with open(sys.argv[1], "ab") as file:
 def test_a_second_preparation_in_one_folder_is_refused(tmp_path):
     """Wait ten seconds for the first one to end."""
     write_sources(tmp_path)
-    flags = ["--source=rows.jsonl", *FLAGS, "--order=prefix", "--out=out"]
+    flags = [*FLAGS, "--out=out"]
     Path("out").mkdir()
     first = start("-c", HOLDS_THE_LOCK, str(tmp_path / "out/lock"))
     wait_for_line(first, "locked: True")
@@ -430,12 +405,12 @@ def test_a_second_preparation_in_one_folder_is_refused(tmp_path):
         mock.patch("time.sleep", lambda seconds: hands.append(hands[-1] + seconds)),
         mock.patch("time.monotonic", lambda: hands[-1]),
     ):
-        result = run(FINEWEB, *flags)
+        result = prepare_from_hub("rows.jsonl", *flags)
     assert 10 < hands[-1] - hands[0] < 11  # seconds, which a preparation may take to end
     refused(result, "out: another preparation is writing to it")
     first.kill()
     finish(first)
-    prepare(*flags)
+    assert prepare_from_hub("rows.jsonl", *flags).code == 0
 
 
 # -----------------------------------------------------------------------------
@@ -445,6 +420,8 @@ def test_a_second_preparation_in_one_folder_is_refused(tmp_path):
 # Pauses take no time, but each is printed.
 ON_THE_HUB = """
 import os, runpy, sys, time
+import data.writer
+data.writer.READ_AHEAD = 0  # so that shards are finished before the last file is read
 def refuse(*_, **__):
     raise OSError(22)
 os.symlink = refuse
@@ -457,7 +434,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def from_hub(address: str, out: Path, *more: str, code: str = ON_THE_HUB):
     """Start a preparation that reads from a local server in place of the hub."""
-    flags = ["--dataset=org/name", "--name=small", *FLAGS, "--shard_tokens=4k", f"--out={out}"]
+    flags = [*FLAGS, "--name=small", "--shard_tokens=4k", f"--out={out}"]
     flags += ["--workers=1"]  # one thread reads less ahead
     hub = dict(HF_ENDPOINT=address, HF_HOME=str(out.parent), HF_HUB_OFFLINE="0")
     return start("-c", code, str(ROOT / FINEWEB), *flags, *more, **hub)
@@ -466,16 +443,16 @@ def from_hub(address: str, out: Path, *more: str, code: str = ON_THE_HUB):
 def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
     """
     Retry for an hour when the hub fails, then stop. The same command continues at the same
-    revision.
+    revision, also if the hub has no time for its first questions.
     """
     source, out = tmp_path / "source", tmp_path / "out"
-    write_parquet(source / "a.parquet", TEXTS[:350])
-    write_jsonl(source / "b.jsonl", TEXTS[350:])
-    sizes = [*FLAGS, "--shard_tokens=4k", "--order=prefix"]
-    prepare(f"--source={source}", *sizes, f"--out={tmp_path / 'straight'}")
+    files = [write_parquet(source / "a.parquet", TEXTS[:350])]
+    files.append(write_jsonl(source / "b.jsonl", TEXTS[350:]))
+    with on_hub(*files):
+        prepare(*FLAGS, "--shard_tokens=4k", "--seed=17", f"--out={tmp_path / 'straight'}")
     with serve_hub(source) as address:
         Hub.allowed = {"small/b.jsonl": 1}  # one request, for the first rows
-        code, said, err = finish(from_hub(address, out, "--order=prefix"))
+        code, said, err = finish(from_hub(address, out, "--seed=17"))
         assert code == 1, err
         *warnings, error = err.splitlines()
         pauses = [float(line.split()[1]) for line in said.splitlines() if "slept" in line]
@@ -484,10 +461,14 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
         assert error.startswith("error: hf://datasets/org/name@") and "same command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
         Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision has appeared
-        code, _, err = finish(from_hub(address, out, "--order=prefix"))
-        assert (code, err) == (0, "")
+        Hub.begins = [503] * 3
+        code, _, err = finish(from_hub(address, out, "--seed=17"))
+        assert code == 0 and "trying again in 5 s" in err and not Hub.begins
     assert digests(out) == digests(tmp_path / "straight")
     assert manifest_of(out)["revision"] == REVISION
+    # now that the folder is finished, the hub may be away
+    code, said, err = finish(from_hub(address, out, "--seed=17"))
+    assert (code, err) == (0, "") and "complete, nothing to do" in said
 
 
 @pytest.mark.parametrize(
@@ -503,8 +484,7 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
 )
 def test_flags_choose_the_hubs_dataset_and_the_default_folder(flags, asked):
     arguments = prepare_fineweb.parse_arguments([*flags.split(), "--tokenizer=byte"])
-    assert arguments.tokens == 10**9  # a part of it, but all of local files
-    assert prepare_fineweb.parse_arguments(["--source=a.jsonl", "--out=out"]).tokens is None
+    assert arguments.tokens == 10**9
     assert str(prepare_fineweb.default_folder(arguments)) == str(Path(asked[2]))
     hub_files = mock.Mock(side_effect=UserError("asked"))
     with mock.patch("data.prepare_fineweb.hub_files", hub_files), pytest.raises(UserError):
@@ -512,16 +492,28 @@ def test_flags_choose_the_hubs_dataset_and_the_default_folder(flags, asked):
     assert hub_files.call_args.args[:2] == asked[:2]
 
 
-def test_without_a_network_one_line_suggests_local_files(tmp_path):
-    result = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
-    refused(result, "give --source=FILES")
+def test_without_a_network_the_hub_is_asked_for_an_hour(tmp_path):
+    code, said, err = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
+    *warnings, error = err.splitlines()
+    assert code == 2 and len(warnings) == said.count("slept") == 12
+    assert all("trying again in " in line for line in warnings)
+    assert error.startswith("error: hf://datasets/org/name: ") and "check the network" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flag", ["--dataset=org/nobody", "--name=large"])
+def test_a_dataset_that_is_not_on_the_hub_is_refused_at_once_in_one_line(flag, tmp_path):
+    source = write_jsonl(tmp_path / "source/a.jsonl", TEXTS).parent
+    with serve_hub(source) as address:
+        result = finish(from_hub(address, tmp_path / "out", flag))
+    refused(result, "check the names, and set HF_TOKEN")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow  # takes a minute, nearly all of it waiting
 def test_a_slow_or_failing_hub_does_not_change_the_shards(tmp_path):
     """
-    Answer six of the shuffle's requests for byte ranges late, in part, or with error 429 or 503.
+    Answer six of the requests for byte ranges late, in part, or with error 429 or 503.
     """
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
@@ -546,18 +538,17 @@ def test_prints_a_training_command_for_the_prepared_dataset(capsys):
     right one.
     """
     Path("my notes.txt").write_text("a line\n" * 400)
-    result = prepare("my notes.txt", script="data/prepare_text.py")
+    result = prepare("my notes.txt", script=TEXT)
     *_, last = result.out.splitlines()
     words = "config/quickstart.py '--dataset=my notes' '--out_dir=out/quickstart_my notes'"
     assert last.replace('"', "'") == f"next: python train.py {words}"
-    again = prepare("my notes.txt", script="data/prepare_text.py").out.splitlines()
+    again = prepare("my notes.txt", script=TEXT).out.splitlines()
     assert again == ["data/my notes: complete, nothing to do", *result.out.splitlines()]
     gpt2 = dict(manifest_of(Path("data/my notes")), tokenizer="gpt2")
     writer.say_what_it_holds(Path("data/my notes"), gpt2)
     assert "config/finetune_gpt2.py " in capsys.readouterr().out.splitlines()[-1]
     write_jsonl(Path("my notes.jsonl"), TEXTS)
-    flags = ["--source=my notes.jsonl", "--tokenizer=byte", "--val_tokens=100", "--out=my notes"]
-    *_, last = prepare(*flags).out.splitlines()
+    *_, last = prepare("my notes.jsonl", "--out=my notes", script=TEXT).out.splitlines()
     assert "--dataset=./my notes" in last
     small = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=16", "--eval_tokens=16"]
     small += ["--device=cpu", "--compile=False", "--eval_only=True"]

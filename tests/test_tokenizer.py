@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 from cases import slow_but
 from char_dataset import SHORT_RUN, train_short
-from documents import check_documents, documents, manifest_of, stored, write_jsonl, write_parquet
+from documents import (
+    check_documents,
+    documents,
+    manifest_of,
+    on_hub,
+    stored,
+    write_jsonl,
+    write_parquet,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from program import (
@@ -34,10 +42,10 @@ from program import (
 )
 
 from data import tokenizer as tokenizer_module
-from data.order import Shuffled
 from data.shards import open_dataset, read_folder
 from data.text import Source
 from data.tokenizer import Tokenizer, split_long, train_bpe
+from data.writer import Document, sample_text
 
 TEXT, FINEWEB = "data/prepare_text.py", "data/prepare_fineweb.py"
 TEXTS = [text for text in documents(300, seed=3) if text]
@@ -117,39 +125,38 @@ def test_a_tokenizer_is_not_trained_on_validation_text(tmp_path):
     flags = [f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'out'}"]
     for command in (
         [TEXT, book, "--val_fraction=0.03"],
-        [FINEWEB, f"--source={source}", "--val_tokens=300"],
+        [FINEWEB, "--dataset=org/name", "--val_tokens=300"],
     ):
-        assert run(*command, *flags).code == 0
+        with on_hub(source):
+            assert run(*command, *flags).code == 0
         content = json.loads((tmp_path / "out/tokenizer.json").read_text("utf-8"))
         vocab = content["model"]["vocab"]
         assert "\u0120alpha" in vocab and not [token for token in vocab if "xyxy" in token]
         shutil.rmtree(tmp_path / "out")
 
 
-def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(monkeypatch):
-    """Skip the validation text. Sample only the beginning if the total size is unknown."""
-    monkeypatch.setattr(tokenizer_module, "SAMPLE_MB", 1)
-    rows = [letter * 10_000 for letter in "abcdefgh" for _ in range(50)]  # 4 MB
+@pytest.mark.parametrize("skip", [0, 50_000])
+def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(
+    skip, tmp_path, monkeypatch
+):
+    """Sample the beginnings of several files, but all of a shorter text. Leave out the start."""
+    monkeypatch.setattr("data.writer.SAMPLE_MB", 0.1)
+    texts = [letter * 100 for letter in "abcdefgh" for _ in range(500)]  # 0.4 MB
 
-    def sample(total: int) -> list[str]:
-        return list(tokenizer_module.sample_text([None, "", *rows], 500_000, total))
+    def sample(texts: list[str], files: int) -> collections.Counter:
+        size = len(texts) // files
+        parts = [texts[at : at + size] for at in range(0, len(texts), size)]
+        names = [write_jsonl(tmp_path / f"{n}.jsonl", part) for n, part in enumerate(parts)]
+        source = Source([*map(str, names)])
+        sizes = [100 * len(part) for part in parts]
+        documents = lambda place: itertools.starmap(Document, source.rows(place))  # noqa: E731
+        return collections.Counter(text[0] for text in sample_text(documents, sizes, skip))
 
-    known, unknown = sample(total=4_000_000), sample(total=0)
-    assert 0.6e6 < sum(map(len, known)) <= 1e6
-    assert {text[0] for text in known} == set("bcdefgh")
-    assert 1e6 <= sum(map(len, unknown)) <= 1.02e6 and unknown[0][0] == "b"
-
-
-def test_a_tokenizer_is_trained_on_the_beginnings_of_several_files(tmp_path, monkeypatch):
-    """Take as much from each file; once the small files are used up, go on with the large ones."""
-    monkeypatch.setattr("data.order.SAMPLE_MB", 0.01)
-    rows = dict(a=1000, b=1000, c=10)
-    files = [write_jsonl(tmp_path / f"{name}.jsonl", [name * 100] * n) for name, n in rows.items()]
-    source = Source([str(path) for path in files])
-    reading = Shuffled(source, source.row_groups(), {}, seed=0)
-    first = collections.Counter(text[0] for text in itertools.islice(reading.sample(), 78))
-    assert first == dict(a=34, b=34, c=10)
-    assert collections.Counter(text[0] for text in reading.sample()) == rows
+    spread = sample(texts, files=80)
+    assert 900 <= spread.total() <= 1010 and min(spread[letter] for letter in "bcdefgh") > 80
+    assert sample(texts, files=1) == (dict(b=500, c=500) if skip else dict(a=500, b=500))
+    assert sample(texts[:800], files=8) == (dict(b=300) if skip else dict(a=500, b=300))
+    assert (spread["a"] == 0) == bool(skip)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +261,9 @@ def test_a_tokenizer_that_cannot_be_read_or_trained_is_refused_and_leaves_no_fol
 ):
     source, out = write_parquet(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
     flags = [f"--tokenizer={name}", f"--out={out}"]
-    for command in ([TEXT, source], [FINEWEB, f"--source={source}", "--val_tokens=100"]):
-        result = run(*command, *flags)
+    for command in ([TEXT, source], [FINEWEB, "--dataset=org/name", "--val_tokens=100"]):
+        with on_hub(source):
+            result = run(*command, *flags)
         refused(result, message)
         # all others are refused before text is read
         assert bool(result.out) == (name == "bpe:60000") and not out.exists()

@@ -201,7 +201,7 @@ LEFTOVERS = [
     ("WORLD_SIZE=1 RANK=3", "RANK=3 WORLD_SIZE=1 unset torchrun"),
     ("RANK=-1", "RANK '-1' unset RANK"),
 ]
-ROWS = "data/prepare_fineweb.py --tokenizer=byte --out=out --source"
+ROWS = "data/prepare_text.py --out=out"
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt .md", "book.docx .md"),
     ("data/prepare_text.py array.json --out=out", "array.json .jsonl"),
@@ -220,11 +220,9 @@ PREPARATION = [
     ("data/prepare_text.py book.txt --out=book.txt", "File exists"),
     (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
-    (f"{ROWS}=book.txt", "book.txt .parquet"),
-    (f"{ROWS}=empty.jsonl", "empty.jsonl 0 more text"),
-    (f"{ROWS}=lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
-    (f"{ROWS}=good.jsonl --token=1M", "unrecognized"),
-    (f"{ROWS}=good.jsonl --order=records", "--order 'records' shuffled prefix"),
+    ("data/prepare_fineweb.py --token=1M", "unrecognized"),
+    (f"{ROWS} empty.jsonl", "empty.jsonl 0 more text"),
+    (f"{ROWS} lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
 ]
 
 

@@ -124,15 +124,22 @@ def test_a_run_that_waits_for_data_saves_and_ends_at_a_signal(number):
     growing.release()
 
 
+FROM_A_FILE = """
+import os, runpy, sys
+import data.files
+data.files.hub_files = lambda *_: (["a.parquet"], "a" * 40)
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["prefix", "shuffled"])
-def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finished_folder(
-    order, work
-):
-    write_parquet(work / "source/a.parquet", documents(3000))
-    command = ["data/prepare_fineweb.py", *flags(source="source", order=order, **SIZES)]
-    command[0] = str(ROOT / command[0])
-    assert run(*command, "--out=finished").code == 0
+def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finished_folder(work):
+    write_parquet(work / "a.parquet", documents(3000))
+    words = flags(dataset="org/name", **SIZES)
+    command = ["-c", FROM_A_FILE, str(ROOT / "data/prepare_fineweb.py"), *words]
+    assert finish(start(*command, "--out=finished", cwd=work)).code == 0
     keys = TINY | dict(batch_size=32, max_iters=100, lr_decay_iters=100, log_interval=10)
     train(**keys, dataset="finished", out_dir="whole")
     preparation = start(*command, "--out=x", cwd=work)
@@ -184,5 +191,7 @@ def test_where_there_is_no_prepared_folder_the_error_shows_the_two_commands(data
     error = refusal(dataset=dataset)
     prepare, train = [line for line in error.splitlines() if line.startswith("    python ")]
     out = prepare.split("--out=")[1]
-    assert "prepare_fineweb.py" in prepare and f"--dataset={out} --stream=True" in train
-    assert (f"--source={dataset}" in prepare) == (dataset != "nowhere")
+    # the validation text of your own files is finished last
+    script = "prepare_fineweb.py --tokens" if dataset == "nowhere" else f"prepare_text.py {dataset}"
+    assert script in prepare and f"--dataset={out}" in train
+    assert ("--stream=True" in train) == (dataset == "nowhere")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from documents import documents, write_parquet
+from documents import documents, serve_hub, write_parquet
 from program import ROOT, changed, column, records
 
 from common.console import UserError
@@ -100,11 +100,11 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
         Tokenizer({"kind": "gpt2"})
     except UserError as error:
         pytest.skip(str(error))
-    parquet = write_parquet(fresh_folder / "fineweb.parquet", documents(300))
+    parquet = write_parquet(fresh_folder / "fineweb" / "a.parquet", documents(300))
     write_book(fresh_folder / "book.txt")
     flags = dict(
         ITERS=TINY,
-        prepare_fineweb=f"--source={parquet} --tokens=4000 --val_tokens=600 --workers=1",
+        prepare_fineweb="--dataset=org/name --name=small --tokens=4000 --val_tokens=600",
         fast40m=f"{TINY} --tokens_per_iter=256",
     ) | {"config/quickstart.py": TINY}
     pictures = []
@@ -113,8 +113,12 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=pictures.append))
 
     cells = edit(CELLS, REPOSITORY=commit_program(fresh_folder / "source"))
+    with serve_hub(parquet.parent) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setenv("HF_HOME", str(fresh_folder / "hub"))
+        outputs = run_cells(cells, **flags)
     _, _, quickstart, book, read, wrote, prepared, trained, figures, samples, changed, compared = (
-        run_cells(cells, **flags)
+        outputs
     )
     clone = fresh_folder / "nightshift"
     assert Path.cwd() == clone
