@@ -233,6 +233,15 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
     return [*rows, bits, *common]
 
 
+def measure_rows(runs: list[Run]) -> list[Row]:
+    """Build a row for each other number that evaluations measured, with its last values."""
+    rows = []
+    for name in dict.fromkeys(name for run in runs for name in run.measures):
+        last = [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
+        rows.append(Row(f"last {name.replace('_', ' ')}", f"measures/{name}", last, decimals))
+    return rows
+
+
 def last_rows(run: Run) -> list[Row]:
     """Build the rows of a run's last train loss and last val loss, the later one first."""
     found = []
@@ -332,6 +341,11 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
         [f"{label}, highest", *(decimals(max(values)) for values in lasts)],
         [f"{label}, mean", *(decimals(mean(values)) for values in lasts)],
     ]
+    for row in measure_rows(runs):
+        measured = row.values[: len(change)], row.values[len(change) :]
+        cells.append(
+            [f"{row.label}, mean", *("n/a" if None in v else decimals(mean(v)) for v in measured)]
+        )
     print(*table_lines(cells), sep="\n")
     print(f"difference: {found:+.4f}", f"noise: {noise:.4f}", f"verdict: {told}", sep="\n")
     if told == "inconclusive" and 0 < noise < math.inf:
@@ -521,7 +535,8 @@ def find_paths(given: list[Path]) -> list[Path]:
 def compare_runs(runs: list[Run], target: float | None) -> dict:
     """Print the table and the warnings. Returns the dict that --json writes."""
     names = [run.name for run in runs]
-    rows = [*loss_rows(runs, target), *setting_rows(runs), *speed_rows(runs), *pause_rows(runs)]
+    rows = [*loss_rows(runs, target), *measure_rows(runs), *setting_rows(runs)]
+    rows += [*speed_rows(runs), *pause_rows(runs)]
     warnings = collect_warnings(runs)
     for warning in warnings:
         warn(warning)

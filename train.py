@@ -19,6 +19,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -49,7 +50,7 @@ from data.loader import Batch, Batches
 from data.missing import make_or_explain
 from data.shards import Dataset, ShardTokens, check_dataset, open_dataset
 from data.tokenizer import Tokenizer, same_tokenizer
-from model import generate
+from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from training import checkpoint, hardware, preflight
@@ -220,7 +221,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
         c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
     problems += preflight.check_device(c)
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
-    raise_if_any(problems + impossible + preflight.no_gpu_problem(c))
+    raise_if_any(problems + impossible)
+    preflight.check_gpu(c)
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
@@ -466,21 +468,28 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
-    update the weights once. The loss is the mean of the micro-batches' mean losses. If a gradient
-    is not finite, the update is skipped.
+    update the weights once. The loss is the mean over the targets of all ranks that are not -1, so
+    it does not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
 
-    Returns the sum of the micro-batches' mean losses in nats, and the gradient norm before
-    clipping. Both stay on the device, so with a fused optimizer nothing in this function waits for
-    the GPU.
+    Returns the sum of the micro-batches' losses in nats, whose mean over all ranks is the loss, and
+    the gradient norm before clipping. Both stay on the device, so with a fused optimizer nothing in
+    this function waits for the GPU.
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
     loss_sum = torch.zeros((), device=micro_batches[0][0].device)
+    # DDP and the division by accum below take the mean of the micro-batches' means. These weights
+    # make it the mean over all targets; they are exactly 1 if none is masked
+    counts = torch.stack([(y != -1).sum() for _, y in micro_batches])
+    totals = torch.stack([counts, torch.ones_like(counts)]).sum(1)  # targets, micro-batches
+    if is_ddp:
+        torch.distributed.all_reduce(totals, group=model.process_group)
+    weights = counts * totals[1] / totals[0].clamp(min=1)
     for micro_step, (x, y) in enumerate(micro_batches):
         if is_ddp:  # average gradients across ranks once per iteration, in the last backward pass
             model.require_backward_grad_sync = micro_step == accum - 1
         with autocast:
-            loss = model(x, y)
+            loss = weights[micro_step] * model(x, y)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
         loss_sum += loss.detach()
 
@@ -557,17 +566,18 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | N
 
 @torch.no_grad()
 def estimate_loss(
-    model, splits: dict[str, ShardTokens], batches, c, hw, ranks, signals
+    model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals
 ) -> dict[str, float] | str:
     """
-    Return each split's mean loss on fixed windows, in nats per token, without dropout. The tokens
-    do not depend on the micro-batch size or the number of ranks. Every rank must call this.
+    Return an evaluation's numbers by name: as NAME_loss each split's mean loss on fixed windows, in
+    nats per token, without dropout, and then what `measures` return. The tokens do not depend on
+    the micro-batch size or the number of ranks. Every rank must call this, and gets all numbers.
 
     Returns instead, on all ranks, why the run must stop: the name of a signal, "data" if a rank
     cannot read its data, or "memory" if a rank runs out of it after the first update.
     """
     tokens = min(c.eval_size, len(splits["val"]))  # the same number from each split
-    losses: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     model.eval()
     try:
         for name, split in splits.items():
@@ -581,10 +591,13 @@ def estimate_loss(
             if isinstance(sums, str):
                 return sums
             loss_sum, count = ranks.sum(*sums)
-            losses[name] = loss_sum / count
+            numbers[f"{name}_loss"] = loss_sum / count
+        with hw.autocast():
+            for name, measure in measures.items():
+                numbers[name] = ranks.on_main(measure, model)
     finally:
         model.train()
-    return losses
+    return numbers
 
 
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int] | str:
@@ -613,23 +626,23 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
 
 
 def evaluate_only(
-    model, data: Dataset, splits, c, hw, ranks, resumed: dict | None, loaded: dict | None
+    model, data: Dataset, splits, measures, c, hw, ranks, resumed: dict | None, loaded: dict | None
 ) -> int:
-    """Evaluate the weights once, print the losses and write nothing. Returns the exit code."""
+    """Evaluate the weights once, print the numbers and write nothing. Returns the exit code."""
     say(*origin_lines(c, resumed, loaded), hw.line(), describe(model, data.vocab), data.line())
     if not loaded:
         say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
     signals = StopSignals(ranks)
     began = time.perf_counter()
-    losses = estimate_loss(model, splits, batches, c, hw, ranks, signals)
+    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
     batches.close()
     signals.close()
-    if isinstance(losses, str):
-        return exit_code(losses, batches, signals, c, ranks)
+    if isinstance(numbers, str):
+        return exit_code(numbers, batches, signals, c, ranks)
     it = resumed["progress"]["iter_num"] if resumed else 0
-    say(evaluation_line(it, losses, time.perf_counter() - began, data))
-    say(f"val_loss: {losses['val']:.4f}")
+    say(evaluation_line(it, numbers, time.perf_counter() - began, data))
+    say(f"val_loss: {numbers['val_loss']:.4f}")
     return 0
 
 
@@ -780,9 +793,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
 
-    # Data and device. All splits named here are evaluated, logged and drawn
+    # Data and device. An evaluation measures the loss of each split named here, and whatever number
+    # each function in `measures` returns. Rank 0 calls these with the model in eval mode, without
+    # gradients, within autocast. All the numbers are logged, drawn and compared
     data = open_data(c, resumed, loaded, ranks)
     splits = {"train": data.train, "val": data.val}
+    measures: dict[str, Callable[[GPT], float]] = {}
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
 
@@ -790,8 +806,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # a resume continues with the random states that it has saved
     model = make_model(c, data.vocab, hw, loaded)
     if c.eval_only:
-        return evaluate_only(model, data, splits, c, hw, ranks, resumed, loaded)
+        return evaluate_only(model, data, splits, measures, c, hw, ranks, resumed, loaded)
     if resumed and is_done(c, resumed):
+        best_iter = resumed["progress"]["best_iter"]
+        ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter)
         say_done(c, resumed)
         return 0
     torch.manual_seed(c.seed + ranks.rank)
@@ -855,15 +873,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             log.report_averages(it)
 
         # evaluate once in a while and when the run is complete, but not after a signal
-        losses = None
+        numbers = None
         if evaluation_due(c, now, progress, stop):
             with clock.pause("evaluation"):  # its seconds are not those of an iteration
-                losses = estimate_loss(model, splits, batches, c, hw, ranks, signals)
-                if isinstance(losses, str):
-                    stop, losses = losses, None  # a resumed run starts with this evaluation
+                numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
+                if isinstance(numbers, str):
+                    stop, numbers = numbers, None  # a resumed run starts with this evaluation
                 else:
-                    progress.evaluate(losses["val"], now.share)
-                    log.report_eval(it, progress.tokens, losses)
+                    progress.evaluate(numbers["val_loss"], now.share)
+                    log.report_eval(it, progress.tokens, numbers)
                     # to take as long the next time. With hours, this moves now.share and with it
                     # the learning rates
                     clock.expect("evaluation")
@@ -883,7 +901,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights. After the save, because it may run out of memory
-        if losses and tokenizer and it > 0:
+        if numbers and tokenizer and it > 0:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
                 clock.expect("samples")
@@ -939,7 +957,7 @@ def exit_code(stop: str, batches: Batches, signals: StopSignals, c: Config, rank
 def error_code(error: UserError | OSError) -> int:
     """
     Return the exit code for an error: 2 if the user must mend the command or the data first, 1 if a
-    script may launch the run again, because a disk, a share or a network may recover by itself.
+    script may launch the run again, because a disk, a network or a GPU may recover by itself.
     """
     may_come_back = launch.is_resume and isinstance(error, OSError | Unreachable)
     return 1 if launch.is_running or may_come_back else 2

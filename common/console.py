@@ -197,7 +197,7 @@ class RunError(UserError):
 
 
 class Unreachable(UserError):
-    """Raised for a file or folder that is not there, or cannot be read. Its disk may come back."""
+    """Raised for a file, folder or GPU that is not there or does not answer, but may come back."""
 
 
 def error_lines(error: UserError | OSError) -> list[str]:

@@ -4,6 +4,7 @@ Write the list of keys in docs/keys.md from the comments and defaults in configu
     python dev/make_keys.py
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import get_args
@@ -30,5 +31,6 @@ def list_keys() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     written_by_hand = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
     PAGE.write_text(written_by_hand + HEADING + list_keys(), encoding="utf-8")

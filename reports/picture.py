@@ -1,10 +1,9 @@
 """
 Draw runs: losses, speed and learning rate over tokens, and val loss over time or beside a band.
 
-A run starts `python -m reports.picture OUT_DIR` to draw its own picture.
+At its end, a run starts `python -m reports.picture OUT_DIR` to draw its own picture.
 """
 
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -42,14 +41,16 @@ def save_picture(groups: list[list[Run]], path: Path, problem: str = "") -> None
 
 def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     """
-    Draw losses, tok/s and learning rate over tokens, and val loss over time. Each group has a
-    colour and a marker. If a published run has a band, which is too narrow to see among the losses,
-    draw the differences from its mean instead of the time.
+    Draw losses, tok/s, learning rate and other measures over tokens, and val loss over time. Each
+    group has a colour and a marker. If a published run has a band, which is too narrow to see among
+    the losses, draw the differences from its mean instead of the time.
     """
     runs = [run for group in groups for run in group]
     has_rates = any(np.isfinite(run.step["lr"]).any() for run in runs)
     places = [["losses", "right"], ["speed", "rate" if has_rates else "speed"]]
-    panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5))
+    if has_others := any(not name.endswith("_loss") for run in runs for name in run.measures):
+        places.append(["others", "others"])
+    panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5, 2.5)[: len(places)])
     band = next(filter(has_band, runs), None)
     longest = max(run.hours or 0 for run in runs)
     time_unit, units_per_hour = ("hours", 1) if longest >= 1 else ("minutes", 60)
@@ -64,9 +65,14 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         panels["losses"].plot(tokens, losses, alpha=0.25, **line)
         panels["losses"].plot(tokens, smooth(losses), alpha=0.8, **line)
         panels["losses"].plot(at, vals, label=label, **marked)
-        for name, points in run.other_losses.items():
-            other = f"{name} loss of {run.name}"
-            panels["losses"].plot(*zip(*points, strict=True), "--", label=other, **marked)
+        curves = [(tokens, losses), (at, vals)]
+        for n, name in enumerate(run.measures, start=i + 1):
+            curve = learning_curve(run, "tokens", name)
+            label = f"{name.replace('_', ' ')} of {run.name}"
+            dashed = marked | dict(marker=MARKERS[n % len(MARKERS)], linestyle="--", label=label)
+            panels["losses" if name.endswith("_loss") else "others"].plot(*curve, **dashed)
+            if name.endswith("_loss"):
+                curves.append(curve)
         if band:
             mean_at, means = learning_curve(band, "tokens")
             both, ours, theirs = np.intersect1d(at, mean_at, return_indices=True)
@@ -79,7 +85,7 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         panels["speed"].plot(*thin_out(run.step["tokens"], run.step["tokens_per_sec"]), **line)
         if has_rates:
             panels["rate"].plot(*thin_out(run.step["tokens"], run.step["lr"]), **line)
-        for x, y in ((tokens, losses), (at, vals)):
+        for x, y in curves:
             settled.append(y[x >= 0.02 * np.max(x, initial=0)])
     finish(panels["losses"], "tokens", "loss, nats per token")
     if len(shown := np.concatenate(settled)):
@@ -92,6 +98,8 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         finish(panels["right"], time_unit, "val loss, nats per token")
     if has_rates:
         finish(panels["rate"], "tokens", "learning rate")
+    if has_others:
+        finish(panels["others"], "tokens", "other measures")
     finish(panels["speed"], "tokens", "tokens per second")
     # start the axis at 0, so that differences in speed look as large as they are
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
@@ -162,9 +170,7 @@ def count4(number: float, _position: int = 0) -> str:
     return count(number, digits=4)
 
 
-if __name__ == "__main__":  # a run starts this; drawing must not take CPU time from training
+if __name__ == "__main__":
     end_with_parent()
-    if hasattr(os, "nice"):  # missing on Windows
-        os.nice(10)
     out_dir = Path(sys.argv[1])
     save_picture([[read_run(out_dir / "metrics.jsonl")]], out_dir / "loss.png")

@@ -24,7 +24,9 @@ COLUMNS = {
         iter tokens tokens_after hours loss lr step_ms cpu_ms tokens_per_sec mfu mem_gib
         compile_seconds
     """.split(),
-    "eval": "iter tokens hours val_loss bits_per_byte seconds low high".split(),
+    "eval": """
+        iter tokens hours train_loss val_loss perplexity bits_per_byte seconds low high
+    """.split(),
     "checkpoint": "iter seconds".split(),
 }
 # Interpolate over gaps of at most this fraction of the progress so far. For a loss that falls like
@@ -40,7 +42,7 @@ class Run:
     `start` is the last start record; `end` is empty while the run trains and after a kill. `step`,
     `eval` and `checkpoint` are columns, ordered by iteration: one array per value, NaN if unknown.
     Only published means of several runs have a band of val losses, from `low` to `high`.
-    `other_losses` has the (tokens, loss) of each split that was evaluated besides train and val.
+    `measures` names the numbers that only this run's evaluations have; they are columns too.
     `config` has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown;
     `hours` includes iterations, evaluations, samples and checkpoints.
     """
@@ -50,7 +52,7 @@ class Run:
         self.end: dict = {}
         self.warnings: list[str] = []
         starts = []
-        self.other_losses: dict[str, list[tuple[float, float]]] = {}
+        evaluations = []
         rows = {kind: array("d") for kind in COLUMNS}  # flat: row after row
         for record in records:
             kind = record.get("kind")
@@ -58,15 +60,18 @@ class Run:
                 starts.append(record)
             elif kind == "end":
                 self.end = record
+            elif kind == "eval":
+                evaluations.append(record)
             elif kind in COLUMNS:
                 rows[kind].extend([number(record.get(key)) for key in COLUMNS[kind]])
-            if kind == "eval" and record.get("iter"):
-                for key in record.keys() - {"train_loss", "val_loss"}:
-                    if key.endswith("_loss"):
-                        point = number(record.get("tokens")), number(record[key])
-                        self.other_losses.setdefault(key.removesuffix("_loss"), []).append(point)
+        pairs = (pair for record in evaluations for pair in record.items())
+        numbers = {key for key, value in pairs if isinstance(value, int | float)}
+        self.measures = sorted(numbers - {*COLUMNS["eval"]})
+        columns = [*COLUMNS["eval"], *self.measures]
+        for record in evaluations:
+            rows["eval"].extend([number(record.get(key)) for key in columns])
         self.step = to_columns(rows["step"], COLUMNS["step"])
-        self.eval = to_columns(rows["eval"], COLUMNS["eval"])
+        self.eval = to_columns(rows["eval"], columns)
         self.checkpoint = to_columns(rows["checkpoint"], COLUMNS["checkpoint"])
         # a resume may have changed the configuration
         first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
@@ -152,14 +157,14 @@ def has_band(run: Run) -> bool:
 # The learning curve
 
 
-def learning_curve(run: Run, axis: str) -> tuple[np.ndarray, np.ndarray]:
+def learning_curve(run: Run, axis: str, measure: str = "val_loss") -> tuple[np.ndarray, np.ndarray]:
     """
-    Return where on the axis (iter, tokens or hours) the run was evaluated, and its val losses
-    there. The evaluation at iteration 0 is left out.
+    Return where on the axis (iter, tokens or hours) the run was evaluated, and its val losses, or
+    another measure's values, there. The evaluation at iteration 0 is left out.
     """
-    x, losses = run.eval[axis], run.eval["val_loss"]
-    known = (run.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(losses)
-    return x[known], losses[known]
+    x, values = run.eval[axis], run.eval[measure]
+    known = (run.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(values)
+    return x[known], values[known]
 
 
 def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:

@@ -69,7 +69,7 @@ def children(monkeypatch, tmp_path) -> list:
 def bench(*arguments: str, **keys) -> tuple[dict, str]:
     """Return what bench.py writes with --json, and what it prints."""
     result = run("bench.py", *arguments, *flags(**keys), "--seconds=0", "--json=new/result.json")
-    assert result.code == 0, result.err
+    assert result.code == 0 and "warning: " not in result.err, result.err
     return json.loads(Path("new/result.json").read_text()), result.out
 
 

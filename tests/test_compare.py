@@ -36,12 +36,13 @@ def write_run(
     step_ms: float = 100,
     bits: float | None = None,
     start: dict | None = None,
+    measures: dict | None = None,
     **config,
 ) -> Path:
     """
     Write a finished run: a record for every iteration, evaluations of 2 s and, with each but the
     first, a checkpoint of 1 s. `bits` is the bits per byte of a loss of 1; `start` adds or
-    replaces fields of the start record.
+    replaces fields of the start record, and `measures` adds fields to each evaluation.
     """
     first = dict(
         kind="start",
@@ -67,7 +68,8 @@ def write_run(
             hours += 2 / 3600
             loss = val_losses[it]
             line = dict(kind="eval", iter=it, tokens=it * size, hours=hours, seconds=2)
-            lines.append(line | dict(val_loss=loss, bits_per_byte=bits and loss * bits))
+            line |= dict(val_loss=loss, bits_per_byte=bits and loss * bits)
+            lines.append(line | (measures or {}))
         if it in val_losses and it > 0:
             lines.append(dict(kind="checkpoint", iter=it, path="x", bytes=1, seconds=1))
             hours += 1 / 3600
@@ -771,6 +773,28 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_p
     assert [*over_time[0]] == pytest.approx([4.5 / 60, 8 / 60])  # minutes
     assert [*speed[1]] == [10_000] * 10
     assert [*rate[1]] == [0.1] * 10
+
+
+def test_draws_other_losses_among_the_losses_and_other_measures_on_their_own_axis(tmp_path):
+    """Show a loss below the train and val losses too. test_hacking.py reads the table's row."""
+    from matplotlib.figure import Figure
+
+    from reports.picture import draw
+    from reports.runs import open_run
+
+    measures = dict(second_loss=1.0, choices=0.5)
+    run_with = open_run(write_run(tmp_path / "a", {0: 8.0, 5: 4.0, 10: 3.0}, measures=measures))
+    draw(figure := Figure(), [[run_with]])
+    losses, *_, others = figure.axes
+    assert losses.get_ylim()[0] < 1.0
+    assert [*others.get_lines()[0].get_ydata()] == [0.5, 0.5]
+
+
+def test_averages_other_measures_over_the_seeds_of_each_side(tmp_path):
+    change = write_side(tmp_path, "idea", [2.0, 2.1], measures=dict(choices=0.5))
+    base = write_side(tmp_path, "base", [2.0, 2.1], measures=dict(choices=0.25))
+    result, _, _ = against(tmp_path, change, base)
+    assert re.search(r"^last choices, mean +0\.5000 +0\.2500$", result.out, re.MULTILINE)
 
 
 def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tmp_path):

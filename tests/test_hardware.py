@@ -22,6 +22,7 @@ from program import ROOT, column, finish, flags, run, start, train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common import environment
+from common.console import UserError, raise_if_any
 from configurator import Config, load_config, resolve
 from model import GPTConfig
 from model_fast import FastConfig, build_model, model_config
@@ -265,7 +266,9 @@ REFUSED = [  # a machine, keys -> words of the error
 @pytest.mark.parametrize("here, keys, words", REFUSED)
 def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words, machine):
     machine(**here)
-    (problem,) = preflight.check_device(Config(**keys))
+    with pytest.raises(UserError) as refusal:
+        raise_if_any(preflight.check_device(Config(**keys)))
+    (problem,) = refusal.value.problems
     assert all(word in problem for word in words.split("; "))
     if words == CUDA_BUILD:  # alone on the last line, so that it can be copied
         assert problem.splitlines()[-1].strip() == preflight.CUDA_BUILD

@@ -547,6 +547,10 @@ def test_prints_a_training_command_for_the_prepared_dataset(capsys):
     gpt2 = dict(manifest_of(Path("data/my notes")), tokenizer="gpt2")
     writer.say_what_it_holds(Path("data/my notes"), gpt2)
     assert "config/finetune_gpt2.py " in capsys.readouterr().out.splitlines()[-1]
+    large = manifest_of(Path("data/my notes"))
+    large["shards"][0]["tokens"] = 8_000_000  # too many for config/quickstart.py
+    writer.say_what_it_holds(Path("data/my notes"), large)
+    assert "docs/own_text.md" in capsys.readouterr().out.splitlines()[-1]
     write_jsonl(Path("my notes.jsonl"), TEXTS)
     *_, last = prepare("my notes.jsonl", "--out=my notes", script=TEXT).out.splitlines()
     assert "--dataset=./my notes" in last

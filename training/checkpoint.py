@@ -217,11 +217,26 @@ def link(path: Path, name: Path) -> None:
             shutil.copyfileobj(content, file)
 
 
-def link_missed_best(out_dir: Path, best_iter: int) -> None:
-    """Link best.pt if the run was killed between saving its best checkpoint and linking it."""
+def link_best(path: Path) -> Path | None:
+    """Link best.pt to this checkpoint beside it. If that fails, warn and return the path."""
+    try:
+        link(path, path.with_name("best.pt"))
+        return None
+    except OSError as error:
+        hint = f"{path} is kept, and the next save or launch tries again"
+        warn(f"best.pt: {error_lines(error)[0]}; {hint}")
+        return path
+
+
+def link_missed_best(out_dir: Path, best_iter: int) -> Path | None:
+    """
+    Do what link_best() does if a kill or a full disk came between saving the best checkpoint and
+    linking best.pt to it.
+    """
     path, best = checkpoint_path(out_dir, best_iter), out_dir / "best.pt"
     if path.exists() and not (best.exists() and best.stat().st_mtime >= path.stat().st_mtime):
-        link(path, best)
+        return link_best(path)
+    return None
 
 
 def set_logs_aside(out_dir: Path) -> None:
@@ -254,6 +269,7 @@ class Saver:
         self.facts = facts  # what every checkpoint of this launch holds, besides its state
         self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
         self.failed = False  # whether the last attempt to save failed
+        self.folder: os.stat_result  # out_dir as claim() found it
         self.lock: BinaryIO | None = None
         self.mark = b""  # what the lock holds: each launch adds bytes of its own
         self.unwritten = {"metrics.jsonl": b"", "log.txt": b""}  # what the disk has not taken yet
@@ -278,6 +294,7 @@ class Saver:
         """
         out_dir, it = self.out_dir, resumed["progress"]["iter_num"] if resumed else -1
         out_dir.mkdir(parents=True, exist_ok=True)
+        self.folder = out_dir.stat()
         self.lock = open(out_dir / "lock", "a+b", buffering=0)
         if not try_lock(self.lock):
             hint = "stop that one first, or choose another --out_dir"
@@ -299,7 +316,7 @@ class Saver:
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
         if resumed:
-            link_missed_best(out_dir, resumed["progress"]["best_iter"])
+            self.unlinked = link_missed_best(out_dir, resumed["progress"]["best_iter"])
             drop_records(out_dir / "metrics.jsonl", resumed["progress"])
         else:
             set_logs_aside(out_dir)
@@ -321,13 +338,18 @@ class Saver:
 
     def check_lock(self) -> None:
         """
-        Lock out_dir again if its disk has been away since the last time. Raises OSError if it is
-        away now, and UserError if another run has taken the folder.
+        Lock out_dir again if its disk has been away since the last time, or if somebody has deleted
+        the lock in it. Raises OSError if it is away now, and UserError if another run has taken the
+        folder.
         """
         assert self.lock
         if self.has_lock():
             return
-        lock = open(self.out_dir / "lock", "r+b", buffering=0)
+        path = self.out_dir / "lock"
+        if os.path.samestat(self.out_dir.stat(), self.folder) and not path.exists():
+            with replacing(path) as file:
+                file.write(self.mark)
+        lock = open(path, "r+b", buffering=0)
         if lock.read() != self.mark:
             hint = "put this run's folder back and resume it, or give another --out_dir"
             problem = f"{self.out_dir} or its lock was taken by another run"
@@ -371,18 +393,9 @@ class Saver:
         self.has_saved = True
         if state["progress"]["best_iter"] == it:
             self.unlinked = path
-        self.link_best()
+        if self.unlinked:
+            self.unlinked = link_best(self.unlinked)
         return ""
-
-    def link_best(self) -> None:
-        """Link best.pt to the best checkpoint. If that fails, the next save tries again."""
-        try:
-            if self.unlinked:
-                link(self.unlinked, self.out_dir / "best.pt")
-            self.unlinked = None
-        except OSError as error:
-            hint = f"{self.unlinked} is kept, and the next save tries again"
-            warn(f"best.pt: {error_lines(error)[0]}; {hint}")
 
     def prune(self, keep: int) -> None:
         """
@@ -416,10 +429,8 @@ class Saver:
                 self.append("log.txt")
 
     def append(self, name: str) -> None:
-        """Append what is unwritten to a file in out_dir. Raises OSError."""
-        # "r+" creates no file in the place of a disk that is away
-        with open(self.out_dir / name, "r+b", buffering=0) as file:
-            file.seek(0, os.SEEK_END)
+        """Append what is unwritten to a file in out_dir, which is there. Raises OSError."""
+        with open(self.out_dir / name, "ab", buffering=0) as file:
             while self.unwritten[name]:
                 self.unwritten[name] = self.unwritten[name][file.write(self.unwritten[name]) :]
 

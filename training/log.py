@@ -31,7 +31,7 @@ from training.tracker import Tracker
 PROJECT = Path(__file__).resolve().parent.parent
 MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs reach up to 16 on a tiny text
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
-PATIENCE = 20.0  # seconds to wait for loss.png at the end of a run
+PATIENCE = 20.0  # seconds to wait for loss.png
 # A run is slow if its MFU, after so many iterations, is below this share of the lowest known one.
 # Muon takes 4%, and runs of one card differ by a few percent more.
 SLOW_AFTER, SLOW = 50, 0.85
@@ -72,8 +72,6 @@ class Log:
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
         self.last_loss: tuple[float, int] | None = None  # the last line's loss, and its iteration
         self.is_slow = False  # whether the log has warned of it
-        self.picture: subprocess.Popen | None = None  # the process that draws loss.png
-        self.picture_failed = False
 
     def start_tracker(self, is_new: bool) -> None:
         """Start the tracker. If it does not start, a new run ends, and a resumed one goes on."""
@@ -107,7 +105,7 @@ class Log:
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.ranks.is_main:
-            if not c.by_clock and self.train_tokens:
+            if self.train_tokens and not c.by_clock and c.max_iters != UNREACHED:  # not a bench
                 warn_of_epochs(self.last_tokens() / self.train_tokens)
             self.warn_of_space(optimizer)
         if self.world_size > 1:
@@ -248,21 +246,20 @@ class Log:
         left = (c.max_iters - it - 1) * pace + intervals * pause
         return max(0.0, min(left, self.left()))
 
-    def report_eval(self, it: int, tokens: int, losses: dict[str, float]) -> None:
-        """Log an evaluation, within its pause. The losses are in nats per token."""
+    def report_eval(self, it: int, tokens: int, numbers: dict[str, float]) -> None:
+        """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
         seconds = self.clock.since_lap()
-        say(evaluation_line(it, losses, seconds, self.data))
+        say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
             "eval",
             iter=it,
             tokens=tokens,
             hours=self.clock.training_hours(),
-            **{f"{name}_loss": loss for name, loss in losses.items()},
+            **numbers,
             seconds=seconds,
-            perplexity=perplexity(losses["val"]),
-            bits_per_byte=self.data.bits_per_byte(losses["val"]),
+            perplexity=perplexity(numbers["val_loss"]),
+            bits_per_byte=self.data.bits_per_byte(numbers["val_loss"]),
         )
-        self.draw()
 
     def report_averages(self, it: int) -> None:
         say(f"averages: at iteration {it}, the averages of the weights replace the weights")
@@ -295,19 +292,6 @@ class Log:
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         self.saver.write_record(record)
         self.tracker.log(record)
-
-    def draw(self) -> None:
-        """Start drawing loss.png in a child process, unless the last one is still running."""
-        if not self.ranks.is_main or self.clock.used() < SHORTEST_RUN:
-            return
-        if self.picture and self.picture.poll() is None:  # still drawing
-            return
-        command = ("-m", "reports.picture", self.saver.out_dir)
-        try:
-            self.picture = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
-        except OSError:  # for example, not enough memory to start a process
-            self.picture = None
-            self.picture_failed = True
 
     # -------------------------------------------------------------------------
     # The end
@@ -343,7 +327,7 @@ class Log:
             say(f"to continue: {launch_command(self.world_size, *more)}")
         self.tracker.close()
         if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
-            self.draw_end()
+            self.draw()
         keep_transcript(None)
 
     def last_losses(self, progress) -> str:
@@ -382,23 +366,19 @@ class Log:
             for name, (value, form) in values.items()
         ]
 
-    def draw_end(self) -> None:
-        """Draw loss.png for the whole run, giving each drawing process PATIENCE seconds."""
-        self.wait_for_picture()
-        self.draw()
-        self.wait_for_picture()
-        if self.picture_failed:
+    def draw(self) -> None:
+        """Draw loss.png in a child process, or warn. During the run, compare.py draws it."""
+        if not self.ranks.is_main or self.clock.used() < SHORTEST_RUN:
+            return
+        command = ("-m", "reports.picture", self.saver.out_dir)
+        try:
+            child = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
+            failed = child.wait(PATIENCE) != 0
+        except (OSError, subprocess.TimeoutExpired):  # the child ends with this process
+            failed = True
+        if failed:
             hint = f"python compare.py {self.config.out_dir} draws it, or says why not"
             warn(f"loss.png was not drawn; {hint}")
-
-    def wait_for_picture(self) -> None:
-        if self.picture is None:
-            return
-        try:
-            self.picture_failed = self.picture.wait(PATIENCE) != 0
-        except subprocess.TimeoutExpired:
-            self.picture_failed = True
-            self.picture.kill()
 
 
 def launch_command(world_size: int, *more: str) -> str:
@@ -432,12 +412,12 @@ def perplexity(loss: float) -> float:
     return math.inf if loss > 709 else math.exp(loss)  # exp(709) is about the largest float
 
 
-def evaluation_line(it: int, losses: dict[str, float], seconds: float, data: Dataset) -> str:
-    """Describe an evaluation that took `seconds`. The losses are in nats per token."""
-    text = ", ".join(f"{name} loss {loss:.4f}" for name, loss in losses.items())
-    bits = data.bits_per_byte(losses["val"])
+def evaluation_line(it: int, numbers: dict[str, float], seconds: float, data: Dataset) -> str:
+    """Describe an evaluation that took `seconds`. Losses are in nats per token."""
+    text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items())
+    bits = data.bits_per_byte(numbers["val_loss"])
     end = "" if bits is None else f", {bits:.4f} bits per byte"
-    text += f", time {seconds:.1f}s, perplexity {perplexity(losses['val']):.4g}"
+    text += f", time {seconds:.1f}s, perplexity {perplexity(numbers['val_loss']):.4g}"
     return f"step {it}: {text}{end}"
 
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from common.console import COMMAND, warn
+from common.console import COMMAND, Unreachable, warn
 from configurator import Config, launched
 from training.hardware import choose_device, emulates_bfloat16
 
@@ -17,14 +17,18 @@ CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytor
 
 
 def check_device(config: Config) -> list[str]:
-    """Return what is wrong with the device and dtype on this machine, one line per problem."""
+    """
+    Return what is wrong with the device and dtype on this machine, one line per problem. Raises
+    Unreachable if torch does not see the GPU, perhaps because its driver is not loaded yet.
+    """
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
         return [f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu"]
     kind, _, number = wanted.partition(":")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
-        return [f"device: {wanted}, but {seen} (--device=cpu trains without one); {cuda_hint()}"]
+        anyway = "--device=cpu trains without one"
+        raise Unreachable(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
     here = launched("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     if kind != "cpu" and gpus and here > gpus:
@@ -59,20 +63,19 @@ def has_kernels(device: torch.device) -> bool:
     return not arches
 
 
-def no_gpu_problem(config: Config) -> list[str]:
+def check_gpu(config: Config) -> None:
     """
-    Return a problem if a run for a GPU would train on the CPU because torch sees no GPU. Warn if a
+    Raise Unreachable if a run for a GPU would train on the CPU because torch sees no GPU. Warn if a
     small run uses the CPU because the GPU's driver is too old.
     """
     if config.device != "auto" or choose_device(config, local_rank=0).type != "cpu":
-        return []
+        return
     if config.iter_tokens > CPU_TOKENS and not config.eval_only:
         tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
         anyway = "--device=cpu trains anyway"
-        return [f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}"]
+        raise Unreachable(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
     if hint := old_driver():
         warn(f"device: this runs on the CPU, very slowly, because torch sees no GPU; {hint}")
-    return []
 
 
 def cuda_hint() -> str:

@@ -39,7 +39,7 @@ records that a full disk refused are lost | training/checkpoint.py | Saver.write
     self.unwritten["metrics.jsonl"] += json.dumps -> self.unwritten["metrics.jsonl"] = json.dumps
     integration/test_disks.py::test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_room[before-0]
 a cut record is completed where the file does not end | training/checkpoint.py | Saver.append
-    file.seek(0, os.SEEK_END) -> file.tell()
+    "ab" -> "r+b"
     test_checkpoint.py::test_writes_every_record_whole_after_the_disk_was_full
 two runs write to one folder on a share without locks | training/checkpoint.py | Saver.has_lock
     is_same and held.st_size == len(self.mark) -> is_same
@@ -80,6 +80,15 @@ only the random state of rank 0 is saved | train.py | state_to_save
 the validation loss is of one rank | train.py | estimate_loss
     ranks.sum(*sums) -> sums
     integration/test_losses.py::test_two_ranks_train_like_one_process
+a micro-batch with fewer targets counts as much as the others | train.py | train_step
+    weights[micro_step] * model(x, y) -> model(x, y)
+    integration/test_losses.py::test_masked_targets_count_equally_in_any_micro_batches_and_ranks
+targets are counted on one rank | train.py | train_step
+    torch.distributed.all_reduce(totals, group=model.process_group) -> pass
+    integration/test_losses.py::test_masked_targets_count_equally_in_any_micro_batches_and_ranks
+a finished run's best.pt is not linked | train.py | main
+    ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter) -> pass
+    integration/test_disks.py::test_best_pt_that_did_not_fit_is_made_once_there_is_room
 each rank follows its own clock | training/clock.py | Clock.position
     self.ranks.on_main(self.position_here, it) -> self.position_here(it)
     integration/test_time_limits.py::test_all_ranks_follow_the_clock_of_the_first

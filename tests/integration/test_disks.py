@@ -252,6 +252,20 @@ def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tiny, ran, st
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
 
 
+def test_best_pt_that_did_not_fit_is_made_once_there_is_room(tiny, ran):
+    """On a disk without hard links, neither end a resume for it, nor forget it at the end."""
+    no_links = mock.patch("os.link", side_effect=OSError(errno.EPERM, "Operation not permitted"))
+    no_room = mock.patch("shutil.copyfileobj", side_effect=OSError(errno.ENOSPC, "No space left"))
+    tiny |= FALLING | dict(init_from="auto")
+    with no_links, no_room:
+        for last in (4, 8, 8):
+            result = train(**tiny | dict(max_iters=last))
+            assert "warning: best.pt: No space left" in result.err
+    assert ran.saved == [4, 8] and not (ran.out_dir / "best.pt").exists()
+    assert "are done" in train(**tiny).out
+    assert best_iter(ran) == 8
+
+
 @pytest.mark.parametrize("files", [1, 4])
 def test_warns_if_the_disk_is_too_small_for_the_run_besides_what_its_files_use(
     files, tiny, on_disk
@@ -299,15 +313,16 @@ def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
     return [*states.values()]
 
 
-@pytest.mark.parametrize("begins, ends", slow_but((2, 6), of=[(0, 2), (2, 6)]))
+@pytest.mark.parametrize("begins, ends, best", [(0, 2, 4), (2, 6, 4), (2, 6, 6)])
 def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save(
-    begins, ends, tiny, ran, tmp_path
+    begins, ends, best, tiny, ran, tmp_path
 ):
     """
-    Start from scratch, or resume a run whose newest checkpoint is damaged. Iteration 4 has the
-    lowest loss, so best.pt must still hold it at iteration 6.
+    Start from scratch, or resume a run whose newest checkpoint is damaged. Afterwards best.pt must
+    hold iteration 4, or the last one, even if the kill came when only best.pt was missing.
     """
     tiny |= dict(eval_interval=2, max_iters=6, keep_checkpoints=1, init_from="auto")
+    tiny |= FALLING if best == 6 else {}
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     if begins:
         train(**tiny | dict(max_iters=begins))
@@ -321,7 +336,7 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
         if newest < 6:
             assert killed.column("start", "iter")[-1] == newest
         assert_same_run(tmp_path / "straight", folder, 6)
-        assert best_iter(killed) == best_logged(killed) == 4
+        assert best_iter(killed) == best_logged(killed) == best
         assert killed.saved[-1] == 6
         assert not leftovers(folder)
 
@@ -602,6 +617,16 @@ def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tiny, ran, strai
     for kind, names in (("step", STEP), ("eval", EVAL)):
         assert ran.column(kind, *names) == Run(straight).column(kind, *names)
     assert not leftovers(out_dir)
+
+
+@pytest.mark.parametrize("name", ["lock", "log.txt", "metrics.jsonl"])
+def test_a_run_goes_on_if_one_of_its_files_is_deleted(name, tiny, ran, straight):
+    """Write the file anew, as after a `git clean`, and lock the folder again."""
+    trainer, file = InProcessRun(), ran.out_dir / name
+    trainer.at["update", 6] = file.unlink
+    assert not lines(launch(trainer, **tiny).err, "warning:")
+    assert file.stat().st_size and not leftovers(ran.out_dir)
+    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

@@ -147,6 +147,16 @@ def test_a_resume_whose_share_is_away_asks_to_be_started_again(away, begun, code
     assert run("train.py", *flags(**tiny, init_from="resume" if begun else "auto")).code == code
 
 
+@pytest.mark.parametrize("begun, code", [(False, 2), (True, 1)])
+def test_a_resume_that_does_not_see_its_gpu_asks_to_be_started_again(begun, code, tiny):
+    """Expect the driver to load late after a boot."""
+    if begun:
+        train(**tiny | dict(max_iters=4))
+    with mock.patch("torch.cuda.device_count", lambda: 0):
+        result = run("train.py", *flags(**tiny | dict(device="cuda"), init_from="auto"))
+    assert result.code == code and "error: device: cuda, but torch" in result.err
+
+
 def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, ran, tmp_path):
     train(**tiny | dict(max_iters=4))
 

@@ -310,11 +310,15 @@ def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(to
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, LION, SCHEDULE, AVERAGING, EXCHANGE = (
+LOSS, LION, SCHEDULE, AVERAGING, EXCHANGE, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
-    for name in ("def loss_sum(", "class Lion(", "def get_lr(", "class Averaging(", "def exchange(")
+    for name in (
+        *("def loss_sum(", "class Lion(", "def get_lr(", "class Averaging(", "def exchange("),
+        "def choices(",
+    )
 )
-[SECOND] = re.findall(r"^```python\n(    if c\.second:.*?)^```$", PAGE, re.M | re.S)
+# indented blocks belong in main()
+SECOND, MEASURE = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
 KEYS = """
 class Config:
     second: str = ""
@@ -323,6 +327,7 @@ class Config:
 PATHS = ("out_dir", "init_from", "dataset", "second")
 """
 SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
+MEASURES_LINE = "    measures: dict[str, Callable[[GPT], float]] = {}\n"
 ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
 
 
@@ -380,18 +385,21 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
 
 @pytest.fixture(scope="module")
 def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
-    """Run the z-loss, schedule, average and second validation set, all in one program."""
+    """Run the z-loss, schedule, average, second validation set and measure in one program."""
     program = tmp_path_factory.mktemp("documented") / "program"
-    code = {"train.py": SCHEDULE["train.py"] + EXCHANGE["train.py"]} | AVERAGING
+    code = {
+        "train.py": "".join(part["train.py"] for part in (SCHEDULE, EXCHANGE, CHOICES))
+    } | AVERAGING
     call, moment = "exchange(optimizer)\n", "                moments[name] = moment.clone()\n"
     stop = "        if stop:\n            break\n"
     edited(
         changed(program, code | {"configurator.py": KEYS, "model.py": Z_LOSS}),
         (ADAMW_LINE, "    return Averaging(groups, fused=fused)\n"),
-        ("        losses = None\n", f"        {call}        losses = None\n"),
+        ("        numbers = None\n", f"        {call}        numbers = None\n"),
         (stop, f"        {call}{stop}"),
         (moment, f"{moment}    {call}"),
         (SPLITS_LINE, SPLITS_LINE + SECOND),
+        (MEASURES_LINE, MEASURES_LINE + MEASURE),
     )
     other = write_tokens(program / "other", [700], [300], vocab=77)
     wsd = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
@@ -448,7 +456,7 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
     refused(results["nowhere"], "--second=PATH")
     refused(results["other"], "second: ")
     losses = column(program / "second", "eval", "train_loss", "val_loss", "second_loss")
-    line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, time "
+    line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, "
     assert line.format(*losses[-1]) in results["second"].out
     assert all(val == second for _, val, second in losses)
     figure = pytest.importorskip("matplotlib.figure").Figure()
@@ -456,15 +464,26 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
     assert "second loss of second" in figure.axes[0].get_legend_handles_labels()[1]
 
 
+def test_the_documented_measure_is_printed_recorded_drawn_and_compared(documented):
+    program, results = documented
+    (first, *_, last) = column(program / "second", "eval", "choices")
+    assert {first, last} <= {0.0, 0.5, 1.0}
+    assert f", choices {last:.4f}, time " in results["second"].out
+    assert ", choices " in results["again"].out  # eval_only
+    result = run("compare.py", program / "second", program / "whole")
+    assert re.search(rf"^last choices +{last:.4f} +[01]\.", result.out, re.M), result.out
+
+
 @pytest.mark.slow
 def test_the_documented_code_passes_ruff_and_mypy(tmp_path):
-    code = SCHEDULE["train.py"] + EXCHANGE["train.py"]
+    code = SCHEDULE["train.py"] + EXCHANGE["train.py"] + CHOICES["train.py"]
     optimizers = LION["optimizer.py"] + AVERAGING["optimizer.py"]
     files = LOSS | {"train.py": code, "optimizer.py": optimizers, "configurator.py": KEYS}
     program = edited(
         changed(tmp_path / "program", files),
         (ADAMW_LINE, "    return Lion(groups)\n"),
         (SPLITS_LINE, SPLITS_LINE + SECOND),
+        (MEASURES_LINE, MEASURES_LINE + MEASURE),
     )
     shutil.copy(ROOT / "pyproject.toml", program)
     for tool in (("ruff", "check"), ("mypy",)):

@@ -25,6 +25,7 @@ from program import (
     InProcessRun,
     Run,
     assert_same_run,
+    changed,
     checkpoint,
     checkpoints,
     column,
@@ -488,6 +489,34 @@ def test_two_ranks_train_like_one_process(tokens, tmp_path):
         for ours, theirs in zip(two, one, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
     assert_speeds(tmp_path / "2", [4 * 5 * T] * 12, devices=2)
+
+
+# leave each sequence another number of targets, and some sequences none
+MASKED = """
+unmasked = Batches.take
+
+def take(self, count):
+    batches = unmasked(self, count)
+    for x, y in batches:
+        y[torch.arange(x.size(1)) >= x[:, :1] % 16] = -1
+    return batches
+
+Batches.take = take
+"""
+
+
+def test_masked_targets_count_equally_in_any_micro_batches_and_ranks(tokens, tmp_path):
+    program = changed(tmp_path / "program", {"data/loader.py": MASKED})
+    numbers = []
+    for ranks, batch_size, accum in ((1, 12, 1), (1, 4, 3), (1, 1, 12), (2, 3, 4)):
+        out_dir = tmp_path / f"{ranks} {batch_size}"
+        sizes = dict(batch_size=batch_size, gradient_accumulation_steps=accum)
+        words = flags(**BASE | sizes, dataset=tokens, out_dir=out_dir)
+        results = finish_ranks(start_ranks(ranks, *words, cwd=program, only_torch=True))
+        assert {result.code for result in results} == {0}, results
+        numbers.append(column(out_dir, "step", "loss") + column(out_dir, "eval", "val_loss"))
+    for others in numbers[1:]:
+        assert others == pytest.approx(numbers[0], **CLOSE)
 
 
 def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path):
