@@ -356,9 +356,8 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     order, and skips keys of train.py that are not `known` to this script. Raises UserError.
     """
     if not path.is_file():
-        meant = str(path).replace("train_gpt2", "gpt124m_4070")  # nanoGPT's name for it
-        files = map(str, Path("config").glob("*.py"))
-        raise UserError(f"{path}: no such config file{did_you_mean(meant, files)}")
+        there = ", ".join(sorted(map(str, Path("config").glob("*.py"))))
+        raise UserError(f"{path}: no such config file; there are {there or 'none in config/'}")
     if path.suffix != ".py":
         make = ["python", "data/prepare_text.py", path, f"--write=config/{path.stem}.py"]
         problem = f"{path}: not a config file; if it is text, make a config for it with"

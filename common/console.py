@@ -229,7 +229,7 @@ REMOVED = dict(
     data_workers="give --workers to data/prepare_fineweb.py",
     until="give the hours until then as --hours=N",
     max_minutes="put `timeout --preserve-status -s INT 60m` before the command, or press Ctrl-C",
-    fp16_accumulation="no GPU gained speed from it; leave it out",
+    fp16_accumulation="nobody measured a gain; leave it out",
     link_gbits="plan assumes 100 Gbit/s between machines",
     price_hour="the rent is the price per hour times the hours that plan prints",
 )
