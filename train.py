@@ -219,9 +219,9 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             saved = saved | dict(pad_vocab_multiple=1)
             names = (*names, "pad_vocab_multiple")
         c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
-    problems += preflight.check_device(c)
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
     raise_if_any(problems + impossible)
+    preflight.check_device(c)  # after problems that stay, because a missing GPU may come back
     preflight.check_gpu(c)
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
