@@ -50,7 +50,6 @@ from common.console import (
     did_you_mean,
     percent,
     print_err,
-    raise_if_any,
     run_main,
     say,
     table_lines,
@@ -515,7 +514,7 @@ def main(argv: list[str]) -> int:
     config = load_config(keys, other_flags=vars(options))
     options.command = command_line("python", "bench.py", *argv)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
-        raise_if_any(preflight.check_device(config))
+        preflight.check_device(config)
     write = getattr(options, "write", None)
     if write and write.exists():
         raise UserError(f"write: {write} exists; delete it, or give another --write")

@@ -30,7 +30,6 @@ from common.console import (
     explain_errors,
     print_err,
     printable,
-    raise_if_any,
     run_main,
     warn,
 )
@@ -153,7 +152,7 @@ def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[T
 
 def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
-    raise_if_any(preflight.check_device(Config(device=c.device, dtype=c.dtype)))
+    preflight.check_device(Config(device=c.device, dtype=c.dtype))
     is_typed = "start" not in c.set_keys and sys.stdin.isatty() and sys.stdout.isatty()
     num_samples = 1 if is_typed and "num_samples" not in c.set_keys else c.num_samples
     prompts = ask_prompts() if is_typed else [read_prompt(c.start)]

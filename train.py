@@ -58,7 +58,7 @@ from training.checkpoint import Saver
 from training.clock import Clock, Position
 from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
-from training.log import Log, change_lines, evaluation_line, origin_lines
+from training.log import EVAL_FIELDS, Log, change_lines, evaluation_line, origin_lines
 from training.pretrained import ARCHITECTURE, load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
 from training.speed import describe
@@ -219,9 +219,9 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             saved = saved | dict(pad_vocab_multiple=1)
             names = (*names, "pad_vocab_multiple")
         c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
-    problems += preflight.check_device(c)
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
     raise_if_any(problems + impossible)
+    preflight.check_device(c)  # after problems that stay, because a missing GPU may come back
     preflight.check_gpu(c)
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
@@ -471,20 +471,21 @@ def train_step(
     update the weights once. The loss is the mean over the targets of all ranks that are not -1, so
     it does not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
 
-    Returns the sum of the micro-batches' losses in nats, whose mean over all ranks is the loss, and
-    the gradient norm before clipping. Both stay on the device, so with a fused optimizer nothing in
-    this function waits for the GPU.
+    Returns the sum of the micro-batches' weighted losses in nats, and the gradient norm before
+    clipping. Both stay on the device, so with a fused optimizer nothing in this function waits for
+    the GPU.
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
     loss_sum = torch.zeros((), device=micro_batches[0][0].device)
-    # DDP and the division by accum below take the mean of the micro-batches' means. These weights
-    # make it the mean over all targets; they are exactly 1 if none is masked
-    counts = torch.stack([(y != -1).sum() for _, y in micro_batches])
-    totals = torch.stack([counts, torch.ones_like(counts)]).sum(1)  # targets, micro-batches
+    # Weigh each micro-batch by its targets. The mean over all micro-batches, which the division by
+    # accum and DDP take, is then the mean over all targets. If none is masked, each weight is 1.0
+    targets = torch.stack([(y != -1).sum() for _, y in micro_batches])
+    all_targets, all_micro_batches = targets.sum(), accum
     if is_ddp:
-        torch.distributed.all_reduce(totals, group=model.process_group)
-    weights = counts * totals[1] / totals[0].clamp(min=1)
+        torch.distributed.all_reduce(all_targets, group=model.process_group)
+        all_micro_batches *= model.process_group.size()
+    weights = targets * all_micro_batches / all_targets.clamp(min=1)
     for micro_step, (x, y) in enumerate(micro_batches):
         if is_ddp:  # average gradients across ranks once per iteration, in the last backward pass
             model.require_backward_grad_sync = micro_step == accum - 1
@@ -569,9 +570,10 @@ def estimate_loss(
     model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals
 ) -> dict[str, float] | str:
     """
-    Return an evaluation's numbers by name: as NAME_loss each split's mean loss on fixed windows, in
-    nats per token, without dropout, and then what `measures` return. The tokens do not depend on
-    the micro-batch size or the number of ranks. Every rank must call this, and gets all numbers.
+    Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
+    nats per token, without dropout. The windows do not depend on the micro-batch size or the number
+    of ranks. The other numbers are those of `measures`. Every rank must call this, and gets all
+    numbers.
 
     Returns instead, on all ranks, why the run must stop: the name of a signal, "data" if a rank
     cannot read its data, or "memory" if a rank runs out of it after the first update.
@@ -592,12 +594,37 @@ def estimate_loss(
                 return sums
             loss_sum, count = ranks.sum(*sums)
             numbers[f"{name}_loss"] = loss_sum / count
-        with hw.autocast():
-            for name, measure in measures.items():
-                numbers[name] = ranks.on_main(measure, model)
+        for name, function in measures.items():
+            numbers[name] = ranks.on_main(measure, name, function, model, hw)
     finally:
         model.train()
     return numbers
+
+
+def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) -> float:
+    """
+    Return the number that function(model) returns or, if it fails, NaN with a warning. It changes
+    nothing that training uses: dropout draws the same numbers afterwards, and nothing is compiled.
+    """
+    states = hw.get_rng_states()
+    try:
+        with hw.autocast(), torch.compiler.set_stance("force_eager"):
+            return float(function(model))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warn(f"measures: {name} failed ({reason}); continuing without this number")
+        return math.nan
+    finally:
+        hw.set_rng_states(states)
+        model.eval()  # for the next measure, if this one has switched to training
+
+
+def check_names(splits: dict, measures: dict, ranks: Ranks) -> None:
+    """Raise UserError if a measure has the name of another field of an evaluation's record."""
+    taken = {*EVAL_FIELDS, *(f"{name}_loss" for name in splits)}
+    for name in measures:
+        if name in taken:
+            ranks.fail(f"measures: {name!r} is a field of each evaluation; give it another name")
 
 
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int] | str:
@@ -793,12 +820,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
 
-    # Data and device. An evaluation measures the loss of each split named here, and whatever number
-    # each function in `measures` returns. Rank 0 calls these with the model in eval mode, without
-    # gradients, within autocast. All the numbers are logged, drawn and compared
+    # Data and device. An evaluation measures the loss of each split named here, and the number that
+    # each function in `measures` returns for the model. All of them are logged, drawn and compared
     data = open_data(c, resumed, loaded, ranks)
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
+    check_names(splits, measures, ranks)
     keep_awake()
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
 

@@ -128,7 +128,7 @@ def card_of_row(row: dict[str, str], config: Config) -> Card:
 
 
 def card_here(config: Config) -> Card:
-    raise_if_any(preflight.check_device(config))
+    preflight.check_device(config)
     hw = hardware.set_up(config)
     link_gbs = float((hw.row and hw.row["link_gbs"]) or PCIE_GBS)
     return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib(), link_gbs=link_gbs)

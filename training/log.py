@@ -35,6 +35,8 @@ PATIENCE = 20.0  # seconds to wait for loss.png
 # A run is slow if its MFU, after so many iterations, is below this share of the lowest known one.
 # Muon takes 4%, and runs of one card differ by a few percent more.
 SLOW_AFTER, SLOW = 50, 0.85
+# What report_eval() records besides the losses, and reports.runs reads besides a run's own numbers
+EVAL_FIELDS = "kind time iter tokens hours seconds perplexity bits_per_byte low high".split()
 LEDGER_NAMES = {"start-up": "startup", "steps": "training"}  # friendlier than the clock's
 
 
@@ -326,7 +328,9 @@ class Log:
             more = ["--init_from=resume"] if self.config.init_from == "scratch" else []
             say(f"to continue: {launch_command(self.world_size, *more)}")
         self.tracker.close()
-        if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
+        if reason.startswith("SIG"):  # exit without waiting for loss.png
+            say(f"picture: {command_line('python', 'compare.py', self.config.out_dir)}")
+        else:
             self.draw()
         keep_transcript(None)
 

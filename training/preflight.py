@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from common.console import COMMAND, Unreachable, warn
+from common.console import COMMAND, Unreachable, UserError, warn
 from configurator import Config, launched
 from training.hardware import choose_device, emulates_bfloat16
 
@@ -16,14 +16,14 @@ CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to 
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 
 
-def check_device(config: Config) -> list[str]:
+def check_device(config: Config) -> None:
     """
-    Return what is wrong with the device and dtype on this machine, one line per problem. Raises
-    Unreachable if torch does not see the GPU, perhaps because its driver is not loaded yet.
+    Raise UserError if this machine cannot train on the device in the dtype that are set. It is
+    Unreachable if torch does not see the GPU, perhaps because the driver is still loading.
     """
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
-        return [f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu"]
+        raise UserError(f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu")
     kind, _, number = wanted.partition(":")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
@@ -32,18 +32,19 @@ def check_device(config: Config) -> list[str]:
     here = launched("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     if kind != "cpu" and gpus and here > gpus:
-        return [f"nproc_per_node: {gpus} GPUs here are too few for {here} processes; start {gpus}"]
+        few = f"{gpus} GPUs here are too few for {here} processes"
+        raise UserError(f"nproc_per_node: {few}; start {gpus}")
     device = choose_device(config, local_rank=0)
     if device.type == "cuda" and not has_kernels(device):
         name = torch.cuda.get_device_name(device)
         code = f"torch {torch.__version__} has code for {' '.join(torch.cuda.get_arch_list())} only"
         build = "an old GPU needs a torch built for CUDA 12.6, a new one needs a newer torch"
-        return [f"device: a {name} cannot run this torch: {code}; {build}"]
+        raise UserError(f"device: a {name} cannot run this torch: {code}; {build}")
     if config.dtype == "bfloat16" and emulates_bfloat16(device):
-        return ["dtype: this GPU only emulates bfloat16, and slowly; use --dtype=float16"]
+        hint = "use --dtype=float16"
+        raise UserError(f"dtype: this GPU only emulates bfloat16, and slowly; {hint}")
     if kind == "mps" and not torch.backends.mps.is_available():
-        return ["device: mps asked for, but torch finds no Metal here; use --device=cpu"]
-    return []
+        raise UserError("device: mps asked for, but torch finds no Metal here; use --device=cpu")
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -61,6 +61,8 @@ TINY = TINY_RUN | dict(
 )
 # the loss falls, so the newest checkpoint is the best
 FALLING = dict(learning_rate=0.01, warmup_iters=2)
+# also with the averages that replace the weights at the end
+AVERAGED = FALLING | dict(optimizer="muon")
 
 
 @pytest.fixture(scope="module")
@@ -313,16 +315,20 @@ def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
     return [*states.values()]
 
 
-@pytest.mark.parametrize("begins, ends, best", [(0, 2, 4), (2, 6, 4), (2, 6, 6)])
+LAST = (0, 6, AVERAGED, 6)
+
+
+@pytest.mark.parametrize(
+    "begins, ends, keys, best", slow_but(LAST, of=[(0, 2, {}, 4), (2, 6, {}, 4), LAST])
+)
 def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save(
-    begins, ends, best, tiny, ran, tmp_path
+    begins, ends, keys, best, tiny, ran, tmp_path
 ):
     """
-    Start from scratch, or resume a run whose newest checkpoint is damaged. Afterwards best.pt must
-    hold iteration 4, or the last one, even if the kill came when only best.pt was missing.
+    Start from scratch, or resume a run whose newest checkpoint is damaged. Afterwards sample.py
+    must read the best weights, even if the kill came when only best.pt was missing.
     """
-    tiny |= dict(eval_interval=2, max_iters=6, keep_checkpoints=1, init_from="auto")
-    tiny |= FALLING if best == 6 else {}
+    tiny |= dict(eval_interval=2, max_iters=6, keep_checkpoints=1, init_from="auto") | keys
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     if begins:
         train(**tiny | dict(max_iters=begins))
@@ -337,6 +343,9 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
             assert killed.column("start", "iter")[-1] == newest
         assert_same_run(tmp_path / "straight", folder, 6)
         assert best_iter(killed) == best_logged(killed) == best
+        lowest = dict(killed.evals("iter", "val_loss"))[best]
+        sample = run("sample.py", f"--out_dir={folder}", "--max_new_tokens=1", "--device=cpu")
+        assert f"iteration {best}, val loss {lowest:.4f}" in sample.err
         assert killed.saved[-1] == 6
         assert not leftovers(folder)
 

@@ -491,6 +491,44 @@ def test_two_ranks_train_like_one_process(tokens, tmp_path):
     assert_speeds(tmp_path / "2", [4 * 5 * T] * 12, devices=2)
 
 
+NAMES = ("noise", "eager", "again", "memory", "many")
+# draw random numbers, switch dropout on, fail and return too much
+MEASURES = """
+def check_names(splits, measures, ranks):
+    def eager(model):
+        return model(torch.arange(9)[None], torch.arange(9)[None]).item()
+
+    def noise(model):
+        model.train()
+        return torch.rand(1, dtype=torch.float64)
+
+    def memory(model):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    measures.update(noise=noise, eager=eager, again=eager, memory=memory, many=GPT.state_dict)
+"""
+
+
+def test_measures_change_no_bit_of_training_and_end_no_run(tokens, tmp_path):
+    """Resume on two ranks with them. A measure that fails warns, and is null in the record."""
+    whole, measured = tmp_path / "whole", tmp_path / "measured"
+    config = BASE | dict(gradient_accumulation_steps=4, dropout=0.2, eval_interval=3)
+    train_on_two_ranks(**config, dataset=tokens, out_dir=whole)
+    measured.mkdir()
+    for name in ("ckpt-00000006.pt", "metrics.jsonl"):
+        shutil.copy(whole / name, measured)
+    words = flags(**config, dataset=tokens, out_dir=measured, init_from="resume")
+    program = changed(tmp_path / "program", {"train.py": MEASURES})
+    first, second = finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True))
+    assert (first.code, second.code) == (0, 0), first.err
+    assert first.err.count("memory failed (OutOfMemoryError: CUDA") == 2
+    assert "warning: " not in second.err
+    assert_same_run(whole, measured, 12)
+    for record in records(measured, "eval")[-2:]:
+        noise, eager, again, *failed = (record[name] for name in NAMES)
+        assert 0 < noise < 1 and 3 < eager == again and failed == [None, None]
+
+
 # leave each sequence another number of targets, and some sequences none
 MASKED = """
 unmasked = Batches.take

@@ -29,6 +29,8 @@ def test_ctrl_c_ends_a_run_with_code_130_and_the_printed_command_continues_it(
     assert "second signal" in result.out + result.err  # what a second signal would do
     saved = ran.end["iters"]
     assert (ran.end["reason"], ran.saved[-1]) == ("SIGINT", saved)
+    last = f"picture: python compare.py {ran.out_dir}"  # nothing is drawn after a signal
+    assert result.out.splitlines()[-1] == last and not (ran.out_dir / "loss.png").exists()
     (line,) = re.findall(r"^to continue: python (.*)$", result.out, re.MULTILINE)
     result = finish(start(*line.split(), f"--max_iters={saved + 2}", cwd=tmp_path))
     assert result.code == 0, result.err
