@@ -402,7 +402,7 @@ def test_one_seed_on_a_side_is_inconclusive(n_change, n_base):
 
 *RECORDS, _ = make_records(ends(2.0))
 SIGTERM = dict(kind="end", reason="SIGTERM", iters=10)
-UNFIT = [  # the runs of a change; the error
+UNFIT = [  # the runs of one side; the error
     ([make_run("a", ends(math.nan))], "a: its last evaluation has no val loss"),
     ([Run("a", RECORDS)], "a: not trained to its end"),
     ([Run("a", [*RECORDS, SIGTERM])], "a: not trained to its end"),
@@ -414,8 +414,10 @@ UNFIT = [  # the runs of a change; the error
 @pytest.mark.parametrize("change, said", UNFIT)
 def test_refuses_seeds_that_cannot_be_compared(change, said):
     """Refuse unfinished runs, a seed used twice, and losses that are missing or not comparable."""
-    with pytest.raises(UserError, match=said):
-        compare.compare_seeds(change, make_side("base", [2.0, 2.1]))
+    other = make_side("other", [2.0, 2.1])
+    for sides in ((change, other), (other, change)):
+        with pytest.raises(UserError, match=said):
+            compare.compare_seeds(*sides)
 
 
 def test_warns_if_seeds_trained_equal_hours_at_different_speeds():
