@@ -400,22 +400,21 @@ def test_one_seed_on_a_side_is_inconclusive(n_change, n_base):
     assert "one seed decides nothing" in warning
 
 
-*RECORDS, _ = make_records(ends(2.0))
 SIGTERM = dict(kind="end", reason="SIGTERM", iters=10)
-UNFIT = [  # the runs of one side; the error
-    ([make_run("a", ends(math.nan))], "a: its last evaluation has no val loss"),
-    ([Run("a", RECORDS)], "a: not trained to its end"),
-    ([Run("a", [*RECORDS, SIGTERM])], "a: not trained to its end"),
-    ([make_run(name, ends(2.0), seed=2) for name in "ab"], "another run has seed 2 too"),
-    ([make_run("a", ends(2.0), start=dict(val_fingerprint="else"))], "losses are not comparable"),
+UNFIT = [  # the records of each run of one side; the error
+    ([make_records(ends(math.nan))], "a: its last evaluation has no val loss"),
+    ([make_records(ends(2.0))[:-1]], "a: not trained to its end"),
+    ([[*make_records(ends(2.0))[:-1], SIGTERM]], "a: not trained to its end"),
+    ([make_records(ends(2.0), seed=2)] * 2, "another run has seed 2 too"),
+    ([make_records(ends(2.0), start=dict(val_fingerprint="else"))], "losses are not comparable"),
 ]
 
 
-@pytest.mark.parametrize("change, said", UNFIT)
-def test_refuses_seeds_that_cannot_be_compared(change, said):
+@pytest.mark.parametrize("side, said", UNFIT)
+def test_refuses_seeds_that_cannot_be_compared(side, said):
     """Refuse unfinished runs, a seed used twice, and losses that are missing or not comparable."""
-    other = make_side("other", [2.0, 2.1])
-    for sides in ((change, other), (other, change)):
+    unfit, other = [*map(Run, "ab", side)], make_side("other", [2.0, 2.1])
+    for sides in ((unfit, other), (other, unfit)):
         with pytest.raises(UserError, match=said):
             compare.compare_seeds(*sides)
 
