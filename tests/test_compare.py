@@ -1,12 +1,11 @@
 """
-Check compare.py's table and picture against figures worked out by hand from the same records and
-logs.
+Check compare.py's table and picture against figures worked out by hand. Most runs are a few records
+in memory; the last part goes through files and commands.
 """
 
 import json
 import math
 import re
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -15,82 +14,71 @@ from unittest import mock
 import mpmath
 import numpy as np
 import pytest
-from documents import on_hub
-from program import ROOT, InProcessRun, Result, Run, run, train, write_tokens
+from matplotlib.figure import Figure
+from program import ROOT, InProcessRun, run, write_tokens
 
+import compare
+from common.console import UserError
 from reports import seeds
+from reports.picture import draw, smooth
+from reports.runs import Run, open_run
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=256)
 
 
-def write_records(folder: Path, *lines: dict) -> Path:
-    folder.mkdir(exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text)
-    return folder
-
-
-def write_run(
-    folder: Path,
+def make_records(
     val_losses: dict[int, float],
     step_ms: float = 100,
     bits: float | None = None,
     start: dict | None = None,
     measures: dict | None = None,
     **config,
-) -> Path:
+) -> list[dict]:
     """
-    Write a finished run: a record for every iteration, evaluations of 2 s and, with each but the
-    first, a checkpoint of 1 s. `bits` is the bits per byte of a loss of 1; `start` adds or
+    Return the records of a finished run: one for every iteration, evaluations of 2 s and, with each
+    but the first, a checkpoint of 1 s. `bits` is the bits per byte of a loss of 1; `start` adds or
     replaces fields of the start record, and `measures` adds fields to each evaluation.
     """
-    first = dict(
-        kind="start",
-        iter=0,
-        config=dict(dataset="d", eval_tokens=4096, gradient_accumulation_steps=4) | config,
-        parameters=5000,
-        device="card",
-        dtype="bfloat16",
-        flops_per_token=1000,
-        tokens_per_iter=1000,
-        world_size=1,
-        tokenizer="gpt2",
-        data_fingerprint="all",
-        val_fingerprint="val",
-    )
-    first |= start or {}
-    size = first["tokens_per_iter"]
-    last = max(val_losses)
-    lines = [first]
-    hours = 0.0
+    first = dict(kind="start", config=dict(dataset="d", eval_tokens=4096) | config)
+    first |= dict(tokenizer="gpt2", data_fingerprint="all", val_fingerprint="val")
+    first |= dict(tokens_per_iter=1000) | (start or {})
+    size, last, hours = first["tokens_per_iter"], max(val_losses), 0.0
+    records = [first]
     for it in range(last + 1):
+        at = dict(iter=it, tokens=it * size)
         if it in val_losses:
             hours += 2 / 3600
-            loss = val_losses[it]
-            line = dict(kind="eval", iter=it, tokens=it * size, hours=hours, seconds=2)
-            line |= dict(val_loss=loss, bits_per_byte=bits and loss * bits)
-            lines.append(line | (measures or {}))
+            losses = dict(val_loss=val_losses[it], bits_per_byte=bits and val_losses[it] * bits)
+            line = dict(kind="eval", hours=hours, seconds=2)
+            records.append(line | at | losses | (measures or {}))
         if it in val_losses and it > 0:
-            lines.append(dict(kind="checkpoint", iter=it, path="x", bytes=1, seconds=1))
             hours += 1 / 3600
+            records.append(dict(kind="checkpoint", iter=it, seconds=1))
         if it < last:
             hours += step_ms / 3.6e6
-            tokens = dict(tokens=it * size, tokens_after=(it + 1) * size)
-            speed = dict(step_ms=step_ms, tokens_per_sec=size / step_ms * 1000, mfu=0.5)
-            step = dict(kind="step", iter=it, loss=4 + (-1) ** it, lr=0.1, hours=hours)
-            lines.append(step | tokens | speed)
+            line = dict(kind="step", hours=hours, loss=4 + (-1) ** it, lr=0.1)
+            speed = dict(step_ms=step_ms, tokens_per_sec=size / step_ms * 1000)
+            records.append(line | at | speed | dict(tokens_after=(it + 1) * size))
     end = dict(kind="end", reason="max_iters", iters=last, tokens=last * size, hours=hours)
-    return write_records(folder, *lines, end)
+    return [*records, end]
+
+
+def make_run(name: str, val_losses: dict[int, float], step_ms: float = 100, **keys) -> Run:
+    return Run(name, make_records(val_losses, step_ms, **keys))
+
+
+def write_run(folder: Path, val_losses: dict[int, float], **keys) -> Path:
+    folder.mkdir()
+    lines = map(json.dumps, make_records(val_losses, **keys))
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
 
 
 class Table:
-    """Hold what `python compare.py ARGUMENTS --json=...` says."""
+    """Hold what compare.py says of these runs."""
 
-    def __init__(self, *arguments):
-        file = Path(arguments[0]).parent / "table.json"
-        self.result: Result = run("compare.py", *arguments, f"--json={file}")
-        assert self.result.code == 0, self.result.err
-        table = json.loads(file.read_text())
+    def __init__(self, *runs: Run, loss: float | None = None):
+        table = compare.compare_runs([*runs], loss)
         self.runs = table["runs"]
         self.verdicts = table["verdicts"]
         self.warnings = table["warnings"]
@@ -106,93 +94,83 @@ class Table:
 # Figures and verdicts
 
 
-def test_compares_two_runs_at_equal_iterations_tokens_and_hours(tmp_path):
+def test_compares_two_runs_at_equal_iterations_tokens_and_hours():
     """Interpolate val losses at the last iteration, token count and time that both runs reached."""
-    losses = {0: 8.0, 50: 4.0, 90: 3.2, 100: 3.0}
-    a = write_run(tmp_path / "a", losses, step_ms=36_000, learning_rate=1e-3)
+    a = make_run("a", {0: 8.0, 50: 4.0, 90: 3.2, 100: 3.0}, step_ms=36_000)
     losses = {0: 8.0, 40: 4.0, 46: 3.8, 54: 3.4, 95: 2.5}
-    twice = dict(tokens_per_iter=2000, world_size=2)
-    b = write_run(tmp_path / "b", losses, step_ms=72_000, start=twice, learning_rate=2e-3)
-    table = Table(a, b, "--loss=4")
-    assert table.keys("")[:3] == [
-        f"val_loss_at_equal_{axis}" for axis in ("iter", "tokens", "hours")
-    ]
-    assert table.values("config/learning_rate") == [1e-3, 2e-3]
-    assert table.values("tokens") == [100_000, 190_000]
-    assert table.values("tokens_per_iter") == [1000, 2000]
-    # 100 iterations of 36 s, 4 evaluations of 2 s, 3 checkpoints of 1 s
-    assert table.runs["a"]["hours"] == pytest.approx((3600 + 8 + 3) / 3600)
-    assert table.values("evaluations") == [4, 5]
-    assert table.values("checkpoints") == [3, 4]
-    assert table.values("pause_seconds") == [4 * 2 + 3 * 1, 5 * 2 + 4 * 1]
-    # 4 micro-batches on one GPU; 2 on each of two
-    # at iteration 95, a is half-way from 3.2 to 3.0
-    assert table.values("val_loss_at_equal_iter") == pytest.approx([3.1, 2.5])
-    assert table.verdicts["val_loss_at_equal_iter"] == "b 0.6000 lower"
-    # 100,000 tokens are b's iteration 50: half-way from 3.8 to 3.4
-    assert table.values("val_loss_at_equal_tokens") == pytest.approx([3.0, 3.6])
+    b = make_run("b", losses, step_ms=72_000, start=dict(tokens_per_iter=2000))
+    table = Table(a, b, loss=4)
     # a's last evaluation ends after 3600 + 8 + 2 s; b's third and fourth after 3312 + 6 + 1 s and
     # 3888 + 8 + 2 s
     between = (3610 - 3319) / (3898 - 3319)
-    at_a_hours = table.values("val_loss_at_equal_hours")
-    assert at_a_hours == pytest.approx([3.0, 3.8 - 0.4 * between])
-    assert table.values("tokens_to_loss") == [50_000, 80_000]
-    assert table.values("hours_to_loss") == pytest.approx([1804 / 3600, 2884 / 3600])
+    expected = dict(
+        val_loss_at_equal_iter=[3.1, 2.5],  # at 95, half-way from a's 3.2 to 3.0
+        val_loss_at_equal_tokens=[3.0, 3.6],  # 100k are b's iteration 50, half-way from 3.8 to 3.4
+        val_loss_at_equal_hours=[3.0, 3.8 - 0.4 * between],
+        tokens_to_loss=[50_000, 80_000],
+        hours_to_loss=[1804 / 3600, 2884 / 3600],
+        tokens=[100_000, 190_000],
+        tokens_per_iter=[1000, 2000],
+        hours=[(3600 + 4 * 2 + 3 * 1) / 3600, (95 * 72 + 5 * 2 + 4 * 1) / 3600],
+        evaluations=[4, 5],
+        checkpoints=[3, 4],
+        pause_seconds=[4 * 2 + 3 * 1, 5 * 2 + 4 * 1],
+    )
+    for key, values in expected.items():
+        assert table.values(key) == pytest.approx(values), key
+    assert table.keys("")[:3] == [*expected][:3]  # what decides comes first
+    assert table.verdicts["val_loss_at_equal_iter"] == "b 0.6000 lower"
     assert table.verdicts["tokens_to_loss"] == "a 1.60x less"
     assert "step_ms_p50" not in table.verdicts  # 36 and 72 s, but for unequal tokens
 
 
-@pytest.mark.parametrize(
-    "one, other, size, expected",
-    [
-        # the iterations evaluated in one run and in the other, and those that both have
-        ([0, 10, 20, 25, 30], [0, 10, 15, 20, 30], 1000, [10, 20, 30]),
-        # at most eight, evenly spaced, the last among them
-        (range(0, 401, 10), range(0, 401, 5), 1000, range(50, 401, 50)),
-        # one run's iterations have twice as many tokens: at equal tokens
-        ([0, 20, 40, 60], [0, 10, 20, 30], 2000, [20_000, 40_000, 60_000]),
-    ],
-)
-def test_shows_at_most_eight_evaluations_that_all_runs_share(one, other, size, expected, tmp_path):
+SHARED = [  # the iterations evaluated in one run and in the other; those shown, without the last,
+    # which is in the row at equal iterations or tokens
+    ([0, 10, 20, 25, 30], [0, 10, 15, 20, 30], 1000, [10, 20]),
+    # at most eight, evenly spaced
+    (range(0, 401, 10), range(0, 401, 5), 1000, range(50, 351, 50)),
+    # one run's iterations have twice as many tokens: at equal tokens
+    ([0, 20, 40, 60], [0, 10, 20, 30], 2000, [20_000, 40_000]),
+]
+
+
+@pytest.mark.parametrize("one, other, size, expected", SHARED)
+def test_shows_at_most_eight_evaluations_that_all_runs_share(one, other, size, expected):
     """
     Show the val losses of evenly spaced evaluations, by iteration or, if the runs' iterations
     differ in tokens, by token count.
     """
-    a = write_run(tmp_path / "a", {it: 9 - it / 100 for it in one})
-    start = dict(tokens_per_iter=size)
-    b = write_run(tmp_path / "b", {it: 8 - it / 100 for it in other}, start=start)
+    a = make_run("a", {it: 9 - it / 100 for it in one})
+    b = make_run("b", {it: 8 - it / 100 for it in other}, start=dict(tokens_per_iter=size))
     table = Table(a, b)
-    axis = "iter" if size == 1000 else "tokens"
+    axis, scale = ("iter", 1) if size == 1000 else ("tokens", 1000)
     keys = table.keys(f"val_loss_at_{axis}/")
-    # the last evaluation is in the row at equal iterations or tokens
-    assert [int(key.partition("/")[2]) for key in keys] == list(expected)[:-1]
-    for key in keys:
-        at = int(key.partition("/")[2]) / (1000 if axis == "tokens" else 1)
-        assert table.values(key) == pytest.approx([9 - at / 100, 8 - at * 1000 / size / 100])
+    assert [int(key.partition("/")[2]) for key in keys] == [*expected]
+    for key, at in zip(keys, expected, strict=True):
+        losses = [9 - at / scale / 100, 8 - at / scale * 1000 / size / 100]
+        assert table.values(key) == pytest.approx(losses)
         assert table.verdicts[key].startswith("b ")
 
 
-@pytest.mark.parametrize(
-    "loss, iterations, shown",
-    [
-        (1.85, 525, "525k"),  # half-way between two evaluations
-        (1.9, 500, "500k"),
-        (2.0, None, "by 500k"),  # passed before the first evaluation
-        (1.7, None, "n/a"),  # never reached
-    ],
-)
-def test_says_how_many_tokens_a_loss_took_if_that_is_known(loss, iterations, shown, tmp_path):
+TO_LOSS = [  # a loss, the tokens that it took, and how the table shows them
+    (1.85, 525_000, "525k"),  # half-way between two evaluations
+    (1.9, 500_000, "500k"),
+    (2.0, None, "by 500k"),  # passed before the first evaluation
+    (1.7, None, "n/a"),  # never reached
+]
+
+
+@pytest.mark.parametrize("loss, tokens, shown", TO_LOSS)
+def test_says_how_many_tokens_a_loss_took_if_that_is_known(loss, tokens, shown, capsys):
     """
     Interpolate between two evaluations, but not from iteration 0, where the loss falls steeply. Of
     a run whose evaluations are too far apart, show the first one that was below the loss.
     """
-    a = write_run(tmp_path / "a", {0: 5.4, 500: 1.9, 550: 1.8})
-    b = write_run(tmp_path / "b", {0: 5.4, 300: 3.0, 550: 1.0})
-    table = Table(a, b, f"--loss={loss}")
-    tokens = table.runs["a"]["tokens_to_loss"]
-    assert tokens == (iterations and pytest.approx(iterations * 1000))
-    (row,) = re.findall(r"^tokens to val loss [\d.]+ +(.+?)  ", table.result.out, re.MULTILINE)
-    assert row == shown
+    a = make_run("a", {0: 5.4, 500: 1.9, 550: 1.8})
+    b = make_run("b", {0: 5.4, 300: 3.0, 550: 1.0})
+    assert Table(a, b, loss=loss).runs["a"]["tokens_to_loss"] == (tokens and pytest.approx(tokens))
+    out = capsys.readouterr().out
+    assert re.findall(r"^tokens to val loss [\d.]+ +(.+?)  ", out, re.MULTILINE) == [shown]
 
 
 def curve(interval: int, last: int) -> dict[int, float]:
@@ -228,14 +206,53 @@ VERDICTS = [  # losses of each run, the ms of their iterations, the loss to reac
 
 
 @pytest.mark.parametrize("losses, ms, loss, keys, verdict", VERDICTS)
-def test_prefers_a_run_only_beyond_small_differences(losses, ms, loss, keys, verdict, tmp_path):
-    runs = [
-        write_run(tmp_path / name, values, step_ms=step_ms)
-        for name, values, step_ms in zip("abc", losses, ms or [100] * 3, strict=False)
-    ]
-    found = Table(*runs, *([f"--loss={loss}"] if loss else [])).verdicts
+def test_prefers_a_run_only_beyond_small_differences(losses, ms, loss, keys, verdict):
+    found = Table(*map(make_run, "abc", losses, ms or [100] * 3), loss=loss).verdicts
     for key in keys:
         assert re.fullmatch(verdict, found[key]) if verdict else key not in found
+
+
+def test_counts_iterations_by_the_end_record_or_the_last_line_of_a_killed_run():
+    step = dict(kind="step", iter=25, tokens_after=26_000, hours=25, loss=3)
+    end = dict(kind="end", reason="SIGTERM", iters=41, tokens=41_000, hours=41)
+    table = Table(Run("a", [step, end]), Run("b", [step]))
+    assert (table.values("iterations"), table.values("tokens")) == ([41, 26], [41_000, 26_000])
+    assert table.values("hours") == [41, 25]
+    assert table.verdicts["iterations"] == "a 1.58x more"
+
+
+SETTINGS = [  # what another run has; the rows of the table
+    (dict(compile=False), ["config/compile"]),
+    (dict(dropout=0.1), ["config/dropout"]),  # a run from before this key has the key's default
+    (dict(out_dir="b", wandb_run_name="b", old_key=1), []),
+    (dict(dataset="copy"), []),  # the same tokens under another name
+    (dict(dataset="more", start=dict(data_fingerprint="more")), ["config/dataset"]),
+]
+
+
+@pytest.mark.parametrize("changes, differs", SETTINGS)
+def test_shows_a_row_for_each_setting_that_differs(changes, differs):
+    """
+    Ignore out_dir, the run's name and unknown keys; a key that an older run lacks has its default.
+    """
+    table = Table(make_run("a", {5: 3.0}), make_run("b", {5: 3.0}, **changes))
+    assert table.keys("config/") == differs
+    assert [table.verdicts[key] for key in differs] == ["differs"] * len(differs)
+
+
+def test_warns_about_keys_that_a_resume_changed():
+    """
+    Warn about max_iters and show its value after the resume. For init_from, show the value with
+    which the run began.
+    """
+    # a name that holds the time of day, as in nanoGPT's config files, is no change
+    first = dict(max_iters=30, init_from="gpt2", wandb_run_name="mini-1")
+    resumed = dict(max_iters=60, init_from="resume", wandb_run_name="mini-2")
+    starts = [dict(kind="start", config=config) for config in (first, resumed)]
+    step = dict(kind="step", iter=0, loss=3)
+    table = Table(Run("a", [*starts, step]), Run("b", [starts[1], step]))
+    assert "resumed with other values of max_iters" in table.warnings[0]
+    assert table.keys("config/") == ["config/init_from"]  # as the run began
 
 
 # -----------------------------------------------------------------------------
@@ -291,14 +308,14 @@ EVALUATED = [
     + [(a, b, loss, *((None, "") if loss == LOSS else (NO, "eval_"))) for a, b, loss in EVALUATED],
 )
 def test_compares_losses_on_equal_tokens_and_bits_per_byte_on_equal_text(
-    of_a, of_b, loss, bits, said, tmp_path
+    of_a, of_b, loss, bits, said
 ):
     """
     Compare losses if the same validation tokens were evaluated, as worked out from each run's
     settings, and bits per byte if only the text is; otherwise say why the runs are not comparable.
     """
-    a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0}, bits=0.5, **of_a)
-    b = write_run(tmp_path / "b", {0: 8.0, 5: 2.5}, bits=0.5, dataset="other", **of_b)
+    a = make_run("a", {0: 8.0, 5: 3.0}, bits=0.5, **of_a)
+    b = make_run("b", {0: 8.0, 5: 2.5}, bits=0.5, dataset="other", **of_b)
     table = Table(a, b)
     assert table.verdicts["best_val_loss"] == table.verdicts["val_loss_at_equal_iter"] == loss
     assert ("tokens_to_loss" in table.runs["a"]) == (loss != NO)
@@ -309,172 +326,48 @@ def test_compares_losses_on_equal_tokens_and_bits_per_byte_on_equal_text(
 
 
 @pytest.mark.parametrize("bits, verdict", [(1.5016, "equal within 0.002"), (1.503, "a 0.0030")])
-def test_calls_bits_per_byte_within_the_noise_of_seeds_equal(bits, verdict, tmp_path):
+def test_calls_bits_per_byte_within_the_noise_of_seeds_equal(bits, verdict):
     """0.005 nats per token are 0.0016 bits per byte with tokens of 4.5 bytes."""
-    a = write_run(tmp_path / "a", ends(3.0), bits=0.5, start=BYTES | TEXT)
-    b = write_run(tmp_path / "b", ends(1.0), bits=bits, start=BPE | TEXT)
+    a = make_run("a", ends(3.0), bits=0.5, start=BYTES | TEXT)
+    b = make_run("b", ends(1.0), bits=bits, start=BPE | TEXT)
     assert Table(a, b).verdicts["best_bits_per_byte"].startswith(verdict)
-
-
-def test_compares_runs_on_few_and_many_tokens_of_one_source(tiny, tmp_path, monkeypatch):
-    """
-    Compare losses without a warning if one run trained on more of the same documents, as in
-    docs/compare.md. A copied folder counts as the same dataset.
-    """
-    monkeypatch.chdir(tmp_path)
-    text = json.dumps(dict(text="the quick brown fox jumps over the lazy dog " * 4))
-    Path("docs.jsonl").write_text(f"{text}\n" * 300)
-    source = ["--dataset=org/name", "--tokenizer=byte", "--val_tokens=1000"]
-    for name, tokens in (("few", 4000), ("many", 16_000)):
-        command = [*source, f"--tokens={tokens}", "--shard_tokens=4000", f"--out={name}"]
-        with on_hub("docs.jsonl"):
-            result = run("data/prepare_fineweb.py", *command)
-        assert result.code == 0, result.err
-        train(**tiny | dict(dataset=f"./{name}", out_dir=f"out-{name}"))
-    shutil.copytree("few", "copy")
-    train(**tiny | dict(dataset="./copy", out_dir="out-copy", learning_rate=0.01))
-
-    table = Table(tmp_path / "out-few", tmp_path / "out-many")
-    assert table.verdicts["config/dataset"] == "differs"
-    assert table.verdicts["val_loss_at_equal_tokens"] != NO
-    assert table.warnings == []
-    # a copy is the same dataset, whatever it is called
-    table = Table(tmp_path / "out-few", tmp_path / "out-copy")
-    assert table.keys("config/") == ["config/learning_rate"]
-
-
-# -----------------------------------------------------------------------------
-# The records of real runs
-
-
-def test_reports_and_draws_a_real_run(tiny, tmp_path):
-    """
-    Report the speed, losses, pauses and hours that the run itself recorded, and write loss.png. The
-    run records the hash and length of its validation text, by which compare.py matches runs.
-    """
-    folder, out_dir = write_tokens(tmp_path / "tokens", train=[2000], val=[300]), tmp_path / "run"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | dict(val_text_sha256="of this")))
-    keys = tiny | dict(max_iters=12, eval_interval=5, log_interval=3)
-    InProcessRun(fake_clock=True).launch(**keys | dict(dataset=folder, out_dir=out_dir))
-    table = Table(out_dir)
-    figures = table.runs["run"]
-    assert (out_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    seen = Run(out_dir)
-    assert seen.column("start", "val_text_sha256", "val_tokens") == [("of this", 300)]
-    assert (figures["iterations"], figures["tokens"]) == (12, 12 * 128)
-    assert figures["tokens_per_sec"] == pytest.approx(np.median(seen.steps("tokens_per_sec")))
-    assert figures["best_val_loss"] == min(seen.evals("val_loss"))
-    pauses = seen.evals("seconds") + seen.column("checkpoint", "seconds")
-    assert figures["pause_seconds"] == pytest.approx(sum(pauses))
-    in_run = sum(seen.end["ledger"][name] for name in ("steps", "evaluation", "checkpoints"))
-    # allows for a record's nine digits, and for what ends after the last lap
-    assert figures["hours"] == pytest.approx(in_run / 3600, rel=1e-2)
-
-
-def test_counts_iterations_by_the_end_record_or_the_last_line_of_a_killed_run(tmp_path):
-    step = dict(kind="step", iter=25, tokens_after=26_000, hours=25, loss=3)
-    end = dict(kind="end", reason="SIGTERM", iters=41, tokens=41_000, hours=41)
-    table = Table(write_records(tmp_path / "a", step, end), write_records(tmp_path / "b", step))
-    assert (table.values("iterations"), table.values("tokens")) == ([41, 26], [41_000, 26_000])
-    assert table.values("hours") == [41, 25]
-    assert table.verdicts["iterations"] == "a 1.58x more"
-
-
-EMPTY = """\
-{"kind": "step", "iter": 0, "loss": NaN, "step_ms": null, "mfu": null}
-{"kind": "eval", "iter": 9, "val_loss": null}
-[1]
-\0\ufffd
-{"kind": "step", "iter": 99, "tok"""  # torn by a kill
-
-
-def test_ignores_broken_and_empty_records(tmp_path):
-    """Ignore torn lines, unknown JSON and records without figures in metrics.jsonl."""
-    a, b = (write_run(tmp_path / name, {0: 8.0, 5: 3.0}) for name in "ab")
-    with open(a / "metrics.jsonl", "a", encoding="utf-8") as file:
-        file.write(EMPTY)
-    verdicts = Table(a, b).verdicts
-    assert verdicts["best_val_loss"] == "equal within 0.005"
-    assert verdicts["tokens_per_sec"] == "equal"
-
-
-@pytest.mark.parametrize(
-    "config, differs",
-    [
-        (dict(compile=False), ["config/compile"]),
-        (dict(dropout=0.1), ["config/dropout"]),  # a run from before this key has the key's default
-        (dict(out_dir="b", wandb_run_name="b", old_key=1), []),
-    ],
-)
-def test_shows_a_row_for_each_setting_that_differs(config, differs, tmp_path):
-    """
-    Ignore out_dir, the run's name and unknown keys; a key that an older run lacks has its default.
-    """
-    a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0})
-    b = write_run(tmp_path / "b", {0: 8.0, 5: 3.0}, **config)
-    assert Table(a, b).keys("config/") == differs
-
-
-def test_warns_about_keys_that_a_resume_changed(tmp_path):
-    """
-    Warn about max_iters and show its value after the resume. For init_from, show the value with
-    which the run began.
-    """
-    # a name that holds the time of day, as in nanoGPT's config files, is no change
-    first = dict(max_iters=30, init_from="gpt2", wandb_run_name="mini-1")
-    resumed = dict(max_iters=60, init_from="resume", wandb_run_name="mini-2")
-    starts = [dict(kind="start", iter=0, config=config) for config in (first, resumed)]
-    step = dict(kind="step", iter=0, loss=3)
-    a = write_records(tmp_path / "a", *starts, step)
-    b = write_records(tmp_path / "b", starts[1], step)
-    table = Table(a, b)
-    assert "resumed with other values of max_iters" in table.warnings[0]
-    assert table.keys("config/") == ["config/init_from"]  # as the run began
 
 
 # -----------------------------------------------------------------------------
 # Seeds of a change against seeds of its base
 
 
-def write_side(folder: Path, name: str, losses: list[float], **config) -> list[Path]:
-    """Write one run for each final loss, with seeds 1, 2, and so on."""
-    return [
-        write_run(folder / f"{name}-{n}", ends(loss), seed=n, **config)
-        for n, loss in enumerate(losses, start=1)
-    ]
+def make_side(name: str, losses: list[float], **keys) -> list[Run]:
+    """Make one run for each final loss, with seeds 1, 2, and so on."""
+    return [make_run(f"{name}-{n}", ends(x), seed=n, **keys) for n, x in enumerate(losses, start=1)]
 
 
-def against(folder: Path, change: list[Path], base: list[Path]) -> tuple[Result, dict, dict]:
-    """Compare with --against; return the result, its printed `name: value` lines, and the JSON."""
-    result = run("compare.py", *change, "--against", *base, f"--json={folder / 'seeds.json'}")
-    assert result.code == 0, result.err
-    lines = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
-    return result, lines, json.loads((folder / "seeds.json").read_text())
+# Each side has three losses, 0.1 apart, with a variance of 0.01: the error of a difference is
+# sqrt(0.02 / 3), and Student's t is 2.776 with 4 degrees of freedom (any table). The base has a
+# mean of 2.1; these are the change's first losses.
+FIRST = [(1.7, "better"), (1.9, "inconclusive"), (2.1, "inconclusive"), (2.4, "worse")]
 
 
-# Each side has three losses with a variance of 0.01: the error of a difference is sqrt(0.02 / 3),
-# and Student's t is 2.776 with 4 degrees of freedom (any table).
-@pytest.mark.parametrize(
-    "first, verdict",
-    [(1.7, "better"), (1.9, "inconclusive"), (2.1, "inconclusive"), (2.4, "worse")],
-)
-def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, tmp_path):
+@pytest.mark.parametrize("first, verdict", FIRST)
+def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, capsys):
     """
     Compare the mean losses of three seeds per side, and say what six seeds would show. The expected
     noise is computed by hand from Student's t: 2.228 with 10 degrees of freedom.
     """
-    base = write_side(tmp_path, "base", [2.0, 2.1, 2.2])
-    change = write_side(tmp_path, "idea", [first, first + 0.1, first + 0.2])
-    result, lines, table = against(tmp_path, change, base)
+    change = make_side("idea", [first, first + 0.1, first + 0.2], measures=dict(choices=0.5))
+    base = make_side("base", [2.0, 2.1, 2.2], measures=dict(choices=0.25))
+    table = compare.compare_seeds(change, base)
+    out = capsys.readouterr().out
+    lines = dict(re.findall(r"^(\w+): (\S+)$", out, re.MULTILINE))
     assert lines["verdict"] == table["verdict"] == verdict
-    assert table["difference"] == pytest.approx(first - 2.0)
-    assert table["noise"] == pytest.approx(2.776 * math.sqrt(0.02 / 3), rel=2e-3)
-    assert float(lines["difference"]) == pytest.approx(table["difference"], abs=1e-4)
-    assert float(lines["noise"]) == pytest.approx(table["noise"], abs=1e-4)
+    expected = dict(difference=first - 2.0, noise=2.776 * math.sqrt(0.02 / 3))
+    for key, value in expected.items():
+        assert table[key] == pytest.approx(value, rel=2e-3)
+        assert float(lines[key]) == pytest.approx(table[key], abs=1e-4)
     more = [f"{2.228 * math.sqrt(0.02 / 6):.4f}"] if verdict == "inconclusive" else []
-    assert re.findall(r"^with twice as many seeds, .* (0\.\d+)", result.out, re.MULTILINE) == more
-    assert result.out.splitlines()[0].split() == ["idea", "base"]
+    assert re.findall(r"^with twice as many seeds, .* (0\.\d+)", out, re.MULTILINE) == more
+    assert out.splitlines()[0].split() == ["idea", "base"]
+    assert re.search(r"^last choices, mean +0\.5000 +0\.2500$", out, re.MULTILINE)
     assert table["change"] == {f"idea-{n + 1}": pytest.approx(first + 0.1 * n) for n in range(3)}
 
 
@@ -498,53 +391,42 @@ def test_the_noise_is_a_95_percent_interval_at_welchs_degrees_of_freedom(change,
 
 
 @pytest.mark.parametrize("n_change, n_base", [(1, 3), (3, 1)])
-def test_one_seed_on_a_side_is_inconclusive(n_change, n_base, tmp_path):
+def test_one_seed_on_a_side_is_inconclusive(n_change, n_base):
     """Say that one seed decides nothing, however large the difference."""
-    change = write_side(tmp_path, "idea", [1.0, 1.001, 1.002][:n_change])
-    base = write_side(tmp_path, "base", [3.0, 3.001, 3.002][:n_base])
-    result, lines, table = against(tmp_path, change, base)
-    assert lines["verdict"] == "inconclusive" and table["noise"] is None
-    assert "one seed decides nothing" in result.err
+    change = make_side("idea", [1.0, 1.001, 1.002][:n_change])
+    table = compare.compare_seeds(change, make_side("base", [3.0, 3.001, 3.002][:n_base]))
+    assert table["verdict"] == "inconclusive" and table["noise"] is None
+    (warning,) = table["warnings"]
+    assert "one seed decides nothing" in warning
 
 
-def test_refuses_seeds_that_cannot_be_compared(tmp_path):
-    """
-    Exit with code 2 for unfinished runs, a seed or run used twice, and losses that are missing or
-    not comparable.
-    """
-    base = write_side(tmp_path, "base", [2.0, 2.1])
-    stopped, killed = (write_run(tmp_path / n, ends(2.0), seed=1) for n in ("stopped", "killed"))
-    *records, end = (killed / "metrics.jsonl").read_text().splitlines()
-    (killed / "metrics.jsonl").write_text("\n".join(records))
-    by_signal = end.replace('"reason": "max_iters"', '"reason": "SIGTERM"')
-    (stopped / "metrics.jsonl").write_text("\n".join([*records, by_signal]))
-    twice, again = (write_run(tmp_path / name, ends(2.0), seed=2) for name in ("twice", "again"))
-    other = write_run(tmp_path / "other", ends(2.0), start=dict(val_fingerprint="else"))
-    for change, said in (
-        ([stopped], "stopped: not trained to its end"),
-        ([killed], "killed: not trained to its end"),
-        ([twice, again], "has seed 2 too"),
-        ([other], "losses are not comparable"),
-        ([base[0]], "is on both sides"),
-        ([write_run(tmp_path / "nan", ends(math.nan))], "has no val loss"),
-    ):
-        result = run("compare.py", *change, "--against", *base)
-        assert result.code == 2 and said in result.err, (said, result)
+SIGTERM = dict(kind="end", reason="SIGTERM", iters=10)
+UNFIT = [  # the records of each run of one side; the error
+    ([make_records(ends(math.nan))], "a: its last evaluation has no val loss"),
+    ([make_records(ends(2.0))[:-1]], "a: not trained to its end"),
+    ([[*make_records(ends(2.0))[:-1], SIGTERM]], "a: not trained to its end"),
+    ([make_records(ends(2.0), seed=2)] * 2, "another run has seed 2 too"),
+    ([make_records(ends(2.0), start=dict(val_fingerprint="else"))], "losses are not comparable"),
+]
 
 
-def test_warns_if_seeds_trained_equal_hours_at_different_speeds(tmp_path):
+@pytest.mark.parametrize("side, said", UNFIT)
+def test_refuses_seeds_that_cannot_be_compared(side, said):
+    """Refuse unfinished runs, a seed used twice, and losses that are missing or not comparable."""
+    unfit, other = [*map(Run, "ab", side)], make_side("other", [2.0, 2.1])
+    for sides in ((unfit, other), (other, unfit)):
+        with pytest.raises(UserError, match=said):
+            compare.compare_seeds(*sides)
+
+
+def test_warns_if_seeds_trained_equal_hours_at_different_speeds():
     """
     Warn of speeds that differ by a factor of two, as on a machine that was busy for some seeds.
     """
-    base = write_side(tmp_path, "base", [2.0, 2.1], hours=0.1)
-    losses = ends(2.0)
-    change = [
-        write_run(tmp_path / f"idea-{n}", losses, step_ms=100 * n, seed=n, hours=0.1)
-        for n in (1, 2)
-    ]
-    result, _, table = against(tmp_path, change, base)
-    assert "seeds of idea differ 2.0x in speed" in result.err
-    assert [warning[:13] for warning in table["warnings"]] == ["seeds of idea"]
+    change = [make_run(f"idea-{n}", ends(2.0), 100 * n, seed=n, hours=0.1) for n in (1, 2)]
+    base = make_side("base", [2.0, 2.1], hours=0.1)
+    (warning,) = compare.compare_seeds(change, base)["warnings"]
+    assert warning.startswith("seeds of idea differ 2.0x in speed")
 
 
 # -----------------------------------------------------------------------------
@@ -555,18 +437,19 @@ def test_warns_if_seeds_trained_equal_hours_at_different_speeds(tmp_path):
 def logs(tmp_path) -> tuple[Path, Path]:
     """
     Copy the first 600 iterations of two public runs on an RTX 4070: 16 x 32 sequences at n_embd
-    384, and 8 x 64 at 768.
+    384, and 8 x 64 at 768; the second as PowerShell writes it, in UTF-16 with CRLF.
     """
     old, new = tmp_path / "old.log", tmp_path / "new.log"
     for log, name in ((old, "fineweb_40m_rtx4070"), (new, "fineweb_124m_rtx4070")):
         text = (ROOT / f"results/public_runs/{name}.log").read_text()
         log.write_text(re.search(r".*\niter 600: .*?\n", text, re.DOTALL)[0])
+    new.write_text(new.read_text(), encoding="utf-16", newline="\r\n")
     return old, new
 
 
 def test_reads_speed_and_mfu_from_nanogpt_logs(logs):
     """Convert nanoGPT's MFU, a share of an A100's peak, to the RTX 4070's with --gpu=4070."""
-    table = Table(*logs, "--gpu=4070")
+    table = Table(*compare.open_runs([*logs], gpu="4070"))
     assert table.values("step_ms_p50") == [3903.44, 9342.61]  # without evaluations and compiling
     # 524288 / 3.90344 s and / 9.34261 s; 12.87% and 15.38% of an A100's 312 TFLOP/s over 58.3
     assert table.values("tokens_per_sec") == pytest.approx([134_314, 56_118], abs=1)
@@ -582,67 +465,56 @@ NON_DECAYED = "num non-decayed parameter tensors: 25, with 1,000 parameters\n"
 DECAYED = "num decayed parameter tensors: 50, with 40,950,000 parameters\n"
 
 
-@pytest.mark.parametrize(
-    "old, new, figures",
-    [
-        # eight cards, each with an eighth of the work: MFU is that of one card
-        ("mfu 12.8", "mfu 1.60", dict(mfu=0.0161 * 312 / 58.3)),
-        # a CPU has no share of a card's peak
-        ("n_layer = 12", "n_layer = 12\ndevice = 'cpu'", dict(device="cpu", mfu=None)),
-        # neither a formula nor text: unknown
-        ("n_head = 6", "n_head = heads", {"config/n_head": None}),
-        ("n_head = 6", "n_head = 2 * 3 # heads", {"config/n_head": 6}),
-        ("n_head = 6", "n_head = 12\nOverriding: n_head = 6", {"config/n_head": 6}),
-        # float32: the peak is 29.1 TFLOP/s with TF32
-        ("n_layer", "dtype = 'float32'\nn_layer", dict(mfu=0.1287 * 312 / 29.1, dtype="float32")),
-        ("will be", "were", dict(tokens_per_sec=None, mfu=None, dtype=None)),
-        # two ranks, each of which prints its sums
-        ("number of", DECAYED + 2 * NON_DECAYED, dict(parameters=40_951_000)),
-    ],
-)
-def test_reads_what_a_nanogpt_log_says_and_leaves_the_rest_unknown(
-    old, new, figures, logs, tmp_path
-):
+SAID = [  # text of the log, what stands there instead, and figures of the table
+    # eight cards, each with an eighth of the work: MFU is that of one card
+    ("mfu 12.8", "mfu 1.60", dict(mfu=0.0161 * 312 / 58.3)),
+    # a CPU has no share of a card's peak
+    ("n_layer = 12", "n_layer = 12\ndevice = 'cpu'", dict(device="cpu", mfu=None)),
+    # neither a formula nor text: unknown
+    ("n_head = 6", "n_head = heads", {"config/n_head": None}),
+    ("n_head = 6", "n_head = 2 * 3 # heads", {"config/n_head": 6}),
+    ("n_head = 6", "n_head = 12\nOverriding: n_head = 6", {"config/n_head": 6}),
+    # float32: the peak is 29.1 TFLOP/s with TF32
+    ("n_layer", "dtype = 'float32'\nn_layer", dict(mfu=0.1287 * 312 / 29.1, dtype="float32")),
+    ("will be", "were", dict(tokens_per_sec=None, mfu=None, dtype=None)),
+    # two ranks, each of which prints its sums
+    ("number of", DECAYED + 2 * NON_DECAYED, dict(parameters=40_951_000)),
+]
+
+
+@pytest.mark.parametrize("old, new, figures", SAID)
+def test_reads_what_a_nanogpt_log_says_and_leaves_the_rest_unknown(old, new, figures, logs):
     """Read settings, parameters, speed and MFU, and report None for what the log does not say."""
-    text = logs[0].read_text()
-    logs[0].write_text(text.replace(old, new))
-    six = write_run(tmp_path / "six", {0: 8.0, 500: 5.0}, n_head=6, dataset="fineweb")
-    four = write_run(tmp_path / "four", {0: 8.0, 500: 5.0}, n_head=4, dataset="fineweb")
-    found = Table(logs[0], six, four, "--gpu=4070").runs["old"]
+    logs[0].write_text(logs[0].read_text().replace(old, new))
+    ours = [make_run(f"{n} heads", ends(5.0, 500), n_head=n, dataset="fineweb") for n in (6, 4)]
+    found = Table(*compare.open_runs([logs[0]], gpu="4070"), *ours).runs["old"]
     for key, value in figures.items():
         # an MFU is printed with three or four digits
         about = pytest.approx(value, rel=4e-3) if isinstance(value, float) else value
         assert found[key] == about, key
 
 
-@pytest.mark.parametrize(
-    "line, dataset, verdict, said",
-    [
-        ("dataset = 'fineweb'", "../nanoGPT/data/fineweb", "old 0.4672 lower", "random batches"),
-        ("dataset = 'fineweb'", "other", NO, "different datasets"),
-        ("", "data/openwebtext", "old 0.4672 lower", "random batches"),  # nanoGPT's default
-        ("dataset = name", "fineweb", NO, "old does not name its dataset"),
-    ],
-)
+LOWER = "old 0.4672 lower"
+NAMED = [  # the log's line, the other run's dataset; the verdict and a warning
+    ("dataset = 'fineweb'", "../nanoGPT/data/fineweb", LOWER, "random batches"),
+    ("dataset = 'fineweb'", "other", NO, "different datasets"),
+    ("", "data/openwebtext", LOWER, "random batches"),  # nanoGPT's default
+    ("dataset = name", "fineweb", NO, "old does not name its dataset"),
+]
+
+
+@pytest.mark.parametrize("line, dataset, verdict, said", NAMED)
 def test_compares_with_nanogpt_if_the_datasets_have_the_same_name(
-    line, dataset, verdict, said, logs, tmp_path
+    line, dataset, verdict, said, logs
 ):
     """
     Warn that nanoGPT evaluates random batches; refuse to compare if the names differ or one is
     unknown.
     """
     logs[0].write_text(logs[0].read_text().replace("dataset = 'fineweb'", line))
-    ours = write_run(tmp_path / "a", {0: 8.0, 500: 6.0}, dataset=dataset)
-    table = Table(logs[0], ours)
+    table = Table(open_run(logs[0]), make_run("a", ends(6.0, 500), dataset=dataset))
     assert table.verdicts["best_val_loss"] == verdict
     assert sum(said in warning for warning in table.warnings) == 1
-
-
-def test_reads_utf_16_logs_named_by_a_pattern(logs, tmp_path):
-    """Read *.log files in UTF-16 with CRLF, as PowerShell writes them."""
-    for log in logs:
-        log.write_text(log.read_text(), encoding="utf-16", newline="\r\n")
-    assert Table(tmp_path / "*.log").values("tokens_per_iter") == [524_288] * 2
 
 
 def test_reads_what_it_can_from_a_few_lines_of_a_log(tmp_path):
@@ -651,7 +523,7 @@ def test_reads_what_it_can_from_a_few_lines_of_a_log(tmp_path):
     step = "iter 700: loss 4.9, time 23900.00ms, mfu 12.93%\n"
     lines = f"step 700: train loss 6, val loss 7\n{step}{step.replace('0:', '1:')}"
     log.write_text(f"{lines}step 900: train loss 5, val loss 6\n")
-    table = Table(log, write_run(tmp_path / "a", {0: 8.0, 900: 3.0}))
+    table = Table(open_run(log), make_run("a", ends(3.0, 900)))
     assert table.runs["cut"]["best_val_loss"] == 6
     assert table.runs["cut"]["tokens_per_sec"] is None
     assert "tokens per iteration will be" in table.warnings[0]
@@ -676,10 +548,10 @@ NOT_COMPARABLE = "not comparable with the band of ten"
 
 
 @pytest.fixture
-def band(tmp_path) -> Path:
+def band(tmp_path) -> Run:
     path = tmp_path / "ten.csv"
     path.write_text(BAND)
-    return path
+    return open_run(path)
 
 
 IN_BAND = [  # val losses, and what the last line says of them
@@ -707,112 +579,147 @@ OTHER_BAND = [
     [(losses, {}, said) for losses, said in IN_BAND]
     + [({10: 5.0}, changes, said or "val loss 5.0000") for changes, said in OTHER_BAND],
 )
-def test_last_line_says_whether_a_run_is_inside_the_band(losses, changes, said, band, tmp_path):
+def test_last_line_says_whether_a_run_is_inside_the_band(losses, changes, said, band, capsys):
     """
     Name the first val loss outside the reference runs' band, and the page that says what to do, or
     else the settings with which the run would be comparable.
     """
     settings = dict(max_iters=30, tokens_per_iter=1000) | changes
-    settings["start"] = changes.get("start", dict(tokens_per_iter=settings["tokens_per_iter"]))
-    a = write_run(tmp_path / "a", {0: 8.0} | losses, **settings)
-    result = run("compare.py", a, band)
-    last = result.out.splitlines()[-1]
+    table = Table(make_run("a", {0: 8.0} | losses, **settings), band)
+    last = capsys.readouterr().out.splitlines()[-1]
     verdict = said.startswith(("inside", "val loss"))
     assert last.startswith(f"a: {said}" if verdict else f"a: {NOT_COMPARABLE}: ") and said in last
-    assert result.code == 0 and not (verdict and result.err)
+    assert not (verdict and table.warnings)
     assert ("docs/first_hour.md" in last) == said.startswith("val loss")
-
-
-def test_draws_the_band_and_the_difference_from_its_mean(band, tmp_path):
-    """Draw the run's val losses and the band's low and high, all minus the band's mean."""
-    from matplotlib.axes import Axes
-
-    a = write_run(tmp_path / "a", {0: 8.0, 10: 4.05, 15: 3.8, 20: 3.4})
-    fill = mock.patch.object(Axes, "fill_between", autospec=True, side_effect=Axes.fill_between)
-    with fill as filled:
-        lines = drawn(a, band, f"--png={tmp_path / 'both.png'}")
-    at, difference = lines[3]
-    assert [*at] == [10_000, 20_000] and [*difference] == pytest.approx([0.05, -0.1])
-    _, at, low, high = filled.call_args.args
-    assert [*at] == [10_000, 20_000, 30_000]
-    assert [*low] == pytest.approx([-0.1, -0.05, -0.02])
-    assert [*high] == pytest.approx([0.1, 0.05, 0.02])
 
 
 # -----------------------------------------------------------------------------
 # The picture
 
 
-def drawn(*arguments) -> list[tuple]:
-    """Return (x, y) of each line that compare.py draws."""
-    from matplotlib.axes import Axes
-
-    with mock.patch.object(Axes, "plot", autospec=True, side_effect=Axes.plot) as plot:
-        assert run("compare.py", *arguments).code == 0
-    return [call.args[1:3] for call in plot.call_args_list]
+def drawn(*runs: Run, problem: str = "") -> Figure:
+    draw(figure := Figure(), [[run] for run in runs], problem)
+    return figure
 
 
-def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate(tmp_path):
+def lines(axes) -> list[tuple[list, list]]:
+    """Return the x and y of each line."""
+    return [([*line.get_xdata()], [*line.get_ydata()]) for line in axes.get_lines()]
+
+
+def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate():
     """
     Draw six lines for each run: train loss, its mean and val loss over tokens, val loss over
     minutes, speed, and learning rate. Say why losses do not compare.
     """
-    from matplotlib.figure import Figure
-
-    a = write_run(tmp_path / "a", {0: 8.0, 5: 4.0, 10: 3.0})
-    others = dict(val_fingerprint="others")
-    b = write_run(tmp_path / "b", {0: 8.0, 5: 3.0, 20: 2.0}, step_ms=200, start=others)
-    with mock.patch.object(Figure, "suptitle") as title:
-        lines = drawn(a, b, f"--png={tmp_path / 'ab.png'}")
-    assert title.call_args.args[0].endswith("not comparable: different validation tokens")
-    assert len(lines) == 2 * 6
-    _, _, val, over_time, speed, rate = lines[:6]
-    assert [*val[0]] == [5000, 10_000]
-    assert [*val[1]] == [*over_time[1]] == [4.0, 3.0]
+    a = make_run("a", {0: 8.0, 5: 4.0, 10: 3.0})
+    b = make_run("b", {0: 8.0, 5: 3.0, 20: 2.0}, step_ms=200)
+    figure = drawn(a, b, problem="of different tokens")
+    assert figure.get_suptitle().endswith("not comparable: of different tokens")
+    losses, over_time, speed, rate = map(lines, figure.axes)
+    assert [*map(len, (losses, over_time, speed, rate))] == [6, 2, 2, 2]
+    assert losses[2] == ([5000, 10_000], [4.0, 3.0])
     # 5 iterations of 0.1 s and 2 evaluations; then 5 more, a checkpoint and an evaluation
-    assert [*over_time[0]] == pytest.approx([4.5 / 60, 8 / 60])  # minutes
-    assert [*speed[1]] == [10_000] * 10
-    assert [*rate[1]] == [0.1] * 10
+    assert over_time[0] == (pytest.approx([4.5 / 60, 8 / 60]), [4.0, 3.0])  # minutes
+    assert speed[0][1] == [10_000] * 10
+    assert rate[0][1] == [0.1] * 10
 
 
-def test_draws_other_losses_among_the_losses_and_other_measures_on_their_own_axis(tmp_path):
+def test_draws_other_losses_among_the_losses_and_other_measures_on_their_own_axis():
     """Show a loss below the train and val losses too. test_hacking.py reads the table's row."""
-    from matplotlib.figure import Figure
-
-    from reports.picture import draw
-    from reports.runs import open_run
-
     measures = dict(second_loss=1.0, choices=0.5)
-    run_with = open_run(write_run(tmp_path / "a", {0: 8.0, 5: 4.0, 10: 3.0}, measures=measures))
-    draw(figure := Figure(), [[run_with]])
-    losses, *_, others = figure.axes
+    losses, *_, others = drawn(make_run("a", {0: 8.0, 5: 4.0, 10: 3.0}, measures=measures)).axes
     assert losses.get_ylim()[0] < 1.0
-    assert [*others.get_lines()[0].get_ydata()] == [0.5, 0.5]
+    assert lines(others) == [([5000, 10_000], [0.5, 0.5])]
 
 
-def test_averages_other_measures_over_the_seeds_of_each_side(tmp_path):
-    change = write_side(tmp_path, "idea", [2.0, 2.1], measures=dict(choices=0.5))
-    base = write_side(tmp_path, "base", [2.0, 2.1], measures=dict(choices=0.25))
-    result, _, _ = against(tmp_path, change, base)
-    assert re.search(r"^last choices, mean +0\.5000 +0\.2500$", result.out, re.MULTILINE)
+def test_draws_the_band_and_the_difference_from_its_mean(band):
+    """Draw the run's val losses and the band's low and high, all minus the band's mean."""
+    _, difference, *_ = drawn(make_run("a", {0: 8.0, 10: 4.05, 15: 3.8, 20: 3.4}), band).axes
+    assert lines(difference)[0] == ([10_000, 20_000], pytest.approx([0.05, -0.1]))
+    corners = difference.collections[1].get_paths()[0].vertices
+    for at, half in ((10_000, 0.1), (20_000, 0.05), (30_000, 0.02)):
+        ys = corners[corners[:, 0] == at, 1]
+        assert (ys.min(), ys.max()) == pytest.approx((-half, half))
 
 
-def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning(tmp_path):
+def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning():
     """
     Average 40 losses, 5, 3, 5, 3, ..., with up to two on either side: none for the first four, one
     for the next four. Of 19 losses, average none.
     """
-    raw, mean, *_ = drawn(write_run(tmp_path / "a", {0: 8.0, 40: 4.0}))
-    assert [*raw[1]] == [5, 3] * 20
-    assert [*mean[0]] == [*raw[0]]
-    assert [*mean[1][:6]] == pytest.approx([5, 3, 5, 3, 11 / 3, 13 / 3])
-    assert mean[1][12] == pytest.approx((3 * 5 + 2 * 3) / 5)
-    assert mean[1][39] == pytest.approx((2 * 3 + 5) / 3)
-    raw, mean, *_ = drawn(write_run(tmp_path / "short", {0: 8.0, 19: 4.0}))
-    assert [*mean[1]] == [*raw[1]] and len(raw[1]) == 19
-    # a run with a single record, whose loss is NaN
-    one = write_records(tmp_path / "one", dict(kind="step", iter=0, loss=math.nan))
-    assert drawn(one) and (one / "loss.png").read_bytes().startswith(b"\x89PNG")
+    mean = smooth(np.array([5, 3] * 20))
+    assert [*mean[:6]] == pytest.approx([5, 3, 5, 3, 11 / 3, 13 / 3])
+    assert mean[12] == pytest.approx((3 * 5 + 2 * 3) / 5)
+    assert mean[39] == pytest.approx((2 * 3 + 5) / 3)
+    assert [*smooth(np.arange(19))] == [*range(19)]
+
+
+# -----------------------------------------------------------------------------
+# Files and commands
+
+
+def test_reports_and_draws_a_real_run(tiny, ran, tmp_path):
+    """
+    Report the speed, losses, pauses and hours that the run itself recorded, and write loss.png. The
+    run records the hash and length of its validation text, by which compare.py matches runs.
+    """
+    folder = write_tokens(tmp_path / "tokens", train=[2000], val=[300])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | dict(val_text_sha256="of this")))
+    keys = tiny | dict(max_iters=12, eval_interval=5, log_interval=3, dataset=folder)
+    InProcessRun(fake_clock=True).launch(**keys)
+    file = tmp_path / "table.json"
+    assert run("compare.py", ran.out_dir, f"--json={file}").code == 0
+    figures = json.loads(file.read_text())["runs"]["out"]
+    assert (ran.out_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert ran.column("start", "val_text_sha256", "val_tokens") == [("of this", 300)]
+    assert (figures["iterations"], figures["tokens"]) == (12, 12 * 128)
+    assert figures["tokens_per_sec"] == pytest.approx(np.median(ran.steps("tokens_per_sec")))
+    assert figures["best_val_loss"] == min(ran.evals("val_loss"))
+    pauses = ran.evals("seconds") + ran.column("checkpoint", "seconds")
+    assert figures["pause_seconds"] == pytest.approx(sum(pauses))
+    in_run = sum(ran.end["ledger"][name] for name in ("steps", "evaluation", "checkpoints"))
+    # allows for a record's nine digits, and for what ends after the last lap
+    assert figures["hours"] == pytest.approx(in_run / 3600, rel=1e-2)
+
+
+def test_a_pattern_names_the_runs_of_each_side(tmp_path):
+    """Compare and draw the seeds of two sides; a run cannot be on both."""
+    for name, loss in (("idea", 1.0), ("base", 2.0)):
+        for seed in (1, 2):
+            write_run(tmp_path / f"{name}-{seed}", ends(loss + seed / 1000), seed=seed)
+    sides = [tmp_path / "idea-*", "--against", tmp_path / "base-*"]
+    result = run("compare.py", *sides, f"--json={tmp_path / 'a/b.json'}", f"--png={tmp_path / 'c'}")
+    assert result.code == 0 and "\nverdict: better\n" in result.out
+    assert json.loads((tmp_path / "a/b.json").read_text())["base"].keys() == {"base-1", "base-2"}
+    assert (tmp_path / "c").read_bytes().startswith(b"\x89PNG")
+    both = run("compare.py", *sides, tmp_path / "idea-2")
+    assert both.code == 2 and "idea-2 is on both sides" in both.err
+
+
+EMPTY = """
+{"kind": "step", "iter": 0, "loss": NaN, "step_ms": null, "mfu": null}
+{"kind": "eval", "iter": 9, "val_loss": null}
+[1]
+\0\ufffd
+{"kind": "step", "iter": 99, "tok"""  # torn by a kill
+
+
+def test_ignores_broken_and_empty_records(tmp_path):
+    """Ignore torn lines, unknown JSON and records without figures in metrics.jsonl."""
+    a, b = (write_run(tmp_path / name, {0: 8.0, 5: 3.0}) for name in "ab")
+    with open(a / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(EMPTY)
+    verdicts = Table(open_run(a), open_run(b)).verdicts
+    assert verdicts["best_val_loss"] == "equal within 0.005"
+    assert verdicts["tokens_per_sec"] == "equal"
+
+
+def test_draws_a_run_with_a_single_record_whose_loss_is_nan(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "iter": 0, "loss": NaN}')
+    assert run("compare.py", tmp_path).code == 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prints_the_table_without_matplotlib(tmp_path):

@@ -245,6 +245,7 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     found = hardware.set_up(config)
     assert (found.device.type, found.dtype, found.peak_tflops) == (device, dtype, peak)
     assert found.can_compile == (device != "mps")
+    assert torch.get_float32_matmul_precision() == ("high" if config.tf32 else "highest")
 
 
 # what torch.cuda.init() raises (c10/cuda/CUDAFunctions.cpp)

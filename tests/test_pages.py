@@ -4,7 +4,6 @@ they name exist, and their code runs.
 """
 
 import itertools
-import json
 import pickle
 import re
 import tomllib
@@ -83,15 +82,6 @@ def test_the_docs_index_links_every_page_outside_results():
     index = ROOT / "docs" / "README.md"
     links = re.findall(r"\]\(([^)#]+)\)", read(index))
     assert {*GUIDES} - {index} <= {(index.parent / link).resolve() for link in links}
-
-
-def test_the_results_page_names_every_json_and_png_file_and_every_entry_of_rows_json():
-    results = ROOT / "results"
-    files = {path.relative_to(results).as_posix() for path in results.rglob("*.[jp][sn]*")}
-    entries = {*json.loads(read(results / "rows.json"))}
-    named = {*re.findall(r"`([\w/.]+)`", read(results / "README.md"))}
-    assert entries <= named
-    assert {name for name in named if name.endswith((".json", ".png"))} == files - {"rows.json"}
 
 
 def test_the_keys_page_lists_every_key_of_configurator_py():

@@ -5,7 +5,6 @@ All figures are from --json. N = 124,373,760 is the number of parameters of GPT-
 rows: 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768.
 """
 
-import json
 import re
 
 import pytest
@@ -13,6 +12,8 @@ from cases import slow_but
 from doc_pages import plan
 from program import ROOT, flags, records, run, train
 
+from configurator import load_config
+from reports.plan import time_run
 from reports.runs import open_run
 
 N = 124_373_760
@@ -184,21 +185,19 @@ def test_parts_of_the_planned_memory_equal_those_computed_by_hand(words, sizes):
             assert parts[name] == pytest.approx(size, rel=1e-9), name
 
 
-@pytest.mark.parametrize(
-    "gpu, sequences, batch_size, fitting",
-    [
-        ("4070", 512, 32, 16),  # 10.8 of 12 GiB are usable; 16 need 9.5 GB, 32 about 16 GB
-        ("3070", 512, 8, 8),  # 7.7 GB hold 12 sequences, but 12 does not divide 512
-        ("3070", 480, 8, 12),
-        ("rtx 3050 6gb", 512, 8, 4),
-    ],
-)
-def test_plan_suggests_the_largest_micro_batch_that_fits_and_divides_the_batch(
+FITTING = [  # a GPU, the sequences of an iteration, batch_size, and the one that fits
+    ("4070", 512, 32, 16),  # 10.8 of 12 GiB are usable; 16 need 9.5 GB, 32 about 16 GB
+    ("3070", 512, 8, 8),  # 7.7 GB hold 12 sequences, but 12 does not divide 512
+    ("3070", 480, 8, 12),
+    ("rtx 3050 6gb", 512, 8, 4),
+]
+
+
+@pytest.mark.parametrize("gpu, sequences, batch_size, fitting", FITTING)
+def test_suggests_the_largest_micro_batch_that_fits_and_divides_the_batch(
     gpu, sequences, batch_size, fitting
 ):
-    """
-    Print the micro-batch with the accumulation steps that keep the tokens per iteration.
-    """
+    """Print the micro-batch with the accumulation steps that keep the tokens per iteration."""
     sizes = (f"--batch_size={batch_size}", f"--tokens_per_iter={1024 * sequences}")
     p = plan("gpt124m_4070", f"--gpu={gpu}", *sizes)
     assert p["fits"] is (batch_size <= fitting) and p["batch_size_that_fits"] == fitting
@@ -224,16 +223,16 @@ def test_fine_tuning_a_run_is_planned_with_the_runs_size(tiny):
 # The pace, and where it is from
 
 
-@pytest.mark.parametrize(
-    "gpu, mfu, source",
-    [
-        ("4070", 0.822, "published, compiled: 82% of its peak (GPT-2 124M, twice) and 85% "),
-        ("a100", 0.655, "published, compiled: 57% of its peak (GPT-2 124M) and 74% "),
-        ("5060 Ti", 0.84, "published, compiled: 84% of its peak (nanochat's d12, another model)"),
-        ("3060", 0.75, "assumed: 75% (57% to 84%) of its peak"),
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", 0.50, "assumed: 50% (34% to 67%) of its peak"),
-    ],
-)
+PACES = [
+    ("4070", 0.822, "published, compiled: 82% of its peak (GPT-2 124M, twice) and 85% "),
+    ("a100", 0.655, "published, compiled: 57% of its peak (GPT-2 124M) and 74% "),
+    ("5060 Ti", 0.84, "published, compiled: 84% of its peak (nanochat's d12, another model)"),
+    ("3060", 0.75, "assumed: 75% (57% to 84%) of its peak"),
+    ("NVIDIA GeForce RTX 4070 Laptop GPU", 0.50, "assumed: 50% (34% to 67%) of its peak"),
+]
+
+
+@pytest.mark.parametrize("gpu, mfu, source", PACES)
 def test_a_plan_says_whether_its_mfu_is_published_or_assumed(gpu, mfu, source):
     """A model wider than GPT-2 124M reaches as much."""
     p, wide = (plan("gpt124m_4070", f"--gpu={gpu}", f"--n_embd={width}") for width in (768, 1536))
@@ -241,15 +240,14 @@ def test_a_plan_says_whether_its_mfu_is_published_or_assumed(gpu, mfu, source):
     assert p["pace"].startswith(source) and p["pace"] in p["out"]
 
 
-@pytest.mark.parametrize(
-    "gpu, gpus, exchange",
-    [
-        # seconds: n GPUs send and receive (n - 1) / n of the float32 gradients twice
-        ("a100", 8, 7 / 8 * LINK / 230e9),
-        ("4070", 2, 1 / 2 * LINK / 12e9),
-        ("a100", 16, 15 / 16 * LINK / 10e9),
-    ],
-)
+EXCHANGES = [  # n GPUs send and receive (n - 1) / n of the float32 gradients twice, in seconds
+    ("a100", 8, 7 / 8 * LINK / 230e9),
+    ("4070", 2, 1 / 2 * LINK / 12e9),
+    ("a100", 16, 15 / 16 * LINK / 10e9),
+]
+
+
+@pytest.mark.parametrize("gpu, gpus, exchange", EXCHANGES)
 def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange(
     gpu, gpus, exchange
 ):
@@ -281,17 +279,14 @@ def test_a_plan_says_when_a_run_that_starts_now_ends():
     assert p["ends"] in p["out"]
 
 
-def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_makes_by_default(
-    tmp_path,
-):
+def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_makes_by_default():
     """
     Count an evaluation at the start and after each twentieth of the run, and checkpoints after
     evaluations and every ten minutes.
     """
-    words = ("--gpu=4070", "--hours=10", "--iter_seconds=10", "--eval_tokens=1000")
-    assert run("bench.py", "plan", *words, f"--json={tmp_path}/plan.json").code == 0
-    p = json.loads((tmp_path / "plan.json").read_text())
-    assert p["evaluations"] == 21 and 60 <= p["checkpoints"] <= 80
+    config = load_config(["--hours=10", "--eval_tokens=1000"])
+    planned = time_run(config, iter_seconds=10, gb=1.0, at_most=10.0)
+    assert planned["evaluations"] == 21 and 60 <= planned["checkpoints"] <= 80
 
 
 def test_a_plan_by_hours_gives_a_range_of_tokens_if_the_speed_is_a_range():
@@ -312,21 +307,19 @@ def test_the_time_of_a_tiny_model_is_not_shown_as_zero():
 
 
 @pytest.mark.parametrize("seconds, is_impossible", [(2.5, True), (3.9, False)])
-def test_an_iteration_time_that_needs_more_than_the_peak_is_called_impossible(
-    seconds, is_impossible
-):
+def test_a_time_that_needs_more_than_the_gpus_peak_is_called_impossible(seconds, is_impossible):
     """Plan 524,288 tokens of 300 MFLOP on 58.3 TFLOP/s, which take 2.7 s at the peak."""
-    plan = ("plan", "config/gpt40m_4070.py", "--gpu=4070", f"--iter_seconds={seconds}")
-    assert ("impossible" in run("bench.py", *plan).out) == is_impossible
+    p = plan("gpt40m_4070", "--gpu=4070", f"--iter_seconds={seconds}")
+    assert ("impossible" in p["out"]) == is_impossible
 
 
-@pytest.mark.parametrize(
-    "name, config, words",
-    [
-        ("fineweb_40m_rtx4070", "gpt40m_4070", "--eval_tokens=3276800 --max_iters=20000"),
-        ("fineweb_124m_rtx4070", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=11000"),
-    ],
-)
+PUBLIC = [
+    ("fineweb_40m_rtx4070", "gpt40m_4070", "--eval_tokens=3276800 --max_iters=20000"),
+    ("fineweb_124m_rtx4070", "gpt124m_4070", "--eval_tokens=1638400 --max_iters=11000"),
+]
+
+
+@pytest.mark.parametrize("name, config, words", PUBLIC)
 def test_planned_hours_of_public_runs_are_close_to_the_hours_in_their_logs(name, config, words):
     hours = open_run(ROOT / f"results/public_runs/{name}.log").hours
     words += " --eval_interval=500 --checkpoint_interval=500"

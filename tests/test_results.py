@@ -54,13 +54,11 @@ COLUMNS = {
     "iteration (": lambda p: [p["iter_seconds"]],
     "save to a disk of 0.5 GB/s": lambda p: [p["checkpoint_gb"] / 0.5],
 }
-# the configs of runs that take hours
-CONFIGS = [path.stem for path in sorted((ROOT / "config").glob("*[04]m*.py"))]
+# the configs whose comments name a plan, with the GPU that each is planned for
+PLAN = re.compile(r"^# python bench.py plan config/(\w+)\.py --gpu=(\w+)$", re.MULTILINE)
+FILES = sorted((ROOT / "config").glob("*.py"))
+CONFIGS = dict(found for path in FILES for found in PLAN.findall(read(path)))
 CONFIG = re.compile(rf"({'|'.join(CONFIGS)})\b(?:\.py)?((?: --\w+=\w+)*)")
-# how a row names its GPU, if it has no flag for plan
-CARD = re.compile(r"\| (RTX \d+(?: Ti| Laptop)?|[AH]\d00)\b")
-# the H100 of README's table
-FULL_NAMES = {"H100": "H100 80GB HBM3"}
 
 
 def cells_of(row: str) -> list[str]:
@@ -78,10 +76,9 @@ def planned_cells():
             for row in rows:
                 if not (named := CONFIG.search(row)):
                     continue
-                # without a flag, the row's first cell names the GPU, or else it is a 4070
-                card = CARD.match(row)
-                gpu = FULL_NAMES.get(card[1], card[1]) if card else "4070"
-                words = (named[1], f"--gpu={gpu}", *named[2].split())
+                # without --gpu, the row's first cell names the GPU, or else it is a 4070
+                card = re.match(r"\| ([A-Z][\w ]*\w)", row)
+                words = (named[1], f"--gpu={card[1] if card else '4070'}", *named[2].split())
                 for title, cell in zip(cells_of(head), cells_of(row), strict=True):
                     for column in COLUMNS:
                         if column in title and numbers(cell) and "measured" not in cell:
@@ -181,17 +178,12 @@ def test_a_config_shows_the_keys_that_decide_its_speed_and_saves_by_the_clock(co
     assert {*SPEED} <= keys and "checkpoint_interval" not in keys
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_hours_and_minutes_in_a_configs_comments_are_what_plan_computes(config):
+@pytest.mark.parametrize("config, gpu", CONFIGS.items())
+def test_hours_and_minutes_in_a_configs_comments_are_what_plan_computes(config, gpu):
     path = f"config/{config}.py"
-    text = read(path)
-    command = rf'^# python bench.py plan {path} --gpu=("[\w ]+"|\w+)'
-    found = re.search(command, text, re.MULTILINE)
-    assert found, f"{path} needs the comment: python bench.py plan {path} --gpu=NAME"
-    gpu = found[1].strip('"')
     p = plan(config, f"--gpu={gpu}")
-    comments = " ".join(re.findall("# ?(.*)", text))
+    comments = " ".join(re.findall("# ?(.*)", read(path)))
     assert holds(comments, COLUMNS["hours"](p))
-    for key, minutes in re.findall(r"^(\w+) = .*(?:every|about) (\d+) minutes", text, re.M):
+    for key, minutes in re.findall(r"^(\w+) = .*(?:every|about) (\d+) minutes", read(path), re.M):
         iterations = getattr(load_config([str(ROOT / path)]), key)
         assert int(minutes) == pytest.approx(iterations * p["iter_seconds"] / 60, rel=0.1)

@@ -146,6 +146,35 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
         assert not due(stop=stop, newest=(20, 10))  # this iteration is on the disk already
 
 
+# linear warmup over three iterations to 1e-2; from iteration 11 on 1e-3
+RATES = Config(max_iters=14, warmup_iters=3, lr_decay_iters=11, learning_rate=1e-2, min_lr=1e-3)
+WARM, END = [2.5e-3, 5e-3, 7.5e-3], [1e-3] * 3
+LINEAR = [*WARM, *(1e-2 - 1.125e-3 * step for step in range(8)), *END]
+# 4.4 iterations of decay, which are the last two fifths of 11
+WSD = [*WARM, *[1e-2] * 4, *(1e-3 + 9e-3 * left / 4.4 for left in (4, 3, 2, 1)), *END]
+COSINE = [*(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * it / 11)) for it in range(11)), *END]
+SCHEDULES = {  # keys, and the rates of 14 iterations
+    "linear": (dict(lr_schedule="linear"), LINEAR),
+    "to the end of the run": (dict(lr_schedule="linear", lr_decay_iters=0, max_iters=11), LINEAR),
+    "wsd": (dict(lr_schedule="wsd", decay_fraction=0.4), WSD),
+    "wsd from the warmup on": (dict(lr_schedule="wsd", decay_fraction=1.0), LINEAR),
+    "no decay": (dict(lr_schedule="wsd", decay_fraction=0.0), [*WARM, *[1e-2] * 8, *END]),
+    "constant": (dict(lr_schedule="constant"), [*WARM, *[1e-2] * 11]),
+    "a warmup that outlasts the run": (
+        dict(warmup_iters=20),
+        [1e-2 * (it + 1) / 21 for it in range(14)],
+    ),
+    "cosine without a warmup": (dict(warmup_iters=0), COSINE),
+}
+
+
+@pytest.mark.parametrize("keys, expected", SCHEDULES.values(), ids=SCHEDULES)
+def test_the_learning_rates_of_each_schedule(keys, expected):
+    c = replace(RATES, **keys)
+    rates = [get_lr(it, c, run_length(it, c, 0.0), c.learning_rate) for it in range(14)]
+    assert rates == pytest.approx(expected)
+
+
 # max_iters, lr_decay_iters, warmup_iters, decay_fraction: the end of the peak, by hand
 PEAKS = {
     (100, 0, 5, 0.4): 60,

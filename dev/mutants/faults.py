@@ -31,7 +31,7 @@ a save that failed counts as the best on the disk | train.py | main
     integration/test_disks.py::test_best_pt_holds_the_best_model_that_could_be_saved[True]
 damaged checkpoints count among the newest | training/checkpoint.py | Saver.claim_here
     set_aside(path) -> pass
-    integration/test_disks.py::test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save[2-6]
+    integration/test_disks.py::test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save[2-6-4]
 old checkpoints are deleted only after the save | training/checkpoint.py | Saver.write
     self.prune(max(1, self.keep - 1)) -> pass
     integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-True]
@@ -52,7 +52,7 @@ the manifest lists a shard before it is written | data/writer.py | write_shards
     test_prepare.py::test_a_killed_preparation_continues_to_the_same_bytes
 documents come in the order of the threads | data/writer.py | encode
     pending.popleft() -> pending.pop()
-    test_prepare.py::test_shards_hold_every_document_once_in_order[parquet]
+    test_prepare.py::test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups[parquet]
 a child process outlives the run | common/child.py | end_with_parent.listen
     os._exit(1) -> pass
     integration/test_windows.py::test_a_child_process_sees_an_empty_stdin_and_ends_with_its_parent

@@ -41,6 +41,8 @@ from program import (
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import common.environment  # noqa: F401  (counts threads for 0.09 s, which no run's clock may see)
+from configurator import Config
+from model_fast import model_config
 
 T = 16  # context
 V = 61  # vocabulary; padded to 128
@@ -204,58 +206,10 @@ def test_a_run_from_scratch_has_gpt2s_initial_weights_and_a_loss_near_ln_v(token
     assert val_loss == pytest.approx(math.log(128) + variance / 2, abs=0.02)
 
 
-# linear warmup over three iterations to 1e-2; from iteration 11 on 1e-3
-WARM, END = [2.5e-3, 5e-3, 7.5e-3], [1e-3] * 3
-LINEAR = [*WARM, *(1e-2 - 1.125e-3 * step for step in range(8)), *END]
-SCHEDULES = {  # keys, and the rates of 14 iterations; the second trainer has the cosine
-    "linear": (dict(lr_schedule="linear"), LINEAR),
-    # decays over the last two fifths of 11 iterations: 4.4 of them
-    "wsd": (
-        dict(lr_schedule="wsd", decay_fraction=0.4),
-        [*WARM, *[1e-2] * 4, *(1e-3 + 9e-3 * left / 4.4 for left in (4, 3, 2, 1)), *END],
-    ),
-    "wsd from the warmup on": (dict(lr_schedule="wsd", decay_fraction=1.0), LINEAR),
-    "no decay": (dict(lr_schedule="wsd", decay_fraction=0.0), [*WARM, *[1e-2] * 8, *END]),
-    "constant": (dict(lr_schedule="constant"), [*WARM, *[1e-2] * 11]),
-    "a warmup that outlasts the run": (
-        dict(warmup_iters=20),
-        [1e-2 * (it + 1) / 21 for it in range(14)],
-    ),
-    "no warmup": (
-        dict(warmup_iters=0),
-        [*(1e-3 + 4.5e-3 * (1 + math.cos(math.pi * it / 11)) for it in range(11)), *END],
-    ),
-}
-
-
-@pytest.mark.parametrize("schedule", slow_but("wsd", of=SCHEDULES))
-def test_a_run_trains_with_the_learning_rates_of_its_schedule(schedule, tokens, tmp_path):
-    keys, expected = SCHEDULES[schedule]
-    train(**BASE | keys | dict(max_iters=14), dataset=tokens, out_dir=tmp_path)
-    assert column(tmp_path, "step", "lr") == pytest.approx(expected, rel=1e-8)  # nine digits
-
-
-@pytest.mark.parametrize("lr_decay_iters", slow_but(0, of=[0, 8]))
-def test_raising_max_iters_stretches_the_schedule_unless_lr_decay_iters_is_set(
-    lr_decay_iters, tokens, tmp_path
-):
-    config = BASE | dict(lr_decay_iters=lr_decay_iters, dataset=tokens)
-    train(**config | dict(max_iters=8), out_dir=tmp_path / "longer")
-    train(**config, out_dir=tmp_path / "longer", init_from="resume")
-    train(**config, out_dir=tmp_path / "whole")
-    longer, whole = (column(tmp_path / name, "step", "lr") for name in ("longer", "whole"))
-    assert longer[8:] == whole[8:]
-    # up to iteration 8, the first launch followed a shorter schedule
-    assert (longer == whole) == (lr_decay_iters == 8)
-    assert (whole[8:] == [1e-3] * 4) == (lr_decay_iters == 8)
-
-
-def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple(tokens, tmp_path):
-    for multiple, padded in {1: V, 2: 62, 64: 64}.items():
-        keys = dict(pad_vocab_multiple=multiple, max_iters=0, out_dir=tmp_path / str(multiple))
-        train(**BASE | keys, dataset=tokens)
-        weight = checkpoint(keys["out_dir"], 0)["model"]["lm_head.weight"]
-        assert len(weight) == padded
+def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple():
+    for multiple, padded in {1: V, 2: 62, 64: 64, 128: 128}.items():
+        made = model_config(Config(pad_vocab_multiple=multiple), V, flash=True, compiled=False)
+        assert made.vocab_size == padded
 
 
 # -----------------------------------------------------------------------------
@@ -389,13 +343,6 @@ def test_an_update_with_a_gradient_of_nan_is_skipped_with_a_warning(kind, tokens
     assert [it for it, norm in enumerate(norms) if norm is None] == [5]
     assert after["progress"]["tokens"] == 6 * TOKENS
     assert "iter 5: 1 updates skipped" in result.err
-
-
-@pytest.mark.parametrize("tf32", slow_but(True, of=[True, False]))
-def test_the_tf32_key_sets_torchs_matmul_precision(tf32, tokens, tmp_path):
-    torch.set_float32_matmul_precision("medium")
-    train(**BASE | dict(max_iters=1), tf32=tf32, dataset=tokens, out_dir=tmp_path)
-    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
 
 
 def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
