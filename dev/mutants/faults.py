@@ -52,7 +52,7 @@ the manifest lists a shard before it is written | data/writer.py | write_shards
     test_prepare.py::test_a_killed_preparation_continues_to_the_same_bytes
 documents come in the order of the threads | data/writer.py | encode
     pending.popleft() -> pending.pop()
-    test_prepare.py::test_shards_hold_every_document_once_in_order[parquet]
+    test_prepare.py::test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups[parquet]
 a child process outlives the run | common/child.py | end_with_parent.listen
     os._exit(1) -> pass
     integration/test_windows.py::test_a_child_process_sees_an_empty_stdin_and_ends_with_its_parent
