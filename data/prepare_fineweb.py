@@ -32,7 +32,7 @@ import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, parse_count, run_main
 from data.files import hub_files
 from data.text import FIELD, FIRST_ROWS, Place, Source, with_retries
-from data.tokenizer import TOKENIZERS, check_lossless, pick_tokenizer, train_bpe
+from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
 from data.writer import (
     PLACES,
     Document,
@@ -114,6 +114,19 @@ def divide(
                 yield Document(after._replace(owed=owed), text)
 
 
+def check_first(
+    documents: Iterator[Document], tokenizer: Tokenizer | None, name: str
+) -> Iterator[Document]:
+    """
+    Read and encode some documents, to fail before anything is written. Returns all documents.
+    Raises UserError.
+    """
+    first = [*islice(documents, FIRST_ROWS)]
+    if tokenizer:
+        check_lossless(tokenizer, name, (document.text or document.held_out for document in first))
+    return chain(first, documents)
+
+
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     out = arguments.out or default_folder(arguments)
@@ -136,20 +149,12 @@ def main(argv: list[str]) -> None:
     source = Source(files, arguments.text_field, None, arguments.seed, counts, is_begun)
     val_bytes = arguments.val_tokens * BYTES_PER_TOKEN
     begin = Place(owed=val_bytes)
-    first: Iterator[Document] = iter(())
+    all_documents = divide(source, begin, val_bytes)
     if not begun:
-        # Read and encode some rows here, to fail before anything is written.
-        first = divide(source, begin, val_bytes)
-        rows = [*islice(first, FIRST_ROWS)]
-        if tokenizer:
-            texts = (document.text or document.held_out for document in rows)
-            check_lossless(tokenizer, arguments.tokenizer, texts)
-        first = chain(rows, first)
+        all_documents = check_first(all_documents, tokenizer, arguments.tokenizer)
 
     def documents(place: Place, only_val: bool) -> Iterator[Document]:
-        if place == begin and not begun:
-            return first
-        return divide(source, place, val_bytes, only_val)
+        return all_documents if place == begin else divide(source, place, val_bytes, only_val)
 
     def documents_from(group: int) -> Iterator[Document]:
         return divide(source, place_before(group, source, val_bytes), val_bytes)
