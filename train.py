@@ -220,9 +220,15 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             names = (*names, "pad_vocab_multiple")
         c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
-    raise_if_any(problems + impossible)
-    preflight.check_device(c)  # after problems that stay, because a missing GPU may come back
-    preflight.check_gpu(c)
+    problems += impossible
+    try:
+        preflight.check_device(c)
+        preflight.check_gpu(c)
+    except UserError as error:
+        if not problems:
+            raise  # Unreachable if only the GPU is missing, which may come back
+        problems += error.problems
+    raise_if_any(problems)
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]

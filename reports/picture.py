@@ -65,13 +65,13 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         panels["losses"].plot(tokens, losses, alpha=0.25, **line)
         panels["losses"].plot(tokens, smooth(losses), alpha=0.8, **line)
         panels["losses"].plot(at, vals, label=label, **marked)
-        curves = [(tokens, losses), (at, vals)]
+        curves = [(tokens, losses), (at, vals)]  # of the panel with the losses
         for n, name in enumerate(run.measures, start=i + 1):
-            curve = learning_curve(run, "tokens", name)
-            label = f"{name.replace('_', ' ')} of {run.name}"
-            dashed = marked | dict(marker=MARKERS[n % len(MARKERS)], linestyle="--", label=label)
-            panels["losses" if name.endswith("_loss") else "others"].plot(*curve, **dashed)
-            if name.endswith("_loss"):
+            curve, is_loss = learning_curve(run, "tokens", name), name.endswith("_loss")
+            style = marked | dict(marker=MARKERS[n % len(MARKERS)], linestyle="--")
+            style |= dict(label=f"{name.replace('_', ' ')} of {run.name}")
+            panels["losses" if is_loss else "others"].plot(*curve, **style)
+            if is_loss:
                 curves.append(curve)
         if band:
             mean_at, means = learning_curve(band, "tokens")

@@ -230,8 +230,8 @@ def link_best(path: Path) -> Path | None:
 
 def link_missed_best(out_dir: Path, best_iter: int) -> Path | None:
     """
-    Do what link_best() does if a kill or a full disk came between saving the best checkpoint and
-    linking best.pt to it.
+    Link best.pt if a kill or a full disk prevented that after the save of the best checkpoint.
+    Returns what link_best() does.
     """
     path, best = checkpoint_path(out_dir, best_iter), out_dir / "best.pt"
     if path.exists() and not (best.exists() and best.stat().st_mtime >= path.stat().st_mtime):

@@ -35,7 +35,7 @@ PATIENCE = 20.0  # seconds to wait for loss.png
 # A run is slow if its MFU, after so many iterations, is below this share of the lowest known one.
 # Muon takes 4%, and runs of one card differ by a few percent more.
 SLOW_AFTER, SLOW = 50, 0.85
-# What report_eval() records besides the losses, and reports.runs reads besides a run's own numbers
+# The fields of an evaluation besides its numbers; published runs have a band, from low to high
 EVAL_FIELDS = "kind time iter tokens hours seconds perplexity bits_per_byte low high".split()
 LEDGER_NAMES = {"start-up": "startup", "steps": "training"}  # friendlier than the clock's
 

@@ -147,14 +147,16 @@ def test_a_resume_whose_share_is_away_asks_to_be_started_again(away, begun, code
     assert run("train.py", *flags(**tiny, init_from="resume" if begun else "auto")).code == code
 
 
-@pytest.mark.parametrize("begun, code", [(False, 2), (True, 1)])
-def test_a_resume_that_does_not_see_its_gpu_asks_to_be_started_again(begun, code, tiny):
-    """Expect the driver to load late after a boot."""
+@pytest.mark.parametrize("begun, seed, code", [(False, 1, 2), (True, 1, 1), (True, 2, 2)])
+def test_a_resume_that_does_not_see_its_gpu_asks_to_be_started_again(begun, seed, code, tiny):
+    """Expect the driver to load late after a boot. But no later launch can change the seed."""
     if begun:
-        train(**tiny | dict(max_iters=4))
+        train(**tiny | dict(max_iters=4, seed=1))
     with mock.patch("torch.cuda.device_count", lambda: 0):
-        result = run("train.py", *flags(**tiny | dict(device="cuda"), init_from="auto"))
+        keys = tiny | dict(device="cuda", seed=seed, init_from="auto")
+        result = run("train.py", *flags(**keys))
     assert result.code == code and "error: device: cuda, but torch" in result.err
+    assert ("error: seed: " in result.err) == (seed == 2)
 
 
 def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, ran, tmp_path):
@@ -205,7 +207,8 @@ STUBS = {
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 @pytest.mark.parametrize(
-    "codes, starts", [((1, 137, 0), 3), ((143,), 1), ((130,), 1), ((2,), 1), ((1,) * 9, 5)]
+    "codes, starts",
+    [((1, 137, 0), 3), ((134, 135, 139, 0), 4), *(((n,), 1) for n in (143, 130, 2)), ((1,) * 9, 5)],
 )
 def test_the_documented_script_restarts_only_after_a_failure_and_reports_the_last_exit_code(
     codes, starts, tmp_path
@@ -215,7 +218,7 @@ def test_the_documented_script_restarts_only_after_a_failure_and_reports_the_las
         (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "codes").write_text(" ".join(map(str, codes)))
-    (tmp_path / "trainer.sh").write_text(block_with("137) sleep"))
+    (tmp_path / "trainer.sh").write_text(block_with("sleep 60 ;;"))
     command = ["bash", "trainer.sh", "--device=cpu"]
     subprocess.run(command, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     started = (tmp_path / "starts").read_text().splitlines()
