@@ -234,7 +234,7 @@ REMOVED = dict(
     tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
     data_workers="give --workers to data/prepare_fineweb.py",
     source="data/prepare_text.py reads your own files",
-    order="row groups are always shuffled; leave it out",
+    order="row groups are always shuffled; README names the download of FineWeb's records",
     until="give the hours until then as --hours=N",
     max_minutes="put `timeout --preserve-status -s INT 60m` before the command, or press Ctrl-C",
     fp16_accumulation="nobody measured a gain; leave it out",

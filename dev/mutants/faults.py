@@ -48,7 +48,7 @@ a disk without links has no best.pt | training/checkpoint.py | link
     except OSError: -> except FileNotFoundError:
     integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-False]
 the manifest lists a shard before it is written | data/writer.py | write_shards
-    for name in [*parts]: -> write_manifest(plan.folder, manifest)\n            for name in [*parts]:
+    for name in [*parts]: -> write_manifest(plan.folder, manifest)\n                for name in [*parts]:
     test_prepare.py::test_a_killed_preparation_continues_to_the_same_bytes
 documents come in the order of the threads | data/writer.py | encode
     pending.popleft() -> pending.pop()
