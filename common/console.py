@@ -208,6 +208,12 @@ def error_lines(error: UserError | OSError) -> list[str]:
     return [f"{where}{error.strerror or error}"]
 
 
+def one_line(error: Exception) -> str:
+    """Return a library's error and its message, which may have several lines, in one line."""
+    message = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {message[:300].rstrip('.')}"
+
+
 def code_of(error: UserError | OSError) -> int:
     """Return the exit code for an error, unless a script knows better."""
     if isinstance(error, UserError):
@@ -227,6 +233,8 @@ REMOVED = dict(
     profile="docs/plan.md shows how to profile an iteration",
     tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
     data_workers="give --workers to data/prepare_fineweb.py",
+    source="data/prepare_text.py reads your own files",
+    order="row groups are always shuffled; leave it out",
     until="give the hours until then as --hours=N",
     max_minutes="put `timeout --preserve-status -s INT 60m` before the command, or press Ctrl-C",
     fp16_accumulation="nobody measured a gain; leave it out",
@@ -245,7 +253,10 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def error(self, message: str):
-        raise UserError(message.removeprefix("argument "))  # argparse puts it before a flag's name
+        gone = re.match(r"unrecognized arguments: --(\w+)", message)
+        hint = removed(gone[1]) if gone else ""
+        # argparse puts "argument" before a flag's name
+        raise UserError(message.removeprefix("argument ") + hint)
 
 
 def removed(name: str) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.console import UserError, raise_if_any, warn
+from common.console import UserError, one_line, raise_if_any, warn
 
 TEXT_FILES = (".txt", ".md", ".py")
 # .json is not among them, because most hold one object or one list
 PACKED = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in (".gz", ".zst"))
 ROW_FILES = (".parquet", ".jsonl", ".ndjson", *PACKED)
-HUB_TIMEOUT = 60  # seconds
+HUB_TIMEOUT = 20  # seconds
 REFUSALS = (401, 403, 404)  # of the hub: no right to read, or no such dataset
 
 
@@ -156,12 +156,6 @@ def limit_waiting(request) -> None:
     """Limit how long a request to the hub waits: the library lists files without a limit."""
     limits = request.extensions["timeout"]  # seconds to connect, read, ...
     request.extensions["timeout"] = {key: limits[key] or HUB_TIMEOUT for key in limits}
-
-
-def one_line(error: Exception) -> str:
-    """Return a library's error and its message, which may have several lines, in one line."""
-    message = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}: {message[:300].rstrip('.')}"
 
 
 def is_parquet(name: str) -> bool:

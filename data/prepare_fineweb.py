@@ -6,8 +6,8 @@ token shards. For files of your own, see prepare_text.py.
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
 
 The row groups of all the dataset's parquet files are read in an order that --seed shuffles. The
-first documents, of about --val_tokens, are held out for validation, and those that follow are for
-training. So folders with another --tokens or --tokenizer have the same validation text.
+first sixteen, or all if there are fewer, give equal parts of the validation text, and the rest is
+for training. Folders with another --tokens or --tokenizer have the same validation text.
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
 writes the same files. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB of
@@ -18,7 +18,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 # text.py reads the rows, and writer.py writes the shards.
@@ -31,10 +31,18 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, parse_count, run_main
 from data.files import hub_files
-from data.shards import read_manifest
 from data.text import FIELD, FIRST_ROWS, Place, Source, with_retries
-from data.tokenizer import TOKENIZERS, check_lossless, pick_tokenizer, train_bpe
-from data.writer import Document, Plan, made_from, prepare, sample_text, say_what_it_holds
+from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
+from data.writer import (
+    PLACES,
+    Document,
+    Plan,
+    made_from,
+    prepare,
+    read_begun,
+    sample_text,
+    say_what_it_holds,
+)
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
@@ -51,7 +59,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
-    held_out = f"validation tokens, of {BYTES_PER_TOKEN} bytes each (default: 10M)"
+    held_out = f"validation text, counted as {BYTES_PER_TOKEN} bytes a token (default: 10M, 50 MB)"
     add("--val_tokens", type=parse_count, default="10M", help=held_out)
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
@@ -75,14 +83,48 @@ def default_folder(arguments: argparse.Namespace) -> Path:
     return Path("data", name)
 
 
-def divide(source: Source, begin: Place, val_bytes: int) -> Iterator[Document]:
-    """Turn rows into documents, starting at a place, and hold out the first `val_bytes` of text."""
-    held = begin.val
-    for after, text in source.rows(begin):
-        is_val = held < val_bytes
-        held += len((text or "").encode(errors="replace")) if is_val else 0
-        place = after._replace(val=held)
-        yield Document(place, None, text or "") if is_val else Document(place, text)
+def place_before(group: int, source: Source, val_bytes: int) -> Place:
+    """
+    Return the place at which a row group begins, if those before it gave their parts of the
+    validation text: equal ones from the first sixteen row groups, or from all if they are fewer.
+    """
+    return Place(group, 0, val_bytes * max(1 - group / min(PLACES, len(source.groups)), 0))
+
+
+def divide(
+    source: Source, begin: Place, val_bytes: int, only_val: bool = False
+) -> Iterator[Document]:
+    """
+    Turn rows into documents, starting at a place, and hold out those at the beginning of each row
+    group until it has given its part of the validation text, and what those before it were too
+    short to give. With `only_val`, yields no other documents.
+    """
+    owed = begin.owed
+    for group in range(begin.group, len(source.groups)):
+        least = place_before(group + 1, source, val_bytes).owed
+        if only_val and owed <= least:
+            continue
+        for after, text in source.group_rows(group, begin.row if group == begin.group else 0):
+            if owed > least:
+                owed -= len((text or "").encode(errors="replace"))
+                yield Document(after._replace(owed=owed), None, text or "")
+            elif only_val:
+                break
+            else:
+                yield Document(after._replace(owed=owed), text)
+
+
+def check_first(
+    documents: Iterator[Document], tokenizer: Tokenizer | None, name: str
+) -> Iterator[Document]:
+    """
+    Read and encode some documents, to fail before anything is written. Returns all documents.
+    Raises UserError.
+    """
+    first = [*islice(documents, FIRST_ROWS)]
+    if tokenizer:
+        check_lossless(tokenizer, name, (document.text or document.held_out for document in first))
+    return chain(first, documents)
 
 
 def main(argv: list[str]) -> None:
@@ -93,35 +135,41 @@ def main(argv: list[str]) -> None:
     is_named = arguments.dataset in NAMED
     name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
     title = dataset if name is None else f"{dataset} {name}"
-    started = read_manifest(out) if (out / "manifest.json").exists() else {}
-    if started.get("source") != title:
-        started = {}  # the manifest describes another source; prepare() will refuse the folder
+    begun = read_begun(out)
+    if begun.get("source") != title:
+        begun = {}  # the manifest describes another source; prepare() will refuse the folder
     # The hub may have a newer revision by now.
-    revision, counts = started.get("revision"), started.get("row_groups")
+    revision, counts = begun.get("revision"), begun.get("row_groups")
+    is_begun = (out / "manifest.json").exists
     files: list[str] = []
-    is_finished = tokenizer and started.get("complete")
-    if not is_finished:  # a finished folder needs no network
+    if not (tokenizer and begun.get("complete")):  # a finished folder needs no network
         address = f"hf://datasets/{dataset}"
-        files, revision = with_retries(address, lambda _: hub_files(dataset, name, revision))
-    field = arguments.text_field
-    source = Source(files, field, seed=arguments.seed, known_counts=counts)
-    if not is_finished:
-        # read and encode some rows here, to fail before anything is written
-        first = [text for _, text in islice(source.rows(Place()), FIRST_ROWS)]
-        if tokenizer:
-            check_lossless(tokenizer, arguments.tokenizer, first)
+        find = lambda _: hub_files(dataset, name, revision)  # noqa: E731
+        files, revision = with_retries(address, find, is_begun)
+    source = Source(files, arguments.text_field, None, arguments.seed, counts, is_begun)
+    val_bytes = arguments.val_tokens * BYTES_PER_TOKEN
+    begin = Place(owed=val_bytes)
+    all_documents = divide(source, begin, val_bytes)
+    if not begun:
+        all_documents = check_first(all_documents, tokenizer, arguments.tokenizer)
 
-    val_bytes = arguments.val_tokens * (1 if arguments.tokenizer == "byte" else BYTES_PER_TOKEN)
-    if not tokenizer:  # train one, on text that follows the validation text
-        sample = sample_text(source.rows, source.group_bytes(), val_bytes)
+    def documents(place: Place, only_val: bool) -> Iterator[Document]:
+        return all_documents if place == begin else divide(source, place, val_bytes, only_val)
+
+    def documents_from(group: int) -> Iterator[Document]:
+        return divide(source, place_before(group, source, val_bytes), val_bytes)
+
+    if not tokenizer:  # train one
+        sample = sample_text(documents_from, source.group_bytes())
         tokenizer = train_bpe(arguments.tokenizer, sample)
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     settings |= dict(revision=revision, row_groups=source.counts)
     plan = Plan(
         folder=out,
         made_from=made_from(title, [], tokenizer, **settings),
-        documents=lambda begin: divide(source, begin, val_bytes),
+        documents=documents,
         tokenizer=tokenizer,
+        begin=begin,
         expected_tokens=arguments.tokens + arguments.val_tokens,
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,

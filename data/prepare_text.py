@@ -10,9 +10,9 @@ library, which needs no download.
 
 Each text file is one document (above 64 MB, each piece of about 1 MB), and so is each row of a
 .jsonl or .parquet file. Text files are UTF-8, or UTF-16 with a byte-order mark; others need
---encoding. --val_fraction of the text is held out for validation, but no more than 50 MB: short
-documents and the ends of long ones, spread over the text. With a single document its end is held
-out. bpe:N trains a tokenizer on the text.
+--encoding. 5% of the text is held out for validation, but no more than 50 MB unless you give
+--val_fraction: short documents and the ends of long ones, spread over the text. With a single
+document its end is held out. bpe:N trains a tokenizer on the text.
 
 The text may have any size: it is read twice, first only to measure and check it. If it is
 interrupted, run the same command again: it continues after the last finished shard.
@@ -39,14 +39,15 @@ from common.console import Parser, command_line, parse_count, run_main
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
-from data.shards import read_manifest
 from data.text import FIELD, FIRST_ROWS, Place, Source
 from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
 from data.writer import (
+    PLACES,
     Document,
     Plan,
     made_from,
     prepare,
+    read_begun,
     sample_text,
     say_what_it_holds,
     tokens_of,
@@ -54,9 +55,8 @@ from data.writer import (
 
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
-VAL_PARTS = 16  # take validation from this many places, so that no single topic dominates it
-SETTINGS = ("val_fraction", "encoding", "text_field")  # flags that change the dataset
-MOST_HELD_OUT = 50_000_000  # characters; about 11M of GPT-2's tokens
+VAL_FRACTION = 0.05  # held out, unless --val_fraction says otherwise
+MOST_HELD_OUT = 50_000_000  # characters, unless --val_fraction is given; about 11M GPT-2 tokens
 LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
@@ -86,8 +86,7 @@ def divide(source: Source, begin: Place, fraction: float, characters: int) -> It
     validation text is owed, the end of the current document pays, or the whole document if it is
     shorter. So validation is spread evenly over the text.
     """
-    fraction = min(fraction, MOST_HELD_OUT / max(characters, 1))
-    owed, part = begin.val, fraction * characters / VAL_PARTS
+    owed, part = begin.owed, fraction * characters / PLACES
     for after, text in source.rows(begin):
         text = text or ""
         owed += fraction * len(text)
@@ -95,7 +94,7 @@ def divide(source: Source, begin: Place, fraction: float, characters: int) -> It
         if text and owed >= part:
             at = find_split(text, int(owed))
             owed -= len(text) - at
-        yield Document(after._replace(val=owed), text[:at], text[at:])
+        yield Document(after._replace(owed=owed), text[:at], text[at:])
 
 
 def find_split(text: str, length: int) -> int:
@@ -126,13 +125,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="folder to write to (default: data/NAME, named after the config or text)",
     )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
-    held_out = "fraction held out, up to 50 MB of text (default: %(default)s)"
-    add("--val_fraction", type=float, default=0.05, help=held_out)
+    held_out = f"fraction held out (default: {VAL_FRACTION}, but at most 50 MB of text)"
+    add("--val_fraction", type=float, help=held_out)
     add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)
-    if not 0 < arguments.val_fraction <= 0.5:
+    if arguments.val_fraction is not None and not 0 < arguments.val_fraction <= 0.5:
         parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     if arguments.write and arguments.write.suffix != ".py":
         parser.error(f"--write={arguments.write}: give the name of a .py file")
@@ -180,23 +179,29 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     source = Source(files, arguments.text_field, arguments.encoding)
-    characters, sizes = 0, [0]
-    is_there = (out / "manifest.json").exists()
-    if not (tokenizer and is_there and read_manifest(out).get("complete")):
+    begun, fraction = read_begun(out), arguments.val_fraction
+    if tokenizer and begun.get("complete"):  # read nothing
+        characters, sizes = 0, [0]
+        fraction = fraction or begun.get("val_fraction", VAL_FRACTION)
+    else:
         characters, sizes = measure(source)
+        fraction = fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(characters, 1))
         if tokenizer:
             first = (text for _, text in islice(source.rows(Place()), FIRST_ROWS))
             check_lossless(tokenizer, arguments.tokenizer, first)
 
-    def documents(begin: Place) -> Iterator[Document]:
-        return divide(source, begin, arguments.val_fraction, characters)
+    def documents(begin: Place, only_val: bool = False) -> Iterator[Document]:
+        return divide(source, begin, fraction, characters)
 
-    if not tokenizer:  # train one, on the training text only
-        tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, sizes))
+    if not tokenizer:  # train one
+        sample = sample_text(lambda group: documents(Place(group)), sizes)
+        tokenizer = train_bpe(arguments.tokenizer, sample)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
     least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
-    least_in_all = 100 * math.ceil(least / arguments.val_fraction / 100)
-    settings = {key: vars(arguments)[key] for key in SETTINGS}
+    least_in_all = 100 * math.ceil(least / fraction / 100)
+    # flags that change the dataset
+    settings = dict(val_fraction=fraction, encoding=arguments.encoding)
+    settings |= dict(text_field=arguments.text_field)
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings),

@@ -242,8 +242,10 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
     folder = dataset_folder(name)
     data = read_folder(folder)
     data.train_tokens = len(data.train) if data.complete else None
-    # prepare_fineweb.py, which alone records val_tokens, finishes all validation shards first.
-    can_begin = stream and "val_tokens" in data.manifest and len(data.train)
+    # Evaluations need all validation text. Only prepare_fineweb.py, which records val_tokens, takes
+    # it from the first row groups.
+    is_owed = (data.manifest.get("next") or {}).get("owed", 0) > 0
+    can_begin = stream and "val_tokens" in data.manifest and len(data.train) and not is_owed
     if data.manifest and not (data.complete or can_begin):
         until = " to write the first training shard" if stream else ""
         hint = f"wait for its preparation{until}, or repeat the command that prepares it"

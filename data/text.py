@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from common.console import UserError, warn
+from common.console import UserError, one_line, warn
 from common.files import UTF16_MARKS
-from data.files import TEXT_FILES, is_parquet, one_line, parse_line, read_lines
+from data.files import TEXT_FILES, is_parquet, parse_line, read_lines
 
 FIELD = "text"
 MISSING = object()  # the value of a field that a row does not have, unlike null
@@ -38,9 +38,10 @@ TEXT_COLUMN = re.compile("(dictionary<values=)?(large_)?(string|binary)|null")
 # Separates the documents in one .txt file, as in TinyStories. Not in .md and .py, which may just
 # mention it.
 END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
-# Seconds to wait before each retry of a file on the hub, an hour in all. Reading resumes at the row
-# where it failed. The hub's own library has retried several times before that.
+# Seconds to wait before each retry of a request to the hub, an hour in all. Reading resumes at the
+# row where it failed. The hub's own library has retried several times before that.
 PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
+FIRST_PAUSES = PAUSES[:3]  # before a folder is begun, while somebody is waiting at the keyboard
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # all but tab, newline and page break
 MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
 
@@ -48,13 +49,13 @@ MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
 class Place(NamedTuple):
     """
     Locate a row in the order of reading: how many row groups, and how many rows of the next one,
-    come before it. `val` is what prepare_text.py's and prepare_fineweb.py's divide() must know of
-    the validation text so far.
+    come before it. `owed` is how much text is still to be held out for validation: see divide() in
+    prepare_text.py (characters) and prepare_fineweb.py (bytes).
     """
 
     group: int = 0
     row: int = 0
-    val: float = 0.0
+    owed: float = 0.0
 
 
 Row = tuple[Place, str | None]  # the place after a row, and its text, "" if it is blank
@@ -72,6 +73,8 @@ class Source:
     encoding: str | None = None  # for text files that are neither UTF-8 nor UTF-16
     seed: int | None = None  # shuffles the row groups; None: in the order of the files
     known_counts: list[int] | None = None  # of row groups in each file; None: read all footers
+    # whether the data folder is begun: then the hub is asked for an hour, before only a few times
+    is_begun: Callable[[], bool] = lambda: True
     # of parquet files, by name; compressed
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)
 
@@ -94,23 +97,26 @@ class Source:
         return groups
 
     def rows(self, begin: Place) -> Iterator[Row]:
-        """
-        Yield the rows from `begin` on. Raises UserError for a file that cannot be read, for a
-        broken line, and if most of a file's first FIRST_ROWS rows have no text, or text full of
-        control characters.
-        """
+        """Yield the rows from `begin` on. Raises UserError as group_rows() does."""
         for number in range(begin.group, len(self.groups)):
-            row = begin.row if number == begin.group else 0
-            rows = self.read_with_retries(number, row)
-            name, _ = self.groups[number]
-            if row == 0 and not name.lower().endswith(TEXT_FILES):
-                first = [*islice(rows, FIRST_ROWS)]
-                # one of several short row groups is not enough to judge by
-                is_part = is_parquet(name) and self.footer(name).num_row_groups > 1
-                if len(first) == FIRST_ROWS or not is_part:
-                    self.check_field(name, [text for _, text in first])
-                yield from first
-            yield from rows
+            yield from self.group_rows(number, begin.row if number == begin.group else 0)
+
+    def group_rows(self, number: int, row: int = 0) -> Iterator[Row]:
+        """
+        Yield the rows of a row group after the first `row`. Raises UserError for a file that cannot
+        be read, for a broken line, and if most of a file's first FIRST_ROWS rows have no text, or
+        text full of control characters.
+        """
+        rows = self.read_with_retries(number, row)
+        name, _ = self.groups[number]
+        if row == 0 and not name.lower().endswith(TEXT_FILES):
+            first = [*islice(rows, FIRST_ROWS)]
+            # one of several short row groups is not enough to judge by
+            is_part = is_parquet(name) and self.footer(name).num_row_groups > 1
+            if len(first) == FIRST_ROWS or not is_part:
+                self.check_field(name, [text for _, text in first])
+            yield from first
+        yield from rows
 
     def check_field(self, name: str, first: list[str | None]) -> None:
         """Raise UserError if most of a file's first rows, without blank ones, hold no text."""
@@ -134,7 +140,7 @@ class Source:
                 for number in range(footer.num_row_groups):
                     sizes[name, number] = text_bytes(footer.row_group(number), self.field)
             else:
-                sizes[name, 0] = with_retries(name, file_size)
+                sizes[name, 0] = with_retries(name, file_size, self.is_begun)
         return [sizes[group] for group in self.groups]
 
     def footer(self, name: str):
@@ -142,11 +148,11 @@ class Source:
         import pyarrow.parquet
 
         if name not in self.footers:
-            self.footers[name] = with_retries(name, read_footer)
+            self.footers[name] = with_retries(name, read_footer, self.is_begun)
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read_with_retries(self, number: int, row: int) -> Iterator[Row]:
-        """Yield the rows of a row group after the first `row`. Retries the hub for an hour."""
+        """Yield the rows of a row group after the first `row`, and retry the hub."""
         name, _ = self.groups[number]
         failures = 0
         while True:
@@ -159,7 +165,7 @@ class Source:
             except UserError:
                 raise
             except Exception as error:
-                wait_or_raise(name, error, failures)
+                wait_or_raise(name, error, failures, self.is_begun())
                 failures += 1
 
     def read(self, number: int, row: int) -> Iterator[str | None]:
@@ -228,27 +234,31 @@ def text_bytes(row_group, field: str) -> int:
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
 
 
-def wait_or_raise(name: str, error: Exception, failures: int) -> None:
-    """Wait before retrying a file on the hub. Raises UserError if a retry cannot help."""
+def wait_or_raise(name: str, error: Exception, failures: int, is_begun: bool) -> None:
+    """
+    Wait before asking the hub for `name` again. Raises UserError if that cannot help, or if it has
+    failed often enough.
+    """
+    pauses = PAUSES if is_begun else FIRST_PAUSES
     problem = f"{name}: {one_line(error)}"  # the library's message
     # Waiting does not repair a damaged file or create a missing one.
     is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
     if is_final or "://" not in name:
         raise UserError(problem) from None
-    if failures == len(PAUSES):
+    if failures >= len(pauses):
         raise UserError(f"{problem}; check the network") from None
-    warn(f"{problem}; trying again in {PAUSES[failures]} s")
-    time.sleep(PAUSES[failures])
+    warn(f"{problem}; trying again in {pauses[failures]} s")
+    time.sleep(pauses[failures])
 
 
-def with_retries(name: str, read: Callable[[str], Any]) -> Any:
+def with_retries(name: str, read: Callable[[str], Any], is_begun: Callable[[], bool]) -> Any:
     for failures in count():
         try:
             return read(name)
         except UserError:
             raise
         except Exception as error:
-            wait_or_raise(name, error, failures)
+            wait_or_raise(name, error, failures, is_begun())
 
 
 def open_ranges(name: str):

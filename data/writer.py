@@ -37,7 +37,9 @@ BATCH = 64
 BATCH_CHARACTERS = 2**20
 # Characters in flight; some of FineWeb's row groups, so that tokenizing continues during a download
 READ_AHEAD = 2**24
-SAMPLE_PLACES = 16  # beginnings of row groups to take a tokenizer's training text from
+# Take validation, and a tokenizer's training text, from this many places, so that no single topic
+# dominates them.
+PLACES = 16
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
 LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
 SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
@@ -65,8 +67,11 @@ class Plan:
 
     folder: Path
     made_from: dict  # everything that determines the shards: see made_from()
-    documents: Callable[[Place], Iterator[Document]]  # yields the documents, starting at a place
+    # yields the documents from a place on; if the second argument is True, only those that are
+    # still to be held out for validation
+    documents: Callable[[Place, bool], Iterator[Document]]
     tokenizer: Tokenizer
+    begin: Place = Place()
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
@@ -119,6 +124,20 @@ def prepare(plan: Plan, workers: int) -> dict:
 # The folder
 
 
+def read_begun(folder: Path) -> dict:
+    """
+    Return the manifest of a folder that an earlier launch has begun, or {}. Raises UserError if
+    this version cannot finish it.
+    """
+    manifest = read_manifest(folder) if (folder / "manifest.json").exists() else {}
+    place = manifest.get("next")
+    if place and not manifest["complete"] and place.keys() != Place()._asdict().keys():
+        problem = "was begun by an earlier version, and only that can finish it"
+        hint = "type git checkout 05615387 and repeat the command, or delete the folder"
+        raise UserError(f"{folder}: {problem}; {hint}")
+    return manifest
+
+
 def wait_for_lock(lock, folder: Path) -> None:
     began = time.monotonic()
     while not try_lock(lock):
@@ -150,9 +169,6 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; give another --out")
-    if "given" in (manifest.get("next") or ()) and not manifest["complete"]:
-        problem = "was begun by an earlier version, which alone can finish it"
-        raise UserError(f"{plan.folder}: {problem}; give another --out, or delete the folder")
 
 
 def begin_or_continue(plan: Plan) -> dict:
@@ -171,7 +187,7 @@ def begin_or_continue(plan: Plan) -> dict:
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
-        manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
+        manifest = plan.made_from | dict(complete=False, shards=[], next=plan.begin._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
         manifest["rows_with_fffd"] = 0
     if manifest["complete"]:
@@ -281,28 +297,23 @@ class Part:
     bytes: int = 0  # UTF-8 bytes of their text
 
 
-def sample_text(
-    documents: Callable[[Place], Iterator[tuple]], sizes: list[int], skip: int = 0
-) -> Iterator[str]:
+def sample_text(documents: Callable[[int], Iterator[Document]], sizes: list[int]) -> Iterator[str]:
     """
     Yield about SAMPLE_MB of training text to train a tokenizer on: all of a shorter text, else an
-    equal part from the beginnings of some row groups, spread over the text. `sizes` are the bytes
-    of text in each row group. Leaves out the first `skip` bytes. `documents` yields the place after
-    each document, its text, and perhaps more.
+    equal part from some row groups, spread over the text. `sizes` are the bytes of text in each row
+    group, and `documents` yields the documents from a row group on.
     """
     most = SAMPLE_MB * 1_000_000
-    ends = [0, *accumulate(sizes)]
-    number = SAMPLE_PLACES if ends[-1] - skip > most else 1
-    places = (skip + (ends[-1] - skip) * n // number for n in range(number))
-    groups = [*dict.fromkeys(max(bisect.bisect(ends, at, hi=len(sizes)) - 1, 0) for at in places)]
-    for group in groups:
-        taken = min(ends[group] - skip, 0)  # below 0 until the first `skip` bytes have passed
-        texts = (text or "" for _, text, *_ in documents(Place(group)))
+    ends = [*accumulate(sizes)]
+    number = PLACES if ends[-1] > most else 1
+    groups = {bisect.bisect(ends, ends[-1] * n // number, hi=len(ends) - 1) for n in range(number)}
+    for group in sorted(groups):
+        taken = 0
+        texts = (document.text or "" for document in documents(group))
         for chunk in chain.from_iterable(map(split_long, texts)):
             if taken >= most // len(groups):
                 break
-            if taken >= 0:
-                yield chunk
+            yield chunk
             taken += len(chunk.encode())
 
 
@@ -317,25 +328,30 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     """Write the shards that follow the finished ones. Raises UserError and RunError."""
     totals = tokens_of(manifest)
     most = plan.train_tokens or 2**63
-    begin = Place(**manifest["next"])
-    documents = encode(plan.documents(begin), plan.tokenizer, workers)
     # disable=None shows the bar on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
-        while manifest["next"] and totals["train"] < most:
-            # tokens that the next shard of each split may hold
-            room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
-            parts = take(documents, room, manifest, bar)
-            for name in [*parts]:  # pop frees a part before the next one is written
-                write_part(plan, manifest, name, parts.pop(name))
-            write_manifest(plan.folder, manifest)
-            totals = tokens_of(manifest)
-    documents.close()  # stops the threads
+        # Training may have enough while validation text is still owed.
+        for only_val in (False, True):
+            begin = Place(**(manifest["next"] or {}))
+            documents = encode(plan.documents(begin, only_val), plan.tokenizer, workers)
+            while (place := manifest["next"]) and (
+                place["owed"] > 0 if only_val else totals["train"] < most
+            ):
+                # tokens that the next shard of each split may hold
+                room = dict(train=min(plan.shard_tokens, most - totals["train"]))
+                parts = take(documents, room | dict(val=plan.shard_tokens), manifest, bar)
+                for name in [*parts]:  # pop frees a part before the next one is written
+                    write_part(plan, manifest, name, parts.pop(name))
+                write_manifest(plan.folder, manifest)
+                totals = tokens_of(manifest)
+            documents.close()  # stops the threads
 
 
 def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
-    Take documents until the next shard of either split is full. Notes in the manifest where the
+    Take documents until the next shard of either split is full; a split without room gets none.
+    Notes in the manifest where the
     following documents begin, how many rows were left out or hold U+FFFD, and the hash of the
     validation text. Returns the shard contents by split.
     """
@@ -352,10 +368,11 @@ def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -
             bar.update(len(encoded.tokens) // 2)
             if name == "val" and encoded.text:
                 add_to_val_text(manifest, encoded.text)
-        if any(len(parts[name].tokens) >= 2 * room[name] for name in room):
+        if any(len(parts[name].tokens) >= 2 * room[name] > 0 for name in room):
             manifest["next"] = after._asdict()
             return parts
-    manifest["next"] = None  # the source has ended
+    # The source has ended, or only its validation text was read.
+    manifest["next"] = None if room["train"] > 0 else manifest["next"] | dict(owed=0.0)
     return parts
 
 

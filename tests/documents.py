@@ -168,7 +168,7 @@ class Hub(BaseHTTPRequestHandler):
     troubles: dict[int, str | int] = {}  # what happens at the n-th range request
     ranges = 0  # the number of range requests so far
     allowed: dict[str, int] = {}  # range requests for a file until the hub refuses it
-    begins: list[int] = []  # the statuses of the first answers about the dataset
+    begins: list[int | str] = []  # the first answers about the dataset: statuses, or "stall"
 
     def log_message(self, *_):
         pass
@@ -185,7 +185,10 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
         if path.startswith("/api/datasets/") and Hub.begins:
-            self.answer(Hub.begins.pop(0))
+            status = Hub.begins.pop(0)
+            if status == "stall":
+                time.sleep(3)
+            self.answer(503 if status == "stall" else status)
         elif path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
             sha = REVISION if path.endswith(REVISION) else self.newest
             siblings = [{"rfilename": name} for name in self.files]

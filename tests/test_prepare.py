@@ -4,6 +4,7 @@ interruptions, and one line for each problem. test_text.py tests what is read fr
 and test_bad_input.py tests bad command lines.
 """
 
+import collections
 import hashlib
 import json
 import os
@@ -38,13 +39,13 @@ from program import ROOT, Result, finish, needs_signals, refused, run, start, wa
 
 from common.console import UserError
 from data import prepare_fineweb, prepare_text, writer
-from data.text import Place, Source
+from data.text import Source
 
 FINEWEB, TEXT = "data/prepare_fineweb.py", "data/prepare_text.py"
 EOT = 50256
 TEXTS = [text for text in documents(700) if text]
 HUB = ["--dataset=org/name", "--tokenizer=byte"]
-FLAGS = [*HUB, "--val_tokens=2k", "--shard_tokens=3k"]
+FLAGS = [*HUB, "--val_tokens=400", "--shard_tokens=3k"]
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 # The right tokens
 
 
+def held_out(groups: list[list[str]], size: int) -> list[list[str]]:
+    """
+    Return the documents that each of these row groups, in the order of reading, holds out: after
+    the n-th of sixteen (or of all, if there are fewer), n sixteenths of `size` bytes are complete.
+    """
+    held: list[list[str]] = []
+    total = 0
+    for n, group in enumerate(groups, 1):
+        sums = [0, *accumulate(len(text.encode()) for text in group)]
+        due = size * min(n, 16, len(groups)) // min(16, len(groups)) - total
+        most = next((i for i, so_far in enumerate(sums) if so_far >= due), len(group))
+        held.append(group[:most])
+        total += sums[most]
+    return held
+
+
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups(
     gpt2_bpe, tmp_path, form
@@ -85,7 +102,7 @@ def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups
     files = texts[:450], texts[450:]
     names = [write(tmp_path / f"{n}.{form}", file) for n, file in enumerate(files)]
     out = tmp_path / "out"
-    sizes = ["--val_tokens=1k", "--shard_tokens=3k"]
+    sizes = ["--val_tokens=1000", "--shard_tokens=3k"]
     with on_hub(*names):
         result = run(FINEWEB, "--dataset=org/name", f"--out={out}", *sizes)
     assert result.code == 0
@@ -94,15 +111,17 @@ def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups
     groups = [file[at : at + size] for file in files for at in range(0, len(file), size)]
     random.Random(0).shuffle(groups)
     assert groups[0] != texts[:size]
-    whole = [text for group in groups for text in group if text]
-    expected = [[EOT, *gpt2_bpe.encode_ordinary(text)] for text in whole]
-    sums = list(accumulate(len(text.encode()) for text in whole))
-    held_out = next(i for i, size in enumerate(sums) if size >= 5 * 1000) + 1
-    assert stored(out, "val") == sum(expected[:held_out], [])
-    assert stored(out, "train") == sum(expected[held_out:], [])
+    groups = [[text for text in group if text] for group in groups]
+    whole = sum(groups, [])
+    held = held_out(groups, 5 * 1000)
+    assert [bool(group) for group in held] == [True] * len(groups)
+    rest = [group[len(val) :] for group, val in zip(groups, held, strict=True)]
+    for split, parts in (("val", held), ("train", rest)):
+        tokens = [[EOT, *gpt2_bpe.encode_ordinary(text)] for text in sum(parts, [])]
+        assert stored(out, split) == sum(tokens, [])
     manifest = manifest_of(out)
     shards = manifest["shards"]
-    assert manifest["val_text_sha256"] == chained_sha256(whole[:held_out])
+    assert manifest["val_text_sha256"] == chained_sha256(sum(held, []))
     assert sum(shard["documents"] for shard in shards) == len(whole)
     assert sum(shard["bytes"] for shard in shards) == sum(len(text.encode()) for text in whole)
     for shard in shards:
@@ -114,12 +133,12 @@ def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups
 
 @pytest.mark.parametrize(
     "val_tokens, shard_tokens, tokens",
-    [(1, 1, None), (5, 100, None), (60, 7, None), (60, 1000, 200), (10, 33, 1), (25, 25, 10**6)],
+    [(1, 1, None), (2, 100, None), (12, 7, None), (12, 1000, 200), (2, 33, 1), (5, 25, 10**6)],
 )
 def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(
     val_tokens, shard_tokens, tokens
 ):
-    """Five bytes for validation are three whole documents."""
+    """Validation has five bytes per token, and whole documents."""
     texts = ["a", "bc", "d" * 9, "e" * 40, "f", "g" * 9, "h" * 40, "ij"] * 6
     write_jsonl(Path("a.jsonl"), texts)
     flags = [*HUB, "--out=out", f"--val_tokens={val_tokens}", f"--shard_tokens={shard_tokens}"]
@@ -127,13 +146,13 @@ def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(
         said = prepare(*flags, *([f"--tokens={tokens}"] if tokens else [])).out
     rest = [[0, *text.encode()] for text in texts]
     expected: dict[str, list[list[int]]] = dict(val=[[]], train=[[]])
-    held_out = 0
+    held = 0
     while rest and (tokens is None or sum(map(len, expected["train"])) < tokens):
-        split = "val" if held_out < val_tokens else "train"
+        split = "val" if held < 5 * val_tokens else "train"
         if len(expected[split][-1]) >= shard_tokens:
             expected[split].append([])
         expected[split][-1] += rest.pop(0)
-        held_out = sum(sum(id != 0 for id in shard) for shard in expected["val"])
+        held = sum(sum(id != 0 for id in shard) for shard in expected["val"])
     for split in ("val", "train"):
         shards = sorted(Path("out").glob(f"{split}_*.bin"))
         held = [np.fromfile(shard, dtype="<u2", offset=1024).tolist() for shard in shards]
@@ -144,8 +163,8 @@ def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(
 # The shards that these files and flags have always made. A checkpoint knows its dataset by the
 # shards' names and sha256, so a run resumes on a folder that is prepared again.
 SHARDS = {
-    "rows.parquet --val_tokens=2k --shard_tokens=5k --tokens=12k": "300593b7d2b0ada1",
-    "rows.jsonl --val_tokens=2k --shard_tokens=5k": "092e95c17f1a0f9d",
+    "rows.parquet --val_tokens=400 --shard_tokens=5k --tokens=12k": "2eb980195d2946cd",
+    "rows.jsonl --val_tokens=400 --shard_tokens=5k": "092e95c17f1a0f9d",
     "book.txt rows.jsonl --val_fraction=0.2": "b56ac487b2f85ef9",
 }
 
@@ -186,25 +205,37 @@ def test_a_command_makes_the_same_shards_as_in_earlier_versions(line, tmp_path):
 # Validation and order
 
 
-def test_validation_does_not_depend_on_the_number_of_training_tokens():
-    """It comes from places all over the source; another seed takes other places."""
-    source = [f"{n} {text}" for n, text in enumerate(TEXTS * 2)]
-    pq.write_table(pa.table({"text": source}), "many.parquet", row_group_size=2)
-    folders = Path("few"), Path("all"), Path("seed")
-    for out, more in zip(folders, (["--tokens=4k"], [], ["--seed=1"]), strict=True):
-        assert prepare_from_hub("many.parquet", *FLAGS, *more, f"--out={out}").code == 0
-    few, most, other = (
-        {name: sha for name, sha in digests(out).items() if name.startswith("val")}
-        for out in folders
-    )
-    assert few == most != other
-    val, train = (stored_texts(Path("all"), split) for split in ("val", "train"))
-    assert manifest_of(Path("few"))["val_text_sha256"] == chained_sha256(val)
-    assert sorted(val + train) == sorted(source)
-    place = {text: n for n, text in enumerate(source)}
-    for texts in (val, stored_texts(Path("few"), "train")):
-        places = [place[text] for text in texts]
-        assert 0.25 < sum(n < len(source) / 2 for n in places) / len(places) < 0.75
+@pytest.mark.parametrize("size", [2, 250], ids=["small row groups", "eight row groups"])
+def test_validation_is_spread_and_the_same_for_any_tokens_and_tokenizer(size):
+    """Take equal parts of a sorted text, read each row group once, and train on the rest."""
+    texts = [f"topic{n // 250} {n} {text}" for n, text in enumerate((TEXTS * 3)[:2000])]
+    pq.write_table(pa.table({"text": texts}), "many.parquet", row_group_size=size)
+    read_group = mock.Mock(side_effect=Source.read_group)
+    flags = [*FLAGS, "--val_tokens=4k"]
+    changes = dict(all=[], few=["--tokens=4k"], bpe=["--tokenizer=bpe:300"], seed=["--seed=1"])
+    with mock.patch.object(Source, "read_group", lambda *arguments: read_group(*arguments)):
+        assert prepare_from_hub("many.parquet", *flags, "--out=all").code == 0
+        assert read_group.call_count == 2000 // size
+        for name in ("few", "bpe", "seed"):
+            assert (
+                prepare_from_hub("many.parquet", *flags, *changes[name], f"--out={name}").code == 0
+            )
+    shas = {name: manifest_of(Path(name))["val_text_sha256"] for name in changes}
+    assert shas["all"] == shas["few"] == shas["bpe"]
+    assert stored(Path("few"), "val") == stored(Path("all"), "val")
+    assert shas["all"] == chained_sha256(stored_texts(Path("all"), "val"))
+    few, train = (stored_texts(Path(name), "train") for name in ("few", "all"))
+    assert 4000 <= len(stored(Path("few"), "train")) < 4500 and few == train[: len(few)]
+    val = stored_texts(Path("all"), "val")
+    assert sorted(val + train) == sorted(texts)
+    held = collections.Counter()
+    for text in val:
+        held[text.split()[0]] += len(text.encode())
+    if size == 250:
+        assert len(held) == 8 and min(held.values()) > 2000 and max(held.values()) < 3000
+    else:  # the first of the shuffled row groups, whole
+        assert len(held) > 4 and 20_000 <= held.total() < 20_500
+    assert shas["seed"] != shas["all"]
 
 
 def test_row_groups_without_text_are_left_out_with_a_warning():
@@ -214,16 +245,28 @@ def test_row_groups_without_text_are_left_out_with_a_warning():
     assert result.code == 0 and "8 of " in result.err and "no text" in result.err
 
 
-def test_at_most_50_mb_of_your_own_text_are_held_out(monkeypatch):
-    """Hold out 5% of a text below 1 GB."""
+@pytest.mark.parametrize(
+    "most, flags, share",
+    [
+        (50_000_000, [], 0.05),
+        (2000, [], 2000 / 75_287),
+        (2000, ["--val_fraction=0.05"], 0.05),
+    ],
+)
+def test_at_most_50_mb_of_your_own_text_are_held_out_unless_a_fraction_is_typed(
+    most, flags, share, monkeypatch, capsys
+):
     write_jsonl(Path("a.jsonl"), TEXTS)
-    source = Source(["a.jsonl"])
-    characters, _ = prepare_text.measure(source)
-    for most, share in ((50_000_000, 0.05), (0.01 * characters, 0.01)):
-        monkeypatch.setattr(prepare_text, "MOST_HELD_OUT", most)
-        parts = [*prepare_text.divide(source, Place(), 0.05, characters)]
-        held_out = sum(len(document.held_out) for document in parts)
-        assert 0.9 * share < held_out / characters < 1.1 * share
+    monkeypatch.setattr(prepare_text, "MOST_HELD_OUT", most)
+    command = ["a.jsonl", *flags, "--out=out"]
+    prepare_text.main(command)
+    characters = [sum(map(len, stored_texts(Path("out"), split))) for split in ("val", "train")]
+    assert 0.9 * share < characters[0] / sum(characters) < 1.1 * share
+    assert "nothing to do" not in capsys.readouterr().out
+    for again in (command, ["a.jsonl", "--out=out"]):
+        prepare_text.main(again)
+        assert "nothing to do" in capsys.readouterr().out
+    refused(run(TEXT, *command, "--val_fraction=0.3"), "val_fraction", "another --out")
 
 
 # -----------------------------------------------------------------------------
@@ -256,9 +299,9 @@ THIRTEEN = (1, 2, 3, 2, 3, 4, 2, 3, 2, 3, 2, 3, 4)  # the moments at which one p
     "line, moments",
     [
         ("book.txt rows.jsonl", (3, 5)),
-        ("rows.parquet --val_tokens=2k --shard_tokens=3k", (1, 3, 2, 6)),
-        slow(("rows.jsonl --val_tokens=2k --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4))),
-        slow(("many.parquet --val_tokens=2k --shard_tokens=3k", THIRTEEN)),
+        ("rows.parquet --val_tokens=600 --shard_tokens=1k --tokens=2k", (1, 3, 2, 4)),
+        slow(("rows.jsonl --val_tokens=400 --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4))),
+        slow(("many.parquet --val_tokens=400 --shard_tokens=3k", THIRTEEN)),
     ],
 )
 def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_path):
@@ -286,7 +329,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_pat
 def test_ctrl_c_says_how_to_continue_and_leaves_no_partial_file(tmp_path):
     write_sources(tmp_path)
     interrupted = KILLED.replace("SIGKILL", "SIGINT")
-    script, *arguments = command("rows.jsonl --val_tokens=2k --shard_tokens=3k", tmp_path / "out")
+    script, *arguments = command("rows.jsonl --val_tokens=400 --shard_tokens=3k", tmp_path / "out")
     words = [str(ROOT / script), *map(str, arguments)]
     environment = dict(MOMENT="4", HUB_FILE="rows.jsonl")
     code, _, err = finish(start("-c", interrupted, *words, cwd=tmp_path, **environment))
@@ -374,14 +417,16 @@ def test_a_source_smaller_than_its_validation_split_is_refused_with_a_smaller_on
     refused(prepare_from_hub("a.jsonl", *HUB, "--out=out"), "0 for training", "--val_tokens=700")
 
 
-def test_a_folder_that_an_earlier_version_left_unfinished_is_refused(tmp_path):
+@pytest.mark.parametrize("line", ["book.txt rows.jsonl", "rows.jsonl --val_tokens=400"])
+def test_a_folder_that_an_earlier_version_left_unfinished_is_refused(line, tmp_path):
     write_sources(tmp_path)
-    script, *arguments = command("book.txt rows.jsonl", Path("out"))
-    prepare(*arguments, script=script)
+    script, *arguments = command(line, Path("out"))
+    with on_hub("rows.jsonl"):
+        prepare(*arguments, script=script)
     place = dict(file=0, group=0, row=1, given=None)
     noted = manifest_of(Path("out")) | dict(complete=False, next=place)
     Path("out/manifest.json").write_text(json.dumps(noted))
-    refused(run(script, *arguments), "out: was begun by an earlier version", "another --out")
+    refused(run(script, *arguments), "out: was begun by an earlier version", "git checkout")
 
 
 HOLDS_THE_LOCK = """
@@ -420,8 +465,10 @@ def test_a_second_preparation_in_one_folder_is_refused(tmp_path):
 # Pauses take no time, but each is printed.
 ON_THE_HUB = """
 import os, runpy, sys, time
-import data.writer
-data.writer.READ_AHEAD = 0  # so that shards are finished before the last file is read
+import data.files, data.text, data.writer
+data.files.HUB_TIMEOUT = 1
+# so that shards are finished before the last file is read
+data.writer.READ_AHEAD, data.text.FIRST_ROWS = 0, 50
 def refuse(*_, **__):
     raise OSError(22)
 os.symlink = refuse
@@ -451,7 +498,7 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
     with on_hub(*files):
         prepare(*FLAGS, "--shard_tokens=4k", "--seed=17", f"--out={tmp_path / 'straight'}")
     with serve_hub(source) as address:
-        Hub.allowed = {"small/b.jsonl": 1}  # one request, for the first rows
+        Hub.allowed = {"small/b.jsonl": 0}  # no requests
         code, said, err = finish(from_hub(address, out, "--seed=17"))
         assert code == 1, err
         *warnings, error = err.splitlines()
@@ -461,9 +508,9 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
         assert error.startswith("error: hf://datasets/org/name@") and "same command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
         Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision has appeared
-        Hub.begins = [503] * 3
+        Hub.begins = [503, "stall", 503, 503]
         code, _, err = finish(from_hub(address, out, "--seed=17"))
-        assert code == 0 and "trying again in 5 s" in err and not Hub.begins
+        assert code == 0 and "trying again in 20 s" in err and not Hub.begins
     assert digests(out) == digests(tmp_path / "straight")
     assert manifest_of(out)["revision"] == REVISION
     # now that the folder is finished, the hub may be away
@@ -492,10 +539,10 @@ def test_flags_choose_the_hubs_dataset_and_the_default_folder(flags, asked):
     assert hub_files.call_args.args[:2] == asked[:2]
 
 
-def test_without_a_network_the_hub_is_asked_for_an_hour(tmp_path):
+def test_without_a_network_nothing_is_begun_and_the_hub_is_asked_four_times(tmp_path):
     code, said, err = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
     *warnings, error = err.splitlines()
-    assert code == 2 and len(warnings) == said.count("slept") == 12
+    assert code == 2 and len(warnings) == said.count("slept") == 3
     assert all("trying again in " in line for line in warnings)
     assert error.startswith("error: hf://datasets/org/name: ") and "check the network" in error
     assert not (tmp_path / "out").exists()

@@ -4,7 +4,6 @@ tokenizers are never mixed.
 """
 
 import collections
-import itertools
 import json
 import os
 import random
@@ -42,10 +41,11 @@ from program import (
 )
 
 from data import tokenizer as tokenizer_module
+from data.prepare_fineweb import divide, place_before
 from data.shards import open_dataset, read_folder
 from data.text import Source
 from data.tokenizer import Tokenizer, split_long, train_bpe
-from data.writer import Document, sample_text
+from data.writer import sample_text
 
 TEXT, FINEWEB = "data/prepare_text.py", "data/prepare_fineweb.py"
 TEXTS = [text for text in documents(300, seed=3) if text]
@@ -135,28 +135,28 @@ def test_a_tokenizer_is_not_trained_on_validation_text(tmp_path):
         shutil.rmtree(tmp_path / "out")
 
 
-@pytest.mark.parametrize("skip", [0, 50_000])
+@pytest.mark.parametrize("held", [0, 50])
 def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(
-    skip, tmp_path, monkeypatch
+    held, tmp_path, monkeypatch
 ):
-    """Sample the beginnings of several files, but all of a shorter text. Leave out the start."""
+    """Sample several files, but all of a shorter text. Leave out what each file holds out."""
     monkeypatch.setattr("data.writer.SAMPLE_MB", 0.1)
-    texts = [letter * 100 for letter in "abcdefgh" for _ in range(500)]  # 0.4 MB
 
-    def sample(texts: list[str], files: int) -> collections.Counter:
-        size = len(texts) // files
-        parts = [texts[at : at + size] for at in range(0, len(texts), size)]
-        names = [write_jsonl(tmp_path / f"{n}.jsonl", part) for n, part in enumerate(parts)]
-        source = Source([*map(str, names)])
-        sizes = [100 * len(part) for part in parts]
-        documents = lambda place: itertools.starmap(Document, source.rows(place))  # noqa: E731
-        return collections.Counter(text[0] for text in sample_text(documents, sizes, skip))
+    def sample(files: int, rows: int) -> collections.Counter:
+        names = [tmp_path / f"{n}.jsonl" for n in range(files)]
+        for n, name in enumerate(names):
+            letters = ["V"] * held + ["abcdefgh"[8 * n // files]] * (rows - held)
+            write_jsonl(name, [letter * 100 for letter in letters])
+        source, val_bytes = Source([*map(str, names)]), 100 * held * min(files, 16)
+        documents = lambda n: divide(source, place_before(n, source, val_bytes), val_bytes)  # noqa: E731
+        texts = sample_text(documents, [100 * rows] * files)
+        return collections.Counter(text[0] for text in texts)
 
-    spread = sample(texts, files=80)
-    assert 900 <= spread.total() <= 1010 and min(spread[letter] for letter in "bcdefgh") > 80
-    assert sample(texts, files=1) == (dict(b=500, c=500) if skip else dict(a=500, b=500))
-    assert sample(texts[:800], files=8) == (dict(b=300) if skip else dict(a=500, b=300))
-    assert (spread["a"] == 0) == bool(skip)
+    assert sample(files=8, rows=500) == dict.fromkeys("abcdefgh", 125)  # 0.4 MB
+    assert sample(files=8, rows=120) == dict.fromkeys("abcdefgh", 120 - held)
+    assert sample(files=1, rows=5000) == dict(a=1000)
+    if not held:
+        assert sample(files=80, rows=50) == dict.fromkeys("abcdefgh", 126)
 
 
 @pytest.mark.parametrize(

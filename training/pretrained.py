@@ -8,7 +8,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from common.console import UserError, did_you_mean
+from common.console import UserError, did_you_mean, one_line
 from common.files import read_json
 from configurator import FIELDS, NOT_WEIGHTS
 from data.shards import dataset_folder
@@ -119,8 +119,8 @@ def fetch(name: str) -> Path:
         return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
     except Exception as error:  # a failing network raises all kinds of errors
         raise UserError(
-            f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); "
-            "go online once, or give its folder as --init_from=FOLDER"
+            f"{name}: cannot be fetched from the Hugging Face hub ({one_line(error)}); "
+            "once that is fixed, repeat the command, or give its folder as --init_from=FOLDER"
         ) from None
 
 

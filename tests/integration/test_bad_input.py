@@ -221,6 +221,8 @@ PREPARATION = [
     (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
     ("data/prepare_fineweb.py --token=1M", "unrecognized"),
+    ("data/prepare_fineweb.py --source=book.txt --out=out", "--source data/prepare_text.py"),
+    ("data/prepare_fineweb.py --order=prefix --out=out", "--order shuffled"),
     (f"{ROWS} empty.jsonl", "empty.jsonl 0 more text"),
     (f"{ROWS} lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
 ]

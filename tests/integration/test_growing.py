@@ -176,6 +176,9 @@ def test_a_folder_that_cannot_be_trained_on_yet_is_refused():
     assert "x: is unfinished; wait for its preparation to write" in refusal(dataset="x")
     growing.add(0)
     assert "x: is unfinished; " in refusal(dataset="x", stream=False)
+    begun = manifest_of(Path("x"))
+    growing.write(begun | dict(next=dict(group=3, row=0, owed=5)))  # of validation text
+    assert "x: is unfinished; wait for its preparation to write" in refusal(dataset="x")
     write_jsonl(Path("a.jsonl"), documents(40))
     run("data/prepare_text.py", "a.jsonl", "--out=own")
     growing.folder = Path("own")  # its validation text is spread over its whole text
