@@ -84,7 +84,7 @@ a micro-batch with fewer targets counts as much as the others | train.py | train
     weights[micro_step] * model(x, y) -> model(x, y)
     integration/test_losses.py::test_masked_targets_count_equally_in_any_micro_batches_and_ranks
 targets are counted on one rank | train.py | train_step
-    torch.distributed.all_reduce(totals, group=model.process_group) -> pass
+    torch.distributed.all_reduce(all_targets, group=model.process_group) -> pass
     integration/test_losses.py::test_masked_targets_count_equally_in_any_micro_batches_and_ranks
 a finished run's best.pt is not linked | train.py | main
     ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter) -> pass
