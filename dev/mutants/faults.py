@@ -31,7 +31,7 @@ a save that failed counts as the best on the disk | train.py | main
     integration/test_disks.py::test_best_pt_holds_the_best_model_that_could_be_saved[True]
 damaged checkpoints count among the newest | training/checkpoint.py | Saver.claim_here
     set_aside(path) -> pass
-    integration/test_disks.py::test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save[2-6-4]
+    integration/test_disks.py::test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save[2-6-keys1-4]
 old checkpoints are deleted only after the save | training/checkpoint.py | Saver.write
     self.prune(max(1, self.keep - 1)) -> pass
     integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-True]
@@ -48,7 +48,7 @@ a disk without links has no best.pt | training/checkpoint.py | link
     except OSError: -> except FileNotFoundError:
     integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-False]
 the manifest lists a shard before it is written | data/writer.py | write_shards
-    for name in [*parts]: -> write_manifest(plan.folder, manifest)\n                for name in [*parts]:
+    in [*parts]: -> in [write_manifest(plan.folder, manifest), *parts][1:]:
     test_prepare.py::test_a_killed_preparation_continues_to_the_same_bytes
 documents come in the order of the threads | data/writer.py | encode
     pending.popleft() -> pending.pop()

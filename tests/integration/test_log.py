@@ -75,33 +75,6 @@ def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample
     assert f"\nsample: python sample.py --out_dir={ran.out_dir}\n" in result.out
 
 
-@pytest.mark.parametrize(
-    "change, warns",
-    [
-        (dict(max_iters=24), True),
-        slow((dict(hours=1.0), True)),
-        slow((dict(learning_rate=0.001), False)),
-        (dict(batch_size=8, gradient_accumulation_steps=1), False),
-    ],
-    ids=["more iterations", "hours", "lower rate", "same schedule"],
-)
-def test_warns_if_a_resume_raises_the_learning_rate(change, warns, tiny, ran):
-    keys = tiny | dict(min_lr=0.001, eval_interval=100)
-    trainer = InProcessRun(fake_clock=True)
-    trainer.at["iteration", 10] = sigterm
-    trainer.launch(**keys)
-    trainer.at["iteration", 21] = sigterm
-    if "hours" in change:
-        del keys["max_iters"]
-    result = trainer.launch(**keys | change, init_from="resume")
-    told = re.findall(r"warning: learning_rate: .* from (\S+) to (\S+);", result.err)
-    assert len(told) == warns
-    for old, new in told:
-        assert float(old) < 0.003
-        rates = dict(ran.steps("iter", "lr"))
-        assert float(new) == pytest.approx(rates[10], rel=0.05)
-
-
 @pytest.mark.parametrize("warmup, warns", [(11, False), (12, True)])
 def test_warns_if_warmup_lasts_the_whole_run(warmup, warns, tiny):
     result = train(**tiny | dict(warmup_iters=warmup))
