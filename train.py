@@ -166,6 +166,9 @@ def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
     path, state = checkpoint.find_newest(Path(c.out_dir))
     if not path and c.init_from == "resume":
         problem = f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume"
+        if (Path(c.out_dir) / "ckpt.pt").exists():
+            hint = f"--init_from={c.out_dir} --out_dir=NEW starts a run from its ckpt.pt's weights"
+            raise UserError(f"{problem}; {hint}")
         hint = "is its disk mounted? --init_from=auto begins a new run"
         raise Unreachable(f"{problem}; {hint}")
     return path, state

@@ -181,9 +181,9 @@ def begin_or_continue(plan: Plan) -> dict:
         noted = manifest["files"]
         # a version before 0.4.0 also noted a hash
         if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n][:2]]:
-            what = f"{changed[0]}: has another date than when {folder} was begun"
+            what = f"files whose date has changed since {folder} was begun: {len(changed):,}"
             hint = f"if the text has changed, delete {folder} and begin again"
-            warn(f"{what} (such files: {len(changed):,}); finished shards are kept; {hint}")
+            warn(f"{what}, such as {changed[0]}; finished shards are kept; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")

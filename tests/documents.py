@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -184,17 +185,19 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
-        if path.startswith("/api/datasets/") and Hub.begins:
+        asked = re.match(r"/api/datasets/([^/]+/[^/]+)", path)
+        rest = path[asked.end() :] if asked else ""
+        if asked and Hub.begins:
             status = Hub.begins.pop(0)
             if status == "stall":
                 time.sleep(3)
             self.answer(503 if status == "stall" else status)
-        elif path in ("/api/datasets/org/name", f"/api/datasets/org/name/revision/{REVISION}"):
+        elif asked and rest in ("", "/revision/main", f"/revision/{REVISION}"):
             sha = REVISION if path.endswith(REVISION) else self.newest
             siblings = [{"rfilename": name} for name in self.files]
-            about = dict(id="org/name", sha=sha, siblings=siblings, tags=[])
+            about = dict(id=asked[1], sha=sha, siblings=siblings, tags=[])
             self.answer(200, json.dumps(about).encode())
-        elif path.startswith(f"/api/datasets/org/name/tree/{REVISION}"):
+        elif rest.startswith(f"/tree/{REVISION}"):
             folder = path.partition(REVISION)[2].strip("/")
             inside = [name for name in self.files if name.rpartition("/")[0] == folder]
             entries = [
@@ -240,12 +243,15 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve_hub(source: Path) -> Iterator[str]:
-    """Serve the files of a folder as the dataset org/name, and yield the hub's address."""
+def serve_hub(source: Path, inside: str = "small/") -> Iterator[str]:
+    """
+    Serve the files of a folder, in a folder of that name or at the top, as those of each dataset.
+    Yield the hub's address.
+    """
     Hub.ranges = 0
     Hub.files = {"README.md": CARD.encode()}
     for path in source.iterdir():
-        Hub.files[f"small/{path.name}"] = path.read_bytes()
+        Hub.files[f"{inside}{path.name}"] = path.read_bytes()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

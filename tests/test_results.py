@@ -77,8 +77,10 @@ def planned_cells():
                 if not (named := CONFIG.search(row)):
                     continue
                 # without --gpu, the row's first cell names the GPU, or else it is a 4070
-                card = re.match(r"\| ([A-Z][\w ]*\w)", row)
-                words = (named[1], f"--gpu={card[1] if card else '4070'}", *named[2].split())
+                card = re.match(r"\| (?:(\d) x )?([A-Z][\w ]*\w)", row)
+                words = (named[1], f"--gpu={card[2] if card else '4070'}", *named[2].split())
+                if card and card[1]:
+                    words += (f"--gpus={card[1]}",)
                 for title, cell in zip(cells_of(head), cells_of(row), strict=True):
                     for column in COLUMNS:
                         if column in title and numbers(cell) and "measured" not in cell:

@@ -317,7 +317,8 @@ class Log:
         said = "the schedule is complete" if reason == "hours" else reason
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         if not progress.is_evaluated:
-            say(f"last measured: {self.last_losses(progress) or 'nothing'}")
+            losses = self.last_losses(progress)
+            say(f"last measured: {losses}" if losses else "no loss was measured")
         say(*self.results(tokens, progress.val_loss, mem_gib))
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)

@@ -108,6 +108,10 @@ FOLDERS = [
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run: --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --out_dir"),
+    (
+        "train.py tiny.py --init_from=resume --out_dir=nanogpt_run",
+        "--init_from=nanogpt_run ckpt.pt",
+    ),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3", "another"),
     # another text or model means another run, even if the run in the folder is finished
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other", "tokens --out_dir"),

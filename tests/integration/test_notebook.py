@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from documents import documents, serve_hub, write_parquet
-from program import ROOT, changed, column, records
+from program import ROOT, changed, column, records, write_tokens
 
 from common.console import UserError
 from data.tokenizer import Tokenizer
@@ -105,7 +105,8 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     flags = dict(
         ITERS=TINY,
         prepare_fineweb="--dataset=org/name --name=small --tokens=4000 --val_tokens=600",
-        fast40m=f"{TINY} --tokens_per_iter=256",
+        fast40m=f"{TINY} --tokens_per_iter=256 --dtype=float16",
+        fast124m=f"{TINY} --tokens_per_iter=256 --dtype=float16",
     ) | {"config/quickstart.py": TINY}
     pictures = []
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
@@ -143,3 +144,26 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     assert all("all 4 iterations are done" in out for out in (quickstart, read))
     assert "nothing to do" in prepared
     assert "all 4 iterations are done" in trained
+
+
+@pytest.mark.slow
+def test_the_night_on_two_gpus_continues_in_a_second_session(fresh_folder, monkeypatch):
+    """Replace the GPUs with two processes on the CPU, and the download with two shards."""
+    for path in write_tokens(fresh_folder / "shards", [3000], [3000]).glob("*.bin"):
+        path.rename(path.with_name(f"fineweb_{path.name}"))
+    changed(fresh_folder / "nightshift", {})
+    monkeypatch.chdir(fresh_folder / "nightshift")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    _, _, _, data, train, *_ = CELLS
+    cells = ["import os", data.replace("NIGHT = False", "NIGHT = True"), train]
+    flags = f"{TINY} --tokens_per_iter=256 --dtype=float16 --checkpoint_interval=2"
+    with serve_hub(fresh_folder / "shards", inside="") as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        _, first = run_cells(cells, fast124m=f"{flags} --keep_checkpoints=2")
+        Path("out/night/ckpt-00000004.pt").unlink()  # as if the session had ended before it
+        _, second = run_cells(cells, fast124m=flags)
+    assert "resume: out/night/ckpt-00000002.pt" in second
+    assert all("end: max_iters after 4 iterations" in output for output in (first, second))
+    start = records(Path("out/night"), "start")[0]
+    assert (start["dtype"], start["world_size"], start["config"]["hours"]) == ("float16", 2, 11)
