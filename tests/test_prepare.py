@@ -94,9 +94,10 @@ def held_out(groups: list[list[str]], size: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups(
-    gpt2_bpe, tmp_path, form
+    gpt2_bpe, tmp_path, form, monkeypatch
 ):
     """Store the tokens that tiktoken computes, with an end-of-text before each document."""
+    monkeypatch.setattr(writer, "READ_AHEAD", 1000)  # threads tokenize while shards are filled
     texts = documents(700) + ["<|endoftext|> in a text is text"]
     write = write_parquet if form == "parquet" else write_jsonl
     files = texts[:450], texts[450:]
