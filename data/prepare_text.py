@@ -190,7 +190,7 @@ def main(argv: list[str]) -> None:
             first = (text for _, text in islice(source.rows(Place()), FIRST_ROWS))
             check_lossless(tokenizer, arguments.tokenizer, first)
 
-    def documents(begin: Place, only_val: bool = False) -> Iterator[Document]:
+    def documents(begin: Place) -> Iterator[Document]:
         return divide(source, begin, fraction, characters)
 
     if not tokenizer:  # train one

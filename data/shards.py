@@ -247,7 +247,7 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
     is_owed = (data.manifest.get("next") or {}).get("owed", 0) > 0
     can_begin = stream and "val_tokens" in data.manifest and len(data.train) and not is_owed
     if data.manifest and not (data.complete or can_begin):
-        until = " to write the first training shard" if stream else ""
+        until = " to write the validation text and a training shard" if stream else ""
         hint = f"wait for its preparation{until}, or repeat the command that prepares it"
         raise UserError(f"{folder}: is unfinished; {hint}")
     for split, held in (("train", data.train), ("val", data.val)):

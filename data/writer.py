@@ -67,9 +67,7 @@ class Plan:
 
     folder: Path
     made_from: dict  # everything that determines the shards: see made_from()
-    # yields the documents from a place on; if the second argument is True, only those that are
-    # still to be held out for validation
-    documents: Callable[[Place, bool], Iterator[Document]]
+    documents: Callable[[Place], Iterator[Document]]  # yields the documents, starting at a place
     tokenizer: Tokenizer
     begin: Place = Place()
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
@@ -333,8 +331,8 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
         bar.update(sum(totals.values()))
         # Training may have enough while validation text is still owed.
         for only_val in (False, True):
-            begin = Place(**(manifest["next"] or {}))
-            documents = encode(plan.documents(begin, only_val), plan.tokenizer, workers)
+            rest = plan.documents(Place(**(manifest["next"] or {})))
+            documents = encode(still_owed(rest) if only_val else rest, plan.tokenizer, workers)
             while (place := manifest["next"]) and (
                 place["owed"] > 0 if only_val else totals["train"] < most
             ):
@@ -348,12 +346,20 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
             documents.close()  # stops the threads
 
 
+def still_owed(documents: Iterator[Document]) -> Iterator[Document]:
+    """Yield the held-out ones among these documents until no validation text is owed."""
+    for document in documents:
+        if document.held_out:
+            yield document
+        if document.after.owed <= 0:
+            return
+
+
 def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
     Take documents until the next shard of either split is full; a split without room gets none.
-    Notes in the manifest where the
-    following documents begin, how many rows were left out or hold U+FFFD, and the hash of the
-    validation text. Returns the shard contents by split.
+    Notes in the manifest where the following documents begin, how many rows were left out or hold
+    U+FFFD, and the hash of the validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
     for after, whole, held_out in documents:
