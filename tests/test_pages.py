@@ -73,8 +73,8 @@ def test_every_command_on_a_page_has_scripts_configs_and_flags_that_exist(page):
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
 def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     """Leave out config/ and data/, in which the pages' commands also make new files."""
-    name = r"\b(?:common|dev|reports|results|tests|training|docs)/[\w/]+\.(?:py|md|csv|json|png)\b"
-    named = {*re.findall(name, read(page))}
+    folder = r"(?<![\w/])(?:common|dev|reports|results|tests|training|docs)/"
+    named = {*re.findall(rf"{folder}[\w/]+\.(?:py|md|csv|json|png)\b", read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 

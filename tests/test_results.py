@@ -47,12 +47,7 @@ COLUMNS = {
     "from start": lambda p: [p["hours_total"]],
     "memory": lambda p: [p["vram_gib"]],
     "parameters": lambda p: [p["params"] / 1e6],
-    "MFLOP per token": lambda p: [p["flops_per_token"] / 1e6],
-    "checkpoint,": lambda p: [p["checkpoint_gb"]],
     "one checkpoint": lambda p: [p["checkpoint_gb"]],
-    "three checkpoints": lambda p: [3 * p["checkpoint_gb"]],
-    "iteration (": lambda p: [p["iter_seconds"]],
-    "save to a disk of 0.5 GB/s": lambda p: [p["checkpoint_gb"] / 0.5],
 }
 # the configs whose comments name a plan, with the GPU that each is planned for
 PLAN = re.compile(r"^# python bench.py plan config/(\w+)\.py --gpu=(\w+)$", re.MULTILINE)

@@ -165,16 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--nanogpt", type=Path, help="a checkout of karpathy/nanoGPT")
     parser.add_argument("--folder", type=Path, default=ROOT / ".nullgpu", help="venv and caches")
-    parser.add_argument("--docs", action="store_true", help="only write the tables into the docs")
     parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)  # in a row's own process
     options = parser.parse_args(arguments)
     if unknown := set(options.rows) - ROWS.keys():
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
     if options.figures:
         measure_row(ROWS[options.rows[0]], options.figures, options.nanogpt)
-    if options.docs:
-        write_docs()
-        return 0
     folder, nanogpt = options.folder.absolute(), options.nanogpt and options.nanogpt.absolute()
     os.chdir(ROOT)
     names = options.rows or [name for name in ROWS if is_missing(name)]
@@ -195,8 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         finished = read_results() | {name: dict(fingerprint=asked, **figures)}
         write_results({name: finished[name] for name in ROWS if name in finished})
-    subprocess.run([python, __file__, "--docs"], check=True)
-    print(f"{len(failed)} failed" if failed else f"rows are in {RESULTS}, their tables in docs")
+    print(f"{len(failed)} failed" if failed else f"rows are in {RESULTS}")
     return 1 if failed else 0
 
 
@@ -411,76 +406,6 @@ def attention_kernels(counts: collections.Counter) -> str:
     known = dict(flash="flash_fwd", efficient="fmha_cutlassF", cuDNN="cudnn_forward")
     names = of_kind(counts, "kernel")
     return next((k for k, part in known.items() if any(part in name for name in names)), "plain")
-
-
-# -----------------------------------------------------------------------------
-# The tables of the docs
-
-
-def memory_table(rows: dict[str, dict]) -> list[list]:
-    """List the peak GiB, simulated and by the memory model without what CUDA itself takes."""
-    from reports.memory import memory_bytes
-
-    compared = ["estimated", "difference"]
-    table = [["row", "allocated", *compared, "reserved", *compared]]
-    for name, row in rows.items():
-        if row["model"] == "nanoGPT":
-            table.append([name, f"{row['allocated_gib']:.2f}", "", ""])
-            table[-1] += [f"{row['reserved_gib']:.2f}", "", ""]
-            continue
-        config, model = config_and_model(row)
-        parts = memory_bytes(config, model, config.dtype, config.batch_size)
-        reserved = (sum(parts.values()) - parts["context"]) / GIB
-        allocated = reserved - parts["fragmentation"] / GIB
-        line = [name]
-        for modelled, simulated in (
-            (allocated, row["allocated_gib"]),
-            (reserved, row["reserved_gib"]),
-        ):
-            off = f"{100 * (modelled / simulated - 1):+.1f}%"
-            line += [f"{simulated:.2f}", f"{modelled:.2f}", off]
-        table.append(line)
-    return table
-
-
-def iteration_table(rows: dict[str, dict]) -> list[list]:
-    """List what an iteration asks of the card. A whole run also compiles a graph to evaluate."""
-    table = [["row", "waits", "launches per micro-batch", "attention", "graphs", "recompilations"]]
-    for name, row in rows.items():
-        launches = f"{row['launches_of_a_micro_batch']:,}"
-        graphs = [row["graphs"], row["recompilations"]] if row["graphs"] else ["", ""]
-        table.append([name, row["waits"], launches, row["attention"], *graphs])
-    return table
-
-
-def config_and_model(row: dict) -> tuple:
-    from configurator import load_config
-    from model_fast import model_config
-
-    config = load_config(row["command"].split())
-    return config, model_config(config, 50257, flash=config.flash, compiled=config.compile)
-
-
-TABLES = {"dev/simulate_gpu/results.md": [iteration_table, memory_table]}
-
-
-def with_tables(text: str, tables: list) -> str:
-    """Return a page with each table in its place, between two comments that name it."""
-    for make in tables:
-        begin, end = f"<!-- {make.__name__}: dev/simulate_gpu/run.py -->\n\n", "\n<!-- end -->"
-        lines = make(read_results())
-        lines.insert(1, ["---"] * len(lines[0]))
-        markdown = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-        before, rest = text.split(begin)
-        text = before + begin + markdown + end + rest.split(end, 1)[1]
-    return text
-
-
-def write_docs() -> None:
-    os.chdir(ROOT)
-    for name, tables in TABLES.items():
-        path = ROOT / name
-        path.write_text(with_tables(path.read_text("utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,6 @@ from hf_reference import random_gpt2
 from program import ROOT, InProcessRun, Result, checkpoint, flags, refused, run, sigterm, train
 
 from configurator import Config, load_config
-from model import GPT, generate
-from model_fast import config_from_dict
-from optimizer import build_optimizer
-from training import hardware, speed
-from training.pretrained import load_pretrained
 
 # Lines of nanoGPT's config files in all their forms (products, imports, strings made at run time,
 # comments after values), and the keys that they set here.
@@ -118,7 +113,7 @@ def test_sampling_without_meta_pkl_is_refused_until_it_is_moved_beside_ckpt_pt(n
 
 
 # -----------------------------------------------------------------------------
-# Scripts written for nanoGPT: with docs/nanogpt_model.py, and changed as from_nanogpt.md says
+# Scripts written for nanoGPT, with docs/nanogpt_model.py
 
 
 @pytest.fixture
@@ -171,25 +166,3 @@ def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path):
     optimizer.step()
     assert not torch.equal(model(idx, idx)[0], before)
     assert calls.LayerNorm(4, False).bias is None and calls.LayerNorm(4, bias=True).eps == 1e-5
-
-
-def test_the_lines_of_code_in_the_table_of_from_nanogpt_md_run(tiny):
-    train(**tiny)
-    page = (ROOT / "docs" / "from_nanogpt.md").read_text(encoding="utf-8")
-    table = page.partition("| one line of code |")[2]
-    lines = re.findall(r"^\|.*\| `([^`]+)` \|$", table.partition("\n\n")[0], re.MULTILINE)
-    assert len(lines) == 11
-    idx = torch.randint(61, (3, 8))
-    names = dict(
-        idx=idx, targets=idx, source=str(tiny["out_dir"]), vocab=61, n=4, tokens_per_second=1e5
-    )
-    names |= dict(torch=torch, nn=torch.nn, Config=Config, replace=dataclasses.replace)
-    names |= dict(GPT=GPT, config_from_dict=config_from_dict, generate=generate)
-    names |= vars(hardware) | vars(speed) | dict(build_optimizer=build_optimizer)
-    names |= dict(load_pretrained=load_pretrained)
-    loads = next(line for line in lines if "load_state_dict" in line)
-    for line in [loads, *lines]:
-        exec(line, names)
-    assert names["loss"].dim() == 0 and names["logits"].shape == (3, 1, 128)
-    assert names["text"].shape == (3, 28) and names["text"].max() < 61
-    assert names["state"]["model_config"]["block_size"] == 8

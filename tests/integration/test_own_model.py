@@ -79,17 +79,15 @@ print(loss.item())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["beside", "elsewhere"])
-def test_a_script_written_for_nanogpts_model_runs_with_nanogpt_model_py(place, corpus, tmp_path):
+def test_a_script_written_for_nanogpts_model_runs_with_nanogpt_model_py(corpus, tmp_path):
     train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=corpus, out_dir=tmp_path / "run")
     home = changed(tmp_path / "copy", {})
     shutil.copy(ROOT / "docs" / "nanogpt_model.py", home)
     page = block_with("from nanogpt_model import")
     names = dict(val=corpus / "val_000000.bin", source=tmp_path / "run", page=page)
-    script = (home if place == "beside" else tmp_path) / "script.py"
+    script = home / "script.py"
     script.write_text(SCRIPT.format(**names))
-    way = dict(only_torch=True) if place == "beside" else dict(cold=True, PYTHONPATH=str(home))
-    result = finish(start(str(script), cwd=tmp_path, **way))
+    result = finish(start(str(script), cwd=tmp_path, only_torch=True))
     assert result.code == 0, result.err
     val_loss = column(tmp_path / "run", "eval", "val_loss")[-1]
     assert float(result.out) == pytest.approx(val_loss, abs=1e-5)
