@@ -138,10 +138,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.slow
 def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finished_folder(work):
     write_parquet(work / "a.parquet", documents(3000))
-    words = flags(dataset="org/name", **SIZES)
+    words = flags(dataset="org/name", **SIZES | dict(tokens="300k"))
     command = ["-c", FROM_A_FILE, str(ROOT / "data/prepare_fineweb.py"), *words]
     assert finish(start(*command, "--out=finished", cwd=work)).code == 0
-    keys = TINY | dict(batch_size=32, max_iters=100, lr_decay_iters=100, log_interval=10)
+    keys = TINY | dict(batch_size=32, max_iters=300, lr_decay_iters=300, log_interval=30)
     train(**keys, dataset="finished", out_dir="whole")
     preparation = start(*command, "--out=x", cwd=work)
     manifest = work / "x/manifest.json"
@@ -158,7 +158,7 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
     for started in (preparation, process):
         result = finish(started)
         assert result.code == 0, result.err
-    assert_same_run(Path("whole"), Path("out"), 100)
+    assert_same_run(Path("whole"), Path("out"), 300)
 
 
 # -----------------------------------------------------------------------------
