@@ -91,19 +91,25 @@ def place_before(group: int, source: Source, val_bytes: int) -> Place:
     return Place(group, 0, val_bytes * max(1 - group / min(PLACES, len(source.groups)), 0))
 
 
-def divide(source: Source, begin: Place, val_bytes: int) -> Iterator[Document]:
+def divide(
+    source: Source, begin: Place, val_bytes: int, only_val: bool = False
+) -> Iterator[Document]:
     """
     Turn rows into documents, starting at a place, and hold out those at the beginning of each row
     group until it has given its part of the validation text, and what those before it were too
-    short to give.
+    short to give. With only_val, the rows for training are skipped.
     """
     owed = begin.owed
     for group in range(begin.group, len(source.groups)):
         least = place_before(group + 1, source, val_bytes).owed
+        if only_val and owed <= least:
+            continue
         for after, text in source.group_rows(group, begin.row if group == begin.group else 0):
             if owed > least:
                 owed -= len((text or "").encode(errors="replace"))
                 yield Document(after._replace(owed=owed), None, text or "")
+            elif only_val:
+                break
             else:
                 yield Document(after._replace(owed=owed), text)
 
@@ -147,8 +153,8 @@ def main(argv: list[str]) -> None:
     if not begun:
         all_documents = check_first(all_documents, tokenizer, arguments.tokenizer)
 
-    def documents(place: Place) -> Iterator[Document]:
-        return all_documents if place == begin else divide(source, place, val_bytes)
+    def documents(place: Place, only_val: bool) -> Iterator[Document]:
+        return all_documents if place == begin else divide(source, place, val_bytes, only_val)
 
     def documents_from(group: int) -> Iterator[Document]:
         return divide(source, place_before(group, source, val_bytes), val_bytes)

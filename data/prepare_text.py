@@ -205,7 +205,7 @@ def main(argv: list[str]) -> None:
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings),
-        documents=documents,
+        documents=lambda place, _: documents(place),
         tokenizer=tokenizer,
         expected_tokens=sum(sizes) // bytes_per_token,
         least_tokens=least,

@@ -242,7 +242,7 @@ def wait_or_raise(name: str, error: Exception, failures: int, is_begun: bool) ->
     pauses = PAUSES if is_begun else FIRST_PAUSES
     problem = f"{name}: {one_line(error)}"  # the library's message
     # Waiting does not repair a damaged file or create a missing one.
-    is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
+    is_final = isinstance(error, ValueError | EOFError | FileNotFoundError | ImportError)
     if is_final or "://" not in name:
         raise UserError(problem) from None
     if failures >= len(pauses):

@@ -67,7 +67,8 @@ class Plan:
 
     folder: Path
     made_from: dict  # everything that determines the shards: see made_from()
-    documents: Callable[[Place], Iterator[Document]]  # yields the documents, starting at a place
+    # yields the documents from a place on; the second argument asks for the held-out ones alone
+    documents: Callable[[Place, bool], Iterator[Document]]
     tokenizer: Tokenizer
     begin: Place = Place()
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
@@ -331,8 +332,8 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
         bar.update(sum(totals.values()))
         # Training may have enough while validation text is still owed.
         for only_val in (False, True):
-            rest = plan.documents(Place(**(manifest["next"] or {})))
-            documents = encode(still_owed(rest) if only_val else rest, plan.tokenizer, workers)
+            rest = plan.documents(Place(**(manifest["next"] or {})), only_val)
+            documents = encode(rest, plan.tokenizer, workers)
             while (place := manifest["next"]) and (
                 place["owed"] > 0 if only_val else totals["train"] < most
             ):
@@ -344,15 +345,6 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
                 write_manifest(plan.folder, manifest)
                 totals = tokens_of(manifest)
             documents.close()  # stops the threads
-
-
-def still_owed(documents: Iterator[Document]) -> Iterator[Document]:
-    """Yield the held-out ones among these documents until no validation text is owed."""
-    for document in documents:
-        if document.held_out:
-            yield document
-        if document.after.owed <= 0:
-            return
 
 
 def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -> dict[str, Part]:
