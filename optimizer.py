@@ -1,6 +1,6 @@
 """
-The optimizer of either model: AdamW, or Muon for the matrices of the blocks and AdamW for all other
-weights.
+Build the optimizer of either model: AdamW, or Muon for the matrices of the blocks and AdamW for all
+other weights.
 
 Muon's numbers are those of train_gpt_simple.py, the public program that model_fast.py names.
 """

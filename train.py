@@ -35,7 +35,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import Unreachable, UserError, explain_errors, raise_if_any, run_main, say, warn
+from common.console import (
+    Unreachable,
+    UserError,
+    explain_errors,
+    one_line,
+    raise_if_any,
+    run_main,
+    say,
+    warn,
+)
 from configurator import (
     FIELDS,
     NOT_WEIGHTS,
@@ -82,13 +91,13 @@ COMPLETE = ("max_iters", "hours")
 
 @dataclass
 class Launch:
-    """Says what this process has reached, which decides what its errors mean."""
+    """Records how far this process has come, which decides the exit code of an error."""
 
     is_resume: bool = False  # there should be a run to resume
     is_running: bool = False  # a run is resumed or, in a new run, the first update is done
 
 
-launch = Launch()  # of this process: error_code() reads it after main() has raised
+launch = Launch()  # error_code() reads it after main() has raised an error
 
 
 @dataclass
@@ -620,8 +629,7 @@ def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) ->
         with hw.autocast(), torch.compiler.set_stance("force_eager"):
             return float(function(model))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warn(f"measures: {name} failed ({reason}); continuing without this number")
+        warn(f"measures: {name} failed ({one_line(error)}); continuing without this number")
         return math.nan
     finally:
         hw.set_rng_states(states)

@@ -17,7 +17,7 @@ TEXT_FILES = (".txt", ".md", ".py")
 PACKED = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in (".gz", ".zst"))
 ROW_FILES = (".parquet", ".jsonl", ".ndjson", *PACKED)
 HUB_TIMEOUT = 20  # seconds
-REFUSALS = (401, 403, 404)  # of the hub: no right to read, or no such dataset
+REFUSALS = (401, 403, 404)  # HTTP statuses with which the hub refuses for good
 
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:

@@ -21,15 +21,13 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-# text.py reads the rows, and writer.py writes the shards.
-
 if __name__ == "__main__":
     # Import from the repository's root. Python would look in data/ first, where a user's file
     # could shadow a library.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import Parser, parse_count, run_main
+from common.console import Parser, count, parse_count, run_main, warn
 from data.files import hub_files
 from data.text import FIELD, FIRST_ROWS, Place, Source, with_retries
 from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
@@ -42,6 +40,7 @@ from data.writer import (
     read_begun,
     sample_text,
     say_what_it_holds,
+    tokens_of,
 )
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
@@ -85,8 +84,9 @@ def default_folder(arguments: argparse.Namespace) -> Path:
 
 def place_before(group: int, source: Source, val_bytes: int) -> Place:
     """
-    Return the place at which a row group begins, if those before it gave their parts of the
-    validation text: equal ones from the first sixteen row groups, or from all if they are fewer.
+    Return the place at which a row group begins, if each row group before it gave exactly its part
+    of the validation text. The first sixteen row groups, or all if there are fewer, give equal
+    parts.
     """
     return Place(group, 0, val_bytes * max(1 - group / min(PLACES, len(source.groups)), 0))
 
@@ -144,8 +144,9 @@ def main(argv: list[str]) -> None:
     files: list[str] = []
     if not (tokenizer and begun.get("complete")):  # a finished folder needs no network
         address = f"hf://datasets/{dataset}"
-        find = lambda _: hub_files(dataset, name, revision)  # noqa: E731
-        files, revision = with_retries(address, find, is_begun)
+        files, revision = with_retries(
+            address, lambda: hub_files(dataset, name, revision), is_begun
+        )
     source = Source(files, arguments.text_field, None, arguments.seed, counts, is_begun)
     val_bytes = arguments.val_tokens * BYTES_PER_TOKEN
     begin = Place(owed=val_bytes)
@@ -176,6 +177,11 @@ def main(argv: list[str]) -> None:
         hint="give more text, or --val_tokens={twentieth}",
     )
     manifest = prepare(plan, arguments.workers)
+    held, total = tokens_of(manifest)["val"], sum(tokens_of(manifest).values())
+    if manifest.get("next") is None and held > total / 4:
+        fewer = count(arguments.val_tokens * total / (20 * held), 1)  # a twentieth of the text
+        hint = f"delete {out} and repeat the command with --val_tokens={fewer}"
+        warn(f"{held:,} of {total:,} tokens are held out for validation; to train on more, {hint}")
     say_what_it_holds(out, manifest)
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -140,7 +140,7 @@ class Source:
                 for number in range(footer.num_row_groups):
                     sizes[name, number] = text_bytes(footer.row_group(number), self.field)
             else:
-                sizes[name, 0] = with_retries(name, file_size, self.is_begun)
+                sizes[name, 0] = with_retries(name, partial(file_size, name), self.is_begun)
         return [sizes[group] for group in self.groups]
 
     def footer(self, name: str):
@@ -148,7 +148,7 @@ class Source:
         import pyarrow.parquet
 
         if name not in self.footers:
-            self.footers[name] = with_retries(name, read_footer, self.is_begun)
+            self.footers[name] = with_retries(name, partial(read_footer, name), self.is_begun)
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read_with_retries(self, number: int, row: int) -> Iterator[Row]:
@@ -251,10 +251,10 @@ def wait_or_raise(name: str, error: Exception, failures: int, is_begun: bool) ->
     time.sleep(pauses[failures])
 
 
-def with_retries(name: str, read: Callable[[str], Any], is_begun: Callable[[], bool]) -> Any:
+def with_retries(name: str, read: Callable[[], Any], is_begun: Callable[[], bool]) -> Any:
     for failures in count():
         try:
-            return read(name)
+            return read()
         except UserError:
             raise
         except Exception as error:

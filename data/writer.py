@@ -298,9 +298,9 @@ class Part:
 
 def sample_text(documents: Callable[[int], Iterator[Document]], sizes: list[int]) -> Iterator[str]:
     """
-    Yield about SAMPLE_MB of training text to train a tokenizer on: all of a shorter text, else an
-    equal part from some row groups, spread over the text. `sizes` are the bytes of text in each row
-    group, and `documents` yields the documents from a row group on.
+    Yield about SAMPLE_MB of text, nearly all of it for training, to train a tokenizer on: all of a
+    shorter text, else an equal part from some row groups, spread over the text. `sizes` are the
+    bytes of text in each row group, and `documents` yields the documents from a row group on.
     """
     most = SAMPLE_MB * 1_000_000
     ends = [*accumulate(sizes)]
@@ -330,7 +330,7 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     # disable=None shows the bar on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
-        # Training may have enough while validation text is still owed.
+        # If training has enough, read on for the validation text that is still owed.
         for only_val in (False, True):
             rest = plan.documents(Place(**(manifest["next"] or {})), only_val)
             documents = encode(rest, plan.tokenizer, workers)
@@ -349,7 +349,8 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
 
 def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
-    Take documents until the next shard of either split is full; a split without room gets none.
+    Take documents until the next shard of either split is full. `room` is the tokens that each may
+    hold; a split with no room left never ends one.
     Notes in the manifest where the following documents begin, how many rows were left out or hold
     U+FFFD, and the hash of the validation text. Returns the shard contents by split.
     """

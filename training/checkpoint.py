@@ -429,7 +429,7 @@ class Saver:
                 self.append("log.txt")
 
     def append(self, name: str) -> None:
-        """Append what is unwritten to a file in out_dir, which is there. Raises OSError."""
+        """Append what is unwritten to a file in out_dir, which must be there. Raises OSError."""
         with open(self.out_dir / name, "ab", buffering=0) as file:
             while self.unwritten[name]:
                 self.unwritten[name] = self.unwritten[name][file.write(self.unwritten[name]) :]

@@ -18,8 +18,8 @@ CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytor
 
 def check_device(config: Config) -> None:
     """
-    Raise UserError if this machine cannot train on the device in the dtype that are set. It is
-    Unreachable if torch does not see the GPU, perhaps because the driver is still loading.
+    Raise UserError if this machine cannot train with the configured device and dtype. The error is
+    Unreachable if torch sees no GPU, perhaps because the driver is still loading.
     """
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
