@@ -143,7 +143,7 @@ def open_export(state: dict) -> Any:
     ]
     if strange:
         raise UserError(
-            f"transformers cannot load this model: {strange[0]} is none of GPT-2's tensors; "
+            f"transformers cannot load this model: {strange[0]} is not a tensor of GPT-2; "
             "share the checkpoint and model.py instead (docs/sampling.md)"
         )
     return exported.eval()

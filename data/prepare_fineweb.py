@@ -70,7 +70,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.dataset not in NAMED and "/" not in arguments.dataset:
         parser.error(f"--dataset={arguments.dataset}: unknown; give {hub}")
     if arguments.name and arguments.dataset in NAMED:
-        parser.error(f"--name: {arguments.dataset} has samples; try --sample=10B")
+        parser.error(f"--name: use --sample for {arguments.dataset}, such as --sample=10B")
     if arguments.sample and arguments.dataset not in NAMED:
         parser.error("--sample: works only with fineweb and fineweb_edu; leave it out")
     return arguments

@@ -141,7 +141,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.write and not str(arguments.write).isprintable():
         parser.error(f"--write={arguments.write}: has characters that cannot be printed")
     if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error("--write: not with --tokenizer=gpt2; to fine-tune GPT-2, see docs/own_text.md")
+        parser.error(
+            "--write: does not work with --tokenizer=gpt2; to fine-tune, see docs/own_text.md"
+        )
     return arguments
 
 

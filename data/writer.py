@@ -130,7 +130,7 @@ def read_begun(folder: Path) -> dict:
     manifest = read_manifest(folder) if (folder / "manifest.json").exists() else {}
     place = manifest.get("next")
     if place and not manifest["complete"] and place.keys() != Place()._asdict().keys():
-        problem = "was begun by an earlier version, and only that can finish it"
+        problem = "was begun by an earlier version, and only that version can finish it"
         hint = "type git checkout 05615387 and repeat the command, or delete the folder"
         raise UserError(f"{folder}: {problem}; {hint}")
     return manifest
@@ -165,7 +165,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     ]:
         del asked["files"]  # begin_or_continue() warns if their times differ
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
-        problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
+        problem = f"was made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; give another --out")
 
 
@@ -263,7 +263,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
     say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
     if broken := manifest.get("rows_with_fffd"):
-        say(f"text: rows with U+FFFD, which stands for bytes that are not UTF-8: {broken:,}")
+        say(f"text: U+FFFD stands for broken UTF-8 in this many rows: {broken:,}")
     is_gpt2 = manifest["tokenizer"] == "gpt2"
     if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
         say("this is more text than a small model needs; docs/own_text.md names a model for it")

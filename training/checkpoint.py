@@ -162,7 +162,7 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
             problem, kind = f"cannot be read ({error.strerror})", Unreachable
         if not os.path.lexists(path):
             if not list_checkpoints(out_dir):  # a run that saves there would have left one
-                raise Unreachable(f"{out_dir}: its checkpoints have just gone; restore them")
+                raise Unreachable(f"{out_dir}: its checkpoints have just disappeared; restore them")
             return find_newest(out_dir)
         if problem:
             warn(f"{path}: {problem}; trying the checkpoint before it")

@@ -142,7 +142,7 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
             return read_weights(name_or_path, best)
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path}: is no model ({type(error).__name__}: {error})") from None
+        raise UserError(f"{path}: is not a model ({type(error).__name__}: {error})") from None
 
 
 def describe_source(state: dict, path: Path) -> str:
