@@ -73,7 +73,7 @@ PLACES: dict[str, Callable[[float], str]] = dict(
 
 
 class Point(NamedTuple):
-    """Where losses are compared."""
+    """Describes a point at which losses are compared."""
 
     axis: str
     at: float
@@ -123,7 +123,7 @@ def ratio(word: str, same: float = SAME) -> Judge:
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """Holds one line of the table."""
 
     label: str
     key: str  # name in the JSON

@@ -47,7 +47,7 @@ from data.writer import (
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
 SETTINGS = ("text_field", "val_tokens", "shard_tokens", "seed")  # flags that change the dataset
-BYTES_PER_TOKEN = 5  # of validation text, assumed; GPT-2's tokenizer averages 4.7 on web pages
+BYTES_PER_TOKEN = 5  # assumed for validation text; GPT-2's tokenizer averages 4.7 on web pages
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -85,17 +85,16 @@ def default_folder(arguments: argparse.Namespace) -> Path:
 
 def place_before(group: int, source: Source, val_bytes: int) -> Place:
     """
-    Return the place at which a row group begins, if those before it gave their parts of the
-    validation text: equal ones from the first sixteen row groups, or from all if they are fewer.
+    Return the place at which a row group begins, if the groups before it gave their parts of the
+    validation text. The first sixteen row groups, or all if there are fewer, give equal parts.
     """
     return Place(group, 0, val_bytes * max(1 - group / min(PLACES, len(source.groups)), 0))
 
 
 def divide(source: Source, begin: Place, val_bytes: int) -> Iterator[Document]:
     """
-    Turn rows into documents, starting at a place, and hold out those at the beginning of each row
-    group until it has given its part of the validation text, and what those before it were too
-    short to give.
+    Turn rows into documents, starting at a place. Hold out the first documents of each row group,
+    until it has given its part of the validation text, and what shorter groups before it lacked.
     """
     owed = begin.owed
     for group in range(begin.group, len(source.groups)):

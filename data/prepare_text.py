@@ -79,8 +79,8 @@ def measure(source: Source) -> tuple[int, list[int]]:
 
 def divide(source: Source, begin: Place, fraction: float, characters: int) -> Iterator[Document]:
     """
-    Turn the rows of a text of so many characters into documents, starting at a place, and hold out
-    the validation text: all of a document, its end, or nothing.
+    Turn the rows of a text with this many characters into documents, starting at a place. Hold out
+    each document's validation text: all of the document, its end, or nothing.
 
     Each document adds `fraction` of its size to what validation is owed. Once a sixteenth of all
     validation text is owed, the end of the current document pays, or the whole document if it is

@@ -32,10 +32,10 @@ from data.shards import read_manifest, write_shard
 from data.text import Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 
-# What a thread tokenizes at once: this many documents, or fewer of so many characters
+# The most that a thread tokenizes at once: documents, and characters
 BATCH = 64
 BATCH_CHARACTERS = 2**20
-# Characters in flight; some of FineWeb's row groups, so that tokenizing continues during a download
+# Characters in flight: several of FineWeb's row groups, to keep tokenizing during a download
 READ_AHEAD = 2**24
 # Take validation, and a tokenizer's training text, from this many places, so that no single topic
 # dominates them.

@@ -152,7 +152,7 @@ class Clock:
         cpu = time.process_time()
         if category == "steps":
             self.cpu_seconds += cpu - self.cpu_lapped_at
-        if category == "checkpoints":  # also after a failed save: the next try waits half a minute
+        if category == "checkpoints":  # a failed save too: the next try waits half a minute
             self.save_timer_began = now
         self.cpu_lapped_at = cpu
         return seconds
