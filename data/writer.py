@@ -54,7 +54,7 @@ tqdm.set_lock(threading.RLock())
 
 
 class Document(NamedTuple):
-    """A row of a source. A row without text is only counted."""
+    """Holds a row of a source. A row without text is only counted."""
 
     after: Place  # where the next document begins
     text: str | None
@@ -263,7 +263,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
     say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
     if broken := manifest.get("rows_with_fffd"):
-        say(f"text: U+FFFD stands for broken UTF-8 in this many rows: {broken:,}")
+        say(f"text: rows with U+FFFD, because some bytes are not UTF-8: {broken:,}")
     is_gpt2 = manifest["tokenizer"] == "gpt2"
     if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
         say("this is more text than a small model needs; docs/own_text.md names a model for it")
@@ -288,7 +288,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
 
 @dataclass
 class Part:
-    """The contents of a shard that is being filled."""
+    """Holds the contents of a shard that is being filled."""
 
     tokens: bytearray = field(default_factory=bytearray)  # two bytes per token
     documents: int = 0
@@ -316,7 +316,7 @@ def sample_text(documents: Callable[[int], Iterator[Document]], sizes: list[int]
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, two bytes each and end-of-text first, and its text in UTF-8."""
+    """Holds a document's tokens, two bytes each and end-of-text first, and its text in UTF-8."""
 
     tokens: bytes
     text: bytes
