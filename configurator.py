@@ -161,7 +161,7 @@ class Config:
 
 @dataclass
 class NanoGPTKeys:
-    """nanoGPT's keys that have other names here. from_nanogpt() translates them."""
+    """Lists nanoGPT's keys that have other names here. from_nanogpt() translates them."""
 
     backend: str = "nccl"  # ignored, because the device determines it
     wandb_log: bool = False  # tracker=wandb; False: tracker=none

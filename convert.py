@@ -124,8 +124,8 @@ def check_logits(model: GPT | FastGPT, exported: Any) -> None:
 
 def open_export(state: dict) -> Any:
     """
-    Open the weights with transformers. Raises UserError if the model's tensors are not those of
-    transformers' class.
+    Open the weights with transformers. Raises UserError if the model's tensors differ from
+    the ones in transformers' class.
     """
     kind, config = hf_class_and_config(state)
     exported, found = kind.from_pretrained(

@@ -2,7 +2,7 @@
 The optimizer of either model: AdamW, or Muon for the matrices of the blocks and AdamW for all other
 weights.
 
-Muon's numbers are those of train_gpt_simple.py, the public program that model_fast.py names.
+Muon's numbers come from train_gpt_simple.py, the public program that model_fast.py names.
 """
 
 from typing import Any
@@ -149,9 +149,9 @@ class Muon(torch.optim.AdamW):
     gradients.
 
     Momenta, weight decay and beta2 follow each group's `share`, the part of the run that is done.
-    The state keeps a running average of every weight. Its horizon, and that of a group with
-    `public_beta1`, is a fraction of `length`, the run's iterations. load_averages() ends a run with
-    the averages.
+    The state keeps a running average of every weight. Its horizon is a fraction of `length`, the
+    run's iterations, and so is the momentum's horizon in a group with `public_beta1`.
+    load_averages() ends a run with the averages.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.

@@ -581,7 +581,7 @@ def estimate_loss(
     """
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
-    of ranks. The other numbers are those of `measures`. Every rank must call this, and gets all
+    of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
     numbers.
 
     Returns instead, on all ranks, why the run must stop: the name of a signal, "data" if a rank
@@ -912,7 +912,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # evaluate once in a while and when the run is complete, but not after a signal
         numbers = None
         if evaluation_due(c, now, progress, stop):
-            with clock.pause("evaluation"):  # its seconds are not those of an iteration
+            with clock.pause("evaluation"):  # keeps its seconds out of iteration times
                 numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
                 if isinstance(numbers, str):
                     stop, numbers = numbers, None  # a resumed run starts with this evaluation

@@ -245,7 +245,7 @@ REMOVED = dict(
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are UserErrors, and which accepts no abbreviated flags."""
+    """Parses flags with argparse, raises UserErrors, and accepts no abbreviated flags."""
 
     def __init__(self, **kwargs):
         formatter = argparse.RawDescriptionHelpFormatter

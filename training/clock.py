@@ -195,9 +195,9 @@ class Clock:
 
     def expect(self, what: str, seconds: float | None = None) -> None:
         """
-        Expect the next iteration or pause to take as long as the last one: `seconds`, or those of
-        the pause so far. `what` is "iteration" or one of PAUSES. An estimate at most doubles per
-        call, so that a single hang does not end the run far too early.
+        Expect the next iteration or pause to take as long as the last one: `seconds`, or by
+        default the pause so far. `what` is "iteration" or one of PAUSES. An estimate at most
+        doubles per call, so that a single hang does not end the run far too early.
         """
         seconds = self.since_lap() if seconds is None else seconds
         before = self.estimates.get(what) or seconds

@@ -89,8 +89,8 @@ class Log:
 
     def begin(self, resumed: dict | None, weights: dict | None, model, optimizer) -> None:
         """
-        Start the tracker, describe the run, and warn about likely mistakes. `resumed` and `weights`
-        are those from which it starts, if any.
+        Start the tracker, describe the run, and warn about likely mistakes. `resumed` is the
+        checkpoint and `weights` the weights from which it starts, if any.
         """
         c = self.config
         self.start_tracker(is_new=not resumed)

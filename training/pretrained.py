@@ -167,7 +167,7 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     rows. They come from the tokenizer's files beside the weights, from what convert.py has exported
     in config.json, from a nanoGPT meta.pkl with as many characters, or from a guess that 50257 rows
     or, padded, 50304 are GPT-2's. Failing all these, returns all rows and NO_TOKENIZER. `state` is
-    the checkpoint or config.json. Raises UserError if the tokenizer is not that of the weights.
+    the checkpoint or config.json. Raises UserError if the tokenizer does not fit the weights.
     """
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer.json").exists():
