@@ -923,8 +923,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                     # changes the learning rates
                     clock.expect("evaluation")
 
-        # save once in a while, and at the end. If the disk is full, train on and try again; at the
-        # end, wait until it has room or a signal comes
+        # save once in a while, and at the end. If the disk is full, keep training and try again;
+        # at the end, wait until it has room or a signal comes
         if save_due(c, now, progress, saver, stop):
             with clock.pause("checkpoints"):
                 end_if_diverged(model, progress, skips, c, ranks)

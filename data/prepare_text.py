@@ -66,8 +66,9 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
 def measure(source: Source) -> tuple[int, list[int]]:
     """
-    Read all rows, so that nothing is written if one of them is broken. Returns the number of
-    characters of their text, and its bytes in each row group. Raises UserError as Source.rows().
+    Read all rows, so that nothing is written if one of them is broken. Returns their
+    number of characters, and the bytes of text in each row group. Raises UserError as
+    Source.rows() does.
     """
     characters, sizes = 0, [0] * len(source.groups)
     # disable=None shows the bar on a terminal only

@@ -184,7 +184,7 @@ def begin_or_continue(plan: Plan) -> dict:
             warn(f"{what}, such as {changed[0]}; finished shards are kept; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
-            warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
+            warn(f"{shortage}; if the disk fills up, make room, and {CONTINUE}")
         manifest = plan.made_from | dict(complete=False, shards=[], next=plan.begin._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
         manifest["rows_with_fffd"] = 0
