@@ -115,7 +115,7 @@ Command = Sequence[str | Path]
 
 
 class OutOfMemory(RunError):
-    """The micro-batch does not fit."""
+    """Raised if the micro-batch does not fit."""
 
 
 # -----------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def measure_in_turn(
     rows: list[Row], options: Namespace, tabulate: Callable[[list[dict]], dict]
 ) -> dict:
     """
-    Measure the rows, and return what `tabulate` returns. `tabulate` prints the table, also after
+    Measure the rows, and return what `tabulate` returns. `tabulate` prints the table, even after
     Ctrl-C, SIGTERM or an error. A row that ran out of memory has no speed.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -361,7 +361,7 @@ def tabulate_sweep(config: Config, rows: list[dict]) -> dict:
     return dict(rows=rows, fastest=fastest)
 
 
-# Written even if they have their default values, because other keys change these defaults
+# Keys to write even if they have their default values, because other keys change these defaults
 ALWAYS_WRITTEN = ("dataset", "batch_size", "learning_rate", "min_lr")
 
 
@@ -414,7 +414,7 @@ def ladder(config: Config, options: Namespace) -> dict:
 
 def tabulate_ladder(config: Config, rows: list[dict]) -> dict:
     more: list[list[str]] = []
-    rates: list[float] = []  # of the rows so far that fit into memory
+    rates: list[float] = []  # tokens per second in the rows so far that fit into memory
     for row in rows:
         if rate := row["tokens_per_sec"]:
             rates.append(rate)

@@ -73,7 +73,7 @@ PLACES: dict[str, Callable[[float], str]] = dict(
 
 
 class Point(NamedTuple):
-    """Where losses are compared."""
+    """Describes a point at which losses are compared."""
 
     axis: str
     at: float
@@ -123,7 +123,7 @@ def ratio(word: str, same: float = SAME) -> Judge:
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """Holds one line of the table."""
 
     label: str
     key: str  # name in the JSON
@@ -374,7 +374,7 @@ def judge_by_band(run: Run, band: Run) -> str:
     """
     Say whether a run's val losses are inside the band at all evaluations that both have, or what to
     set so that they can be compared: all settings in the band's CSV must be the run's too, and the
-    run's epoch must have at least as many tokens as those of the band's runs.
+    run's epoch must have at least as many tokens as an epoch of the band's runs.
     """
     name = f"the band of {band.name}"
     config = run.config | dict(dataset=dataset_name(run))

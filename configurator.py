@@ -82,7 +82,7 @@ class Config:
     wandb_run_name: str = "gpt2"  # run name in wandb
     # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
-    stream: bool = False  # read the shards in order, unshuffled, also while they are being written
+    stream: bool = False  # read the shards in order, unshuffled, even while they are being written
     batch_size: int = 12  # sequences in a micro-batch
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
@@ -115,7 +115,7 @@ class Config:
     decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
-    min_lr: float = 6e-5  # final learning rate; if unset and above the peak, a tenth of the peak
+    min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
     lr_floor: float = 0.0  # least rate, as a fraction of the peak (0.2 if unset with Muon)
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
@@ -161,7 +161,7 @@ class Config:
 
 @dataclass
 class NanoGPTKeys:
-    """nanoGPT's keys that have other names here. from_nanogpt() translates them."""
+    """Lists nanoGPT's keys that have other names here. from_nanogpt() translates them."""
 
     backend: str = "nccl"  # ignored, because the device determines it
     wandb_log: bool = False  # tracker=wandb; False: tracker=none

@@ -124,8 +124,8 @@ def check_logits(model: GPT | FastGPT, exported: Any) -> None:
 
 def open_export(state: dict) -> Any:
     """
-    Open the weights with transformers. Raises UserError if the model's tensors are not those of
-    transformers' class.
+    Open the weights with transformers. Raises UserError if the model's tensors differ from
+    the ones in transformers' class.
     """
     kind, config = hf_class_and_config(state)
     exported, found = kind.from_pretrained(
@@ -143,7 +143,7 @@ def open_export(state: dict) -> Any:
     ]
     if strange:
         raise UserError(
-            f"transformers cannot load this model: {strange[0]} is none of GPT-2's tensors; "
+            f"transformers cannot load this model: {strange[0]} is not a tensor of GPT-2; "
             "share the checkpoint and model.py instead (docs/sampling.md)"
         )
     return exported.eval()

@@ -2,7 +2,7 @@
 Build the optimizer of either model: AdamW, or Muon for the matrices of the blocks and AdamW for all
 other weights.
 
-Muon's numbers are those of train_gpt_simple.py, the public program that model_fast.py names.
+Muon's numbers come from train_gpt_simple.py, the public program that model_fast.py names.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from model_fast import FastGPT
 # sums the loss over a batch's 524,288 tokens, so its gradients are that many times larger than
 # ours.
 ADAM_EPS, ROW_EPS = 2e-16, 2e-14
-NORM_EPS = 1e-7  # of Newton-Schulz's norm
+NORM_EPS = 1e-7  # added to the norm before Newton-Schulz
 # train_gpt_simple.py counts three horizons in iterations of a run of 2,726. Runs of other lengths
 # get the same fractions: Muon's momentum rises for 13% of the run, the weights' average reaches
 # back over about 6% of it, and the momentum of biases and gains over 4%.
@@ -104,8 +104,8 @@ def muon_groups(model: GPT | FastGPT, c: Config) -> list[dict[str, Any]]:
 
 def stretched(decay: float, length: float) -> float:
     """
-    Return a decay for a run of `length` iterations whose running mean covers the same part of the
-    run as the mean with `decay` covers of the public run.
+    Convert the decay of a running mean in the public run for a run of `length` iterations, so that
+    the mean covers the same fraction of either run.
     """
     return decay ** (PUBLIC_ITERS / length)
 
@@ -113,8 +113,8 @@ def stretched(decay: float, length: float) -> float:
 @torch.no_grad()
 def load_averages(optimizer: torch.optim.Optimizer) -> bool:
     """
-    Replace each weight by its average, if the optimizer keeps one. Twice is the same as once.
-    Returns whether there were any.
+    Replace each weight by its average, if the optimizer keeps one. A second call changes nothing.
+    Returns whether there were any averages.
     """
     averaged = [(p, state) for p, state in optimizer.state.items() if "average" in state]
     for p, state in averaged:
@@ -149,9 +149,9 @@ class Muon(torch.optim.AdamW):
     gradients.
 
     Momenta, weight decay and beta2 follow each group's `share`, the part of the run that is done.
-    The state keeps a running average of every weight. Its horizon, and that of a group with
-    `public_beta1`, is a fraction of `length`, the run's iterations. load_averages() ends a run with
-    the averages.
+    The state keeps a running average of every weight. Its horizon is a fraction of `length`, the
+    run's iterations, and so is the momentum's horizon in a group with `public_beta1`.
+    load_averages() ends a run with the averages.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.

@@ -91,13 +91,13 @@ COMPLETE = ("max_iters", "hours")
 
 @dataclass
 class Launch:
-    """Records how far this process has come, which decides the exit code of an error."""
+    """Records how far this process has come, which decides the exit code for an error."""
 
     is_resume: bool = False  # there should be a run to resume
     is_running: bool = False  # a run is resumed or, in a new run, the first update is done
 
 
-launch = Launch()  # error_code() reads it after main() has raised an error
+launch = Launch()  # error_code() reads this after main() has raised
 
 
 @dataclass
@@ -186,7 +186,7 @@ def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
 def initial_weights(c: Config) -> dict | None:
     """
     Load the weights that a new run starts from, or return None to start from random ones. Raises
-    UserError, also if out_dir belongs to another run.
+    UserError, for example if out_dir belongs to another run.
     """
     from_scratch = c.init_from in ("scratch", "auto")
     out_dir = Path(c.out_dir)
@@ -210,7 +210,7 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     if resumed:
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
-        first = resumed["config"]["init_from"]  # of the command that began the run
+        first = resumed["config"]["init_from"]  # from the command that began the run
         is_other = os.path.abspath(c.init_from) != os.path.abspath(first)
         if is_other and c.init_from not in NOT_WEIGHTS:
             hint = "--init_from=auto resumes it, another --out_dir starts a new run"
@@ -486,8 +486,8 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
-    update the weights once. The loss is the mean over the targets of all ranks that are not -1, so
-    it does not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
+    update the weights once. The loss is the mean over all ranks' targets other than -1, so it does
+    not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
 
     Returns the sum of the micro-batches' weighted losses in nats, and the gradient norm before
     clipping. Both stay on the device, so with a fused optimizer nothing in this function waits for
@@ -590,7 +590,7 @@ def estimate_loss(
     """
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
-    of ranks. The other numbers are those of `measures`. Every rank must call this, and gets all
+    of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
     numbers.
 
     Returns instead, on all ranks, why the run must stop: the name of a signal, "data" if a rank
@@ -621,8 +621,9 @@ def estimate_loss(
 
 def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) -> float:
     """
-    Return the number that function(model) returns or, if it fails, NaN with a warning. It changes
-    nothing that training uses: dropout draws the same numbers afterwards, and nothing is compiled.
+    Return the number that function(model) returns or, if it fails, NaN with a warning. The call
+    changes nothing that training uses: dropout draws the same numbers afterwards, and nothing is
+    compiled.
     """
     states = hw.get_rng_states()
     try:
@@ -769,9 +770,9 @@ def state_to_save(model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
 
 def save(state: dict, stop: str | None, saver: Saver, signals: StopSignals, log: Log) -> bool:
     """
-    Save the state, and return whether that worked. If the disk is full or away, warns once. At the
-    end of a run (`stop`), waits until it has room or is back. After a signal it tries only once and
-    then raises UserError, because the sender wants the device back.
+    Save the state, and return whether that worked. If the disk is full or missing, warns once. At
+    the end of a run (`stop`), waits until it has room or is back. After a signal, tries only once
+    and then raises UserError, because the sender wants the device back.
     """
     it, has_failed = state["progress"]["iter_num"], saver.failed
     while problem := saver.save(state):
@@ -919,19 +920,19 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # evaluate once in a while and when the run is complete, but not after a signal
         numbers = None
         if evaluation_due(c, now, progress, stop):
-            with clock.pause("evaluation"):  # its seconds are not those of an iteration
+            with clock.pause("evaluation"):  # keeps its seconds out of iteration times
                 numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
                 if isinstance(numbers, str):
                     stop, numbers = numbers, None  # a resumed run starts with this evaluation
                 else:
                     progress.evaluate(numbers["val_loss"], now.share)
                     log.report_eval(it, progress.tokens, numbers)
-                    # to take as long the next time. With hours, this moves now.share and with it
-                    # the learning rates
+                    # expect the next one to take as long. With hours, this moves now.share and so
+                    # changes the learning rates
                     clock.expect("evaluation")
 
-        # save once in a while, and at the end. If the disk is full, train on and try again; at the
-        # end, wait until it has room or a signal comes
+        # save once in a while, and at the end. If the disk is full, keep training and try again;
+        # at the end, wait until it has room or a signal comes
         if save_due(c, now, progress, saver, stop):
             with clock.pause("checkpoints"):
                 end_if_diverged(model, progress, skips, c, ranks)
@@ -1000,7 +1001,7 @@ def exit_code(stop: str, batches: Batches, signals: StopSignals, c: Config, rank
 
 def error_code(error: UserError | OSError) -> int:
     """
-    Return the exit code for an error: 2 if the user must mend the command or the data first, 1 if a
+    Return the exit code for an error: 2 if the user must fix the command or the data first, 1 if a
     script may launch the run again, because a disk, a network or a GPU may recover by itself.
     """
     may_come_back = launch.is_resume and isinstance(error, OSError | Unreachable)

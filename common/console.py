@@ -177,8 +177,9 @@ COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it c
 
 class UserError(Exception):
     """
-    An error that the user can fix, with one line per problem in `problems`, and perhaps a command
-    below it. Scripts print those lines and exit with `exit_code`; train.py with its error_code().
+    Raised for an error that the user can fix. `problems` has one line per problem, perhaps with a
+    command below the line. Scripts print them and exit with `exit_code`; train.py decides the exit
+    code in error_code().
     """
 
     exit_code = 2  # for errors found before the work began
@@ -191,7 +192,7 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """Raised for an error after the work began. In train.py, error_code() decides."""
+    """Raised for an error after the work began. In train.py, error_code() decides the exit code."""
 
     exit_code = 1
 
@@ -244,7 +245,7 @@ REMOVED = dict(
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are UserErrors, and which accepts no abbreviated flags."""
+    """Parses flags with argparse, raises UserErrors, and accepts no abbreviated flags."""
 
     def __init__(self, **kwargs):
         formatter = argparse.RawDescriptionHelpFormatter

@@ -55,9 +55,9 @@ def how_threads_wait() -> tuple[str | None, str | None]:
 
 def cache_folder() -> str | None:
     """
-    Return a folder for compiled code in the home folder, or None where it would not do: a container
-    may give its user no home, torch's compiler cannot use a path with a space or quote, and no
-    compiled code runs from a disk mounted with noexec.
+    Return a folder for compiled code in the home folder, or None where it would not work: a
+    container may give its user no home, torch's compiler cannot use a path with a space or quote,
+    and no compiled code runs from a disk mounted with noexec.
     """
     home = os.path.expanduser("~")
     if not os.access(home, os.W_OK) or re.search(r"[\s'\"]", home):

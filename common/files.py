@@ -68,7 +68,7 @@ def patiently(function: Callable, *arguments) -> Any:
 
 def retrying(wait: Callable[[float], bool], function: Callable, *arguments) -> Any:
     """
-    Call function(*arguments). If a disk fails or is away, warn and try again for six minutes, or
+    Call function(*arguments). If a disk fails or is missing, warn and try again for six minutes, or
     until wait(seconds), which does the waiting, returns True. Raises OSError and Unreachable.
     """
     for seconds in READ_PAUSES:

@@ -13,11 +13,11 @@ from typing import Any
 from common.console import UserError, one_line, raise_if_any, warn
 
 TEXT_FILES = (".txt", ".md", ".py")
-# .json is not among them, because most hold one object or one list
+# A plain .json is refused, because most hold one object or one list.
 PACKED = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in (".gz", ".zst"))
 ROW_FILES = (".parquet", ".jsonl", ".ndjson", *PACKED)
 HUB_TIMEOUT = 20  # seconds
-REFUSALS = (401, 403, 404)  # HTTP statuses with which the hub refuses for good
+REFUSALS = (401, 403, 404)  # the hub's answers if a dataset is private or does not exist
 
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
@@ -94,7 +94,7 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 def files_in(path: Path) -> Iterator[Path]:
     """
-    Yield the file, or all files in a folder and its subfolders, following links. Of a folder whose
+    Yield the file, or all files in a folder and its subfolders, following links. For a folder whose
     name begins with a dot, yields only its name. Raises OSError for a folder that cannot be read.
     """
 
@@ -153,7 +153,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
 
 
 def limit_waiting(request) -> None:
-    """Limit how long a request to the hub waits: the library lists files without a limit."""
+    """Limit how long a request to the hub waits. The library lists files without a time limit."""
     limits = request.extensions["timeout"]  # seconds to connect, read, ...
     request.extensions["timeout"] = {key: limits[key] or HUB_TIMEOUT for key in limits}
 

@@ -95,7 +95,7 @@ class WindowsInOrder:
     def has(self, sequences: int) -> bool:
         """
         Return whether the first `sequences` sequences can be read already. Raises UserError if they
-        cannot, and nobody is preparing the folder, and OSError or Unreachable while it is away.
+        cannot, and nobody is preparing the folder, and OSError or Unreachable while it is missing.
         """
         tokens = sequences * self.block_size + 1
         if self.data.complete or len(self.data.train) >= tokens:

@@ -46,7 +46,7 @@ from data.writer import (
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
 SETTINGS = ("text_field", "val_tokens", "shard_tokens", "seed")  # flags that change the dataset
-BYTES_PER_TOKEN = 5  # of validation text, assumed; GPT-2's tokenizer averages 4.7 on web pages
+BYTES_PER_TOKEN = 5  # assumed for validation text; GPT-2's tokenizer averages 4.7 on web pages
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.dataset not in NAMED and "/" not in arguments.dataset:
         parser.error(f"--dataset={arguments.dataset}: unknown; give {hub}")
     if arguments.name and arguments.dataset in NAMED:
-        parser.error(f"--name: {arguments.dataset} has samples; try --sample=10B")
+        parser.error(f"--name: use --sample for {arguments.dataset}, such as --sample=10B")
     if arguments.sample and arguments.dataset not in NAMED:
         parser.error("--sample: works only with fineweb and fineweb_edu; leave it out")
     return arguments
@@ -84,9 +84,8 @@ def default_folder(arguments: argparse.Namespace) -> Path:
 
 def place_before(group: int, source: Source, val_bytes: int) -> Place:
     """
-    Return the place at which a row group begins, if each row group before it gave exactly its part
-    of the validation text. The first sixteen row groups, or all if there are fewer, give equal
-    parts.
+    Return the place at which a row group begins, if the groups before it gave their parts of the
+    validation text. The first sixteen row groups, or all if there are fewer, give equal parts.
     """
     return Place(group, 0, val_bytes * max(1 - group / min(PLACES, len(source.groups)), 0))
 
@@ -95,9 +94,9 @@ def divide(
     source: Source, begin: Place, val_bytes: int, only_val: bool = False
 ) -> Iterator[Document]:
     """
-    Turn rows into documents, starting at a place, and hold out those at the beginning of each row
-    group until it has given its part of the validation text, and what those before it were too
-    short to give. With only_val, the rows for training are skipped.
+    Turn rows into documents, starting at a place. Hold out the first documents of each row group,
+    until it has given its part of the validation text, and what shorter groups before it lacked. With
+    only_val, skip the documents for training.
     """
     owed = begin.owed
     for group in range(begin.group, len(source.groups)):

@@ -66,8 +66,9 @@ LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
 def measure(source: Source) -> tuple[int, list[int]]:
     """
-    Read all rows, so that nothing is written if one of them is broken. Returns the number of
-    characters of their text, and its bytes in each row group. Raises UserError as Source.rows().
+    Read all rows, so that nothing is written if one of them is broken. Returns their
+    number of characters, and the bytes of text in each row group. Raises UserError as
+    Source.rows() does.
     """
     characters, sizes = 0, [0] * len(source.groups)
     # disable=None shows the bar on a terminal only
@@ -79,8 +80,8 @@ def measure(source: Source) -> tuple[int, list[int]]:
 
 def divide(source: Source, begin: Place, fraction: float, characters: int) -> Iterator[Document]:
     """
-    Turn the rows of a text of so many characters into documents, starting at a place, and hold out
-    the validation text: all of a document, its end, or nothing.
+    Turn the rows of a text with this many characters into documents, starting at a place. Hold out
+    each document's validation text: all of the document, its end, or nothing.
 
     Each document adds `fraction` of its size to what validation is owed. Once a sixteenth of all
     validation text is owed, the end of the current document pays, or the whole document if it is
@@ -141,7 +142,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.write and not str(arguments.write).isprintable():
         parser.error(f"--write={arguments.write}: has characters that cannot be printed")
     if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error("--write: not with --tokenizer=gpt2; to fine-tune GPT-2, see docs/own_text.md")
+        parser.error(
+            "--write: does not work with --tokenizer=gpt2; to fine-tune, see docs/own_text.md"
+        )
     return arguments
 
 

@@ -257,7 +257,7 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
             raise Unreachable(f"{folder}: has no {split} tokens; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
-    if stream:  # however many shards have followed, so that a resume evaluates the same tokens
+    if stream:  # keep the first shard only, so that a resume evaluates the same tokens
         data.train = ShardTokens(data.train.shards[:1], data.vocab)
     data.fingerprint = check_and_fingerprint(data, data.train, data.val)
     data.val_fingerprint = check_and_fingerprint(data, data.val)

@@ -72,10 +72,10 @@ class Source:
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     encoding: str | None = None  # for text files that are neither UTF-8 nor UTF-16
     seed: int | None = None  # shuffles the row groups; None: in the order of the files
-    known_counts: list[int] | None = None  # of row groups in each file; None: read all footers
-    # whether the data folder is begun: then the hub is asked for an hour, before only a few times
+    known_counts: list[int] | None = None  # row groups in each file; None: read all footers
+    # whether the data folder is begun; if so, retry the hub for an hour, else only a few times
     is_begun: Callable[[], bool] = lambda: True
-    # of parquet files, by name; compressed
+    # compressed footers of parquet files, by name
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)
 
     @cached_property
@@ -152,7 +152,7 @@ class Source:
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read_with_retries(self, number: int, row: int) -> Iterator[Row]:
-        """Yield the rows of a row group after the first `row`, and retry the hub."""
+        """Yield the rows of a row group after the first `row`. Retries if the hub fails."""
         name, _ = self.groups[number]
         failures = 0
         while True:
@@ -236,8 +236,8 @@ def text_bytes(row_group, field: str) -> int:
 
 def wait_or_raise(name: str, error: Exception, failures: int, is_begun: bool) -> None:
     """
-    Wait before asking the hub for `name` again. Raises UserError if that cannot help, or if it has
-    failed often enough.
+    Wait before asking the hub for `name` again. Raises UserError if waiting cannot help, or
+    if the hub has failed often enough.
     """
     pauses = PAUSES if is_begun else FIRST_PAUSES
     problem = f"{name}: {one_line(error)}"  # the library's message
@@ -337,7 +337,7 @@ def decode(content: bytes, given: str | None, lines: int) -> str:
     """
     Decode a text as UTF-16 if it begins with a UTF-16 byte-order mark, else as UTF-8. If that
     fails, use the `given` encoding. Raises UserError if the result is not text, with the number of
-    the line, of which `lines` come before this text.
+    the line. `lines` is how many lines come before this text.
     """
     problem = ""
     unicode = "utf-16" if content.startswith(UTF16_MARKS) else "utf-8"

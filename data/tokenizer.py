@@ -95,7 +95,7 @@ class Tokenizer:
         return self.bpe.decode(list(ids), skip_special_tokens=False)
 
     def unknown(self, text: str) -> str:
-        """Return the characters of a text that a table of characters or words does not have."""
+        """Return the text's characters that are missing from the table of characters or words."""
         return "".join(sorted(set(self.pieces.sub("", text)))) if self.kind == "char" else ""
 
     def start_ids(self) -> list[int]:

@@ -32,10 +32,10 @@ from data.shards import read_manifest, write_shard
 from data.text import Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 
-# What a thread tokenizes at once: this many documents, or fewer of so many characters
+# The most that a thread tokenizes at once: documents, and characters
 BATCH = 64
 BATCH_CHARACTERS = 2**20
-# Characters in flight; some of FineWeb's row groups, so that tokenizing continues during a download
+# Characters in flight: several of FineWeb's row groups, to keep tokenizing during a download
 READ_AHEAD = 2**24
 # Take validation, and a tokenizer's training text, from this many places, so that no single topic
 # dominates them.
@@ -54,7 +54,7 @@ tqdm.set_lock(threading.RLock())
 
 
 class Document(NamedTuple):
-    """A row of a source. A row without text is only counted."""
+    """Holds a row of a source. A row without text is only counted."""
 
     after: Place  # where the next document begins
     text: str | None
@@ -131,7 +131,7 @@ def read_begun(folder: Path) -> dict:
     manifest = read_manifest(folder) if (folder / "manifest.json").exists() else {}
     place = manifest.get("next")
     if place and not manifest["complete"] and place.keys() != Place()._asdict().keys():
-        problem = "was begun by an earlier version, and only that can finish it"
+        problem = "was begun by an earlier version, and only that version can finish it"
         hint = "type git checkout 05615387 and repeat the command, or delete the folder"
         raise UserError(f"{folder}: {problem}; {hint}")
     return manifest
@@ -166,7 +166,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     ]:
         del asked["files"]  # begin_or_continue() warns if their times differ
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
-        problem = f"exists, made from other text or with other flags ({', '.join(differs)})"
+        problem = f"was made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{plan.folder}: {problem}; give another --out")
 
 
@@ -185,7 +185,7 @@ def begin_or_continue(plan: Plan) -> dict:
             warn(f"{what}, such as {changed[0]}; finished shards are kept; {hint}")
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
-            warn(f"{shortage}; when the disk is full, make room: {CONTINUE}")
+            warn(f"{shortage}; if the disk fills up, make room, and {CONTINUE}")
         manifest = plan.made_from | dict(complete=False, shards=[], next=plan.begin._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
         manifest["rows_with_fffd"] = 0
@@ -264,7 +264,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
     say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
     if broken := manifest.get("rows_with_fffd"):
-        say(f"text: rows with U+FFFD, which stands for bytes that are not UTF-8: {broken:,}")
+        say(f"text: rows with U+FFFD, because some bytes are not UTF-8: {broken:,}")
     is_gpt2 = manifest["tokenizer"] == "gpt2"
     if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
         say("this is more text than a small model needs; docs/own_text.md names a model for it")
@@ -289,7 +289,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
 
 @dataclass
 class Part:
-    """The contents of a shard that is being filled."""
+    """Holds the contents of a shard that is being filled."""
 
     tokens: bytearray = field(default_factory=bytearray)  # two bytes per token
     documents: int = 0
@@ -317,7 +317,7 @@ def sample_text(documents: Callable[[int], Iterator[Document]], sizes: list[int]
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, two bytes each and end-of-text first, and its text in UTF-8."""
+    """Holds a document's tokens, two bytes each and end-of-text first, and its text in UTF-8."""
 
     tokens: bytes
     text: bytes

@@ -65,7 +65,7 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         panels["losses"].plot(tokens, losses, alpha=0.25, **line)
         panels["losses"].plot(tokens, smooth(losses), alpha=0.8, **line)
         panels["losses"].plot(at, vals, label=label, **marked)
-        curves = [(tokens, losses), (at, vals)]  # of the panel with the losses
+        curves = [(tokens, losses), (at, vals)]  # in the panel with the losses
         for n, name in enumerate(run.measures, start=i + 1):
             curve, is_loss = learning_curve(run, "tokens", name), name.endswith("_loss")
             style = marked | dict(marker=MARKERS[n % len(MARKERS)], linestyle="--")

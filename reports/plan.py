@@ -104,7 +104,7 @@ class Card:
     dtype: str
     peak_tflops: float | None
     memory_gib: float | None = None
-    published_mfu: tuple[float, ...] = ()  # of the peak; empty if nobody has published one
+    published_mfu: tuple[float, ...] = ()  # fractions of the peak; empty if none is published
     published_by: str = ""
     link_gbs: float = PCIE_GBS  # between GPUs of this kind within one machine
 
@@ -225,8 +225,8 @@ def time_run(config: Config, iter_seconds: float, gb: float, at_most: float = 0.
     """
     Return the plan's figures about time, for as many iterations as fit into `at_most` hours, if
     given. `hours` counts iterations only, `hours_total` also evaluations and checkpoints;
-    `eval_seconds` and `checkpoint_seconds` are the times of one evaluation and one checkpoint of so
-    many `gb`.
+    `eval_seconds` and `checkpoint_seconds` are the times of one evaluation and one checkpoint of
+    `gb` GB.
     """
     if at_most:
         config = fit_into_hours(config, at_most, iter_seconds, gb)

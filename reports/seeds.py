@@ -22,8 +22,8 @@ STEADY = 1.1  # on an idle machine, the seeds' speeds differ by less than this f
 
 def difference(change: list[float], base: list[float], *, times: int = 1) -> tuple[float, float]:
     """
-    Return the mean loss of the change minus that of the base, and the noise of this difference in
-    the losses' unit, or the noise to expect with `times` times as many seeds. With a single seed on
+    Return the change's mean loss minus the base's, and the noise of this difference in the losses'
+    unit, or the noise to expect with `times` times as many seeds. With a single seed on
     either side, the noise is infinite.
     """
     found = mean(change) - mean(base)

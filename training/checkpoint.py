@@ -109,7 +109,7 @@ def read(path: Path) -> dict:
 
 
 def open_state(path: Path) -> dict:
-    """Load a file with torch. Raises FileNotFoundError, also if it is deleted during the load."""
+    """Load a file with torch. Raises FileNotFoundError, even if it is deleted during the load."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:  # torch opens the file twice, the second time in C++
@@ -148,8 +148,8 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     Return the newest valid checkpoint's path and state, or (None, None) if out_dir has none. Warns
     about each damaged checkpoint, and looks again if a run that saves there has deleted one. Raises
     UserError if all are damaged, so that a run never silently starts again, Unreachable if one of
-    them cannot be read, and UserError for a checkpoint whose name gives another iteration than its
-    content.
+    them cannot be read, and UserError for a checkpoint whose name and content give different
+    iterations.
     """
     paths = list_checkpoints(out_dir)
     kind = UserError
@@ -162,7 +162,7 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
             problem, kind = f"cannot be read ({error.strerror})", Unreachable
         if not os.path.lexists(path):
             if not list_checkpoints(out_dir):  # a run that saves there would have left one
-                raise Unreachable(f"{out_dir}: its checkpoints have just gone; restore them")
+                raise Unreachable(f"{out_dir}: its checkpoints have just disappeared; restore them")
             return find_newest(out_dir)
         if problem:
             warn(f"{path}: {problem}; trying the checkpoint before it")
@@ -257,9 +257,9 @@ def set_logs_aside(out_dir: Path) -> None:
 class Saver:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
-    Only rank 0 writes, but every rank must call claim() and save(). While the disk is full or away,
-    new records and lines are kept in memory. Only the lock stays open, because a handle on a share
-    dies with its connection.
+    Only rank 0 writes, but every rank must call claim() and save(). While the disk is full or
+    missing, new records and lines are kept in memory. Only the lock stays open, because a handle on
+    a share dies with its connection.
     """
 
     def __init__(self, out_dir: Path, keep: int, facts: dict, ranks):
@@ -333,14 +333,14 @@ class Saver:
             is_same = os.path.samestat(held, os.fstat(self.lock.fileno()))
             # on a share without locks, another run may have added its bytes
             return is_same and held.st_size == len(self.mark)
-        except (OSError, ValueError):  # the disk is away, or the handle died with its connection
+        except (OSError, ValueError):  # the disk is missing, or the handle died with its connection
             return False
 
     def check_lock(self) -> None:
         """
-        Lock out_dir again if its disk has been away since the last time, or if somebody has deleted
-        the lock in it. Raises OSError if it is away now, and UserError if another run has taken the
-        folder.
+        Lock out_dir again if its disk was missing since the last call, or if somebody has deleted
+        the lock. Raises OSError if the disk is missing now, and UserError if another run has taken
+        the folder.
         """
         assert self.lock
         if self.has_lock():
@@ -363,7 +363,7 @@ class Saver:
     def save(self, state: dict) -> str:
         """
         Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
-        or why nothing was saved: the disk is full, failing or away.
+        or why nothing was saved: the disk is full, failing or missing.
         """
         problem = self.ranks.on_main(self.write, state | self.facts)
         self.failed = bool(problem)

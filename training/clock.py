@@ -152,7 +152,7 @@ class Clock:
         cpu = time.process_time()
         if category == "steps":
             self.cpu_seconds += cpu - self.cpu_lapped_at
-        if category == "checkpoints":  # also after a failed save: the next try waits half a minute
+        if category == "checkpoints":  # a failed save too: the next try waits half a minute
             self.save_timer_began = now
         self.cpu_lapped_at = cpu
         return seconds
@@ -195,9 +195,9 @@ class Clock:
 
     def expect(self, what: str, seconds: float | None = None) -> None:
         """
-        Expect the next iteration or pause to take as long as the last one: `seconds`, or those of
-        the pause so far. `what` is "iteration" or one of PAUSES. An estimate at most doubles per
-        call, so that a single hang does not end the run far too early.
+        Expect the next iteration or pause to take as long as the last one: `seconds`, or by
+        default the pause so far. `what` is "iteration" or one of PAUSES. An estimate at most
+        doubles per call, so that a single hang does not end the run far too early.
         """
         seconds = self.since_lap() if seconds is None else seconds
         before = self.estimates.get(what) or seconds

@@ -76,7 +76,7 @@ def published_mfus(row: dict[str, str]) -> tuple[float, ...]:
 
 
 def assumed_mfus(name: str) -> tuple[float, float, float]:
-    """Return the lowest, likely and highest MFU to assume of a GPU for which none is published."""
+    """Return the lowest, likely and highest MFU to assume for a GPU if none is published."""
     return next(mfus for word, mfus in ASSUMED_MFU.items() if word in name)
 
 

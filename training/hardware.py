@@ -1,5 +1,5 @@
 """
-Choose and set up the device, and tell its dtype, memory and MFU.
+Choose and set up the device, and report its dtype, memory and MFU.
 
 MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
 the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and speed.py

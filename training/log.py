@@ -32,7 +32,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs reach up to 16 on a tiny text
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 PATIENCE = 20.0  # seconds to wait for loss.png
-# A run is slow if its MFU, after so many iterations, is below this share of the lowest known one.
+# A run is slow if its MFU, after SLOW_AFTER iterations, is below SLOW times the lowest known one.
 # Muon takes 4%, and runs of one card differ by a few percent more.
 SLOW_AFTER, SLOW = 50, 0.85
 # The fields of an evaluation besides its numbers; published runs have a band, from low to high
@@ -73,10 +73,10 @@ class Log:
         self.saver = saver
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
         self.last_loss: tuple[float, int] | None = None  # the last line's loss, and its iteration
-        self.is_slow = False  # whether the log has warned of it
+        self.is_slow = False  # whether the log has warned that the run is slow
 
     def start_tracker(self, is_new: bool) -> None:
-        """Start the tracker. If it does not start, a new run ends, and a resumed one goes on."""
+        """Start the tracker. If it does not start, a new run ends, and a resumed one continues."""
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
         if problem := self.ranks.on_main(self.tracker.start, self.config, purge_from):
@@ -89,8 +89,8 @@ class Log:
 
     def begin(self, resumed: dict | None, weights: dict | None, model, optimizer) -> None:
         """
-        Start the tracker, describe the run, and warn about likely mistakes. `resumed` and `weights`
-        are those from which it starts, if any.
+        Start the tracker, describe the run, and warn about likely mistakes. `resumed` is the
+        checkpoint and `weights` the weights from which it starts, if any.
         """
         c = self.config
         self.start_tracker(is_new=not resumed)
@@ -200,8 +200,8 @@ class Log:
 
     def warn_if_slow(self, it: int, tokens: int) -> None:
         """
-        Warn once if this launch's MFU is below those known of this GPU. They are MFUs of one GPU,
-        with a model at least PUBLISHED_WIDTH wide.
+        Warn once if this launch's MFU is below all that are known for this GPU. Those were measured
+        on one GPU, with models at least PUBLISHED_WIDTH wide.
         """
         c, hw = self.config, self.hw
         row = hw.row if hw.peak_source == "gpus.csv" and c.n_embd >= PUBLISHED_WIDTH else None

@@ -56,9 +56,9 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutput:
         """
-        Compute logits (B, T, V) from input_ids (B, T); only those of the last `logits_to_keep`
-        tokens unless it is 0. With labels (B, T), normally the input_ids themselves, also compute
-        the loss; labels of -100 are ignored. Raises ValueError for padding before a token, and for
+        Compute logits (B, T, V) from input_ids (B, T), of the last `logits_to_keep` tokens only
+        unless that is 0. With labels (B, T), normally the input_ids themselves, also compute the
+        loss; labels of -100 are ignored. Raises ValueError for padding before a token, and for
         options of transformers' own models that this one does not support.
         """
         mask = attention_mask

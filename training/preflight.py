@@ -44,7 +44,7 @@ def check_device(config: Config) -> None:
         hint = "use --dtype=float16"
         raise UserError(f"dtype: this GPU only emulates bfloat16, and slowly; {hint}")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device: mps asked for, but torch finds no Metal here; use --device=cpu")
+        raise UserError("device: torch finds no Metal for mps here; use --device=cpu")
 
 
 def has_kernels(device: torch.device) -> bool:

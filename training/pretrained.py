@@ -142,7 +142,7 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
             return read_weights(name_or_path, best)
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path}: is no model ({type(error).__name__}: {error})") from None
+        raise UserError(f"{path}: is not a model ({type(error).__name__}: {error})") from None
 
 
 def describe_source(state: dict, path: Path) -> str:
@@ -167,7 +167,7 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     rows. They come from the tokenizer's files beside the weights, from what convert.py has exported
     in config.json, from a nanoGPT meta.pkl with as many characters, or from a guess that 50257 rows
     or, padded, 50304 are GPT-2's. Failing all these, returns all rows and NO_TOKENIZER. `state` is
-    the checkpoint or config.json. Raises UserError if the tokenizer is not that of the weights.
+    the checkpoint or config.json. Raises UserError if the tokenizer does not fit the weights.
     """
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer.json").exists():

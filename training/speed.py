@@ -64,7 +64,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callab
     hold random numbers, because matrices of ones need less power, so a GPU that lacks power would
     look fast. On Linux, a CPU is timed by the CPU time that this process uses, because other
     programs make the wall-clock time several times as long. Windows counts CPU time too coarsely,
-    and on macOS torch's number of threads is not that of the matmul.
+    and on macOS the matmul does not use torch's number of threads.
     """
     counts_cpu_time = device.type == "cpu" and sys.platform == "linux"
 
