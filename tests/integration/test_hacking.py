@@ -456,7 +456,7 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
     refused(results["nowhere"], "--second=PATH")
     refused(results["other"], "second: ")
     losses = column(program / "second", "eval", "train_loss", "val_loss", "second_loss")
-    line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, "
+    line = "step 8: train loss {:.4g}, val loss {:.4f}, second loss {:.4f}, "
     assert line.format(*losses[-1]) in results["second"].out
     assert all(val == second for _, val, second in losses)
     figure = pytest.importorskip("matplotlib.figure").Figure()
@@ -468,10 +468,10 @@ def test_the_documented_measure_is_printed_recorded_drawn_and_compared(documente
     program, results = documented
     (first, *_, last) = column(program / "second", "eval", "choices")
     assert {first, last} <= {0.0, 0.5, 1.0}
-    assert f", choices {last:.4f}, time " in results["second"].out
+    assert f", choices {last:.4g}, time " in results["second"].out
     assert ", choices " in results["again"].out  # eval_only
     result = run("compare.py", program / "second", program / "whole")
-    assert re.search(rf"^last choices +{last:.4f} +[01]\.", result.out, re.M), result.out
+    assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 
 
 @pytest.mark.slow
