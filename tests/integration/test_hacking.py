@@ -456,7 +456,7 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
     refused(results["nowhere"], "--second=PATH")
     refused(results["other"], "second: ")
     losses = column(program / "second", "eval", "train_loss", "val_loss", "second_loss")
-    line = "step 8: train loss {:.4g}, val loss {:.4f}, second loss {:.4f}, "
+    line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, "
     assert line.format(*losses[-1]) in results["second"].out
     assert all(val == second for _, val, second in losses)
     figure = pytest.importorskip("matplotlib.figure").Figure()
