@@ -3,9 +3,7 @@ Check device, dtype, peak speed and MFU against numbers computed by hand from da
 logs. Other machines are imitated by patching torch and the standard library.
 """
 
-import contextlib
 import importlib.metadata
-import itertools
 import os
 import platform
 import re
@@ -17,13 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from cases import slow_but
 from program import ROOT, column, finish, flags, run, start, train
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common import environment
 from common.console import UserError
-from configurator import Config, load_config, resolve
+from configurator import Config, load_config, read_config, resolve
 from model import GPTConfig
 from model_fast import FastConfig, build_model, model_config
 from training import hardware, preflight, speed
@@ -391,81 +387,29 @@ def test_recognises_out_of_memory_in_many_errors():
         assert not hardware.is_out_of_memory(other)
 
 
-ITERATIONS = [  # batch_size, accumulation, processes -> the next smaller pair that does as much
-    ((12, 3, 1), (9, 4)),  # the next divisor, not half
-    ((6, 4, 2), (4, 6)),
-    ((4, 3, 3), (2, 6)),  # 3 would not be shared by the processes
-    ((1, 40, 1), None),
+ADVICE = [  # a command, its processes -> the batch sizes that it is advised to use, one by one
+    ("--batch_size=12 --gradient_accumulation_steps=1", 1, [6, 4, 3, 2, 1]),
+    ("--batch_size=12 --block_size=16 --tokens_per_iter=192", 1, [6, 4, 3, 2, 1]),
+    ("--batch_size=12 --gradient_accumulation_steps=3", 1, [9, 6, 4, 3, 2, 1]),  # not half
+    ("--batch_size=6 --gradient_accumulation_steps=4", 2, [4, 3, 2, 1]),
+    # 3 would not be shared by the processes
+    ("--batch_size=4 --gradient_accumulation_steps=3", 3, [2, 1]),
 ]
 
 
-@pytest.mark.parametrize("asked, smaller", ITERATIONS)
-def test_out_of_memory_suggests_a_smaller_batch_with_as_many_tokens(asked, smaller):
-    """
-    Suggest the next smaller batch_size and the accumulation that goes with it, or --recompute=True
-    if there is none.
-    """
-    batch_size, accumulation, world_size = asked
-    config = Config(batch_size=batch_size, gradient_accumulation_steps=accumulation)
-    line = hardware.out_of_memory_line(config, world_size)
-    assert line.startswith(f"out of memory with batch_size={batch_size}; ")
-    found = re.findall(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)", line)
-    assert [tuple(map(int, pair)) for pair in found] == ([smaller] if smaller else [])
-    if smaller:
-        assert smaller[0] * smaller[1] == batch_size * accumulation and smaller[0] < batch_size
-        assert resolve(Config(gradient_accumulation_steps=smaller[1]), world_size)[1] == []
-    else:
-        assert "--recompute=True" in line
-
-
-@contextlib.contextmanager
-def memory_for(rows: int):
-    """Run out of memory in the forward pass of each micro-batch of more than `rows` sequences."""
-
-    def before_forward(module, arguments):
-        idx = arguments[0] if arguments else None
-        # (B, T) ids; where FLOPs are counted, they are of another type
-        is_batch = type(idx) is torch.Tensor and idx.dtype == torch.int64 and idx.dim() == 2
-        if is_batch and len(idx) > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    handle = register_module_forward_pre_hook(before_forward)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-ASKED = {
-    "two keys": dict(batch_size=12, gradient_accumulation_steps=1),
-    "tokens_per_iter": dict(batch_size=12, tokens_per_iter=192),
-    "auto": dict(batch_size=6, gradient_accumulation_steps=2, init_from="auto"),
-}
-
-
-@pytest.mark.parametrize("asked", slow_but("two keys", of=ASKED))
-def test_following_the_out_of_memory_advice_ends_in_a_run_that_fits(asked, tiny, tmp_path):
-    """
-    Add the suggested flags to the command until it fits, and train on as many tokens as at first.
-    """
-    places = map(str, itertools.count())  # a folder stays locked until this process ends
-    keys = {name: value for name, value in tiny.items() if name != "gradient_accumulation_steps"}
-    command = flags(**keys | ASKED[asked] | dict(max_iters=1))
-    sizes = []
-    with memory_for(2):
-        while True:
-            out_dir = tmp_path / next(places)
-            result = run("train.py", *command, f"--out_dir={out_dir}")
-            if result.code == 0:
-                break
-            *_, line = result.err.splitlines()
-            assert result.code == 1 and line.startswith("error: out of memory with batch_size=")
-            pair = line.split(": ")[-1].split()
-            sizes.append(pair[0])
-            command += pair
-            assert len(sizes) < 5
-    assert sizes[-1] == "--batch_size=2"
-    assert column(out_dir, "end", "tokens") == [192]
+@pytest.mark.parametrize("command, processes, sizes", ADVICE)
+def test_following_the_out_of_memory_advice_trains_on_as_many_tokens(command, processes, sizes):
+    """Add the suggested flags to the command until only another model would need less memory."""
+    words, tokens = command.split(), set()
+    for size in [*sizes, None]:
+        config, problems = resolve(read_config(words), processes)
+        line = hardware.out_of_memory_line(config, processes)
+        assert line.startswith(f"out of memory with batch_size={config.batch_size}; ")
+        advised = re.findall(r"--(?:batch|grad|eval)\w+=\d+", line)
+        assert (problems, advised[:1]) == ([], [f"--batch_size={size}"] if size else [])
+        tokens.add((config.iter_tokens, config.eval_size))
+        words += advised
+    assert len(tokens) == 1 and "--recompute=True" in line
 
 
 # -----------------------------------------------------------------------------
