@@ -76,11 +76,6 @@ def sample(*arguments: str, **more) -> list[str]:
     return texts
 
 
-def files(folder: Path) -> dict[str, tuple[int, int]]:
-    stats = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
 def write_parrot(run_folder: Path, path: Path, token: int) -> Path:
     """Write a copy of a run's newest checkpoint that always predicts `token`."""
     state = checkpoint(run_folder, checkpoints(run_folder)[-1])

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import runpy
@@ -26,7 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -297,6 +298,18 @@ def raises(error: BaseException) -> Callable[[], None]:
     return fail
 
 
+@contextlib.contextmanager
+def gradients_of_nan(passes: Container[int]):
+    """Make the gradients of these backward passes NaN; the first one inside the context is 0."""
+    backward, numbers = torch.Tensor.backward, itertools.count()
+
+    def spoilt(loss):
+        backward(loss * torch.nan if next(numbers) in passes else loss)
+
+    with mock.patch.object(torch.Tensor, "backward", spoilt):
+        yield
+
+
 class InProcessRun:
     """
     Launch train.py in this process, and call functions at chosen moments. at["iteration", 7] is
@@ -555,6 +568,12 @@ def assert_same_run(left: Path, right: Path, iter_num: int, log_has_gaps: bool =
     for kind, names in (("step", STEP), ("eval", EVAL)):
         ours, theirs = column(left, kind, *names), column(right, kind, *names)
         assert ours == theirs or (log_has_gaps and all(record in ours for record in theirs))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files in a folder, by their paths in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 # the fields of a record that do not depend on time

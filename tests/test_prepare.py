@@ -34,7 +34,17 @@ from documents import (
     write_jsonl,
     write_parquet,
 )
-from program import ROOT, Result, finish, needs_signals, refused, run, start, wait_for_line
+from program import (
+    ROOT,
+    Result,
+    contents,
+    finish,
+    needs_signals,
+    refused,
+    run,
+    start,
+    wait_for_line,
+)
 
 from common.console import UserError
 from data import prepare_fineweb, prepare_text, writer
@@ -64,11 +74,6 @@ def prepare_from_hub(file: str, *arguments) -> Result:
     """Run prepare_fineweb.py in this process on a dataset that consists of this file."""
     with on_hub(file):
         return run(FINEWEB, *arguments)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files in a data folder, by name."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # -----------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from program import (
     Result,
     Run,
     assert_same_run,
+    contents,
     finish,
     flags,
     raises,
@@ -101,10 +102,6 @@ def lines(text: str, beginning: str) -> list[str]:
 
 def leftovers(out_dir: Path) -> list[Path]:
     return [*out_dir.glob("*.tmp")]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def best_iter(ran: Run) -> int:

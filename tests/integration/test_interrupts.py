@@ -3,14 +3,11 @@ Interrupt runs by signals, kills and errors, and damage their checkpoints. A res
 uninterrupted one, and the interrupted run's exit code and folder tell what happened.
 """
 
-import contextlib
-import itertools
 import os
 import signal
 import sys
 import textwrap
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +19,10 @@ from program import (
     InProcessRun,
     Run,
     assert_same_run,
+    contents,
     finish,
     flags,
+    gradients_of_nan,
     needs_signals,
     raises,
     run,
@@ -187,11 +186,6 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, ran, tmp
         assert is_averaged == all(same(averages[name], p) for name, p in saved["model"].items())
 
 
-def contents(folder) -> dict[str, bytes]:
-    """Return the contents of each file in a folder, by name, except the lock's."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
-
-
 def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, ran):
     train(**tiny)
     before = contents(ran.out_dir)
@@ -337,18 +331,6 @@ def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, ran):
     assert ran.steps("iter") == [*range(12)]
 
 
-@contextlib.contextmanager
-def skipping(calls):
-    """Let these calls of backward(), counted from 0, give gradients of NaN."""
-    backward, numbers = torch.Tensor.backward, itertools.count()
-
-    def spoilt(loss):
-        backward(loss * torch.nan if next(numbers) in calls else loss)
-
-    with mock.patch.object(torch.Tensor, "backward", spoilt):
-        yield
-
-
 DEAD = {
     "a huge val loss": (dict(learning_rate=1e3, min_lr=1e3, grad_clip=0, eval_interval=8), [4]),
     "skipped updates": (dict(), [4, 8]),
@@ -363,7 +345,7 @@ def test_a_diverged_state_replaces_no_checkpoint_and_the_error_names_the_one_to_
     keys = tiny | dict(max_iters=20, keep_checkpoints=2)
     train(**keys | dict(max_iters=4))
     changes, saved = DEAD[sign]
-    with skipping(range(15, 99) if sign == "skipped updates" else []):
+    with gradients_of_nan(range(15, 99) if sign == "skipped updates" else []):
         result = run("train.py", *flags(**keys | changes, init_from="resume"))
     assert (result.code, ran.saved) == (1, saved)
     newest = ran.out_dir / f"ckpt-{saved[-1]:08}.pt"
@@ -399,7 +381,7 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, ran):
     """Allow 19 in a row, because float16 may skip 16 until its loss scale is low enough."""
     skipped, code = SKIPPED[updates]
     keys = tiny | dict(gradient_accumulation_steps=1, max_iters=25, eval_interval=100)
-    with skipping(skipped):
+    with gradients_of_nan(skipped):
         result = run("train.py", *flags(**keys))
     assert result.code == code
     assert "skipped" in result.err.splitlines()[-1]

@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -29,8 +28,10 @@ from program import (
     checkpoint,
     checkpoints,
     column,
+    contents,
     finish_ranks,
     flags,
+    gradients_of_nan,
     records,
     run,
     same,
@@ -305,20 +306,6 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
-@contextmanager
-def gradient_of_nan(backward_pass: int):
-    """Make the gradients of one backward pass NaN; the first one inside the context is 1."""
-    real, count = torch.Tensor.backward, 0
-
-    def backward(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        real(self * math.nan if count == backward_pass else self, *args, **kwargs)
-
-    with mock.patch.object(torch.Tensor, "backward", backward):
-        yield
-
-
 ADAMW = torch.optim.AdamW.__init__
 HALF = dict(dtype="float16")
 OPTIMIZERS = {"": {}, "half": HALF, "muon": FAST, "muon in half": FAST | HALF, "not fused": {}}
@@ -333,7 +320,7 @@ def test_an_update_with_a_gradient_of_nan_is_skipped_with_a_warning(kind, tokens
         ADAMW(self, groups, fused=fused and kind != "not fused", **keys)
 
     # in a micro-batch of iteration 5
-    with mock.patch("torch.optim.AdamW.__init__", adamw), gradient_of_nan(backward_pass=5 * 3 + 2):
+    with mock.patch("torch.optim.AdamW.__init__", adamw), gradients_of_nan([5 * 3 + 1]):
         result = train(**config, dataset=tokens, out_dir=tmp_path)
     before, after, later = (checkpoint(tmp_path, it) for it in (5, 6, 7))
     assert same(before["model"], after["model"])
@@ -351,11 +338,7 @@ def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
     last = out_dir / "ckpt-00000012.pt"
     losses = column(out_dir, "eval", "train_loss", "val_loss")[-1]
 
-    def contents() -> dict:
-        files = [path for path in tmp_path.rglob("*") if path.is_file()]
-        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
-
-    before = contents()
+    before = contents(tmp_path)
     for start_from in (
         dict(init_from="resume", out_dir=out_dir),
         dict(out_dir=out_dir),  # the run that is there
@@ -364,8 +347,7 @@ def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
         result = train(**BASE, **start_from, eval_only=True, dataset=tokens)
         assert evaluation_in(result.out) == pytest.approx(losses, abs=6e-5)  # four digits
         assert "\niter " not in result.out
-    assert contents() == before
-    assert not (tmp_path / "new").exists()
+    assert contents(tmp_path) == before and not (tmp_path / "new").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -546,7 +528,7 @@ def test_data_wait_ms_is_the_average_wait_per_iteration(tokens, tmp_path):
 
 def test_a_run_resumed_from_an_older_checkpoint_drops_later_warnings_from_its_log(tokens, tmp_path):
     config = BASE | dict(dataset=tokens, out_dir=tmp_path)
-    with gradient_of_nan(backward_pass=6 * 3 + 2):  # in iteration 6, after its checkpoint
+    with gradients_of_nan([6 * 3 + 1]):  # in iteration 6, after its checkpoint
         train(**config)
     assert column(tmp_path, "event", "iter") == [6]
     (tmp_path / "ckpt-00000012.pt").unlink()

@@ -8,8 +8,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from char_dataset import SHORT_RUN, T, files, sample
-from program import ROOT, Run, finish, flags, refused, run, start, train, wait_for_line
+from char_dataset import SHORT_RUN, T, sample
+from program import ROOT, Run, contents, finish, flags, refused, run, start, train, wait_for_line
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_resuming_is_refused_if_a_file_of_the_dataset_changed(split, letters, ra
     data = shutil.copytree(letters, tmp_path / "letters")
     keys = SHORT_RUN | dict(dataset=data, out_dir=ran.out_dir, max_iters=2)
     train(**keys)
-    before = files(ran.out_dir)
+    before = contents(ran.out_dir)
     ids = np.fromfile(data / f"{split}.bin", "<u2")
     ids[::-1].tofile(data / f"{split}.bin")
     result = run("train.py", *flags(**keys | dict(max_iters=4, init_from="resume")))
     refused(result, str(data))
-    assert files(ran.out_dir) == before
+    assert contents(ran.out_dir) == before
