@@ -116,9 +116,11 @@ def test_a_broken_link_to_text_is_refused_with_its_target(name):
         refused(prepare_text(source), f"{name}: links to /mnt/stick/away")
 
 
-@pytest.mark.parametrize("name", ["enwik8", "table/train.csv", "pipe.txt"])
+@pytest.mark.parametrize(
+    "name", ["enwik8", "table/train.csv", "lines.json", "saved/data.arrow", "pipe.txt"]
+)
 def test_a_file_that_cannot_be_read_is_named_with_the_kinds_that_can(name):
-    Path("table").mkdir()
+    Path(name).parent.mkdir(exist_ok=True)
     if name == "pipe.txt":
         os.mkfifo(name)
     else:

@@ -78,7 +78,20 @@ DOWNLOAD = (
     "--local-dir="
 )
 DATA = [
-    ("train.py tiny.py --dataset=nowhere", "prepare_text.py FILE --out=data/nowhere"),
+    ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
+    # the validation text of your own files is finished last, so no run can begin before
+    (
+        "train.py tiny.py --stream=True --dataset=no",
+        "prepare_fineweb.py --tokens --dataset=data/no",
+    ),
+    (
+        "train.py tiny.py --stream=True --dataset=book.txt",
+        "prepare_text.py --dataset=data/book_tokens without --stream",
+    ),
+    (
+        "train.py tiny.py --stream=True --dataset=config",
+        "prepare_text.py --dataset=data/config_tokens",
+    ),
     ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=my_fineweb", "prepare_fineweb.py --out=data/my_fineweb"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),
@@ -205,14 +218,10 @@ LEFTOVERS = [
     ("WORLD_SIZE=1 RANK=3", "RANK=3 WORLD_SIZE=1 unset torchrun"),
     ("RANK=-1", "RANK '-1' unset RANK"),
 ]
-ROWS = "data/prepare_text.py --out=out"
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt .md", "book.docx .md"),
-    ("data/prepare_text.py array.json --out=out", "array.json .jsonl"),
-    ("data/prepare_text.py saved --out=out", "saved/data-00000-of-00001.arrow .parquet"),
     ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "line 3 --encoding=cp1252"),
-    ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl 2,600"),
-    ("data/prepare_text.py posts.jsonl --out=out", "posts.jsonl text --text_field"),
+    ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl 0 more text 2,600"),
     ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
     ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "between 0 and 0.5"),
     ("data/prepare_text.py book.txt --write=tiny.py", "tiny.py exist"),
@@ -227,8 +236,7 @@ PREPARATION = [
     ("data/prepare_fineweb.py --token=1M", "unrecognized"),
     ("data/prepare_fineweb.py --source=book.txt --out=out", "--source data/prepare_text.py"),
     ("data/prepare_fineweb.py --order=prefix --out=out", "--order shuffled"),
-    (f"{ROWS} empty.jsonl", "empty.jsonl 0 more text"),
-    (f"{ROWS} lists.parquet", "lists.parquet text (list<element: string>) --text_field"),
+    ("data/prepare_text.py lists.parquet --out=out", "text (list<element: string>) --text_field"),
 ]
 
 
@@ -314,15 +322,9 @@ def write_texts() -> None:
     Path("book.docx").write_bytes(b"PK\3\4")
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
     Path("empty.jsonl").write_text("")
-    Path("array.json").write_text("its ending is enough")
-    Path("saved").mkdir()
-    Path("saved/data-00000-of-00001.arrow").write_text("as save_to_disk names it")
-    Path("saved/state.json").write_text("{}")
     Path("garbage.parquet").write_bytes(bytes(range(200)))
-    Path("good.jsonl").write_text('{"text": "It was a dark night."}\n' * 300)
     lists = pyarrow.table({"text": [["It", "was"]] * 300, "n": [1] * 300})
     pyarrow.parquet.write_table(lists, "lists.parquet")
-    Path("posts.jsonl").write_text('{"body": "It was a dark night.", "title": "Night"}\n' * 300)
 
 
 @pytest.fixture(scope="module")

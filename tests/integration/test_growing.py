@@ -186,16 +186,3 @@ def test_a_folder_that_cannot_be_trained_on_yet_is_refused():
     growing.write(manifest_of(Path("own")) | dict(complete=False))
     assert "own: is unfinished; " in refusal(dataset="own")
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize("dataset", ["nowhere", "a.jsonl", "source"])
-def test_where_there_is_no_prepared_folder_the_error_shows_the_two_commands(dataset, work):
-    write_jsonl(work / "a.jsonl", documents(10))
-    write_parquet(work / "source/a.parquet", documents(10))
-    error = refusal(dataset=dataset)
-    prepare, train = [line for line in error.splitlines() if line.startswith("    python ")]
-    out = prepare.split("--out=")[1]
-    # the validation text of your own files is finished last
-    script = "prepare_fineweb.py --tokens" if dataset == "nowhere" else f"prepare_text.py {dataset}"
-    assert script in prepare and f"--dataset={out}" in train
-    assert ("--stream=True" in train) == (dataset == "nowhere")

@@ -141,14 +141,6 @@ def test_a_written_config_names_its_dataset_and_run_after_its_own_file(name, fla
     assert [path.name for path in Path("data").iterdir()] == [folder]
 
 
-def test_the_error_for_a_missing_dataset_says_where_train_py_looked_and_how_to_prepare_it(work):
-    Path("anna.txt").write_text(LINES * 300)
-    prepare("anna.txt", "--write=anna.py")
-    shutil.rmtree("data")
-    said = f"no folder data/anna in {work}", "python data/prepare_text.py FILE --out=data/anna"
-    refused(run("train.py", "anna.py", *CPU), *said)
-
-
 def written(kind: str, tokens: int):
     """Return the config that is written for a dataset with this many training tokens."""
     tokenizer = SimpleNamespace(kind=kind, vocab=dict(byte=256, bpe=4096)[kind])
