@@ -80,18 +80,9 @@ DOWNLOAD = (
 DATA = [
     ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
     # the validation text of your own files is finished last, so no run can begin before
-    (
-        "train.py tiny.py --stream=True --dataset=no",
-        "prepare_fineweb.py --tokens --dataset=data/no",
-    ),
-    (
-        "train.py tiny.py --stream=True --dataset=book.txt",
-        "prepare_text.py --dataset=data/book_tokens without --stream",
-    ),
-    (
-        "train.py tiny.py --stream=True --dataset=config",
-        "prepare_text.py --dataset=data/config_tokens",
-    ),
+    ("train.py tiny.py --stream=True --dataset=no", "prepare_fineweb.py --dataset=data/no"),
+    ("train.py tiny.py --stream=True --dataset=book.txt", "--dataset=data/book_tokens without"),
+    ("train.py tiny.py --stream=True --dataset=config", "prepare_text.py data/config_tokens"),
     ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=my_fineweb", "prepare_fineweb.py --out=data/my_fineweb"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),

@@ -231,7 +231,7 @@ def test_resuming_is_refused_if_the_optimizer_groups_changed(change, tokens, hal
 
     def build(groups, fused):
         change(*groups)
-        return ADAMW(groups, fused=fused)
+        return MomentumSGD(groups, fused)
 
     with mock.patch("torch.optim.AdamW", build):
         refused(run(*training(dataset=tokens, out_dir=half, init_from="resume")), "group")
@@ -239,23 +239,20 @@ def test_resuming_is_refused_if_the_optimizer_groups_changed(change, tokens, hal
     assert (half / "ckpt-00000004.pt").read_bytes() == before
 
 
-ADAMW = torch.optim.AdamW
-NOT_FUSED = dict(
-    SGD=lambda groups, fused: torch.optim.SGD(groups, momentum=0.9),
-    Adafactor=lambda groups, fused: torch.optim.Adafactor(groups),
-)
+class MomentumSGD(torch.optim.SGD):
+    def __init__(self, groups, fused) -> None:
+        super().__init__(groups, momentum=0.9)
 
 
-@pytest.mark.parametrize("name", slow_but("SGD", of=NOT_FUSED))
-def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(name, tokens, tmp_path):
+def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(tokens, tmp_path):
     out_dir, halves = tmp_path / "whole", tmp_path / "halves"
-    with mock.patch("torch.optim.AdamW", NOT_FUSED[name]):
+    with mock.patch("torch.optim.AdamW", MomentumSGD):
         train(**TINY, dataset=tokens, out_dir=out_dir)
         newest = shutil.ignore_patterns("ckpt-00000008.pt", "best.pt")
         shutil.copytree(out_dir, halves, ignore=newest)
         train(**TINY, dataset=tokens, out_dir=halves, init_from="resume")
     losses = column(out_dir, "step", "loss")
-    assert losses[-1] < losses[0] - 0.005  # Adafactor's updates are small
+    assert losses[-1] < losses[0] - 0.005
     assert_same_run(halves, out_dir, 8)
 
 
