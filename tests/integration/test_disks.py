@@ -583,16 +583,6 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     assert content in contents(ran.out_dir).values()
 
 
-@pytest.mark.parametrize("keep", slow_but(2, of=[1, 2, 3]))
-def test_a_run_keeps_the_newest_checkpoints_and_the_best(keep, tiny, ran):
-    there, trainer = set(), InProcessRun()
-    trainer.at["update", None] = lambda: there.add(len(ran.saved))
-    launch(trainer, **tiny | dict(eval_interval=2, max_iters=10, keep_checkpoints=keep))
-    assert ran.saved == [2, 4, 6, 8, 10][-keep:]
-    assert max(there) == keep
-    assert best_iter(ran) == 4
-
-
 def lose_handle(path: Path) -> None:
     """Let this process's handle of a file name another one, as if its connection had died."""
     (number,) = (
