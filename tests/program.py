@@ -118,15 +118,6 @@ def train(**keys) -> Result:
     return result
 
 
-def printed_config(*arguments) -> dict:
-    """Return the keys that configurator.py prints for these files and flags."""
-    result = run("configurator.py", *arguments)
-    assert result.code == 0, result.err
-    values: dict = {}
-    exec(result.out, values)
-    return values
-
-
 def refused(result: Result, *words: str) -> str:
     """
     Check that a command was refused before it did anything: exit code 2, and one line of error that
