@@ -1,15 +1,12 @@
 """Check what a run prints, and what other programs read: its log lines and metrics.jsonl."""
 
-import itertools
 import re
 import shlex
 from datetime import datetime
-from unittest import mock
 
 import pytest
-import torch
 from char_dataset import SHORT_RUN, T
-from program import InProcessRun, Result, Run, finish, flags, run, start, train
+from program import InProcessRun, Result, Run, finish, flags, gradients_of_nan, run, start, train
 
 from common.console import UserError
 from reports.runs import COLUMNS
@@ -38,15 +35,8 @@ FIELDS = dict(
 def logged(corpus, tmp_path_factory) -> tuple[Run, Result]:
     """Train a run with all kinds of records, which skips the update of iteration 4."""
     out_dir = tmp_path_factory.mktemp("logged") / "run"
-    backward = torch.Tensor.backward
-    calls = itertools.count()
-
-    def spoilt(loss):
-        is_bad = next(calls) == 4 * 2  # two micro-batches an iteration
-        backward(loss * torch.nan if is_bad else loss)
-
     changes = dict(sample_tokens=5, peak_tflops=0.01, log_interval=2)
-    with mock.patch.object(torch.Tensor, "backward", spoilt):
+    with gradients_of_nan([4 * 2]):  # two micro-batches an iteration
         result = train(**SHORT_RUN | changes, dataset=corpus, out_dir=out_dir)
     return Run(out_dir), result
 
