@@ -46,17 +46,30 @@ def test_writes_every_record_whole_after_the_disk_was_full(tmp_path, monkeypatch
     assert capsys.readouterr().err.count("metrics.jsonl") == 1
 
 
-@pytest.mark.parametrize("newest", ["a dead link", "a folder"])
-def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_opened(newest, tmp_path, capsys):
-    """Warn that the newest checkpoint cannot be read."""
+def flipped(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+NEWEST = {  # how it gets its content, and words of the warning
+    "a dead link": (lambda path, content: path.symlink_to("gone"), "cannot be read ("),
+    "a folder": (lambda path, content: path.mkdir(), "cannot be read ("),
+    "empty": (lambda path, content: path.touch(), "cut short"),
+    "cut": (lambda path, content: path.write_bytes(content[:-100]), "cut short"),
+    "zeros": (lambda path, content: path.write_bytes(bytes(len(content))), "cut short"),
+    "a flipped bit": (lambda path, content: path.write_bytes(flipped(content)), "checksum"),
+}
+
+
+@pytest.mark.parametrize("make, words", NEWEST.values(), ids=NEWEST)
+def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, tmp_path, capsys):
+    """Warn of the newest one."""
     good, bad = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
-    checkpoint.save(dict(progress={}), good)
-    if newest == "a folder":
-        bad.mkdir()
-    else:
-        bad.symlink_to(tmp_path / "gone")
+    checkpoint.save(dict(model=torch.ones(9999), progress={}), good)
+    make(bad, good.read_bytes())
     assert checkpoint.find_newest(tmp_path)[0] == good
-    assert f"{bad}: cannot be read (" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {bad}: ") and words in line
 
 
 @pytest.mark.parametrize("when", ["before torch.load", "within torch.load"])

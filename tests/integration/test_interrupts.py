@@ -285,28 +285,15 @@ def test_a_resume_with_the_same_flags_changes_no_key(tiny, ran):
     assert second == first
 
 
-def flip(content: bytearray) -> None:
-    content[len(content) // 3] ^= 1
-
-
-def cut(content: bytearray) -> None:
-    del content[-100:]
-
-
-def blank(content: bytearray) -> None:
-    content[:] = bytes(len(content))
-
-
-@pytest.mark.parametrize("how", slow_but(flip, cut, of=[flip, cut, blank, bytearray.clear]))
 def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
-    how, tiny, ran, unbroken
+    tiny, ran, unbroken
 ):
+    """test_checkpoint.py damages a checkpoint in other ways."""
     train(**tiny | dict(max_iters=8))
     newest = ran.out_dir / "ckpt-00000008.pt"
-    content = bytearray(newest.read_bytes())
-    how(content)
+    content = newest.read_bytes()
     newest.unlink()  # best.pt may be a link to this file
-    newest.write_bytes(content)
+    newest.write_bytes(content[:-100])
     trainer = InProcessRun()
     result = trainer.launch(**tiny, init_from="auto")
     # resumed from iteration 4
