@@ -466,12 +466,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def from_hub(address: str, out: Path, *more: str, code: str = ON_THE_HUB):
+def from_hub(address: str, out: Path, *more: str):
     """Start a preparation that reads from a local server in place of the hub."""
     flags = [*FLAGS, "--name=small", "--shard_tokens=4k", f"--out={out}"]
     flags += ["--workers=1"]  # one thread reads less ahead
     hub = dict(HF_ENDPOINT=address, HF_HOME=str(out.parent), HF_HUB_OFFLINE="0")
-    return start("-c", code, str(ROOT / FINEWEB), *flags, *more, **hub)
+    return start("-c", ON_THE_HUB, str(ROOT / FINEWEB), *flags, *more, **hub)
 
 
 def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
