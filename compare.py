@@ -238,7 +238,8 @@ def measure_rows(runs: list[Run]) -> list[Row]:
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.measures):
         last = [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
-        rows.append(Row(f"last {name.replace('_', ' ')}", f"measures/{name}", last, decimals))
+        form = decimals if name.endswith("_loss") else "{:.4g}".format
+        rows.append(Row(f"last {name.replace('_', ' ')}", f"measures/{name}", last, form))
     return rows
 
 
@@ -344,7 +345,7 @@ def compare_seeds(change: list[Run], base: list[Run]) -> dict:
     for row in measure_rows(runs):
         measured = row.values[: len(change)], row.values[len(change) :]
         cells.append(
-            [f"{row.label}, mean", *("n/a" if None in v else decimals(mean(v)) for v in measured)]
+            [f"{row.label}, mean", *("n/a" if None in v else row.format(mean(v)) for v in measured)]
         )
     print(*table_lines(cells), sep="\n")
     print(f"difference: {found:+.4f}", f"noise: {noise:.4f}", f"verdict: {told}", sep="\n")

@@ -281,8 +281,8 @@ def say_done(c: Config, resumed: dict) -> None:
     key = "max_iters" if it >= c.max_iters else "hours"
     done = f"all {it:,} iterations are done"
     say(*change_lines(c, resumed))
-    ways = f"to continue, give another --{key}; to start a new run, give another --out_dir"
-    say(f"{c.out_dir}: {done}; {ways}")
+    more = f"to continue, give another --{key} (see docs/training.md#to-continue-a-finished-run)"
+    say(f"{c.out_dir}: {done}; {more}; to start a new run, give another --out_dir")
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:

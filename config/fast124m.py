@@ -1,5 +1,5 @@
 # GPT-2's loss in one night: 3.28 on FineWeb after 1.44B tokens. Only batch_size depends on the GPU:
-# type another one, or copy this file and change it.
+# type another one, or copy this file and change it and out_dir.
 #
 #     GPU memory        batch_size    estimated
 #     8 GB              4             5.2 GiB

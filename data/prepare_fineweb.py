@@ -95,8 +95,8 @@ def divide(
 ) -> Iterator[Document]:
     """
     Turn rows into documents, starting at a place. Hold out the first documents of each row group,
-    until it has given its part of the validation text, and what shorter groups before it lacked. With
-    only_val, skip the documents for training.
+    until it has given its part of the validation text, and what shorter groups before it lacked.
+    With only_val, skip the documents for training.
     """
     owed = begin.owed
     for group in range(begin.group, len(source.groups)):

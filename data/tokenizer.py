@@ -230,8 +230,8 @@ def train_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
     bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])
     signal.signal(signal.SIGINT, handler)
     if (ids := bpe.get_vocab_size()) < vocab:
-        hint = "give a smaller N, a smaller --val_tokens or --val_fraction, or more text"
-        raise UserError(f"{name}: the training text is enough for only {ids} ids; {hint}")
+        problem = f"the training text is enough for only {ids} ids"
+        raise UserError(f"{name}: {problem}; give a smaller N, or more text")
     return Tokenizer(dict(kind="bpe", json=bpe.to_str()))
 
 

@@ -367,7 +367,7 @@ def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, ca
     more = [f"{2.228 * math.sqrt(0.02 / 6):.4f}"] if verdict == "inconclusive" else []
     assert re.findall(r"^with twice as many seeds, .* (0\.\d+)", out, re.MULTILINE) == more
     assert out.splitlines()[0].split() == ["idea", "base"]
-    assert re.search(r"^last choices, mean +0\.5000 +0\.2500$", out, re.MULTILINE)
+    assert re.search(r"^last choices, mean +0\.5 +0\.25$", out, re.MULTILINE)
     assert table["change"] == {f"idea-{n + 1}": pytest.approx(first + 0.1 * n) for n in range(3)}
 
 

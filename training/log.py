@@ -421,7 +421,8 @@ def perplexity(loss: float) -> float:
 
 def evaluation_line(it: int, numbers: dict[str, float], seconds: float, data: Dataset) -> str:
     """Describe an evaluation that took `seconds`. Losses are in nats per token."""
-    text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items())
+    forms = {name: ".4f" if name.endswith("_loss") else ".4g" for name in numbers}
+    text = ", ".join(f"{n.replace('_', ' ')} {numbers[n]:{form}}" for n, form in forms.items())
     bits = data.bits_per_byte(numbers["val_loss"])
     end = "" if bits is None else f", {bits:.4f} bits per byte"
     text += f", time {seconds:.1f}s, perplexity {perplexity(numbers['val_loss']):.4g}"
