@@ -6,7 +6,7 @@
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
 # Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
-# the download in docs/fast_recipe.md
+# the download of 10B tokens in docs/training.md
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 

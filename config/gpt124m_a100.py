@@ -3,7 +3,7 @@
 # python bench.py plan config/gpt124m_a100.py --gpu=a100
 out_dir = "out/gpt124m"
 # Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
-# the download in docs/fast_recipe.md
+# the download of 10B tokens in docs/training.md
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 

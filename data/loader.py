@@ -115,7 +115,7 @@ class WindowsInOrder:
             raise UserError(f"{self.folder}: {problem}; {hint}")
         if there != self.told:
             self.told = there
-            say(f"data: {there}, waiting for {tokens:,}")
+            say(f"data: {there}; the run is waiting for {tokens:,}")
         return False
 
     def read(self, first: int, count: int) -> np.ndarray:

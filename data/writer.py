@@ -257,8 +257,8 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     documents, size = (sum(shard[key] for shard in shards) for key in ("documents", "bytes"))
     held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
     files = len(manifest["files"])  # local files only
-    of = f" of {files:,} files" if files > 1 else ""
-    say(f"{folder}: {documents:,} documents{of}, {held} in {len(shards)} shards")
+    source = f" from {files:,} files" if files > 1 else ""
+    say(f"{folder}: {documents:,} documents{source}, {held} in {len(shards)} shards")
     on_disk = f"{2 * total / 1e6:,.1f} MB on disk"
     in_files = sum(stamps[0] for stamps in manifest["files"].values())
     part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""

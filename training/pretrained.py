@@ -120,7 +120,7 @@ def fetch(name: str) -> Path:
     except Exception as error:  # a failing network raises all kinds of errors
         raise UserError(
             f"{name}: cannot be fetched from the Hugging Face hub ({one_line(error)}); "
-            "once that is fixed, repeat the command, or give its folder as --init_from=FOLDER"
+            "once that is fixed, repeat the command, or give a local copy as --init_from=FOLDER"
         ) from None
 
 
@@ -235,7 +235,7 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
     kind = hf.get("model_type", "gpt2" if "n_embd" in hf else None)  # old files lack the key
     if kind != "gpt2":
         raise UserError(
-            f"{folder}: holds a {kind!r} model; only models in GPT-2's format can be loaded, "
+            f"{folder}: its model_type is {kind!r}; only models in GPT-2's format can be loaded, "
             "such as gpt2-medium"
         )
     for key, allowed in GPT2_SETTINGS.items():

@@ -52,7 +52,7 @@ class Tracker:
                 )
                 id_file.write_text(self.writer.id)
                 if run_id:
-                    say(f"resume: wandb run {run_id}; wandb drops steps at or below its last one")
+                    say(f"resume: wandb run {run_id}; wandb drops repeated steps")
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
