@@ -87,10 +87,7 @@ def test_a_dry_run_measures_every_row_and_keeps_no_checkpoint(tmp_path, monkeypa
     assert rows["check"]["figures"]["verdict"].startswith("this machine trains correctly")
     for name in ("step", "step_twice_the_batch", "fast_step"):
         assert rows[name]["figures"]["tokens_per_sec"] > 0
-    assert [line.split(":")[0] for line in rows["matmul"]["log"][-2:]] == [
-        "float16 with float32 sums on cpu",
-        "float16 with float16 sums on cpu",
-    ]
+    assert rows["matmul"]["log"][-1].startswith("float16 on cpu: ")
     steps = [r["iter"] for r in rows["resume"]["figures"] if r["kind"] == "step"]
     assert steps == sorted({*steps, 0, 35, 45, 49})  # steps of both processes, none twice
     assert any("resum" in line for line in rows["resume"]["log"])

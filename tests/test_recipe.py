@@ -44,12 +44,12 @@ ONLY_TRAIN_PY = dict(
 
 # How far apart sums in a different order may be: losses in nats, norms relative, weights relative
 # to how far they have moved, in two iterations and in all. In float32 they were 7e-7, 1e-5, 4e-4
-# and 2e-4; in bfloat16 3e-4, 2e-4, 6e-8 and 0.2. In the bfloat16 run, float32 would move the
-# first norm by 2e-3, and the first weights by 0.03 even if only the residual stream or only Muon is
-# in float32.
+# and 2e-4; in bfloat16 3e-4, 2e-4, 6e-8 and 0.2, with 0.011 and 0.31 for the weights on another
+# CPU. In the bfloat16 run, float32 would move the first norm by 2e-3, and the first weights by 0.03
+# even if only the residual stream or only Muon is in float32.
 TOLERANCES = dict(
     float32=dict(loss=1e-5, norm=5e-5, moved=(2e-3, 5e-3)),
-    bfloat16=dict(loss=1e-3, norm=1e-3, moved=(0.015, 0.3)),
+    bfloat16=dict(loss=1e-3, norm=1e-3, moved=(0.015, 0.45)),
 )
 
 
