@@ -10,9 +10,9 @@ library, which needs no download.
 
 Each text file is one document (above 64 MB, each piece of about 1 MB), and so is each row of a
 .jsonl or .parquet file. Text files are UTF-8, or UTF-16 with a byte-order mark; others need
---encoding. 5% of the text is held out for validation, but no more than 50 MB unless you give
---val_fraction: short documents and the ends of long ones, spread over the text. With a single
-document its end is held out. bpe:N trains a tokenizer on the text.
+--encoding. 5% of the text is held out for validation, but no more than 50 million characters unless
+you give --val_fraction: short documents and the ends of long ones, spread over the text. With a
+single document its end is held out. bpe:N trains a tokenizer on the text.
 
 The text may have any size: it is read twice, first only to measure and check it. If it is
 interrupted, run the same command again: it continues after the last finished shard.
@@ -126,7 +126,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="folder to write to (default: data/NAME, named after the config or text)",
     )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
-    held_out = f"fraction held out (default: {VAL_FRACTION}, but at most 50 MB of text)"
+    held_out = f"fraction held out (default: {VAL_FRACTION}, at most 50M characters)"
     add("--val_fraction", type=float, help=held_out)
     add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
