@@ -433,8 +433,6 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
     if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
         return "different tokenizers"
     ours = [run for run in runs if not is_nanogpt(run)]
-    if len(ours) > 1 and not same_of_start(ours, "val_fingerprint"):
-        return "different validation tokens"
     # nanoGPT's log names its dataset but has no fingerprint
     if len(ours) < len(runs):
         names = [dataset_name(run) for run in runs]
@@ -446,6 +444,8 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
     fixed = [run for run in runs if not evaluates_random_tokens(run)]
     if len({eval_settings(run) for run in fixed}) > 1:
         return "different evaluation settings; choose the same eval_tokens"
+    if len(ours) > 1 and not same_of_start(ours, "val_fingerprint"):
+        return "different validation tokens"
     return ""
 
 

@@ -295,7 +295,7 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
 def open_one(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
     ranks.on_main(make_or_explain, c, key)
-    data = ranks.main_first(open_dataset, getattr(c, key), c.stream)
+    data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size, c.stream)
     ranks.check_same(key, data.fingerprint, "give all machines the same files")
     ranks.on_main(check_dataset, data, c.block_size)
     return data

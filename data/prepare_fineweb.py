@@ -5,9 +5,9 @@ token shards. For files of your own, see prepare_text.py.
     python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
 
-The row groups of all the dataset's parquet files are read in an order that --seed shuffles. The
-first sixteen, or all if there are fewer, give equal parts of the validation text, and the rest is
-for training. Folders with another --tokens or --tokenizer have the same validation text.
+The row groups of all the dataset's parquet files are read in an order that --seed shuffles. 1.25%
+of the text is held out for validation: whole documents, and the ends of very long ones, spread over
+the text. A folder with more --tokens begins with the same validation text.
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
 writes the same files. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB of
@@ -27,26 +27,27 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import Parser, count, parse_count, run_main, warn
+from common.console import Parser, parse_count, run_main
 from data.files import hub_files
-from data.text import FIELD, FIRST_ROWS, Place, Source, with_retries
-from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
-from data.writer import (
-    PLACES,
+from data.text import (
+    FIELD,
+    FIRST_ROWS,
+    HELD_OUT_PIECE,
+    MOST_HELD_OUT,
     Document,
-    Plan,
-    made_from,
-    prepare,
-    read_begun,
-    sample_text,
-    say_what_it_holds,
-    tokens_of,
+    Place,
+    Source,
+    divide,
+    with_retries,
 )
+from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
+from data.writer import Plan, made_from, prepare, read_begun, sample_text, say_what_it_holds
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
-SETTINGS = ("text_field", "val_tokens", "shard_tokens", "seed")  # flags that change the dataset
-BYTES_PER_TOKEN = 5  # assumed for validation text; GPT-2's tokenizer averages 4.7 on web pages
+SETTINGS = ("text_field", "val_fraction", "shard_tokens", "seed")  # flags that change the dataset
+# With --tokens=1B, the 10.5M validation tokens that config/fast124m.py evaluates, and some to spare
+VAL_FRACTION = 0.0125
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -58,8 +59,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
-    held_out = f"validation text, counted as {BYTES_PER_TOKEN} bytes a token (default: 10M, 50 MB)"
-    add("--val_tokens", type=parse_count, default="10M", help=held_out)
+    held_out = "fraction held out for validation (default: %(default)s)"
+    add("--val_fraction", type=float, default=VAL_FRACTION, help=held_out)
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
@@ -68,6 +69,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.dataset not in NAMED and "/" not in arguments.dataset:
         parser.error(f"--dataset={arguments.dataset}: unknown; give {hub}")
+    if not 0 < arguments.val_fraction <= 0.5:
+        parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     if arguments.name and arguments.dataset in NAMED:
         parser.error(f"--name: use --sample for {arguments.dataset}, such as --sample=10B")
     if arguments.sample and arguments.dataset not in NAMED:
@@ -80,37 +83,6 @@ def default_folder(arguments: argparse.Namespace) -> Path:
     if arguments.sample not in (None, "10B"):
         name += f"_{arguments.sample}"
     return Path("data", name)
-
-
-def place_before(group: int, source: Source, val_bytes: int) -> Place:
-    """
-    Return the place at which a row group begins, if the groups before it gave their parts of the
-    validation text. The first sixteen row groups, or all if there are fewer, give equal parts.
-    """
-    return Place(group, 0, val_bytes * max(1 - group / min(PLACES, len(source.groups)), 0))
-
-
-def divide(
-    source: Source, begin: Place, val_bytes: int, only_val: bool = False
-) -> Iterator[Document]:
-    """
-    Turn rows into documents, starting at a place. Hold out the first documents of each row group,
-    until it has given its part of the validation text, and what shorter groups before it lacked.
-    With only_val, skip the documents for training.
-    """
-    owed = begin.owed
-    for group in range(begin.group, len(source.groups)):
-        least = place_before(group + 1, source, val_bytes).owed
-        if only_val and owed <= least:
-            continue
-        for after, text in source.group_rows(group, begin.row if group == begin.group else 0):
-            if owed > least:
-                owed -= len((text or "").encode(errors="replace"))
-                yield Document(after._replace(owed=owed), None, text or "")
-            elif only_val:
-                break
-            else:
-                yield Document(after._replace(owed=owed), text)
 
 
 def check_first(
@@ -147,40 +119,29 @@ def main(argv: list[str]) -> None:
             address, lambda: hub_files(dataset, name, revision), is_begun
         )
     source = Source(files, arguments.text_field, None, arguments.seed, counts, is_begun)
-    val_bytes = arguments.val_tokens * BYTES_PER_TOKEN
-    begin = Place(owed=val_bytes)
-    all_documents = divide(source, begin, val_bytes)
+
+    def documents(begin: Place) -> Iterator[Document]:
+        return divide(source, begin, arguments.val_fraction, HELD_OUT_PIECE, MOST_HELD_OUT)
+
+    checked = documents(Place())
     if not begun:
-        all_documents = check_first(all_documents, tokenizer, arguments.tokenizer)
-
-    def documents(place: Place, only_val: bool) -> Iterator[Document]:
-        return all_documents if place == begin else divide(source, place, val_bytes, only_val)
-
-    def documents_from(group: int) -> Iterator[Document]:
-        return divide(source, place_before(group, source, val_bytes), val_bytes)
-
+        checked = check_first(checked, tokenizer, arguments.tokenizer)
     if not tokenizer:  # train one
-        sample = sample_text(documents_from, source.group_bytes())
+        sample = sample_text(lambda group: documents(Place(group)), source.group_bytes())
         tokenizer = train_bpe(arguments.tokenizer, sample)
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     settings |= dict(revision=revision, row_groups=source.counts)
     plan = Plan(
         folder=out,
         made_from=made_from(title, [], tokenizer, **settings),
-        documents=documents,
+        documents=lambda place: checked if place == Place() else documents(place),
         tokenizer=tokenizer,
-        begin=begin,
-        expected_tokens=arguments.tokens + arguments.val_tokens,
+        expected_tokens=int(arguments.tokens / (1 - arguments.val_fraction)),
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
-        hint="give more text, or --val_tokens={twentieth}",
+        hint="give more text, or a larger --val_fraction",
     )
     manifest = prepare(plan, arguments.workers)
-    held, total = tokens_of(manifest)["val"], sum(tokens_of(manifest).values())
-    if manifest.get("next") is None and held > total / 4:
-        fewer = count(arguments.val_tokens * total / (20 * held), 1)  # a twentieth of the text
-        hint = f"delete {out} and repeat the command with --val_tokens={fewer}"
-        warn(f"{held:,} of {total:,} tokens are held out for validation; to train on more, {hint}")
     say_what_it_holds(out, manifest)
 
 

@@ -39,11 +39,10 @@ from common.console import Parser, command_line, parse_count, run_main
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
-from data.text import FIELD, FIRST_ROWS, Place, Source
+from data.text import FIELD, FIRST_ROWS, HELD_OUT_PIECE, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
 from data.writer import (
     PLACES,
-    Document,
     Plan,
     made_from,
     prepare,
@@ -76,39 +75,6 @@ def measure(source: Source) -> tuple[int, list[int]]:
         characters += len(text or "")
         sizes[after.group] += len((text or "").encode(errors="replace"))
     return characters, sizes
-
-
-def divide(source: Source, begin: Place, fraction: float, characters: int) -> Iterator[Document]:
-    """
-    Turn the rows of a text with this many characters into documents, starting at a place. Hold out
-    each document's validation text: all of the document, its end, or nothing.
-
-    Each document adds `fraction` of its size to what validation is owed. Once a sixteenth of all
-    validation text is owed, the end of the current document pays, or the whole document if it is
-    shorter. So validation is spread evenly over the text.
-    """
-    owed, part = begin.owed, fraction * characters / PLACES
-    for after, text in source.rows(begin):
-        text = text or ""
-        owed += fraction * len(text)
-        at = len(text)
-        if text and owed >= part:
-            at = find_split(text, int(owed))
-            owed -= len(text) - at
-        yield Document(after._replace(owed=owed), text[:at], text[at:])
-
-
-def find_split(text: str, length: int) -> int:
-    """
-    Return the position at which to split off the end of a text, `length` characters long or up to
-    half as long again: between paragraphs if possible, else between lines, else between words.
-    """
-    at = max(len(text) - length, 0)
-    early = max(at - length // 2, 0)
-    for mark in ("\n\n", "\n", " "):
-        if mark in text[early:at]:
-            return text.rindex(mark, early, at) + len(mark)
-    return at
 
 
 # -----------------------------------------------------------------------------
@@ -193,8 +159,10 @@ def main(argv: list[str]) -> None:
             first = (text for _, text in islice(source.rows(Place()), FIRST_ROWS))
             check_lossless(tokenizer, arguments.tokenizer, first)
 
+    piece = min(fraction * characters / PLACES, HELD_OUT_PIECE)
+
     def documents(begin: Place) -> Iterator[Document]:
-        return divide(source, begin, fraction, characters)
+        return divide(source, begin, fraction, piece)
 
     if not tokenizer:  # train one
         sample = sample_text(lambda group: documents(Place(group)), sizes)
@@ -208,7 +176,7 @@ def main(argv: list[str]) -> None:
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings),
-        documents=lambda place, _: documents(place),
+        documents=documents,
         tokenizer=tokenizer,
         expected_tokens=sum(sizes) // bytes_per_token,
         least_tokens=least,

@@ -168,7 +168,7 @@ class Dataset:
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
     manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
     fingerprint: str = ""  # differs if the tokens or the files' names do
-    val_fingerprint: str = ""  # changes when the validation tokens do
+    val_fingerprint: str = ""  # changes when the validation tokens that a run evaluates do
     train_tokens: int | None = None  # None: unknown, because the folder is still growing
 
     def line(self) -> str:
@@ -234,22 +234,23 @@ def dataset_folder(name: str) -> Path:
     return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
 
-def open_dataset(name: str, stream: bool = False) -> Dataset:
+def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
     """
-    Open a dataset by name or path, and check every shard. With `stream` its preparation may still
-    be running: see WindowsInOrder. Raises UserError, and OSError if there is no such folder.
+    Open a dataset by name or path, and check every shard. An evaluation reads the first
+    `eval_tokens` validation tokens. With `stream` the preparation may still be running: see
+    WindowsInOrder. Raises UserError, and OSError if there is no such folder.
     """
     folder = dataset_folder(name)
     data = read_folder(folder)
     data.train_tokens = len(data.train) if data.complete else None
-    # Evaluations need all validation text. Only prepare_fineweb.py, which records val_tokens, takes
-    # it from the first row groups.
-    is_owed = (data.manifest.get("next") or {}).get("owed", 0) > 0
-    can_begin = stream and "val_tokens" in data.manifest and len(data.train) and not is_owed
-    if data.manifest and not (data.complete or can_begin):
-        until = " to write the validation text and a training shard" if stream else ""
-        hint = f"wait for its preparation{until}, or repeat the command that prepares it"
-        raise UserError(f"{folder}: is unfinished; {hint}")
+    if data.manifest and not data.complete:
+        if not stream:
+            hint = "wait for its preparation, or repeat the command that prepares it"
+            raise UserError(f"{folder}: is unfinished; {hint}")
+        if not len(data.train) or len(data.val) <= eval_tokens:
+            there = f"is unfinished, and has {len(data.val):,} validation tokens so far"
+            hint = f"wait until there are more than {eval_tokens:,}, or lower --eval_tokens"
+            raise UserError(f"{folder}: {there}; {hint}")
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
             number = f"00000{int(split == 'train')}"
@@ -257,10 +258,16 @@ def open_dataset(name: str, stream: bool = False) -> Dataset:
             raise Unreachable(f"{folder}: has no {split} tokens; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
-    if stream:  # keep the first shard only, so that a resume evaluates the same tokens
+    known = data.val
+    if stream:  # A resume must find the same, whatever has been added.
+        needed = bisect.bisect_right(data.val.ends, eval_tokens) + 1
         data.train = ShardTokens(data.train.shards[:1], data.vocab)
-    data.fingerprint = check_and_fingerprint(data, data.train, data.val)
-    data.val_fingerprint = check_and_fingerprint(data, data.val)
+        data.val = ShardTokens(data.val.shards[:needed], data.vocab)
+        known = ShardTokens(data.val.shards[:1], data.vocab)  # for any eval_tokens
+    data.fingerprint = check_and_fingerprint(data, data.train, known)
+    evaluated = np.empty(min(eval_tokens + 1, len(data.val)), dtype="<u2")  # 1: the last target
+    data.val.read(0, evaluated)
+    data.val_fingerprint = hashlib.sha256(evaluated).hexdigest()
     return data
 
 

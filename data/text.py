@@ -7,6 +7,7 @@ Training shuffles windows of their tokens (see loader.py). files.py lists the fi
 """
 
 import io
+import math
 import os
 import random
 import re
@@ -44,21 +45,33 @@ PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 FIRST_PAUSES = PAUSES[:3]  # before a folder is begun, while somebody is waiting at the keyboard
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # all but tab, newline and page break
 MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
+# Characters of one document that are held out at once: short, to take from many places, but longer
+# than most web pages, so that these are held out whole.
+HELD_OUT_PIECE = 20_000
+MOST_HELD_OUT = 50_000_000  # characters; about 11M GPT-2 tokens
 
 
 class Place(NamedTuple):
     """
     Locate a row in the order of reading: how many row groups, and how many rows of the next one,
-    come before it. `owed` is how much text is still to be held out for validation: see divide() in
-    prepare_text.py (characters) and prepare_fineweb.py (bytes).
+    come before it. divide() adds how many characters it has read, and held out of them.
     """
 
     group: int = 0
     row: int = 0
-    owed: float = 0.0
+    read: int = 0
+    held: int = 0
 
 
 Row = tuple[Place, str | None]  # the place after a row, and its text, "" if it is blank
+
+
+class Document(NamedTuple):
+    """Holds a row of a source. A row without text is only counted."""
+
+    after: Place  # where the next document begins
+    text: str | None
+    held_out: str = ""  # text cut off its end for validation, or all of it
 
 
 @dataclass
@@ -327,6 +340,48 @@ def as_document(text: object) -> str | None:
     if not isinstance(text, str):
         return None
     return "" if text.isspace() else text
+
+
+# -----------------------------------------------------------------------------
+# Training and validation
+
+
+def divide(
+    source: Source, begin: Place, fraction: float, piece: float, most: float = math.inf
+) -> Iterator[Document]:
+    """
+    Turn the rows from a place on into documents, and hold out about `fraction` of the text, spread
+    evenly over it, for validation, until validation has `most` characters. What is held out depends
+    only on the text before it.
+
+    A document is held out when validation has no more than `fraction` of the text before it: its
+    last `piece` characters, or all of a shorter one. A document so long that validation then lacks
+    more than a piece gives all of that.
+    """
+    read, held = begin.read, begin.held
+    for after, text in source.rows(begin):
+        text = text or ""
+        is_due = held <= fraction * read  # before this document, or long ones would be chosen more
+        read += len(text)
+        owed = fraction * read - held
+        at = len(text)
+        if text and held < most and (is_due or owed >= piece):
+            at = find_split(text, int(max(owed, piece)))
+            held += len(text) - at
+        yield Document(after._replace(read=read, held=held), text[:at], text[at:])
+
+
+def find_split(text: str, length: int) -> int:
+    """
+    Return the position at which to split off the end of a text, `length` characters long or up to
+    half as long again: between paragraphs if possible, else between lines, else between words.
+    """
+    at = max(len(text) - length, 0)
+    early = max(at - length // 2, 0)
+    for mark in ("\n\n", "\n", " "):
+        if mark in text[early:at]:
+            return text.rindex(mark, early, at) + len(mark)
+    return at
 
 
 # -----------------------------------------------------------------------------

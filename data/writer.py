@@ -29,7 +29,7 @@ from common.child import keep_awake
 from common.console import RunError, UserError, command_line, count, print_err, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
-from data.text import Place
+from data.text import Document, Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 
 # The most that a thread tokenizes at once: documents, and characters
@@ -37,8 +37,8 @@ BATCH = 64
 BATCH_CHARACTERS = 2**20
 # Characters in flight: several of FineWeb's row groups, to keep tokenizing during a download
 READ_AHEAD = 2**24
-# Take validation, and a tokenizer's training text, from this many places, so that no single topic
-# dominates them.
+# Take the validation text of a short text, and a tokenizer's training text, from this many places,
+# so that no single topic dominates them.
 PLACES = 16
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
 LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
@@ -53,30 +53,19 @@ CONTINUE = "the same command continues after the last finished shard"
 tqdm.set_lock(threading.RLock())
 
 
-class Document(NamedTuple):
-    """Holds a row of a source. A row without text is only counted."""
-
-    after: Place  # where the next document begins
-    text: str | None
-    held_out: str = ""  # text cut off its end for validation, or all of it
-
-
 @dataclass
 class Plan:
     """Describe the data folder to make."""
 
     folder: Path
     made_from: dict  # everything that determines the shards: see made_from()
-    # yields the documents from a place on; the second argument asks for the held-out ones alone
-    documents: Callable[[Place, bool], Iterator[Document]]
+    documents: Callable[[Place], Iterator[Document]]  # yields the documents from a place on
     tokenizer: Tokenizer
-    begin: Place = Place()
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # in each split, or the preparation fails
-    # advice for the least_tokens error; {twentieth} becomes a twentieth of all tokens
-    hint: str = "give more text"
+    hint: str = "give more text"  # for the least_tokens error
 
 
 def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
@@ -124,17 +113,8 @@ def prepare(plan: Plan, workers: int) -> dict:
 
 
 def read_begun(folder: Path) -> dict:
-    """
-    Return the manifest of a folder that an earlier launch has begun, or {}. Raises UserError if
-    this version cannot finish it.
-    """
-    manifest = read_manifest(folder) if (folder / "manifest.json").exists() else {}
-    place = manifest.get("next")
-    if place and not manifest["complete"] and place.keys() != Place()._asdict().keys():
-        problem = "was begun by an earlier version, and only that version can finish it"
-        hint = "type git checkout 05615387 and repeat the command, or delete the folder"
-        raise UserError(f"{folder}: {problem}; {hint}")
-    return manifest
+    """Return the manifest of a folder that an earlier launch has begun, or {}. Raises UserError."""
+    return read_manifest(folder) if (folder / "manifest.json").exists() else {}
 
 
 def wait_for_lock(lock, folder: Path) -> None:
@@ -186,7 +166,7 @@ def begin_or_continue(plan: Plan) -> dict:
     else:
         if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
             warn(f"{shortage}; if the disk fills up, make room, and {CONTINUE}")
-        manifest = plan.made_from | dict(complete=False, shards=[], next=plan.begin._asdict())
+        manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
         manifest["rows_with_fffd"] = 0
     if manifest["complete"]:
@@ -228,8 +208,7 @@ def finish(plan: Plan, manifest: dict) -> None:
     if min(totals.values()) < plan.least_tokens:
         discard(plan.folder, manifest)
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
-        hint = plan.hint.format(twentieth=max(sum(totals.values()) // 20, 1))
-        needs = f"but each needs at least {plan.least_tokens}; {hint}"
+        needs = f"but each needs at least {plan.least_tokens}; {plan.hint}"
         raise UserError(f"{manifest['source']}: {held}, {needs}")
     if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
         say(f"the source has no more text; you asked for {plan.train_tokens:,} tokens")
@@ -330,27 +309,22 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     # disable=None shows the bar on a terminal only
     with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(sum(totals.values()))
-        # If training has enough, read on for the validation text that is still owed.
-        for only_val in (False, True):
-            rest = plan.documents(Place(**(manifest["next"] or {})), only_val)
-            documents = encode(rest, plan.tokenizer, workers)
-            while (place := manifest["next"]) and (
-                place["owed"] > 0 if only_val else totals["train"] < most
-            ):
-                # tokens that the next shard of each split may hold
-                room = dict(train=min(plan.shard_tokens, most - totals["train"]))
-                parts = take(documents, room | dict(val=plan.shard_tokens), manifest, bar)
-                for name in [*parts]:  # pop frees a part before the next one is written
-                    write_part(plan, manifest, name, parts.pop(name))
-                write_manifest(plan.folder, manifest)
-                totals = tokens_of(manifest)
-            documents.close()  # stops the threads
+        documents = encode(plan.documents(Place(**manifest["next"])), plan.tokenizer, workers)
+        while manifest["next"] and totals["train"] < most:
+            # tokens that the next shard of each split may hold
+            room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
+            parts = take(documents, room, manifest, bar)
+            for name in [*parts]:  # pop frees a part before the next one is written
+                write_part(plan, manifest, name, parts.pop(name))
+            write_manifest(plan.folder, manifest)
+            totals = tokens_of(manifest)
+        documents.close()  # stops the threads
 
 
 def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
     Take documents until the next shard of either split is full. `room` is the tokens that each may
-    hold; a split with no room left never ends one.
+    hold.
     Notes in the manifest where the following documents begin, how many rows were left out or hold
     U+FFFD, and the hash of the validation text. Returns the shard contents by split.
     """
@@ -367,11 +341,10 @@ def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -
             bar.update(len(encoded.tokens) // 2)
             if name == "val" and encoded.text:
                 add_to_val_text(manifest, encoded.text)
-        if any(len(parts[name].tokens) >= 2 * room[name] > 0 for name in room):
+        if any(len(parts[name].tokens) >= 2 * room[name] for name in room):
             manifest["next"] = after._asdict()
             return parts
-    # The source has ended, or only its validation text was read.
-    manifest["next"] = None if room["train"] > 0 else manifest["next"] | dict(owed=0.0)
+    manifest["next"] = None  # the source has ended
     return parts
 
 

@@ -462,7 +462,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     config, weights = with_initial_sizes(config)
     vocab = vocab_where_missing(config)
     if vocab is None:
-        data = open_dataset(config.dataset, stream=config.stream)
+        data = open_dataset(config.dataset, config.eval_size, config.stream)
         vocab = data.vocab
         options.dataset_tokens = options.dataset_tokens or data.train_tokens
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))

@@ -86,8 +86,7 @@ class GrowingFolder:
 
     def __init__(self, finished: Path, folder: Path):
         self.finished, self.folder = finished, folder
-        # write_tokens() does not record it
-        self.manifest = dict(val_tokens=1) | manifest_of(finished)
+        self.manifest = manifest_of(finished)
         folder.mkdir(exist_ok=True)
         import fcntl
 

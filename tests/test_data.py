@@ -224,7 +224,7 @@ def test_reads_datasets_made_by_other_programs(name, tmp_path):
     """
     files, expected = FOLDERS[name]
     write_files(tmp_path, files)
-    data = open_dataset(str(tmp_path))
+    data = open_dataset(str(tmp_path), 64)
     assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == expected
 
 
@@ -261,7 +261,7 @@ def test_a_bad_data_file_gives_one_line_that_says_what_is_wrong(problem, tmp_pat
 
 def refusal_of(folder: Path, **options) -> str:
     with pytest.raises(UserError) as error:
-        open_dataset(str(folder), **options)
+        open_dataset(str(folder), 64, **options)
     (line,) = error.value.problems
     assert "\n" not in line
     return line
@@ -277,7 +277,7 @@ def fineweb(*numbers: int) -> dict[str, bytes]:
 def test_reads_the_first_shards_of_a_download(numbers, tmp_path):
     """Begin at 0 or 1, and end anywhere."""
     write_files(tmp_path, fineweb(*numbers))
-    assert len(open_dataset(str(tmp_path)).train) == 3000 * len(numbers)
+    assert len(open_dataset(str(tmp_path), 64).train) == 3000 * len(numbers)
 
 
 GAP = ["_train_000003.bin", "_train_000004.bin", "_train_000005.bin and 1 more"]
@@ -308,23 +308,27 @@ def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, ca
     """Warn once about nanoGPT's files in llm.c's folder, without refusing them."""
     del (files := fineweb(1, 2))["fineweb_val_000000.bin"]
     write_files(tmp_path, files | {"train.bin": RAW, "val.bin": RAW})
-    check_dataset(open_dataset(str(tmp_path)), block_size=8)
+    check_dataset(open_dataset(str(tmp_path), 64), block_size=8)
     (line,) = capsys.readouterr().err.splitlines()
     assert "train.bin" in line and "000001" not in line
 
 
 def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_path):
     folder = write_tokens(tmp_path / "a", [500], [100])
-    ours = open_dataset(str(folder))
-    copied = open_dataset(str(write_tokens(tmp_path / "b", [500], [100])))
-    longer = open_dataset(str(write_tokens(tmp_path / "c", [501], [100])))
+    ours = open_dataset(str(folder), 64)
+    copied = open_dataset(str(write_tokens(tmp_path / "b", [500], [100])), 64)
+    longer = open_dataset(str(write_tokens(tmp_path / "c", [501], [100])), 64)
     assert longer.fingerprint != ours.fingerprint == copied.fingerprint
     assert longer.val_fingerprint == ours.val_fingerprint  # losses compare: see test_compare.py
+    more = write_tokens(tmp_path / "d", [500], [150])  # begins with the same validation tokens
+    for tokens, same in ((64, True), (99, True), (100, False)):
+        of_both = {open_dataset(str(path), tokens).val_fingerprint for path in (folder, more)}
+        assert (len(of_both) == 1) == same
     # as in a folder of nanoGPT's, whose file names and sizes stay
     (folder / "manifest.json").unlink()
-    before = open_dataset(str(folder)).fingerprint
+    before = open_dataset(str(folder), 64).fingerprint
     (folder / "train_000001.bin").write_bytes(shard(np.arange(500) % 61))
-    assert open_dataset(str(folder)).fingerprint != before
+    assert open_dataset(str(folder), 64).fingerprint != before
 
 
 @pytest.mark.parametrize("counted, expected", [((900, 500), 2.0), ((0, 140), 0.2)])
@@ -335,7 +339,7 @@ def test_bytes_per_token_are_counted_on_the_validation_split(counted, expected, 
     for i, shard in enumerate(manifest["shards"][:2]):
         shard["bytes"] = counted[i]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert open_dataset(str(folder)).bytes_per_token == expected
+    assert open_dataset(str(folder), 64).bytes_per_token == expected
 
 
 # -----------------------------------------------------------------------------

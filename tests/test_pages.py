@@ -155,7 +155,7 @@ def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, mo
     (_, block) = code_blocks(ROOT / "docs/own_text.md", "python")
     Path("input.txt").write_text(TEXT * 20)
     exec(block, {})
-    data = open_dataset("shakespeare_char")
+    data = open_dataset("shakespeare_char", 64)
     assert len(data.train) == len(TEXT * 20) * 9 // 10
     meta = pickle.loads(Path("data/shakespeare_char/meta.pkl").read_bytes())
     assert meta["vocab_size"] == data.vocab

@@ -11,7 +11,6 @@ import random
 import signal
 import subprocess
 import time
-from itertools import accumulate
 from pathlib import Path
 from unittest import mock
 
@@ -54,7 +53,7 @@ FINEWEB, TEXT = "data/prepare_fineweb.py", "data/prepare_text.py"
 EOT = 50256
 TEXTS = [text for text in documents(700) if text]
 HUB = ["--dataset=org/name", "--tokenizer=byte"]
-FLAGS = [*HUB, "--val_tokens=400", "--shard_tokens=3k"]
+FLAGS = [*HUB, "--val_fraction=0.0625", "--shard_tokens=3k"]
 
 
 @pytest.fixture(autouse=True)
@@ -80,23 +79,19 @@ def prepare_from_hub(file: str, *arguments) -> Result:
 # The right tokens
 
 
-def held_out(groups: list[list[str]], size: int) -> list[list[str]]:
+def held_out(texts: list[str], fraction: float) -> list[bool]:
     """
-    Return the documents that each of these row groups, in the order of reading, holds out: after
-    the n-th of sixteen (or of all, if there are fewer), n sixteenths of `size` bytes are complete.
+    Return which of these short documents are held out: those before which validation has no more
+    than this fraction of the text.
     """
-    held: list[list[str]] = []
-    total = 0
-    for n, group in enumerate(groups, 1):
-        sums = [0, *accumulate(len(text.encode()) for text in group)]
-        due = size * min(n, 16, len(groups)) // min(16, len(groups)) - total
-        most = next((i for i, so_far in enumerate(sums) if so_far >= due), len(group))
-        held.append(group[:most])
-        total += sums[most]
+    held: list[bool] = []
+    before = given = 0
+    for text in texts:
+        held.append(given <= fraction * before)
+        before, given = before + len(text), given + len(text) * held[-1]
     return held
 
 
-# some of the small row groups are too short to give their part of the validation text
 FORMS = {
     "parquet": (lambda path, texts: write_parquet(path, texts), 100),
     "small row groups": (lambda path, texts: write_parquet(path, texts, rows=5), 5),
@@ -116,7 +111,7 @@ def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups
     files = texts[:450], texts[450:]
     names = [write(tmp_path / f"{n}.{ending}", file) for n, file in enumerate(files)]
     out = tmp_path / "out"
-    sizes = ["--val_tokens=1000", "--shard_tokens=3k"]
+    sizes = ["--val_fraction=0.125", "--shard_tokens=3k"]
     with on_hub(*names):
         result = run(FINEWEB, "--dataset=org/name", f"--out={out}", *sizes)
     assert result.code == 0
@@ -124,17 +119,16 @@ def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups
     groups = [file[at : at + size] for file in files for at in range(0, len(file), size)]
     random.Random(0).shuffle(groups)
     assert groups[0] != texts[:size]
-    groups = [[text for text in group if text] for group in groups]
-    whole = sum(groups, [])
-    held = held_out(groups, 5 * 1000)
-    assert sum(map(bool, held)) >= min(len(groups), 12)
-    rest = [group[len(val) :] for group, val in zip(groups, held, strict=True)]
-    for split, parts in (("val", held), ("train", rest)):
-        tokens = [[EOT, *gpt2_bpe.encode_ordinary(text)] for text in sum(parts, [])]
+    whole = [text for group in groups for text in group if text]
+    is_val = held_out(whole, 0.125)
+    for split in ("val", "train"):
+        texts = [t for t, held in zip(whole, is_val, strict=True) if held == (split == "val")]
+        tokens = [[EOT, *gpt2_bpe.encode_ordinary(text)] for text in texts]
         assert stored(out, split) == sum(tokens, [])
     manifest = manifest_of(out)
     shards = manifest["shards"]
-    assert manifest["val_text_sha256"] == chained_sha256(sum(held, []))
+    val = [text for text, held in zip(whole, is_val, strict=True) if held]
+    assert manifest["val_text_sha256"] == chained_sha256(val)
     assert sum(shard["documents"] for shard in shards) == len(whole)
     assert sum(shard["bytes"] for shard in shards) == sum(len(text.encode()) for text in whole)
     for shard in shards:
@@ -145,40 +139,39 @@ def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups
 
 
 @pytest.mark.parametrize(
-    "val_tokens, shard_tokens, tokens",
-    [(1, 1, None), (2, 100, None), (12, 7, None), (12, 1000, 200), (2, 33, 1), (5, 25, 10**6)],
+    "shard_tokens, tokens", [(1, None), (100, None), (7, None), (1000, 200), (33, 1), (25, 10**6)]
 )
-def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(
-    val_tokens, shard_tokens, tokens
-):
-    """Validation has five bytes per token, and whole documents."""
+def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(shard_tokens, tokens):
+    """When one split's shard ends, the other's does too, so that all text before it is stored."""
     texts = ["a", "bc", "d" * 9, "e" * 40, "f", "g" * 9, "h" * 40, "ij"] * 6
     write_jsonl(Path("a.jsonl"), texts)
-    flags = [*HUB, "--out=out", f"--val_tokens={val_tokens}", f"--shard_tokens={shard_tokens}"]
+    flags = [*HUB, "--out=out", "--val_fraction=0.25", f"--shard_tokens={shard_tokens}"]
     with on_hub("a.jsonl"):
         said = prepare(*flags, *([f"--tokens={tokens}"] if tokens else [])).out
-    rest = [[0, *text.encode()] for text in texts]
     expected: dict[str, list[list[int]]] = dict(val=[[]], train=[[]])
-    held = 0
-    while rest and (tokens is None or sum(map(len, expected["train"])) < tokens):
-        split = "val" if held < 5 * val_tokens else "train"
-        if len(expected[split][-1]) >= shard_tokens:
-            expected[split].append([])
-        expected[split][-1] += rest.pop(0)
-        held = sum(sum(id != 0 for id in shard) for shard in expected["val"])
-    for split in ("val", "train"):
+    left = tokens or 10**9
+    for text, held in zip(texts, held_out(texts, 0.25), strict=True):
+        expected["val" if held else "train"][-1] += [0, *text.encode()]
+        most = dict(val=shard_tokens, train=min(shard_tokens, left))
+        if any(len(shards[-1]) >= most[split] for split, shards in expected.items()):
+            left -= len(expected["train"][-1])
+            for shards in expected.values():
+                shards.append([])
+        if left <= 0:
+            break
+    for split, made in expected.items():
         shards = sorted(Path("out").glob(f"{split}_*.bin"))
         held = [np.fromfile(shard, dtype="<u2", offset=1024).tolist() for shard in shards]
-        assert held == expected[split]
+        assert held == [shard for shard in made if shard]
     assert ("the source has no more" in said) == (tokens in (None, 10**6))
 
 
 # The shards that these files and flags have always made. A checkpoint knows its dataset by the
 # shards' names and sha256, so a run resumes on a folder that is prepared again.
 SHARDS = {
-    "rows.parquet --val_tokens=400 --shard_tokens=5k --tokens=12k": "2eb980195d2946cd",
-    "rows.jsonl --val_tokens=400 --shard_tokens=5k": "092e95c17f1a0f9d",
-    "book.txt rows.jsonl --val_fraction=0.2": "b56ac487b2f85ef9",
+    "rows.parquet --val_fraction=0.0625 --shard_tokens=5k --tokens=12k": "07107223ea30c6cf",
+    "rows.jsonl --val_fraction=0.0625 --shard_tokens=5k": "1847481293ed1d60",
+    "book.txt rows.jsonl --val_fraction=0.2": "51c87e7aca62370e",
 }
 
 
@@ -218,11 +211,11 @@ def test_a_command_makes_the_same_shards_as_in_earlier_versions(line, tmp_path):
 # Validation and order
 
 
-def test_validation_is_the_same_for_any_tokens_and_tokenizer_and_each_row_is_read_once():
-    """Take from the beginning of the training text if it is more than --tokens."""
+def test_fewer_tokens_are_the_beginning_of_both_splits_and_each_row_is_read_once():
+    """All of a source has the same validation text for every tokenizer."""
     write_parquet(Path("a.parquet"), TEXTS)
     read_group = mock.Mock(side_effect=Source.read_group)
-    changes = dict(all=[], few=["--tokens=4k"], bpe=["--tokenizer=bpe:300"], seed=["--seed=1"])
+    changes = dict(all=[], few=["--tokens=20k"], bpe=["--tokenizer=bpe:300"], seed=["--seed=1"])
     with on_hub("a.parquet"):
         with mock.patch.object(Source, "read_group", lambda *arguments: read_group(*arguments)):
             prepare(*FLAGS, "--out=all")
@@ -230,9 +223,10 @@ def test_validation_is_the_same_for_any_tokens_and_tokenizer_and_each_row_is_rea
         for name in ("few", "bpe", "seed"):
             prepare(*FLAGS, *changes[name], f"--out={name}")
     shas = {name: manifest_of(Path(name))["val_text_sha256"] for name in changes}
-    assert shas["all"] == shas["few"] == shas["bpe"] != shas["seed"]
-    few, train = (stored_texts(Path(name), "train") for name in ("few", "all"))
-    assert few and few == train[: len(few)]
+    assert shas["all"] == shas["bpe"] != shas["seed"]
+    for split in ("train", "val"):
+        few, every = (stored(Path(name), split) for name in ("few", "all"))
+        assert 1000 < len(few) < len(every) and few == every[: len(few)]
 
 
 @pytest.mark.parametrize(
@@ -298,9 +292,9 @@ ENDS = {
     "line, moments",
     [
         ("book.txt rows.jsonl", (3, 5)),
-        ("rows.parquet --val_tokens=600 --shard_tokens=1k --tokens=2k", (1, 3, 2, 4)),
-        slow(("rows.jsonl --val_tokens=400 --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4))),
-        slow(("many.parquet --val_tokens=400 --shard_tokens=3k", THIRTEEN)),
+        ("rows.parquet --val_fraction=0.2 --shard_tokens=1k --tokens=2k", (1, 3, 2, 4)),
+        slow(("rows.jsonl --val_fraction=0.05 --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4))),
+        slow(("many.parquet --val_fraction=0.05 --shard_tokens=3k", THIRTEEN)),
     ],
 )
 def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_path):
@@ -350,7 +344,7 @@ CHANGES = [
     ("--tokens=8k", ""),
     ("--tokens=1k", ""),
     ("--tokens=14k", "--out=out_14k"),
-    ("--val_tokens=3k", "val_tokens another --out"),
+    ("--val_fraction=0.3", "val_fraction another --out"),
     ("--shard_tokens=8k", "shard_tokens another --out"),
     ("--tokenizer=bpe:300", "vocab another --out"),
     ("--text_field=id", "text_field another --out"),
@@ -398,22 +392,9 @@ def test_a_source_file_may_get_a_new_date_but_not_another_size(complete, tmp_pat
     assert run(script, *arguments).code == 2 and contents(Path("out")) == before
 
 
-def test_a_source_smaller_than_its_validation_split_is_refused_with_a_smaller_one():
-    write_jsonl(Path("a.jsonl"), [f"document {n:04d}" for n in range(1000)])
-    # a twentieth of 14,000
-    refused(prepare_from_hub("a.jsonl", *HUB, "--out=out"), "0 for training", "--val_tokens=700")
-
-
-@pytest.mark.parametrize("line", ["book.txt rows.jsonl", "rows.jsonl --val_tokens=400"])
-def test_a_folder_that_an_earlier_version_left_unfinished_is_refused(line, tmp_path):
-    write_sources(tmp_path)
-    script, *arguments = command(line, Path("out"))
-    with on_hub("rows.jsonl"):
-        prepare(*arguments, script=script)
-    place = dict(file=0, group=0, row=1, given=None)
-    noted = manifest_of(Path("out")) | dict(complete=False, next=place)
-    Path("out/manifest.json").write_text(json.dumps(noted))
-    refused(run(script, *arguments), "out: was begun by an earlier version", "git checkout")
+def test_a_source_that_is_too_small_to_be_divided_is_refused():
+    write_jsonl(Path("a.jsonl"), ["a document"])
+    refused(prepare_from_hub("a.jsonl", *HUB, "--out=out"), "11 tokens for validation and 0 for")
 
 
 HOLDS_THE_LOCK = """

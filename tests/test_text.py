@@ -40,7 +40,13 @@ def work(tmp_path, monkeypatch) -> Path:
 def prepare_rows(source, *flags: str, out: str = "out") -> Result:
     """Prepare files of rows as a dataset of the hub, which may be smaller than a text."""
     files = sorted(Path(source).iterdir()) if Path(source).is_dir() else [source]
-    flags = ("--dataset=org/name", "--tokenizer=byte", "--val_tokens=1", f"--out={out}", *flags)
+    flags = (
+        "--dataset=org/name",
+        "--tokenizer=byte",
+        "--val_fraction=0.01",
+        f"--out={out}",
+        *flags,
+    )
     with on_hub(*files), mock.patch("random.Random.shuffle", lambda *_: None):
         return run("data/prepare_fineweb.py", *flags)
 
@@ -49,11 +55,11 @@ def prepare_text(*arguments) -> Result:
     return run("data/prepare_text.py", *arguments, "--out=out")
 
 
-def rows_of(source, *flags: str) -> list[str]:
-    """Prepare files of rows and return the stored documents."""
+def check_rows(source, texts: list[str], *flags: str) -> None:
+    """Prepare files of rows and check that each of these texts is stored once, in order."""
     result = prepare_rows(source, *flags)
     assert result.code == 0, result.err
-    return stored_texts(Path("out"), "val") + stored_texts(Path("out"), "train")
+    check_folder(Path("out"), texts)
 
 
 def write_lines(name: str, lines: list[bytes]) -> str:
@@ -255,7 +261,7 @@ def zstd(content: bytes) -> bytes:
 def test_jsonl_rows_with_a_text_field_are_read_and_others_left_out(name, pack):
     lines = [line for line, _ in ROWS.values()] + ROW_LINES
     Path(name).write_bytes(pack(b"\n".join(lines)))
-    assert rows_of(name) == [text for _, text in ROWS.values() if text] + FILLING
+    check_rows(name, [text for _, text in ROWS.values() if text] + FILLING)
 
 
 def among_rows(line: bytes) -> bytes:
@@ -307,7 +313,7 @@ def test_a_file_without_readable_text_is_refused_in_one_line(name, content, word
 def test_the_text_field_flag_reads_the_text_from_another_field():
     write_lines("source/a.jsonl", [json.dumps(dict(body=text)).encode() for text in FILLING])
     write_parquet(Path("source/b.parquet"), FILLING, column="body")
-    assert rows_of("source", "--text_field=body") == FILLING * 2
+    check_rows("source", FILLING * 2, "--text_field=body")
     assert manifest_of(Path("out"))["text_field"] == "body"
 
 
@@ -326,7 +332,7 @@ def test_parquet_text_is_read_from_string_binary_and_dictionary_columns(kind):
     column = pa.array(texts)
     column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
     pq.write_table(pa.table({"text": column}), "a.parquet", row_group_size=7)
-    assert rows_of("a.parquet") == ["café", *FILLING]
+    check_rows("a.parquet", ["café", *FILLING])
 
 
 @pytest.mark.parametrize("prepare", [prepare_rows, prepare_text])

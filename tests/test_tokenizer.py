@@ -41,9 +41,8 @@ from program import (
 )
 
 from data import tokenizer as tokenizer_module
-from data.prepare_fineweb import divide, place_before
 from data.shards import open_dataset, read_folder
-from data.text import Source
+from data.text import Place, Source, divide
 from data.tokenizer import Tokenizer, split_long, train_bpe
 from data.writer import sample_text
 
@@ -105,7 +104,7 @@ def test_a_long_document_split_into_pieces_has_the_same_tokens(own, separator, m
 def test_a_data_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, own):
     manifest, content = manifest_of(mine), (mine / "tokenizer.json").read_bytes()
     assert (manifest["tokenizer"], manifest["vocab"]) == ("bpe", VOCAB)
-    data = open_dataset(str(mine))
+    data = open_dataset(str(mine), 64)
     assert data.tokenizer == dict(kind="bpe", json=content.decode()) and data.vocab == VOCAB
     text = Tokenizer(data.tokenizer)
     splits = []
@@ -119,13 +118,13 @@ def test_a_data_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mi
 
 
 def test_a_tokenizer_is_not_trained_on_validation_text(tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", ["xyxyxyxyxy " * 50] * 3 + TEXTS)
+    source = write_jsonl(tmp_path / "a.jsonl", ["xyxyxyxyxy " * 150, *TEXTS])  # the first row
     book = tmp_path / "book.txt"  # its end is for validation
     book.write_text("".join(TEXTS) + "\n\n" + "xyxyxyxyxy " * 50, "utf-8")
     flags = [f"--tokenizer=bpe:{VOCAB}", f"--out={tmp_path / 'out'}"]
     for command in (
         [TEXT, book, "--val_fraction=0.03"],
-        [FINEWEB, "--dataset=org/name", "--val_tokens=300"],
+        [FINEWEB, "--dataset=org/name", "--val_fraction=0.01"],
     ):
         with on_hub(source):
             assert run(*command, *flags).code == 0
@@ -135,28 +134,23 @@ def test_a_tokenizer_is_not_trained_on_validation_text(tmp_path):
         shutil.rmtree(tmp_path / "out")
 
 
-@pytest.mark.parametrize("held", [0, 50])
-def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(
-    held, tmp_path, monkeypatch
-):
-    """Sample several files, but all of a shorter text. Leave out what each file holds out."""
+def test_a_tokenizer_is_trained_on_a_bounded_sample_from_the_whole_text(tmp_path, monkeypatch):
+    """Sample several files, but all of a shorter text. Leave out what is held out."""
     monkeypatch.setattr("data.writer.SAMPLE_MB", 0.1)
 
     def sample(files: int, rows: int) -> collections.Counter:
         names = [tmp_path / f"{n}.jsonl" for n in range(files)]
         for n, name in enumerate(names):
-            letters = ["V"] * held + ["abcdefgh"[8 * n // files]] * (rows - held)
-            write_jsonl(name, [letter * 100 for letter in letters])
-        source, val_bytes = Source([*map(str, names)]), 100 * held * min(files, 16)
-        documents = lambda n: divide(source, place_before(n, source, val_bytes), val_bytes)  # noqa: E731
-        texts = sample_text(documents, [100 * rows] * files)
+            write_jsonl(name, ["abcdefgh"[8 * n // files] * 100] * rows)
+        source = Source([*map(str, names)])
+        # so small a fraction that only the first row is held out
+        texts = sample_text(lambda n: divide(source, Place(n), 1e-9, 1000), [100 * rows] * files)
         return collections.Counter(text[0] for text in texts)
 
     assert sample(files=8, rows=500) == dict.fromkeys("abcdefgh", 125)  # 0.4 MB
-    assert sample(files=8, rows=120) == dict.fromkeys("abcdefgh", 120 - held)
+    assert sample(files=8, rows=120) == dict.fromkeys("abcdefgh", 120) | dict(a=119)
     assert sample(files=1, rows=5000) == dict(a=1000)
-    if not held:
-        assert sample(files=80, rows=50) == dict.fromkeys("abcdefgh", 126)
+    assert sample(files=80, rows=50) == dict.fromkeys("abcdefgh", 126)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +233,7 @@ def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypat
     train_short(mine, tmp_path / "run", max_iters=1)
     resumed = train_short(mine, tmp_path / "run", max_iters=2, init_from="resume", sample_tokens=3)
     assert "tokenizer.json: the tokenizers library" in resumed.err
-    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
+    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine), 64).tokenizer
 
 
 # -----------------------------------------------------------------------------
@@ -261,7 +255,7 @@ def test_a_tokenizer_that_cannot_be_read_or_trained_is_refused_and_leaves_no_fol
 ):
     source, out = write_parquet(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
     flags = [f"--tokenizer={name}", f"--out={out}"]
-    for command in ([TEXT, source], [FINEWEB, "--dataset=org/name", "--val_tokens=100"]):
+    for command in ([TEXT, source], [FINEWEB, "--dataset=org/name", "--val_fraction=0.1"]):
         with on_hub(source):
             result = run(*command, *flags)
         refused(result, message)

@@ -14,9 +14,7 @@ from cases import slow_but
 from documents import (
     GrowingFolder,
     documents,
-    manifest_of,
     wait_until_it_waits,
-    write_jsonl,
     write_parquet,
 )
 from program import (
@@ -47,7 +45,7 @@ TINY = TINY_RUN | dict(
     init_from="auto",
     dropout=0.1,
 )
-SIZES = dict(tokenizer="byte", val_tokens=1000, shard_tokens=5000, tokens="120k", workers=1)
+SIZES = dict(tokenizer="byte", val_fraction=0.05, shard_tokens=5000, tokens="120k", workers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +143,7 @@ def test_a_run_beside_a_preparation_killed_and_continued_equals_one_on_the_finis
     train(**keys, dataset="finished", out_dir="whole")
     preparation = start(*command, "--out=x", cwd=work)
     manifest = work / "x/manifest.json"
-    while not manifest.exists() or json.loads(manifest.read_text())["next"]["owed"] > 0:
+    while not manifest.exists() or not json.loads(manifest.read_text())["shards"]:
         time.sleep(0.005)
     preparation.send_signal(signal.SIGSTOP)
     process = start_run(**keys)
@@ -173,16 +171,10 @@ def refusal(**changes) -> str:
 
 def test_a_folder_that_cannot_be_trained_on_yet_is_refused():
     growing = GrowingFolder(write_finished(), Path("x"))
-    growing.write(growing.manifest | dict(shards=growing.manifest["shards"][:1], complete=False))
-    assert "x: is unfinished; wait for its preparation to write" in refusal(dataset="x")
-    growing.add(0)
     assert "x: is unfinished; " in refusal(dataset="x", stream=False)
-    begun = manifest_of(Path("x"))
-    growing.write(begun | dict(next=dict(group=3, row=0, owed=5)))  # of validation text
-    assert "x: is unfinished; wait for its preparation to write" in refusal(dataset="x")
-    write_jsonl(Path("a.jsonl"), documents(40))
-    run("data/prepare_text.py", "a.jsonl", "--out=own")
-    growing.folder = Path("own")  # its validation text is spread over its whole text
-    growing.write(manifest_of(Path("own")) | dict(complete=False))
-    assert "own: is unfinished; " in refusal(dataset="own")
+    asked = "x: is unfinished, and has 500 validation tokens so far; wait until there are more than"
+    assert f"{asked} 500, or lower --eval_tokens" in refusal(dataset="x", eval_tokens=500)
+    val = [shard for shard in growing.manifest["shards"] if "val" in shard["name"]]
+    growing.write(growing.manifest | dict(shards=val, complete=False))
+    assert "x: is unfinished, and has 500 validation tokens" in refusal(dataset="x")
     assert not Path("out").exists()

@@ -104,7 +104,7 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
     write_book(fresh_folder / "book.txt")
     flags = dict(
         ITERS=TINY,
-        prepare_fineweb="--dataset=org/name --name=small --tokens=4000 --val_tokens=600",
+        prepare_fineweb="--dataset=org/name --name=small --tokens=4000 --val_fraction=0.15",
         fast40m=f"{TINY} --tokens_per_iter=256 --dtype=float16",
         fast124m=f"{TINY} --tokens_per_iter=256 --dtype=float16",
     ) | {"config/quickstart.py": TINY}

@@ -83,8 +83,8 @@ def test_validation_is_spread_over_the_whole_text(name):
     prepare("in", "--out=out")
     val = check_folder(Path("out"), texts)
     assert {text[0] for text in val} == {text[0] for text in texts}
-    # at the end, up to a sixteenth of the 5% for validation is still owed
-    assert 0.046 <= sum(map(len, val)) / sum(map(len, texts)) < 0.055
+    # at the end, up to a sixteenth of the 5% is still owed, or is an advance
+    assert 0.045 <= sum(map(len, val)) / sum(map(len, texts)) < 0.055
     if "rows" in name:  # short documents are held out whole
         assert set(val) < set(texts)
         numbers = [texts.index(text) for text in val]

@@ -155,7 +155,7 @@ def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_can_be_comp
     """
     rows = [json.dumps(dict(text=f"{n} " * (n % 50))) for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    words = dict(dataset="org/name", tokenizer="byte", tokens="20k", val_tokens="2k")
+    words = dict(dataset="org/name", tokenizer="byte", tokens="20k", val_fraction=0.1)
     words |= dict(shard_tokens="4k", workers=1)
     killed = started(PREPARE, "000003", *flags(**words, out="killed"))
     wait_for_line(killed, "waiting")
