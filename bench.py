@@ -5,7 +5,7 @@ for a few seconds, on random tokens if the dataset is missing, and reads the run
     python bench.py check            does this machine train correctly, and as fast as it should?
     python bench.py                  measure GPT-2 124M: speed, MFU, memory
     python bench.py CONFIG           measure a configuration
-    python bench.py sweep CONFIG     find the fastest micro-batch at the same tokens per iteration
+    python bench.py CONFIG --row=FLAGS --row=FLAGS   measure a table; each row adds its flags
     python bench.py ladder CONFIG    measure what each optimisation gains on this machine
     python bench.py plan CONFIG      estimate a run's hours, memory, energy and cost
 
@@ -17,7 +17,7 @@ CONFIG stands for config files and --key=value flags, as for train.py.
 Examples:
 
     python bench.py config/gpt124m_4070.py --batch_size=16
-    python bench.py sweep config/gpt124m_4070.py --write=config/mine.py
+    python bench.py config/gpt124m_4070.py --row=--batch_size=8 --row=--batch_size=16
     python bench.py ladder config/gpt124m_4070.py --json=ladder.json
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200
     python bench.py plan config/fast124m.py --gpu=4070 --hours=8
@@ -27,14 +27,14 @@ import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import pickle
 import re
+import shlex
 import signal
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,9 @@ from common.console import (
 )
 from common.files import replacing, warn_once
 from configurator import (
-    FIELDS,
     UNREACHED,
     Config,
     config_text,
-    config_values,
-    divisors,
     load_config,
     read_config,
 )
@@ -275,12 +272,10 @@ def gib(number: float | None) -> str:
 Row = tuple[str, Config]  # name, configuration
 
 
-def measure_in_turn(
-    rows: list[Row], options: Namespace, tabulate: Callable[[list[dict]], dict]
-) -> dict:
+def measure_in_turn(rows: list[Row], options: Namespace) -> dict:
     """
-    Measure the rows, and return what `tabulate` returns. `tabulate` prints the table, even after
-    Ctrl-C, SIGTERM or an error. A row that ran out of memory has no speed.
+    Measure the rows, and return what --json writes. Prints the table, even after Ctrl-C, SIGTERM or
+    an error. A row that ran out of memory has no speed.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     say(f"{len(rows)} measurements; Ctrl-C stops, and prints the table of the rows so far")
@@ -301,7 +296,8 @@ def measure_in_turn(
                 say(f"{name}: out of memory")
             measured.append(row)
     finally:
-        result = tabulate(measured) if any(row["tokens_per_sec"] for row in measured) else {}
+        has_speed = any(row["tokens_per_sec"] for row in measured)
+        result = tabulate(rows[0][1].model, measured) if has_speed else {}
     if not result:
         raise OutOfMemory(hardware.out_of_memory_line(rows[0][1]))
     return result
@@ -315,141 +311,49 @@ def mfu_text(r: dict) -> str:
     return f"{percent(r['mfu'])} of {machine['peak_tflops']:.3g} TFLOP/s ({source})"
 
 
-def show(title: str, rows: list[dict], columns: list[str], more: list[list[str]]) -> None:
-    """Print the table of a sweep or a ladder. `more` holds each row's cells for `columns`."""
-    last = [row for row in rows if row["tokens_per_sec"]][-1]
-    header = ["", "batch", "iteration", "tokens/s", *columns, "MFU", "memory", "compile"]
-    table = [header]
-    for row, cells in zip(rows, more, strict=True):
-        batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
-        if row["tokens_per_sec"] is None:
-            table.append([row["name"], batch, "out of memory", *[""] * (len(header) - 3)])
-            continue
-        speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
-        load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
-        table.append([row["name"], batch, *speed, *cells, *load])
-    say(f"{title}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
-    say(*table_lines(table))
-
-
-# -----------------------------------------------------------------------------
-# sweep
-
-
-def sweep(config: Config, options: Namespace) -> dict:
+def tabulate(model: str, rows: list[dict]) -> dict:
     """
-    Measure micro-batches from a quarter of batch_size to four times batch_size, if they divide the
-    sequences per iteration. Returns what --json writes.
+    Print the table. `gain` is the speedup over the row above, `total_gain` over the first row.
+    Returns what --json writes.
     """
-    near = [config.batch_size * share for share in (0.25, 0.5, 1, 2, 4)]
-    sizes = [size for size in divisors(config.iter_sequences) if size in near]
-    rows: list[Row] = [
-        (f"micro-batch {size}", replace(config, **batch_keys(config, size))) for size in sizes
-    ]
-    result = measure_in_turn(rows, options, partial(tabulate_sweep, config))
-    if options.write:
-        write_config(options.write, config, result)
-    return result
-
-
-def tabulate_sweep(config: Config, rows: list[dict]) -> dict:
-    rates = [row["tokens_per_sec"] or 0 for row in rows]
-    more = [[f"{rate / max(rates):.2f}x"] if rate else [] for rate in rates]
-    show(f"sweep of {config.model}", rows, ["of the fastest"], more)
-    fastest = rows[rates.index(max(rates))]["batch_size"]
-    say(f"the fastest: --batch_size={fastest}")
-    return dict(rows=rows, fastest=fastest)
-
-
-# Keys to write even if they have their default values, because other keys change these defaults
-ALWAYS_WRITTEN = ("dataset", "batch_size", "learning_rate", "min_lr")
-
-
-def write_config(path: Path, config: Config, swept: dict) -> None:
-    """Write the configuration with the fastest micro-batch as a config file for train.py."""
-    (fastest,) = [row for row in swept["rows"] if row["batch_size"] == swept["fastest"]]
-    # give it a new out_dir, because the measured config's own may already hold a run
-    values = config_values(config) | dict(out_dir=f"out/{path.stem}")
-    values |= batch_keys(config, fastest["batch_size"])
-    if config.tokens_per_iter:
-        values["tokens_per_iter"] = config.iter_tokens
-        del values["gradient_accumulation_steps"]  # follows from tokens_per_iter
-    machine, rate = fastest["machine"], fastest["tokens_per_sec"]
-    lines = [
-        f"# The fastest micro-batch, measured on {machine['date']} with",
-        f"# {machine_text(machine)}: {rate:,.0f} tokens/s, {gib(fastest['mem_gib'])}.",
-        "# All other keys except out_dir come from the measured configuration.",
-    ]
-    for name, value in values.items():
-        is_default = value in (FIELDS[name].default, UNREACHED)
-        if name in ALWAYS_WRITTEN or name in config.set_keys or not is_default:
-            lines.append(f"{name} = {value!r}")
-    with replacing(path) as file:
-        file.write("\n".join([*lines, ""]).encode())
-    say(f"wrote {path}")
-
-
-# -----------------------------------------------------------------------------
-# ladder
-
-# the first row of the ladder: everything off
-LOWEST = dict(
-    dtype="float32",
-    tf32=False,
-    compile=False,
-    flash=False,
-    loss_chunk="off",
-    pad_vocab_multiple=1,
-    tie_weights=False,
-)
-
-
-def ladder(config: Config, options: Namespace) -> dict:
-    """
-    Measure a table in which each row adds one optimisation to the row above. `gain` is the speedup
-    over the row above, `total_gain` over the first row. Returns what --json writes.
-    """
-    return measure_in_turn(ladder_rows(config), options, partial(tabulate_ladder, config))
-
-
-def tabulate_ladder(config: Config, rows: list[dict]) -> dict:
-    more: list[list[str]] = []
+    table = [["", "batch", "iteration", "tokens/s", "gain", "total", "MFU", "memory", "compile"]]
     rates: list[float] = []  # tokens per second in the rows so far that fit into memory
     for row in rows:
-        if rate := row["tokens_per_sec"]:
-            rates.append(rate)
-            row |= dict(gain=rate / rates[max(0, len(rates) - 2)], total_gain=rate / rates[0])
-        more.append([f"{row[key]:.2f}x" for key in ("gain", "total_gain") if rate])
-    show(f"ladder of {config.model}", rows, ["gain", "total"], more)
+        batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
+        if (rate := row["tokens_per_sec"]) is None:
+            table.append([row["name"], batch, "out of memory", *[""] * 6])
+            continue
+        last = row
+        rates.append(rate)
+        row |= dict(gain=rate / rates[max(0, len(rates) - 2)], total_gain=rate / rates[0])
+        speed = [f"{row['step_ms']:,.1f} ms", f"{rate:,.0f}"]
+        speed += [f"{row[key]:.2f}x" for key in ("gain", "total_gain")]
+        load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
+        table.append([row["name"], batch, *speed, *load])
+    say(f"{model}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
+    say(*table_lines(table))
     return dict(rows=rows)
 
 
-def ladder_rows(config: Config) -> list[Row]:
-    """
-    Return the rows that apply to this machine and this model. Each row keeps the changes of the
-    rows before it.
-    """
-    amp = "auto" if config.dtype == "float32" else config.dtype
-    steps: list[tuple[str, dict]] = [
-        ("float32", LOWEST),
-        ("TF32", dict(tf32=True)),
-        ("mixed precision", dict(dtype=amp)),
-        ("compile", dict(compile=True, loss_chunk=config.loss_chunk)),
-        ("flash attention", dict(flash=True)),
-        ("padded vocabulary", dict(pad_vocab_multiple=128)),
-        ("tied weights", dict(tie_weights=True)),
-    ]
-    device = hardware.choose_device(config, local_rank=0)
-    left_out = set()
-    if config.model == "fast":  # its head is never tied
-        left_out.add("tied weights")
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        left_out.add("TF32")  # needs an Ampere GPU or a later one
+# The rows of `bench.py ladder`: everything off, then one optimisation more in each row
+LADDER = {
+    "float32": "--dtype=float32 --tf32=False --compile=False --flash=False --loss_chunk=off "
+    "--pad_vocab_multiple=1 --tie_weights=False",
+    "TF32": "--tf32=True",
+    "mixed precision": "--dtype=auto",
+    "compile": "--compile=True --loss_chunk=auto",
+    "flash attention": "--flash=True",
+    "padded vocabulary": "--pad_vocab_multiple=128",
+    "tied weights": "--tie_weights=True",
+}
+
+
+def rows_of(keys: list[str], flags: Mapping[str, str]) -> list[Row]:
+    """Return the configuration of each row, which keeps the flags of the rows above it."""
     rows: list[Row] = []
-    for name, changes in steps:
-        if name not in left_out:
-            config = replace(config, **changes)
-            rows.append((name, config))
+    for name, added in flags.items():
+        keys = [*keys, *shlex.split(added)]
+        rows.append((name, load_config(keys)))
     return rows
 
 
@@ -459,8 +363,7 @@ def ladder_rows(config: Config) -> list[Row]:
 MODES = {
     "check": check,
     "": single,
-    "sweep": sweep,
-    "ladder": ladder,
+    "ladder": single,  # with the rows of LADDER
     "plan": lambda config, options: plan.plan(config, options, measure),
 }
 
@@ -483,9 +386,9 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     elif mode != "check":
         help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
-    if mode == "sweep":
-        help_text = "write the fastest micro-batch as a config file"
-        add("--write", type=Path, metavar="CONFIG.py", help=help_text)
+    if not mode:
+        help_text = "a row with these flags and those of the rows above; give it several times"
+        add("--row", action="append", default=[], metavar="FLAGS", help=help_text)
     return parser.parse_known_args(argv)
 
 
@@ -502,9 +405,7 @@ def main(argv: list[str]) -> int:
         if mode not in MODES:
             configs = map(str, Path("config").glob("*.py"))
             hint = did_you_mean(mode, [*MODES, *configs])
-            raise UserError(
-                f"{mode}: no such mode; give check, sweep, ladder, plan or a config file{hint}"
-            )
+            raise UserError(f"{mode}: no such mode; give check, ladder, plan or a config{hint}")
     options, keys = parse_arguments(mode, rest)
     no_config = all(key.startswith("-") for key in keys)
     if no_config and mode not in ("plan", "check"):
@@ -515,12 +416,15 @@ def main(argv: list[str]) -> int:
     options.command = command_line("python", "bench.py", *argv)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         preflight.check_device(config)
-    write = getattr(options, "write", None)
-    if write and write.exists():
-        raise UserError(f"write: {write} exists; delete it, or give another --write")
-    for path in filter(None, (options.json, write)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    result = MODES[mode](config, options)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+    rows = {row: row for row in getattr(options, "row", ())}
+    if mode == "ladder":  # the fast model's head is never tied
+        rows = {n: f for n, f in LADDER.items() if config.model == "gpt2" or n != "tied weights"}
+    if rows:
+        result = measure_in_turn(rows_of(keys, rows), options)
+    else:
+        result = MODES[mode](config, options)
     if options.json:
         write_json(options, result)
     return 1 if result.get("wrong") else 0

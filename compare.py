@@ -3,8 +3,7 @@ Compare runs: which was faster, and which learned more in equal iterations, toke
 
     python compare.py out/gpt124m                  one run: its figures; draws out/gpt124m/loss.png
     python compare.py out/a out/b --png=ab.png     several runs side by side, a verdict for each row
-    python compare.py old.log new.log --gpu=4070   nanoGPT's console output, with this card's MFU
-    python compare.py out/a results/public_runs/edu_124m_rtx4070.log   beside a published run
+    python compare.py out/a results/public_runs/edu_124m_rtx4070.csv   beside a published run
     python compare.py out/idea-* --against out/base-*   is a change better? over several seeds
 
 Time includes iterations, evaluations and checkpoints, but not startup and compilation.
@@ -33,16 +32,12 @@ from common.console import Parser, UserError, duration, percent, run_main, table
 from configurator import FIELDS, UNREACHED, Config
 from reports import seeds
 from reports.picture import count4, millions, save_picture
-from reports.runs import Run, has_band, learning_curve, loss_at, number, open_run, percentile, reach
-from training.gpus import resolve_gpu, row_peak
+from reports.runs import PUBLISHED, Run, has_band, learning_curve, loss_at, open_run, percentile
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005
-RANDOM_NOISE = 0.03  # losses on nanoGPT's random batches differ this much by chance
 BITS_NOISE = 0.002  # LOSS_NOISE in bits per byte, at GPT-2's 4.5 bytes per token
-# Figures that differ by at most this fraction count as equal. The tokens and time to a loss get a
-# wider margin, because interpolating between distant evaluations is off by a few percent.
-SAME, SAME_TO_LOSS = 0.005, 0.05
+SAME = 0.005  # figures that differ by at most this fraction count as equal
 MOST_EVALUATIONS = 8  # rows of shared evaluations, so that the table of a long run stays readable
 NO_VERDICT = "not comparable"
 SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype", "dataset"}
@@ -106,17 +101,17 @@ def lower(noise: float) -> Judge:
     return judge
 
 
-def ratio(word: str, same: float = SAME) -> Judge:
+def ratio(word: str) -> Judge:
     """Judge by the ratio of the best two: "a 2.39x faster"; "" if only those are equal."""
 
     def judge(known: list[tuple[Any, str]]) -> str:
         if len(known) < 2:
             return ""
-        (best, name), (second, _) = sorted(known, reverse=word != "less")[:2]
-        if max(known)[0] - min(known)[0] <= same * min(known)[0]:
+        (best, name), (second, _) = sorted(known, reverse=True)[:2]
+        if max(known)[0] - min(known)[0] <= SAME * min(known)[0]:
             return "equal"
         low, high = sorted((best, second))
-        return f"{name} {high / low:.2f}x {word}" if 0 < low < high / (1 + same) else ""
+        return f"{name} {high / low:.2f}x {word}" if 0 < low < high / (1 + SAME) else ""
 
     return judge
 
@@ -130,7 +125,6 @@ class Row:
     values: list  # one per run, None if unknown
     format: Callable[..., str] = str
     judge: Judge | None = None
-    unknown: list[str] | None = None  # what to print for each run's None; "n/a" if not given
 
     def verdict(self, names: list[str]) -> str:
         pairs = zip(self.values, names, strict=True)
@@ -186,26 +180,23 @@ def pause_rows(runs: list[Run]) -> list[Row]:
 
 
 def seconds_of_pauses(run: Run) -> float | None:
-    """Return the seconds of all evaluations and checkpoints, None if nanoGPT's log hides them."""
+    """Return the seconds of all evaluations and checkpoints; None for a published run."""
     evals, checkpoints = run.eval["seconds"], run.checkpoint["seconds"]
     if np.isnan(evals).any():
         return None
     return float(evals.sum() + np.nansum(checkpoints))
 
 
-def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
+def loss_rows(runs: list[Run]) -> list[Row]:
     """
     Build the rows of losses, what decides first: of several runs, the val loss at equal iterations,
-    tokens and time; of a single run, what was measured last. Then the tokens and time to `target`
-    (by default the lowest loss that all runs reach, if losses are comparable), the best val loss
-    and bits per byte, and the val loss at shared evaluations.
+    tokens and time; of a single run, what was measured last. Then the best val loss and bits per
+    byte, and the val loss at shared evaluations.
     """
     problem = why_losses_do_not_compare(runs)
-    judge, less = lower(LOSS_NOISE), ratio("less", SAME_TO_LOSS)
-    if any(map(evaluates_random_tokens, runs)):
-        judge = lower(RANDOM_NOISE)
+    judge = lower(LOSS_NOISE)
     if problem:
-        judge = less = not_comparable
+        judge = not_comparable
     lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
     rows, common = [], []
     if len(runs) == 1:
@@ -214,17 +205,6 @@ def loss_rows(runs: list[Run], target: float | None) -> list[Row]:
         rows += rows_at(runs, equal_points(runs), judge)
         if not problem:
             common = rows_at(runs, points_of_common_evaluations(runs), judge)
-            if target is None:
-                target = max([loss for loss in lowest if loss is not None], default=None)
-    if target is not None:
-        for axis, what, form in (("tokens", "tokens", count4), ("hours", "time", hours_as_time)):
-            curves = [learning_curve(run, axis) for run in runs]
-            values = [reach(*curve, target) for curve in curves]
-            # a run that got there without an evaluation near that loss is not worse than the others
-            seen = [x[losses <= target] for x, losses in curves]
-            unknown = [f"by {form(x[0])}" if len(x) else "n/a" for x in seen]
-            label = f"{what} to val loss {target:.4f}"
-            rows.append(Row(label, f"{axis}_to_loss", values, form, less, unknown))
     rows.append(Row("best val loss", "best_val_loss", lowest, decimals, judge))
     label, key = "best bits per byte", "best_bits_per_byte"
     bits = Row(label, key, [percentile(run.eval["bits_per_byte"], 0) for run in runs], decimals)
@@ -294,11 +274,7 @@ def points_of_common_evaluations(runs: list[Run]) -> list[Point]:
 def print_table(rows: list[Row], names: list[str]) -> None:
     cells = [["", *names]]
     for row in rows:
-        unknown = row.unknown or ["n/a"] * len(names)
-        values = [
-            text if value is None else row.format(value)
-            for value, text in zip(row.values, unknown, strict=True)
-        ]
+        values = ["n/a" if value is None else row.format(value) for value in row.values]
         cells.append([row.label, *values])
     header, *lines = table_lines(cells)
     print(header)
@@ -382,7 +358,7 @@ def judge_by_band(run: Run, band: Run) -> str:
     other = [f"--{key}={value}" for key, value in band.config.items() if config.get(key) != value]
     its, i, j = np.intersect1d(run.eval["iter"], band.eval["iter"], return_indices=True)
     losses, lows, highs = run.eval["val_loss"][i], band.eval["low"][j], band.eval["high"][j]
-    ours, least = run.start.get("train_tokens"), band.start["train_tokens"]
+    ours, least = (r.start.get("train_tokens") for r in (run, band))
     if other:
         problem = f"train with {' '.join(other)}"
     elif ours and least and ours < least:
@@ -407,12 +383,8 @@ def judge_by_band(run: Run, band: Run) -> str:
 # Which losses are comparable
 
 
-def is_nanogpt(run: Run) -> bool:
-    return run.start.get("program") == "nanoGPT"
-
-
-def evaluates_random_tokens(run: Run) -> bool:
-    return is_nanogpt(run) and "eval_tokens" not in run.config
+def is_published(run: Run) -> bool:
+    return run.start.get("program") == PUBLISHED
 
 
 def dataset_name(run: Run) -> str | None:
@@ -432,17 +404,14 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
         return ""
     if len({run.start.get("tokenizer") for run in runs} - {None, "unknown"}) > 1:
         return "different tokenizers"
-    ours = [run for run in runs if not is_nanogpt(run)]
-    # nanoGPT's log names its dataset but has no fingerprint
-    if len(ours) < len(runs):
-        names = [dataset_name(run) for run in runs]
-        if None in names:
-            log = runs[names.index(None)].name
-            return f"{log} does not name its dataset; add a line dataset = 'NAME' to it"
-        if len(set(names)) > 1:
-            return "different datasets"
-    fixed = [run for run in runs if not evaluates_random_tokens(run)]
-    if len({eval_settings(run) for run in fixed}) > 1:
+    ours = [run for run in runs if not is_published(run)]
+    # a published run names its dataset but has no fingerprint
+    if len(ours) < len(runs) and len({dataset_name(run) for run in runs}) > 1:
+        return "different datasets"
+    for run in filter(is_published, runs):
+        if "eval_tokens" not in run.config:
+            return f"nanoGPT evaluated {run.name} on random tokens"
+    if len({eval_settings(run) for run in runs}) > 1:
         return "different evaluation settings; choose the same eval_tokens"
     if len(ours) > 1 and not same_of_start(ours, "val_fingerprint"):
         return "different validation tokens"
@@ -482,33 +451,14 @@ def why_bits_do_not_compare(runs: list[Run]) -> str:
 # Runs
 
 
-def open_runs(paths: list[Path], gpu: str | None) -> list[Run]:
+def open_runs(paths: list[Path]) -> list[Run]:
     """Open the runs and give each a unique name. Raises UserError if one cannot be read."""
     runs = [open_run(path) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):
         if names.count(run.name) > 1:
             run.name = str(path)
-        if gpu:
-            set_mfu(run, gpu)
     return runs
-
-
-def set_mfu(run: Run, gpu: str) -> None:
-    """
-    Set the MFU of each step record, a fraction of this card's peak, unless the run has an MFU
-    already or did not run on a GPU. Raises UserError if the card or its peak is unknown.
-    """
-    start = run.start
-    if np.isfinite(run.step["mfu"]).any() or start.get("device_type") in ("cpu", "mps"):
-        return
-    dtype = start.get("dtype") or "bfloat16"  # nanoGPT's default on all but old GPUs
-    peak = row_peak(resolve_gpu(gpu), dtype, run.config.get("tf32", True))
-    if peak is None:
-        raise UserError(f"gpu: the {dtype} peak of {gpu} is not known; leave out --gpu")
-    # tok/s counts all GPUs together, MFU only one
-    flops = number(start.get("flops_per_token")) / (start.get("world_size") or 1)
-    run.step["mfu"] = flops * run.step["tokens_per_sec"] / (peak * 1e12)
 
 
 def collect_warnings(runs: list[Run]) -> list[str]:
@@ -518,12 +468,6 @@ def collect_warnings(runs: list[Run]) -> list[str]:
         bits = why_bits_do_not_compare(runs)
         of_bits = f"neither are bits per byte: {bits}" if bits else "bits per byte are"
         warnings.append(f"losses are not comparable: {reason}; {of_bits}")
-    elif any(map(evaluates_random_tokens, runs)) and len(runs) > 1:
-        warnings.append(
-            "nanoGPT evaluates on random batches, and published runs on other tokens than yours, "
-            f"so losses that differ by up to {RANDOM_NOISE} count as equal; if you have "
-            "nanoGPT's ckpt.pt, evaluate it here (docs/from_nanogpt.md)"
-        )
     return warnings
 
 
@@ -533,10 +477,10 @@ def find_paths(given: list[Path]) -> list[Path]:
     return [Path(path) for path in dict.fromkeys(named)]
 
 
-def compare_runs(runs: list[Run], target: float | None) -> dict:
+def compare_runs(runs: list[Run]) -> dict:
     """Print the table and the warnings. Returns the dict that --json writes."""
     names = [run.name for run in runs]
-    rows = [*loss_rows(runs, target), *measure_rows(runs), *setting_rows(runs)]
+    rows = [*loss_rows(runs), *measure_rows(runs), *setting_rows(runs)]
     rows += [*speed_rows(runs), *pause_rows(runs)]
     warnings = collect_warnings(runs)
     for warning in warnings:
@@ -554,16 +498,10 @@ def compare_runs(runs: list[Run], target: float | None) -> dict:
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    run_help = "an out_dir, its metrics.jsonl, nanoGPT's console output, or a published band"
+    run_help = "an out_dir, its metrics.jsonl, or a published run's CSV"
     add("runs", nargs="+", type=Path, metavar="RUN", help=run_help)
     seeds_help = "baseline runs, one per seed; the verdict says whether the other runs are better"
     add("--against", nargs="+", type=Path, default=[], metavar="RUN", help=seeds_help)
-    add(
-        "--loss",
-        type=float,
-        help="show tokens and time to this val loss (default: the lowest that all runs reach)",
-    )
-    add("--gpu", metavar="NAME", help="compute missing MFUs for this card, such as 4070")
     add("--png", type=Path, help="write a .png picture (default for one out_dir: its loss.png)")
     add("--json", type=Path, metavar="PATH", help="write the table as JSON")
     args = parser.parse_args(argv)
@@ -574,13 +512,13 @@ def main(argv: list[str]) -> None:
     base = find_paths(args.against)
     if both := [path for path in base if path in paths]:
         raise UserError(f"against: {both[0]} is on both sides; give it on only one")
-    runs = open_runs([*paths, *base], args.gpu)
+    runs = open_runs([*paths, *base])
     groups = [[run] for run in runs]  # each is drawn in a colour of its own
     if args.against:
         groups = [runs[: len(paths)], runs[len(paths) :]]
         table = compare_seeds(*groups)
     else:
-        table = compare_runs(runs, args.loss)
+        table = compare_runs(runs)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

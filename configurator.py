@@ -35,9 +35,7 @@ from common.console import (
     did_you_mean,
     print_err,
     raise_if_any,
-    removed,
     run_main,
-    warn,
 )
 from common.files import read_text
 
@@ -184,13 +182,6 @@ AT_LEAST_1 = """
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
-# Keys that only work with another key at this value; otherwise only their defaults may be typed
-ONLY_WITH = dict(
-    head_lr=("optimizer", "muon"),
-    muon_momentum=("optimizer", "muon"),
-    beta2=("optimizer", "adamw"),
-    decay_fraction=("lr_schedule", "wsd"),
-)
 # What other trainers call these keys, for suggestions
 OTHER_NAMES = dict(
     lr="learning_rate",
@@ -252,7 +243,6 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         sys.exit(0)
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     values: dict[str, Any] = {}
-    from_files: dict[str, Any] = {}
     typed: set[str] = set()
     problems: list[str] = []
     left = list(argv)
@@ -264,7 +254,6 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
                 typed |= found.keys()
             else:
                 found = from_nanogpt(read_file(Path(argument), known, values))
-                from_files |= found
         except UserError as error:
             problems += error.problems
             continue
@@ -272,41 +261,11 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
-    warn_of_optimizer(from_files, values, typed)
-    note_unread(from_files, values, typed)
     if values.get("hours"):
         # A config file's max_iters is meant for runs without a time limit, so ignore it.
         values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}
         values.setdefault("eval_interval", UNREACHED)
     return keys(**values, set_keys=frozenset(values), typed=frozenset(typed))
-
-
-def warn_of_optimizer(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
-    """Warn if a flag changes the optimizer and leaves it the files' settings for another one."""
-    theirs, ours = from_files.get("optimizer", FIELDS["optimizer"].default), values.get("optimizer")
-    names = [
-        n for n in ("learning_rate", "beta1", "weight_decay") if n in from_files.keys() - typed
-    ]
-    if "optimizer" in typed and theirs != ours and names:
-        kept = ", ".join(f"{name} = {from_files[name]}" for name in names)
-        own = " ".join(f"--{name}=X" for name in names)
-        warn(f"optimizer: the file sets {kept} for {theirs}; for {ours} give {own}")
-
-
-def note_unread(from_files: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
-    """Say which keys of a file nothing reads. check_model() refuses them if they were typed."""
-    for name, reader in unread_keys(values).items():
-        if name in from_files.keys() - typed:
-            print_err(f"note: {name}: only {reader} reads it")
-
-
-def unread_keys(values: dict[str, Any]) -> dict[str, str]:
-    """Return the keys that nothing reads with these values, and for each the value that would."""
-    return {
-        name: f"{key}={value}"
-        for name, (key, value) in ONLY_WITH.items()
-        if values.get(key, FIELDS[key].default) != value
-    }
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +297,7 @@ def read_flag(
         text = left.pop(0)
     if name not in known:
         names = [*known, *other_flags]
-        meant = removed(name) or did_you_mean(OTHER_NAMES.get(name, name), names, "--")
+        meant = did_you_mean(OTHER_NAMES.get(name, name), names, "--")
         raise UserError(f"--{name}: unknown key{meant}")
     kind: Any = known[name].type
     if not equals and (text or kind is not bool):
@@ -387,7 +346,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
             except UserError as error:
                 problems.append(f"{path}: {error}")
         elif not (is_code or name in defaults or name in used or name.startswith("_")):
-            meant = removed(name) or did_you_mean(OTHER_NAMES.get(name, name), known)
+            meant = did_you_mean(OTHER_NAMES.get(name, name), known)
             hint = "start names of your own with _"
             problems.append(f"{path}: {name}: unknown key{meant or f'; {hint}'}")
     raise_if_any(problems)
@@ -529,9 +488,6 @@ def check_model(c: Config) -> list[str]:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is not auto, off or a number like 1024")
-    for name, reader in unread_keys(config_values(c)).items():
-        if name in c.typed and getattr(c, name) != FIELDS[name].default:
-            problems.append(f"{name}: only {reader} reads it; leave it out")
     if c.model == "fast":
         if not rest and head_size % 4:
             problem = f"n_head: the heads have {head_size} channels each"
@@ -556,10 +512,8 @@ def config_values(config: Config) -> dict[str, Any]:
 
 
 def config_text(config: Config) -> str:
-    """Return the text of a config file that sets this configuration: all keys that are read."""
-    values = config_values(config)
-    unread = unread_keys(values)
-    return "".join(f"{name} = {value!r}\n" for name, value in values.items() if name not in unread)
+    """Return the text of a config file that sets this configuration."""
+    return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
 def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:

@@ -311,6 +311,5 @@ def config_from_dict(values: dict[str, Any]) -> GPTConfig:
     TypeError for an unknown field.
     """
     known = dict(values)
-    known.pop("fp16_accumulation", None)  # a key of 0.3.0
     kind = FastConfig if known.pop("model", "gpt2") == "fast" else GPTConfig
     return kind(**known)

@@ -7,16 +7,12 @@ Sample from a trained model.
     python sample.py --init_from=out/gpt124m/best.pt       any checkpoint or Hugging Face folder
     python sample.py --help                                list all keys
 
-In a terminal, without --start, sample.py asks for prompts and answers each with one sample.
-Elsewhere the default prompt is a newline, as in nanoGPT.
-
 Keys are set as for train.py, in config files and by --key=value. Training keys in a config file are
-ignored. All samples of a prompt are one batch: the first is printed as it grows, the others follow.
-A sample ends at an end-of-text token.
+ignored. All samples are one batch: the first is printed as it grows, the others follow. A sample
+ends at an end-of-text token. The default prompt is a newline, as in nanoGPT.
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
-import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -48,7 +44,7 @@ END_OF_TEXT = "<|endoftext|>"
 @dataclass
 class SampleConfig:
     """
-    Print samples from a trained model. In a terminal, without --start, ask for prompts.
+    Print samples from a trained model.
 
         python sample.py --out_dir=out/quickstart
         python sample.py --init_from=gpt2 --start="Once upon a time"
@@ -57,7 +53,7 @@ class SampleConfig:
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, FILE:name, or - for stdin; may contain <|endoftext|>
-    num_samples: int = 10  # samples per prompt; 1 for a typed prompt
+    num_samples: int = 10  # samples of this prompt
     max_new_tokens: int = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 200  # draw from the k likeliest tokens only; 0: from all
@@ -82,17 +78,6 @@ def read_prompt(start: str) -> str:
     if not start.startswith("FILE:"):
         return start
     return read_text(Path(start.removeprefix("FILE:")).expanduser())
-
-
-def ask_prompts() -> Iterator[str]:
-    """Yield typed prompts until an empty line or the end of input."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives input() arrow keys and a history
-    print_err("type a prompt; an empty line quits, Ctrl-C stops a sample")
-    with contextlib.suppress(EOFError):
-        while prompt := input("> "):
-            yield prompt
-    print()  # after Ctrl-D the cursor is still on the prompt's line
 
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:
@@ -153,9 +138,7 @@ def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[T
 def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
     preflight.check_device(Config(device=c.device, dtype=c.dtype))
-    is_typed = "start" not in c.set_keys and sys.stdin.isatty() and sys.stdout.isatty()
-    num_samples = 1 if is_typed and "num_samples" not in c.set_keys else c.num_samples
-    prompts = ask_prompts() if is_typed else [read_prompt(c.start)]
+    prompt = read_prompt(c.start)
     # In a training config, auto and scratch also mean the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS
     try:
@@ -170,30 +153,17 @@ def main(argv: list[str]) -> int:
     del state  # memory-mapped: on Windows, a run could otherwise not replace its checkpoint
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)
-    for prompt in prompts:
-        try:
-            ids = encode(prompt, text)
-        except UserError as error:
-            if not is_typed:
-                raise
-            warn(str(error))  # and ask for another prompt
-            continue
-        window = model.config.block_size
-        if len(ids) > window:
-            print_err(f"start: {len(ids):,} tokens; the model sees only the last {window:,}")
-        samples = [ids.copy() for _ in range(num_samples)]
-        idx = torch.tensor(samples, device=device)
-        chosen = (c.temperature, c.top_k, c.top_p, generator)
-        new_ids = generate_tokens(model, idx, c.max_new_tokens, vocab, *chosen)
-        try:
-            print_growing(text, samples, new_ids)
-            for sample in samples[1:]:
-                print(f"{RULER}\n{printable(text.decode(sample))}")
-            print(RULER)
-        except KeyboardInterrupt:
-            print()
-            if not is_typed:
-                return 130
+    ids = encode(prompt, text)
+    window = model.config.block_size
+    if len(ids) > window:
+        print_err(f"start: {len(ids):,} tokens; the model sees only the last {window:,}")
+    samples = [ids.copy() for _ in range(c.num_samples)]
+    idx = torch.tensor(samples, device=device)
+    chosen = (c.temperature, c.top_k, c.top_p, generator)
+    print_growing(text, samples, generate_tokens(model, idx, c.max_new_tokens, vocab, *chosen))
+    for sample in samples[1:]:
+        print(f"{RULER}\n{printable(text.decode(sample))}")
+    print(RULER)
     return 0
 
 

@@ -234,8 +234,9 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
     problems += impossible
     try:
-        preflight.check_device(c)
-        preflight.check_gpu(c)
+        if not is_done(c, resumed):
+            preflight.check_device(c)
+            preflight.check_gpu(c)
     except UserError as error:
         if not problems:
             raise  # Unreachable if only the GPU is missing, which may come back
@@ -268,21 +269,25 @@ def config_before(resumed: dict) -> Config:
     return Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
 
 
-def is_done(c: Config, resumed: dict) -> bool:
-    """Return whether the run has already finished and this launch adds no time or iterations."""
+def is_done(c: Config, resumed: dict | None) -> bool:
+    """
+    Return whether this launch resumes a run that has already finished, and adds no time, iterations
+    or other data.
+    """
+    if not resumed or c.eval_only:
+        return False
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
+    if c.dataset != before.dataset:  # open_data() checks that it holds the same tokens
+        return False
     time_is_up = c.by_clock and c.hours == before.hours and resumed["clock"]["share"] >= 1
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
 def say_done(c: Config, resumed: dict) -> None:
-    it = resumed["progress"]["iter_num"]
-    key = "max_iters" if it >= c.max_iters else "hours"
-    done = f"all {it:,} iterations are done"
+    done = f"all {resumed['progress']['iter_num']:,} iterations are done"
     say(*change_lines(c, resumed))
-    more = f"to continue, give another --{key} (see docs/training.md#to-continue-a-finished-run)"
-    say(f"{c.out_dir}: {done}; {more}; to start a new run, give another --out_dir")
+    say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -396,29 +401,6 @@ def set_rates(optimizer, it: int, c: Config, share: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = get_lr(it, c, length, group["initial_lr"])
         group["share"], group["length"] = it / length, length
-
-
-def warn_of_rates(c: Config, clock: Clock, resumed: dict | None, ranks: Ranks) -> None:
-    """
-    Warn if the learning rate never reaches its peak, or if a resume raises it, for example by
-    extending a decayed run.
-    """
-    it, end = resumed["progress"]["iter_num"] if resumed else 0, c.max_iters
-    if it < end and not c.by_clock and ranks.is_main:
-        earlier, last = (get_lr(n, c, end, c.learning_rate) for n in (end - 2, end - 1))
-        if earlier < last < c.learning_rate:
-            whole = f"the whole run of {end:,} iterations is warmup"
-            warn(f"warmup_iters: {whole}; give --warmup_iters={end // 10} or so")
-    if not resumed:
-        return
-    before, share = config_before(resumed), resumed["clock"]["share"]
-    old = get_lr(it, before, run_length(it, before, share), before.learning_rate)
-    if before.hours != c.hours:
-        share = clock.position(it).share
-    new = get_lr(it, c, run_length(it, c, share), c.learning_rate)
-    if new > 1.01 * old and ranks.is_main:
-        why = "its schedule differs from the checkpoint's (see the resume: lines)"
-        warn(f"learning_rate: this resume raises it from {old:.2e} to {new:.2e}; {why}")
 
 
 # -----------------------------------------------------------------------------
@@ -593,8 +575,8 @@ def estimate_loss(
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
     numbers.
 
-    Returns instead, on all ranks, why the run must stop: the name of a signal, "data" if a rank
-    cannot read its data, or "memory" if a rank runs out of it after the first update.
+    Returns instead, on all ranks, why the run must stop: the name of a signal, or "data" if a
+    rank cannot read its data.
     """
     tokens = min(c.eval_size, len(splits["val"]))  # the same number from each split
     numbers: dict[str, float] = {}
@@ -652,18 +634,10 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
     """
     losses, counts = [], []
     for x, y in micro_batches:  # as many on every rank, as agree() requires
-        fits = True
-        try:
-            with hw.autocast():
-                losses.append(model(x.to(hw.device), y.to(hw.device)))
-        except Exception as error:
-            # before a new run's first update there is nothing to save
-            if not (launch.is_running and hardware.is_out_of_memory(error)):
-                raise
-            fits = False
-        (failed,) = signals.agree(not fits)
-        if signals.name or failed:
-            return signals.name or "memory"
+        with hw.autocast():
+            losses.append(model(x.to(hw.device), y.to(hw.device)))
+        if signals.stop_asked():
+            return str(signals.name)
         counts.append(int((y != -1).sum()))
     means = torch.stack(losses).tolist()
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
@@ -684,7 +658,7 @@ def evaluate_only(
     batches.close()
     signals.close()
     if isinstance(numbers, str):
-        return exit_code(numbers, batches, signals, c, ranks)
+        return exit_code(numbers, batches, signals)
     it = resumed["progress"]["iter_num"] if resumed else 0
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
@@ -812,8 +786,6 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
     if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
         problem = f"the optimizer in {c.out_dir} groups the weights differently"
         hint = f"--init_from={c.out_dir} with another --out_dir starts from the weights alone"
-        if c.optimizer == "muon":
-            hint = f"git checkout c4db720e finishes a run of the earlier recipe; {hint}"
         raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=ours))
     # Clone CPU tensors. They are mapped from the checkpoint file, and would keep it open for the
@@ -837,6 +809,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # rank 0 alone reads the command, prints, samples and writes
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
+    if resumed and is_done(c, resumed):  # needs neither data nor a device
+        best_iter = resumed["progress"]["best_iter"]
+        ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter)
+        say_done(c, resumed)
+        return 0
 
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
@@ -852,11 +829,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     model = make_model(c, data.vocab, hw, loaded)
     if c.eval_only:
         return evaluate_only(model, data, splits, measures, c, hw, ranks, resumed, loaded)
-    if resumed and is_done(c, resumed):
-        best_iter = resumed["progress"]["best_iter"]
-        ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter)
-        say_done(c, resumed)
-        return 0
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
@@ -878,7 +850,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log = Log(c, clock, hw, data, model.config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
-    warn_of_rates(c, clock, resumed, ranks)
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del resumed, loaded  # frees the loaded checkpoint
@@ -907,8 +878,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         now = clock.position(it)
 
         # `stop` is the reason to stop here, or None. "max_iters" and "hours" complete the run. With
-        # the name of a signal, "data" (unreadable) or, from an evaluation below, "memory", it can
-        # be resumed
+        # the name of a signal, or "data" (unreadable), it can be resumed
         stop = why_stop(c, now, progress)
         if not stop:
             stop = wait_for_data(batches, accum, signals)  # also checks for signals
@@ -920,16 +890,16 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # evaluate once in a while and when the run is complete, but not after a signal
         numbers = None
         if evaluation_due(c, now, progress, stop):
-            with clock.pause("evaluation"):  # keeps its seconds out of iteration times
+            # keep its seconds out of iteration times, and expect the next one to take as long. With
+            # hours, this moves now.share and so changes the learning rates
+            with clock.pause("evaluation"):
                 numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
                 if isinstance(numbers, str):
                     stop, numbers = numbers, None  # a resumed run starts with this evaluation
+                    clock.is_cut_short = True
                 else:
                     progress.evaluate(numbers["val_loss"], now.share)
                     log.report_eval(it, progress.tokens, numbers)
-                    # expect the next one to take as long. With hours, this moves now.share and so
-                    # changes the learning rates
-                    clock.expect("evaluation")
 
         # save once in a while, and at the end. If the disk is full, keep training and try again;
         # at the end, wait until it has room or a signal comes
@@ -942,14 +912,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 state = state_to_save(model, optimizer, scaler, to_save, clock, hw, ranks)
                 if save(state, stop, saver, signals, log):
                     progress = to_save
-                    clock.expect("checkpoints")
+                else:
+                    clock.is_cut_short = True
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights. After the save, because it may run out of memory
         if numbers and tokenizer and it > 0:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
-                clock.expect("samples")
 
         if stop:
             break
@@ -987,13 +957,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log.finish(stop, stop in COMPLETE, progress, batches.waited)
     saver.close()
     signals.close()
-    return exit_code(stop, batches, signals, c, ranks)
+    return exit_code(stop, batches, signals)
 
 
-def exit_code(stop: str, batches: Batches, signals: StopSignals, c: Config, ranks: Ranks) -> int:
+def exit_code(stop: str, batches: Batches, signals: StopSignals) -> int:
     """Return the exit code of a launch that stopped for this reason, or raise its error."""
-    if stop == "memory":
-        ranks.fail(hardware.out_of_memory_line(c, ranks.world_size))
     if stop == "data":  # the rank that failed to read raises its own error
         raise batches.error or UserError()
     return 128 + signal.Signals[stop] if stop == signals.name else 0

@@ -228,22 +228,6 @@ def raise_if_any(problems: list[str]) -> None:
         raise UserError(*dict.fromkeys(problems))
 
 
-# Flags, keys and values of earlier versions, and what to do instead
-REMOVED = dict(
-    from_run="give --iter_seconds=S, the seconds per iteration in that run's log",
-    profile="docs/plan.md shows how to profile an iteration",
-    tokenizer="a data folder has its own; give --tokenizer to the script that prepares it",
-    data_workers="give --workers to data/prepare_fineweb.py",
-    source="data/prepare_text.py reads your own files",
-    order="row groups are always shuffled; README names the download of FineWeb's records",
-    until="give the hours until then as --hours=N",
-    max_minutes="put `timeout --preserve-status -s INT 60m` before the command, or press Ctrl-C",
-    fp16_accumulation="nobody measured a gain; leave it out",
-    link_gbits="plan assumes 100 Gbit/s between machines",
-    price_hour="the rent is the price per hour times the hours that plan prints",
-)
-
-
 class Parser(argparse.ArgumentParser):
     """Parses flags with argparse, raises UserErrors, and accepts no abbreviated flags."""
 
@@ -254,15 +238,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def error(self, message: str):
-        gone = re.match(r"unrecognized arguments: --(\w+)", message)
-        hint = removed(gone[1]) if gone else ""
         # argparse puts "argument" before a flag's name
-        raise UserError(message.removeprefix("argument ") + hint)
-
-
-def removed(name: str) -> str:
-    """Return what replaces a flag, key or value of an earlier version, as a hint, or ""."""
-    return f"; removed in 0.4.0: {REMOVED[name]}" if name in REMOVED else ""
+        raise UserError(message.removeprefix("argument "))
 
 
 def did_you_mean(name: str, known, dashes: str = "") -> str:

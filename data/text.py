@@ -28,7 +28,9 @@ from data.files import TEXT_FILES, is_parquet, parse_line, read_lines
 
 FIELD = "text"
 MISSING = object()  # the value of a field that a row does not have, unlike null
-FIRST_ROWS = 1000  # rows of a file to read before deciding that --text_field is wrong
+# rows of a file to read before deciding that --text_field is wrong; fewer if they are long, because
+# they are held in memory
+FIRST_ROWS, FIRST_CHARACTERS = 1000, 2**22
 # A larger text file is read in pieces, each a document of its own, so that no file has to fit into
 # memory. Pieces end with a line.
 LARGE_FILE = 2**26  # bytes
@@ -123,10 +125,16 @@ class Source:
         rows = self.read_with_retries(number, row)
         name, _ = self.groups[number]
         if row == 0 and not name.lower().endswith(TEXT_FILES):
-            first = [*islice(rows, FIRST_ROWS)]
+            first, characters = [], 0
             # one of several short row groups is not enough to judge by
-            is_part = is_parquet(name) and self.footer(name).num_row_groups > 1
-            if len(first) == FIRST_ROWS or not is_part:
+            is_enough = not (is_parquet(name) and self.footer(name).num_row_groups > 1)
+            for place, text in rows:
+                first.append((place, text))
+                characters += len(text or "")
+                if len(first) == FIRST_ROWS or characters > FIRST_CHARACTERS:
+                    is_enough = True
+                    break
+            if is_enough:
                 self.check_field(name, [text for _, text in first])
             yield from first
         yield from rows

@@ -142,7 +142,7 @@ def check_manifest(plan: Plan, manifest: dict) -> None:
     asked = dict(plan.made_from)
     noted = manifest.get("files", {})
     if [(name, size) for name, (size, _) in asked["files"].items()] == [
-        (name, size) for name, (size, *_) in noted.items()
+        (name, size) for name, (size, _) in noted.items()
     ]:
         del asked["files"]  # begin_or_continue() warns if their times differ
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
@@ -158,8 +158,7 @@ def begin_or_continue(plan: Plan) -> dict:
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
         noted = manifest["files"]
-        # a version before 0.4.0 also noted a hash
-        if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n][:2]]:
+        if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n]]:
             what = f"files whose date has changed since {folder} was begun: {len(changed):,}"
             hint = f"if the text has changed, delete {folder} and begin again"
             warn(f"{what}, such as {changed[0]}; finished shards are kept; {hint}")

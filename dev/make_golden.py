@@ -3,9 +3,8 @@ Make the checkpoints in tests/golden, one per model, and the losses of the itera
 
     python dev/make_golden.py [NAME]
 
-tests/integration/test_golden.py resumes the checkpoints. gpt2.pt was made with 0.3.0, the oldest
-version whose runs can be continued, and fast.pt with the first commit of today's fast recipe. If
-that changes, run this again in a clone of the new oldest version.
+tests/integration/test_golden.py resumes the checkpoints. If a change makes a run's checkpoints
+unusable, run this again.
 """
 
 import json

@@ -95,6 +95,7 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
     train += ["--sample_tokens=100", "--init_from=auto", f"--out_dir={work / 'run'}"]
     pytest = [PYTHON, "-m", "pytest", f"{ROOT / 'tests'}", "-v", "--tb=short", *only]
     pytest += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-m", "gpu", "-k"]
+    batches = [f"--row=--batch_size={size * of_gpt2}" for size in (1, 2, 4)]
     return {
         "machine": (60, [PYTHON, "-m", "torch.utils.collect_env"]),
         "driver": (20, ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"]),
@@ -109,9 +110,9 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         # the rows below do not fit into ten minutes
         "real_shapes": (420, [*pytest, REAL_SHAPES]),
         "gpu_tests": (420, [*pytest, f"not ({EXACT} or {REAL_SHAPES})"]),
-        "compiled_sweep": (600, bench("sweep", *classic)),
+        "compiled_sweep": (600, bench(*classic, *batches)),
         "plan": (120, bench("plan", *classic)),
-        "sweep": (300, bench("sweep", *classic, "--compile=False")),
+        "sweep": (300, bench(*classic, "--compile=False", *batches)),
     }
 
 

@@ -110,8 +110,8 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
                 result = f"{error:.1e} ({weight})"
                 if way == hw and config.compile and hw.can_compile:
                     compiled = build(c, flash=hw.flash(c), compiled=True).to(hw.device)
-                    problem, warning = try_compiling(compiled, c.batch_size, VOCAB, hw)
-                    result += f", compiled: {problem or warning or 'as exact as uncompiled'}"
+                    problem = try_compiling(compiled, c.batch_size, VOCAB, hw)
+                    result += f", compiled: {problem or 'as exact as uncompiled'}"
                     if problem:
                         slow.append(f"torch.compile does not work here ({problem})")
             except (WrongKernels, CompilerError) as error:

@@ -1,11 +1,14 @@
 """
-Read a run into columns of numbers, from its metrics.jsonl or from nanoGPT's console output, and
+Read a run into columns of numbers, from its metrics.jsonl or from the CSV of a published run, and
 look up its learning curve.
 
 Losses are known at evaluations. Between two evaluations they are interpolated linearly.
 """
 
+import ast
+import csv
 import math
+import re
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError
-from common.files import read_record
+from common.files import read_record, read_text
 from configurator import FIELDS, from_nanogpt
-from reports.nanogpt_log import read_nanogpt_log
 
 INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of these when it resumes
 # The kinds of records that become columns, and the values that are kept
@@ -29,6 +31,8 @@ COLUMNS = {
     """.split(),
     "checkpoint": "iter seconds".split(),
 }
+PUBLISHED = "published"  # the program of a run that is read from a CSV
+LOSSES = ("train_loss", "val_loss", "low", "high")  # a CSV's columns besides iter
 # Interpolate over gaps of at most this fraction of the progress so far. For a loss that falls like
 # 1/sqrt(x) and is 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, which is
 # less than the noise between seeds.
@@ -92,20 +96,17 @@ class Run:
 
 def open_run(path: Path) -> Run:
     """
-    Read a run from its folder, its metrics.jsonl, or a file with nanoGPT's output. Raises UserError
+    Read a run from its folder, its metrics.jsonl, or the CSV of a published run. Raises UserError
     if the file cannot be read, or if it has neither an iteration nor an evaluation.
     """
-    hint = "give the out_dir of a run, such as out/quickstart, or a file with nanoGPT's output"
+    hint = "give the out_dir of a run, such as out/quickstart, or a CSV of results/public_runs"
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        if file.suffix == ".jsonl":
-            run = read_run(file)
-        else:
-            records, warnings = read_nanogpt_log(file)
-            run = Run(path.stem, records)
-            run.warnings = warnings
+        run = Run(file.stem, read_csv(file)) if file.suffix == ".csv" else read_run(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{file}: is not a published run's CSV ({error}); {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: holds no iteration and no evaluation; {hint}")
     return run
@@ -117,6 +118,26 @@ def read_run(file: Path) -> Run:
         return Run(file.resolve().parent.name, map(read_record, lines))
 
 
+def read_csv(file: Path) -> list[dict]:
+    """
+    Return the records of a published run, or of the mean of several: facts and settings in lines
+    with #, then a header with iter, val_loss and perhaps train_loss, low and high. Raises OSError.
+    """
+    lines = read_text(file).splitlines()
+    facts = {}
+    for line in lines:
+        if fact := re.fullmatch(r"# (\w+) = ('\w+'|[\d.e-]+|True|False)", line):
+            facts[fact[1]] = ast.literal_eval(fact[2])
+    records = [dict(facts, kind="start", program=PUBLISHED, config=facts)]
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        if row.get("val_loss"):
+            losses = {key: float(row[key]) for key in LOSSES if row.get(key)}
+            it = int(row["iter"])
+            tokens = it * facts.get("tokens_per_iter", math.nan)
+            records.append(dict(kind="eval", iter=it, tokens=tokens, **losses))
+    return records
+
+
 def to_columns(rows: array, names: list[str]) -> dict[str, np.ndarray]:
     table = np.array(rows).reshape(-1, len(names))
     return dict(zip(names, table[np.argsort(table[:, 0], kind="stable")].T, strict=True))
@@ -125,10 +146,10 @@ def to_columns(rows: array, names: list[str]) -> dict[str, np.ndarray]:
 def known_keys(start: dict) -> dict:
     """
     Return a start record's keys that exist today, under today's names, if their values have the
-    right type. Keys that are newer than the run get their defaults, except for a run of nanoGPT.
+    right type. Keys that are missing get their defaults, except in a published run.
     """
     values = from_nanogpt(start.get("config") or {})
-    if values and start.get("program") != "nanoGPT":
+    if values and start.get("program") != PUBLISHED:
         values = {name: f.default for name, f in FIELDS.items()} | values
     kinds = {name: type(f.default) for name, f in FIELDS.items()}
     return {k: v for k, v in values.items() if k in kinds and isinstance(v, kinds[k])}
@@ -176,21 +197,3 @@ def loss_at(x: np.ndarray, losses: np.ndarray, at: float) -> float | None:
     if i == len(x) or (x[i] > at and (i == 0 or x[i] - x[i - 1] > NEAR * at)):
         return None
     return float(np.interp(at, x, losses))
-
-
-def reach(x: np.ndarray, losses: np.ndarray, target: float) -> float | None:
-    """
-    Return the x at which a learning curve first reaches this loss. None if it never does, if it was
-    already below at its first evaluation, or if the two evaluations around it are too far apart.
-    """
-    reached = np.flatnonzero(losses <= target)
-    if not len(reached):
-        return None
-    i = reached[0]
-    if losses[i] == target:
-        return float(x[i])
-    if i == 0:
-        return None
-    # order the points from i to i - 1, because the loss falls and np.interp needs rising values
-    at = float(np.interp(target, losses[[i, i - 1]], x[[i, i - 1]]))
-    return at if loss_at(x, losses, at) is not None else None

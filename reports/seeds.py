@@ -81,8 +81,6 @@ def check(runs: list[Run]) -> None:
             )
         if not len(run.eval["iter"]) or not math.isfinite(last_value(run, "val_loss")):
             problems.append(f"{run.name}: its last evaluation has no val loss; leave it out")
-        elif run.start.get("program") == "nanoGPT":
-            continue  # nanoGPT's log does not say why the run ended
         elif (
             run.end.get("reason", "SIGKILL").startswith("SIG")
             or run.end["iters"] != run.eval["iter"][-1]

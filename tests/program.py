@@ -81,27 +81,17 @@ def flags(**keys) -> list[str]:
     return [f"--{name}={value}" for name, value in keys.items()]
 
 
-class Terminal(io.StringIO):
-    """Stand in for the stdin of a terminal on which some text is typed."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def run(script: str, *arguments, typed: str | None = None) -> Result:
+def run(script: str, *arguments) -> Result:
     """
-    Run `python SCRIPT ARGUMENTS` in this process. With `typed`, stdin and stdout are a terminal's,
-    and stdin holds that text. conftest.py restores the signal handlers after the test.
+    Run `python SCRIPT ARGUMENTS` in this process. conftest.py restores the signal handlers after
+    the test.
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    out.isatty = lambda: typed is not None
-    keyboard = sys.stdin if typed is None else Terminal(typed)
     code = 0
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
-        mock.patch.object(sys, "stdin", keyboard),
         mock.patch.object(sys, "path", [str((ROOT / script).parent), *sys.path]),
     ):
         try:

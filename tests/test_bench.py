@@ -122,56 +122,30 @@ def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cp
 # Several configurations
 
 
-def test_sweep_writes_a_config_with_the_fastest_batch_size(children):
-    """
-    Try batch sizes 1, 2, 4 and 8 at 8 sequences per iteration, and leave most default values out
-    of the config.
-    """
-    keys = dict(TINY, batch_size=2, gradient_accumulation_steps=4, out_dir="out/measured")
-    found, _ = bench("sweep", "--write=new/mine.py", **keys, compile=False)
-    sizes = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in found["rows"]]
-    assert sizes == [(1, 8), (2, 4), (4, 2), (8, 1)]
-    fastest = max(found["rows"], key=lambda row: row["tokens_per_sec"])
-    assert found["fastest"] == fastest["batch_size"]
-    lines = Path("new/mine.py").read_text().splitlines()
-    heading = [line for line in lines if line.startswith("#")]
-    assert fastest["machine"]["date"] in heading[0]
-    written = dict(line.split(" = ") for line in lines[len(heading) :])
-    assert len(written) < 20  # of some fifty keys
-    expected = {name: repr(value) for name, value in (keys | dict(compile=False)).items()}
-    expected["out_dir"] = repr("out/mine")  # train.py must not meet the measured config's run
-    expected["batch_size"] = str(fastest["batch_size"])
-    expected["gradient_accumulation_steps"] = str(fastest["gradient_accumulation_steps"])
-    printed = run("configurator.py", "new/mine.py").out.splitlines()
-    assert {f"{name} = {value}" for name, value in expected.items()} <= {*printed}
-    by_flags = run("configurator.py", *flags(**keys, compile=False)).out.splitlines()
-    unlike = {line.split(" = ")[0] for line in {*printed} ^ {*by_flags}}
-    assert unlike <= {"out_dir", "batch_size", "gradient_accumulation_steps"}
-
-
 KILL = "os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.parametrize("end", slow_but(CUDA_IS_FULL, of=[CUDA_IS_FULL, KILL]))
-def test_sweep_shows_a_row_for_a_batch_size_that_runs_out_of_memory(end, children):
-    """Print the row without a speed, and call another size the fastest."""
+def test_each_row_adds_its_flags_and_one_that_runs_out_of_memory_has_no_speed(end, children):
+    """Measure micro-batches of 1, 2 and 4 sequences, of 128 tokens per iteration."""
     subprocess.Popen.code = failing(end, batch_size=2)
-    keys = dict(TINY, batch_size=1, gradient_accumulation_steps=2, compile=False)
-    found, out = bench("sweep", **keys)
-    assert [row["tokens_per_sec"] is None for row in found["rows"]] == [False, True]
-    assert found["fastest"] == 1 and "out of memory" in out
+    rows = ["--tokens_per_iter=128 --batch_size=1", "--batch_size=2", "--batch_size=4"]
+    found, out = bench(*(f"--row={row}" for row in rows), **TINY, compile=False)
+    first, full, last = found["rows"]
+    assert [row["gradient_accumulation_steps"] for row in found["rows"]] == [8, 4, 2]
+    assert full["tokens_per_sec"] is None and "out of memory" in out
+    assert last["total_gain"] == last["gain"] == pytest.approx(first["step_ms"] / last["step_ms"])
+    assert re.search(rf"^{rows[2]} .* {last['gain']:.2f}x ", out, re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
 def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, children):
-    found, out = bench("ladder", **TINY | dict(dtype="bfloat16"), **recipe)
+    found, out = bench("ladder", **TINY, **recipe)
     rows = found["rows"]
-    names = ["float32", "mixed precision", "compile", "flash attention", "padded vocabulary"]
-    names += [] if recipe else ["tied weights"]
-    assert [row["name"] for row in rows] == names  # TF32 needs a GPU
-    dtypes = [row["machine"]["dtype"] for row in rows]
-    assert dtypes == ["float32", *["bfloat16"] * (len(rows) - 1)]
+    names = ["float32", "TF32", "mixed precision", "compile", "flash attention"]
+    names += ["padded vocabulary"] if recipe else ["padded vocabulary", "tied weights"]
+    assert [row["name"] for row in rows] == names
     for row in rows:
         assert row["total_gain"] == pytest.approx(rows[0]["step_ms"] / row["step_ms"])
     gains = math.prod(row["gain"] for row in rows)
@@ -179,8 +153,8 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
     # 61 -> 128 rows of 32 in the embedding and in the head, which has a bias only in FAST; tying
     # the weights removes one of the two matrices
     parameters = [row["parameters"] for row in rows]
-    assert parameters[4] - parameters[3] == (128 - 61) * (2 * 32 + bool(recipe))
-    assert parameters[4] - parameters[-1] == (0 if recipe else 128 * 32)
+    assert parameters[5] - parameters[4] == (128 - 61) * (2 * 32 + bool(recipe))
+    assert parameters[5] - parameters[-1] == (0 if recipe else 128 * 32)
     for row in rows:
         assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
 
@@ -196,10 +170,9 @@ def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(number, chil
         return popen(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", stop)
-    keys = TINY | dict(dtype="bfloat16")
-    result = run("bench.py", "ladder", *flags(**keys), "--seconds=0")
+    result = run("bench.py", "ladder", *flags(**TINY), "--seconds=0")
     assert result.code == 128 + number and len(children) == 2
-    for name in ("float32", "mixed precision"):
+    for name in ("float32", "TF32"):
         assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
 
 

@@ -77,8 +77,8 @@ def write_run(folder: Path, val_losses: dict[int, float], **keys) -> Path:
 class Table:
     """Hold what compare.py says of these runs."""
 
-    def __init__(self, *runs: Run, loss: float | None = None):
-        table = compare.compare_runs([*runs], loss)
+    def __init__(self, *runs: Run):
+        table = compare.compare_runs([*runs])
         self.runs = table["runs"]
         self.verdicts = table["verdicts"]
         self.warnings = table["warnings"]
@@ -99,7 +99,7 @@ def test_compares_two_runs_at_equal_iterations_tokens_and_hours():
     a = make_run("a", {0: 8.0, 50: 4.0, 90: 3.2, 100: 3.0}, step_ms=36_000)
     losses = {0: 8.0, 40: 4.0, 46: 3.8, 54: 3.4, 95: 2.5}
     b = make_run("b", losses, step_ms=72_000, start=dict(tokens_per_iter=2000))
-    table = Table(a, b, loss=4)
+    table = Table(a, b)
     # a's last evaluation ends after 3600 + 8 + 2 s; b's third and fourth after 3312 + 6 + 1 s and
     # 3888 + 8 + 2 s
     between = (3610 - 3319) / (3898 - 3319)
@@ -107,8 +107,6 @@ def test_compares_two_runs_at_equal_iterations_tokens_and_hours():
         val_loss_at_equal_iter=[3.1, 2.5],  # at 95, half-way from a's 3.2 to 3.0
         val_loss_at_equal_tokens=[3.0, 3.6],  # 100k are b's iteration 50, half-way from 3.8 to 3.4
         val_loss_at_equal_hours=[3.0, 3.8 - 0.4 * between],
-        tokens_to_loss=[50_000, 80_000],
-        hours_to_loss=[1804 / 3600, 2884 / 3600],
         tokens=[100_000, 190_000],
         tokens_per_iter=[1000, 2000],
         hours=[(3600 + 4 * 2 + 3 * 1) / 3600, (95 * 72 + 5 * 2 + 4 * 1) / 3600],
@@ -120,7 +118,6 @@ def test_compares_two_runs_at_equal_iterations_tokens_and_hours():
         assert table.values(key) == pytest.approx(values), key
     assert table.keys("")[:3] == [*expected][:3]  # what decides comes first
     assert table.verdicts["val_loss_at_equal_iter"] == "b 0.6000 lower"
-    assert table.verdicts["tokens_to_loss"] == "a 1.60x less"
     assert "step_ms_p50" not in table.verdicts  # 36 and 72 s, but for unequal tokens
 
 
@@ -152,27 +149,6 @@ def test_shows_at_most_eight_evaluations_that_all_runs_share(one, other, size, e
         assert table.verdicts[key].startswith("b ")
 
 
-TO_LOSS = [  # a loss, the tokens that it took, and how the table shows them
-    (1.85, 525_000, "525k"),  # half-way between two evaluations
-    (1.9, 500_000, "500k"),
-    (2.0, None, "by 500k"),  # passed before the first evaluation
-    (1.7, None, "n/a"),  # never reached
-]
-
-
-@pytest.mark.parametrize("loss, tokens, shown", TO_LOSS)
-def test_says_how_many_tokens_a_loss_took_if_that_is_known(loss, tokens, shown, capsys):
-    """
-    Interpolate between two evaluations, but not from iteration 0, where the loss falls steeply. Of
-    a run whose evaluations are too far apart, show the first one that was below the loss.
-    """
-    a = make_run("a", {0: 5.4, 500: 1.9, 550: 1.8})
-    b = make_run("b", {0: 5.4, 300: 3.0, 550: 1.0})
-    assert Table(a, b, loss=loss).runs["a"]["tokens_to_loss"] == (tokens and pytest.approx(tokens))
-    out = capsys.readouterr().out
-    assert re.findall(r"^tokens to val loss [\d.]+ +(.+?)  ", out, re.MULTILINE) == [shown]
-
-
 def curve(interval: int, last: int) -> dict[int, float]:
     """Evaluate a steep curve. A line from iteration 0 would be off by 1.2 at iteration 300."""
     return {it: 1.2 + 4.2 / (1 + it / 40) ** 0.8 for it in range(0, last + 1, interval)}
@@ -183,31 +159,30 @@ def ends(loss: float, at: int = 10) -> dict[int, float]:
 
 
 AT_EQUAL = ("val_loss_at_equal_iter", "val_loss_at_equal_tokens")
-VERDICTS = [  # losses of each run, the ms of their iterations, the loss to reach; keys, the verdict
+VERDICTS = [  # losses of each run, the ms of their iterations; keys, the verdict
     # within 0.5%, or 0.005 nats
-    ([ends(3.0)] * 3, (100, 100, 100), None, ["tokens_per_sec"], "equal"),
-    ([ends(3.0)] * 2, (100, 100.4), None, ["tokens_per_sec"], "equal"),
-    ([ends(3.0)] * 3, (100, 125, 200), None, ["tokens_per_sec"], "a 1.25x faster"),
-    ([ends(3.0)] * 3, (100, 100, 200), None, ["tokens_per_sec"], None),  # the best two tie
-    ([ends(3.0), ends(3.001), ends(3.004)], (), None, ["best_val_loss"], "equal within 0.005"),
-    ([ends(3.0), ends(3.0134)], (), None, ["best_val_loss"], "a 0.0134 lower"),
-    ([ends(3.0), ends(3.001), ends(4.0)], (), None, ["best_val_loss"], None),
+    ([ends(3.0)] * 3, (100, 100, 100), ["tokens_per_sec"], "equal"),
+    ([ends(3.0)] * 2, (100, 100.4), ["tokens_per_sec"], "equal"),
+    ([ends(3.0)] * 3, (100, 125, 200), ["tokens_per_sec"], "a 1.25x faster"),
+    ([ends(3.0)] * 3, (100, 100, 200), ["tokens_per_sec"], None),  # the best two tie
+    ([ends(3.0), ends(3.001), ends(3.004)], (), ["best_val_loss"], "equal within 0.005"),
+    ([ends(3.0), ends(3.0134)], (), ["best_val_loss"], "a 0.0134 lower"),
+    ([ends(3.0), ends(3.001), ends(4.0)], (), ["best_val_loss"], None),
     # nanoGPT makes one iteration more than max_iters
-    ([ends(3.0, 200), ends(3.0, 201)], (), None, ["iterations"], "equal"),
+    ([ends(3.0, 200), ends(3.0, 201)], (), ["iterations"], "equal"),
     # interpolates at iteration 100 if the gap is at most a fifth of the iterations so far
-    ([ends(3.5, 100), {0: 8.0, 90: 3.1, 110: 2.9}], (), None, AT_EQUAL[:1], "b 0.5000 lower"),
-    ([ends(3.5, 100), {0: 8.0, 75: 3.1, 125: 2.9}], (), None, AT_EQUAL[:1], None),
+    ([ends(3.5, 100), {0: 8.0, 90: 3.1, 110: 2.9}], (), AT_EQUAL[:1], "b 0.5000 lower"),
+    ([ends(3.5, 100), {0: 8.0, 75: 3.1, 125: 2.9}], (), AT_EQUAL[:1], None),
     # one loss curve, evaluated at different iterations
-    ([curve(20, 300), curve(20, 1500)], (), 2.2, [*AT_EQUAL, "tokens_to_loss"], "equal.*"),
-    ([curve(30, 600), curve(41, 1025)], (), 1.8, [*AT_EQUAL, "tokens_to_loss"], "equal.*"),
-    ([curve(70, 1400), curve(400, 1600)], (), 1.6, AT_EQUAL, "equal.*"),
-    ([curve(70, 1400), curve(400, 1600)], (), 1.7, ["tokens_to_loss"], None),
+    ([curve(20, 300), curve(20, 1500)], (), AT_EQUAL, "equal.*"),
+    ([curve(30, 600), curve(41, 1025)], (), AT_EQUAL, "equal.*"),
+    ([curve(70, 1400), curve(400, 1600)], (), AT_EQUAL, "equal.*"),
 ]
 
 
-@pytest.mark.parametrize("losses, ms, loss, keys, verdict", VERDICTS)
-def test_prefers_a_run_only_beyond_small_differences(losses, ms, loss, keys, verdict):
-    found = Table(*map(make_run, "abc", losses, ms or [100] * 3), loss=loss).verdicts
+@pytest.mark.parametrize("losses, ms, keys, verdict", VERDICTS)
+def test_prefers_a_run_only_beyond_small_differences(losses, ms, keys, verdict):
+    found = Table(*map(make_run, "abc", losses, ms or [100] * 3)).verdicts
     for key in keys:
         assert re.fullmatch(verdict, found[key]) if verdict else key not in found
 
@@ -318,7 +293,6 @@ def test_compares_losses_on_equal_tokens_and_bits_per_byte_on_equal_text(
     b = make_run("b", {0: 8.0, 5: 2.5}, bits=0.5, dataset="other", **of_b)
     table = Table(a, b)
     assert table.verdicts["best_val_loss"] == table.verdicts["val_loss_at_equal_iter"] == loss
-    assert ("tokens_to_loss" in table.runs["a"]) == (loss != NO)
     # where losses compare, bits per byte have no second verdict
     assert table.verdicts.get("best_bits_per_byte") == bits
     assert len(table.warnings) == bool(said)
@@ -430,103 +404,50 @@ def test_warns_if_seeds_trained_equal_hours_at_different_speeds():
 
 
 # -----------------------------------------------------------------------------
-# What nanoGPT printed
+# Published runs
 
 
-@pytest.fixture
-def logs(tmp_path) -> tuple[Path, Path]:
-    """
-    Copy the first 600 iterations of two public runs on an RTX 4070: 16 x 32 sequences at n_embd
-    384, and 8 x 64 at 768; the second as PowerShell writes it, in UTF-16 with CRLF.
-    """
-    old, new = tmp_path / "old.log", tmp_path / "new.log"
-    for log, name in ((old, "fineweb_40m_rtx4070"), (new, "fineweb_124m_rtx4070")):
-        text = (ROOT / f"results/public_runs/{name}.log").read_text()
-        log.write_text(re.search(r".*\niter 600: .*?\n", text, re.DOTALL)[0])
-    new.write_text(new.read_text(), encoding="utf-16", newline="\r\n")
-    return old, new
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "", "# dataset = 'x'\niter,val_loss\n5,\n"])
+def test_refuses_a_csv_without_any_evaluation(text, tmp_path):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(UserError, match="a.csv: holds no iteration"):
+        open_run(tmp_path / "a.csv")
 
 
-def test_reads_speed_and_mfu_from_nanogpt_logs(logs):
-    """Convert nanoGPT's MFU, a share of an A100's peak, to the RTX 4070's with --gpu=4070."""
-    table = Table(*compare.open_runs([*logs], gpu="4070"))
-    assert table.values("step_ms_p50") == [3903.44, 9342.61]  # without evaluations and compiling
-    # 524288 / 3.90344 s and / 9.34261 s; 12.87% and 15.38% of an A100's 312 TFLOP/s over 58.3
-    assert table.values("tokens_per_sec") == pytest.approx([134_314, 56_118], abs=1)
-    assert table.values("mfu") == pytest.approx([0.689, 0.823], abs=2e-3)
-    assert table.verdicts["tokens_per_sec"] == "old 2.39x faster"
-    assert table.verdicts["val_loss_at_equal_iter"] == "equal within 0.03"  # 0.0273 lower
-    assert table.values("config/batch_size") == [16, 8]
-    assert table.values("parameters") == [40_560_000 + 1024 * 384, 124_354_560 + 19_200]
-    assert sum("random batches" in warning for warning in table.warnings) == 1
+def test_refuses_a_csv_of_something_else(tmp_path):
+    (tmp_path / "a.csv").write_text("iter,val_loss\n5,high\n")
+    with pytest.raises(UserError, match="a.csv: is not a published run's CSV"):
+        open_run(tmp_path / "a.csv")
 
 
-NON_DECAYED = "num non-decayed parameter tensors: 25, with 1,000 parameters\n"
-DECAYED = "num decayed parameter tensors: 50, with 40,950,000 parameters\n"
+def test_the_mean_of_ten_public_runs_has_a_loss_band_and_no_hours():
+    seen = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
+    assert seen.warnings == [] and seen.hours is None and len(seen.checkpoint["iter"]) == 0
+    assert (seen.iterations, seen.tokens) == (3250, 3250 * 524_288)
+    # embedding, head with bias, gains; each block 12 x 768^2 weights, 9 x 768 biases, 2 gains
+    size = 2 * 50304 * 768 + 50304 + 2 * 768 + 12 * (12 * 768**2 + 9 * 768 + 2 * 768)
+    assert seen.start["parameters"] == size
+    at_250 = {key: seen.eval[key][1] for key in ("iter", "val_loss", "low", "high")}
+    assert at_250 == dict(iter=250, val_loss=4.09784, low=4.05795, high=4.13773)
 
 
-SAID = [  # text of the log, what stands there instead, and figures of the table
-    # eight cards, each with an eighth of the work: MFU is that of one card
-    ("mfu 12.8", "mfu 1.60", dict(mfu=0.0161 * 312 / 58.3)),
-    # a CPU has no share of a card's peak
-    ("n_layer = 12", "n_layer = 12\ndevice = 'cpu'", dict(device="cpu", mfu=None)),
-    # neither a formula nor text: unknown
-    ("n_head = 6", "n_head = heads", {"config/n_head": None}),
-    ("n_head = 6", "n_head = 2 * 3 # heads", {"config/n_head": 6}),
-    ("n_head = 6", "n_head = 12\nOverriding: n_head = 6", {"config/n_head": 6}),
-    # float32: the peak is 29.1 TFLOP/s with TF32
-    ("n_layer", "dtype = 'float32'\nn_layer", dict(mfu=0.1287 * 312 / 29.1, dtype="float32")),
-    ("will be", "were", dict(tokens_per_sec=None, mfu=None, dtype=None)),
-    # two ranks, each of which prints its sums
-    ("number of", DECAYED + 2 * NON_DECAYED, dict(parameters=40_951_000)),
+# a published run, our run's keys, and why their losses are not comparable
+LLMC = dict(dataset="d/fineweb_records", eval_tokens=10485760, block_size=1024)
+BESIDE = [
+    ("gpt2_124m_llmc", LLMC, ""),
+    ("gpt2_124m_llmc", LLMC | dict(dataset="other"), "different datasets"),
+    ("gpt2_124m_llmc", LLMC | dict(eval_tokens=1024), "choose the same eval_tokens"),
+    ("fineweb_124m_rtx4070", LLMC | dict(dataset="fineweb"), "on random tokens"),
 ]
 
 
-@pytest.mark.parametrize("old, new, figures", SAID)
-def test_reads_what_a_nanogpt_log_says_and_leaves_the_rest_unknown(old, new, figures, logs):
-    """Read settings, parameters, speed and MFU, and report None for what the log does not say."""
-    logs[0].write_text(logs[0].read_text().replace(old, new))
-    ours = [make_run(f"{n} heads", ends(5.0, 500), n_head=n, dataset="fineweb") for n in (6, 4)]
-    found = Table(*compare.open_runs([logs[0]], gpu="4070"), *ours).runs["old"]
-    for key, value in figures.items():
-        # an MFU is printed with three or four digits
-        about = pytest.approx(value, rel=4e-3) if isinstance(value, float) else value
-        assert found[key] == about, key
-
-
-LOWER = "old 0.4672 lower"
-NAMED = [  # the log's line, the other run's dataset; the verdict and a warning
-    ("dataset = 'fineweb'", "../nanoGPT/data/fineweb", LOWER, "random batches"),
-    ("dataset = 'fineweb'", "other", NO, "different datasets"),
-    ("", "data/openwebtext", LOWER, "random batches"),  # nanoGPT's default
-    ("dataset = name", "fineweb", NO, "old does not name its dataset"),
-]
-
-
-@pytest.mark.parametrize("line, dataset, verdict, said", NAMED)
-def test_compares_with_nanogpt_if_the_datasets_have_the_same_name(
-    line, dataset, verdict, said, logs
-):
-    """
-    Warn that nanoGPT evaluates random batches; refuse to compare if the names differ or one is
-    unknown.
-    """
-    logs[0].write_text(logs[0].read_text().replace("dataset = 'fineweb'", line))
-    table = Table(open_run(logs[0]), make_run("a", ends(6.0, 500), dataset=dataset))
-    assert table.verdicts["best_val_loss"] == verdict
-    assert sum(said in warning for warning in table.warnings) == 1
-
-
-def test_reads_what_it_can_from_a_few_lines_of_a_log(tmp_path):
-    """Report the best val loss, and warn that the line with the tokens per iteration is missing."""
-    log = tmp_path / "cut.log"
-    step = "iter 700: loss 4.9, time 23900.00ms, mfu 12.93%\n"
-    lines = f"step 700: train loss 6, val loss 7\n{step}{step.replace('0:', '1:')}"
-    log.write_text(f"{lines}step 900: train loss 5, val loss 6\n")
-    table = Table(open_run(log), make_run("a", ends(3.0, 900)))
-    assert table.runs["cut"]["best_val_loss"] == 6
-    assert table.runs["cut"]["tokens_per_sec"] is None
-    assert "tokens per iteration will be" in table.warnings[0]
+@pytest.mark.parametrize("name, keys, said", BESIDE)
+def test_compares_with_a_published_run_of_the_same_data_and_evaluation(name, keys, said):
+    run = make_run("a", ends(6.0, 500), **keys)
+    table = Table(open_run(ROOT / f"results/public_runs/{name}.csv"), run)
+    expected = NO if said else f"{name} 2.7278 lower"
+    assert table.verdicts["best_val_loss"] == expected
+    assert said in "".join(table.warnings)
 
 
 # -----------------------------------------------------------------------------
@@ -537,8 +458,7 @@ BAND = """\
 # max_iters = 30
 # eval_tokens = 4096
 # tokens_per_iter = 1000
-# tokens per iteration will be: 1,000
-# tokens in an epoch: 30,000
+# train_tokens = 30000
 iter,val_loss,low,high,sd
 10,4.00,3.90,4.10,0.02
 20,3.50,3.45,3.55,0.01

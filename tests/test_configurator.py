@@ -4,7 +4,6 @@ import re
 import sys
 
 import pytest
-from cases import another_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program import ROOT, flags, run
@@ -12,7 +11,6 @@ from program import ROOT, flags, run
 from common.console import UserError
 from configurator import (
     FIELDS,
-    ONLY_WITH,
     Config,
     config_text,
     count_micro_batches,
@@ -207,33 +205,6 @@ def test_a_config_file_can_set_and_read_nanogpts_keys(tmp_path):
     assert load_config([write(tmp_path, text)]).lr_schedule == "linear"
 
 
-@pytest.mark.parametrize("name", ONLY_WITH)
-def test_refuses_a_typed_key_that_the_chosen_model_optimizer_or_schedule_does_not_read(
-    name, tmp_path, capsys
-):
-    """
-    Refuse such a key whether it comes before or after the choice, unless it has its default value.
-    If a file sets it, say so in a line.
-    """
-    choice, reader = ONLY_WITH[name]
-    other = another_value(FIELDS[choice], reader)
-    default = FIELDS[name].default
-    value = another_value(FIELDS[name], default)
-    assert load_config([f"--{choice}={reader}", f"--{name}={value}"])
-    assert load_config([f"--{choice}={other}", f"--{name}={default}"])
-    (tmp_path / "a.py").write_text(f"{choice} = {reader!r}\n{name} = {value!r}\n")
-    assert load_config([str(tmp_path / "a.py"), f"--{choice}={reader}"])
-    assert f"note: {name}: " not in capsys.readouterr().err
-    assert load_config([str(tmp_path / "a.py"), f"--{choice}={other}"])
-    assert f"note: {name}: " in capsys.readouterr().err
-    (tmp_path / "printed.py").write_text(config_text(load_config([f"--{choice}={other}"])))
-    load_config([str(tmp_path / "printed.py")])
-    assert "note: " not in capsys.readouterr().err
-    problem = f"{name}: only {choice}={reader} reads it; leave it out"
-    assert problems_of(f"--{choice}={other}", f"--{name}={value}") == [problem]
-    assert problems_of(f"--{name}={value}", f"--{choice}={other}") == [problem]
-
-
 def test_reports_a_mistake_without_the_problems_it_may_have_caused(tmp_path):
     """
     Report a misspelt key, a wrong value or a bad file, but not that n_head=7 does not fit the rest.
@@ -346,20 +317,3 @@ def test_decay_lr_false_turns_warmup_off_as_in_nanogpt(tmp_path):
     assert load_config([path]).warmup_iters == 0
     assert load_config([path, "--warmup_iters=10"]).warmup_iters == 10
     assert load_config(["--warmup_iters=10", path]).warmup_iters == 0
-
-
-@pytest.mark.parametrize(
-    "command, warned",
-    [
-        ("quickstart.py --optimizer=adamw", ["learning_rate", "beta1", "weight_decay"]),
-        ("quickstart.py --optimizer=adamw --learning_rate=3e-3", ["beta1", "weight_decay"]),
-        ("gpt124m_4070.py --optimizer=muon", ["learning_rate"]),
-        ("quickstart.py --optimizer=muon", []),
-        ("gpt124m_4070.py --optimizer=adamw", []),
-    ],
-)
-def test_warns_of_a_files_settings_for_another_optimizer_and_keeps_them(command, warned, capsys):
-    file, *flags = command.split()
-    c = load_config([str(ROOT / "config" / file), *flags])
-    assert re.findall(r"--(\w+)=X", capsys.readouterr().err) == warned
-    assert c.beta1 == (0.8 if file == "quickstart.py" else 0.9)

@@ -149,18 +149,9 @@ def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt
     assert sample(*arguments, "--temperature=2") != texts
 
 
-def test_typed_prompts_are_answered_once_each_until_an_empty_line(gpt2):
-    arguments = (f"--out_dir={gpt2}", "--max_new_tokens=20")
-    texts = sample(*arguments, typed="abc\nxyz\nabc\n\nnot read\n")
-    assert [text[:5] for text in texts] == ["> abc", "> xyz", "> abc"]
-    assert texts[0] != texts[2]  # asked again, the model says something else
-    # the input may also just end; --num_samples is the number of answers
-    assert len(sample(*arguments, "--num_samples=3", typed="abc\n")) == 3
-    # with --start, no prompt is read from the terminal
-    (text, *_) = sample(*arguments, "--start=abc", typed="xyz\n")
-    assert text.startswith("abc")
-    # without a terminal, ten samples; reading from pytest's stdin raises an error
-    assert len(sample(*arguments)) == 10
+def test_without_flags_ten_samples_are_printed(gpt2):
+    """Ask for no prompt: reading from pytest's stdin raises an error."""
+    assert len(sample(f"--out_dir={gpt2}", "--max_new_tokens=20")) == 10
 
 
 def test_unknown_characters_in_a_prompt_are_left_out_with_a_warning(gpt2):
@@ -253,14 +244,9 @@ def test_running_out_of_memory_prints_one_line_that_says_what_to_reduce(made):
     assert result.err.splitlines()[1:] == ["error: out of memory; reduce --num_samples"]
 
 
-def test_ctrl_c_ends_a_sample_and_the_next_prompt_is_answered(made):
-    """End the program at once if the prompt came from --start."""
+def test_ctrl_c_ends_a_sample(made):
     with first_batch_raises(KeyboardInterrupt):
-        result = run("sample.py", f"--out_dir={made}", *SHORT, typed="a\nb\n")
-    assert result.code == 0
-    assert result.out.count(RULER) == 1 and "> b" in result.out
-    with first_batch_raises(KeyboardInterrupt):
-        result = run("sample.py", f"--out_dir={made}", *SHORT, "--start=a")
+        result = run("sample.py", f"--out_dir={made}", *SHORT)
     assert result.code == 128 + signal.SIGINT
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -26,6 +27,7 @@ from documents import (
 )
 from program import Result, refused, run
 
+from data.text import Place, Source
 from data.tokenizer import Tokenizer
 
 FILLING = [f"filling {n} " * 9 for n in range(60)]  # so that each split has enough text
@@ -362,6 +364,21 @@ def test_rows_without_text_are_counted_but_a_file_without_any_text_is_refused():
     Path("source/a.jsonl").unlink()
     refused(prepare_rows("source", out="3"), "--text_field=NAME")
     assert not Path("3").exists()
+
+
+def test_few_long_rows_are_held_in_memory_before_the_first_is_used():
+    read = []
+
+    def rows(*_):
+        for n in range(1000):
+            read.append(n)
+            yield Place(0, n + 1), "x" * 2**20
+
+    source = SimpleNamespace(
+        groups=[("a.jsonl", 0)], read_with_retries=rows, check_field=mock.Mock()
+    )
+    assert next(Source.group_rows(source, 0))[0] == Place(0, 1)
+    assert len(read) == 5 and source.check_field.called
 
 
 def test_blank_rows_do_not_hide_that_the_others_hold_no_text():

@@ -7,8 +7,7 @@ import errno
 import itertools
 import math
 import random
-import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,6 @@ from train import (
     is_best,
     run_length,
     save_due,
-    warn_of_rates,
     why_stop,
 )
 from training.clock import Position
@@ -175,25 +173,6 @@ def test_the_learning_rates_of_each_schedule(keys, expected):
     c = replace(RATES, **keys)
     rates = [get_lr(it, c, run_length(it, c, 0.0), c.learning_rate) for it in range(14)]
     assert rates == pytest.approx(expected)
-
-
-HALFWAY = SimpleNamespace(position=lambda it: replace(IN_TIME, share=0.5))
-RESUMED = [  # keys of a resume at iteration 10 of 12, and the rate by hand if it is raised
-    (dict(max_iters=24), "7.37e-03"),  # 8 of 22 iterations of decay are over
-    (dict(hours=1.0, max_iters=UNREACHED), "6.28e-03"),  # 8 of 18
-    (dict(learning_rate=0.001), None),
-    (dict(batch_size=8, gradient_accumulation_steps=1), None),
-]
-
-
-@pytest.mark.parametrize("change, raised", RESUMED)
-def test_warns_if_a_resume_raises_the_learning_rate(change, raised, capsys):
-    """Resume at 1.86e-3, four fifths down the cosine from 1e-2 to 1e-3."""
-    before = replace(RATES, max_iters=12, lr_decay_iters=0, warmup_iters=2)
-    resumed = dict(progress=dict(iter_num=10), config=asdict(before), clock=dict(share=0.0))
-    warn_of_rates(replace(before, **change), HALFWAY, resumed, SimpleNamespace(is_main=True))
-    told = re.findall(r"from (\S+) to (\S+);", capsys.readouterr().err)
-    assert told == ([("1.86e-03", raised)] if raised else [])
 
 
 # max_iters, lr_decay_iters, warmup_iters, decay_fraction: the end of the peak, by hand

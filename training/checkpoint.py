@@ -100,11 +100,8 @@ def read(path: Path) -> dict:
     their pages. Raises UserError if the file has another format.
     """
     state = open_state(path)
-    is_0_2 = "value_tables" in state.get("config", ())  # 0.2.0 had format 1, and so had 0.3.0
-    is_known = state.get("format") in (1, FORMAT) and not is_0_2
-    if "progress" in state and not is_known:  # from a run, not only weights
-        hint = "git checkout 877e89a" if is_0_2 else "git pull"
-        raise UserError(f"{path}: another version wrote it; to finish that run, type {hint}")
+    if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
+        raise UserError(f"{path}: another version wrote it, and only that can finish the run")
     return state
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.console import say, warn
+from common.console import say
 from common.files import lack_of_space
 from configurator import Config
 from data.loader import to_batch
@@ -43,7 +43,6 @@ FLOAT32_ERROR = 1e-5
 # its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-SECOND = "-2"  # ends the name of the folder in which a failed compile is tried again
 CACHE_BYTES = 200_000_000  # disk that compiling may need; on a CPU one header takes half of it
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
@@ -70,76 +69,46 @@ def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) 
     Compile and check the model on all ranks, which must all call this. Returns why compiling does
     not work on some rank, or "". Raises UserError if eager code is wrong on some rank.
     """
-    wrong = problem = warning = ""
+    wrong = problem = ""
     try:
-        problem, warning = try_compiling(model, c.batch_size, vocab, hw)
+        problem = try_compiling(model, c.batch_size, vocab, hw)
     except WrongKernels as error:
         wrong = str(error)
-    found = zip(*ranks.gather((wrong, problem, warning)), strict=True)
-    wrong, problem, warning = (next(filter(None, lines), "") for lines in found)
+    found = zip(*ranks.gather((wrong, problem)), strict=True)
+    wrong, problem = (next(filter(None, lines), "") for lines in found)
     if wrong:
         other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
         wrong = f"wrong kernels in {hw.dtype_name}: {wrong}"
         ranks.fail(f"{wrong}; python bench.py check names the kernels; {other} may avoid them")
-    if warning and ranks.is_main:
-        warn(warning)
     failed = f"compile: torch.compile does not work here ({problem})"
     return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
 
 
-def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> tuple[str, str]:
+def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     """
     Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
-    Returns why compiled code cannot be used here, or "", and a warning, or "". Weights, gradients,
-    buffers and random states stay as they were. Raises WrongKernels, and whatever eager code
-    raises.
-
-    If it fails in a folder with files of earlier runs, try once more in a second folder. A kill or
-    a power cut while a run compiled may have left half-written files, with which every later run
-    would fail.
+    Returns why compiled code cannot be used here, or "". Weights, gradients, buffers and random
+    states stay as they were. Raises WrongKernels, and whatever eager code raises.
     """
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) == "1":  # torch.compile would run eager code without a word
-            return f"{name} switches torch.compile off; unset {name}", ""
+            return f"{name} switches torch.compile off; unset {name}"
     try:
         compile_model(model)
     except Exception as error:  # for example, a Python that torch.compile does not support
-        return reason_of(error), ""
+        return reason_of(error)
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
-    cache = Path(os.environ.get(CACHE) or default_cache_dir())
-    is_used = any(cache.glob("*"))
+    headers = Path(default_cache_dir(), "precompiled_headers")  # here, whatever CACHE says
+    folders = [Path(os.environ.get(CACHE) or headers.parent), headers]
+    used = [str(folder) for folder in folders if any(folder.glob("*"))]
     try:
         compare_with_eager(model, batch_size, vocab, hw)
-        return "", ""
     except CompilerError as error:
-        problem = str(error)
-    if not is_used or os.environ.get(CACHE, "").endswith(SECOND):
-        return problem, ""
-    second = leave_cache(cache)
-    try:
-        compare_with_eager(model, batch_size, vocab, hw)
-        return "", f"compile: {problem}; this does not happen in {second}, so delete {cache}"
-    except CompilerError:
-        return problem, f"compile: if it worked before, delete {cache} and {second}"
-
-
-def leave_cache(cache: Path) -> Path:
-    """
-    Let torch's compiler work in a second folder beside this one, always the same, so that the next
-    run finds there what this one compiles. Returns that folder.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-    from torch._inductor.utils import clear_caches
-
-    second = cache.with_name(cache.name + SECOND)
-    os.environ[CACHE] = str(second)
-    # torch keeps these in /tmp, whatever folder it is given
-    for header in Path(default_cache_dir(), "precompiled_headers").rglob("*.?ch"):
-        header.unlink(missing_ok=True)
-    torch.compiler.reset()
-    clear_caches()
-    return second
+        # a kill or a power cut while a run compiled may have left half-written files
+        hint = f"; if it worked before, delete {' and '.join(used)}"
+        return f"{error}{hint if used else ''}"
+    return ""
 
 
 def reason_of(error: Exception) -> str:

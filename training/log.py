@@ -107,9 +107,8 @@ class Log:
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.ranks.is_main:
-            if (
-                self.train_tokens and not c.by_clock and c.max_iters != UNREACHED
-            ):  # bench.py sets no last iteration
+            # bench.py sets no last iteration
+            if self.train_tokens and not c.by_clock and c.max_iters != UNREACHED:
                 warn_of_epochs(self.last_tokens() / self.train_tokens)
             self.warn_of_space(optimizer)
         if self.world_size > 1:

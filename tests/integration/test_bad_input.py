@@ -50,7 +50,6 @@ COMMAND_LINE = [
     ("train.py tiny.py --dataset=", "--dataset empty"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
     ("train.py tiny.py --seed=-1", "--seed 0 or more"),
-    ("train.py tiny.py --max_minutes=60", "max_minutes removed timeout"),
     ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
     ("train.py tiny.py --dtype=fp16", "float32, bfloat16, float16"),
     ("train.py tiny.py --device=gpu", "cuda:N"),
@@ -58,10 +57,8 @@ COMMAND_LINE = [
     ("train.py tiny.py --device=meta", "cuda:N"),
     ("train.py tiny.py --loss_chunk=some", "loss_chunk auto off 1024"),
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter use 64 or 128"),
-    ("train.py tiny.py --head_lr=0.1", "head_lr optimizer=muon leave out"),
     ("train.py tiny.py --model=fast --tie_weights=True", "--tie_weights=False"),
     ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
-    ("train.py tiny.py removed.py", "removed.py data_workers prepare_fineweb.py"),
     ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layer", "whole number, got 'four'"),
     ("train.py tiny.py --n_head=3 --device=gpu", "cuda:N", "n_head divide n_embd"),
     ("train.py nowhere.py", "nowhere.py no such"),
@@ -158,9 +155,9 @@ TOOLS = [
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "No such file"),
     ("sample.py --out_dir=run --num_samples=0 --temperature=-1", "1 or more", "0 or more"),
     ("sample.py --init_from=evil.pt --device=cpu", "evil.pt getattr run code"),
-    ("bench.py swep", "swep sweep"),
+    ("bench.py lader", "lader ladder"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
-    ("bench.py sweep tiny.py --write=tiny.py", "write tiny.py exists"),
+    ("bench.py tiny.py --row=--batch_sise=4", "batch_sise batch_size"),
     ("bench.py plan tiny.py --gpu=rtx9999", "'rtx9999' training/gpus.csv"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours 0 or more"),
     ("bench.py plan tiny.py --gpu=3080", "gpu 3080 10GB 12GB"),
@@ -169,7 +166,6 @@ TOOLS = [
     ("bench.py plan tiny.py --gpu=4070 --gpus=3", "gradient_accumulation_steps multiple of 3"),
     ("bench.py plan tiny.py --iter_seconds=9 --hours=0.001", "hours iteration"),
     ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
-    ("bench.py plan tiny.py --from_run=run", "from_run removed --iter_seconds"),
     ("bench.py plan tiny.py --iter_seconds=2,0", "iter_seconds such as 9.3"),
     ("bench.py plan tiny.py --n_embd=2048 --block_size=240", "gpu CPU --gpu=4070 --iter_seconds"),
     ("compare.py", "required"),
@@ -177,12 +173,10 @@ TOOLS = [
     ("compare.py book.txt", "no iteration out/quickstart"),
     ("compare.py console.txt", "console.txt out_dir"),
     ("compare.py run run/metrics.jsonl --pgn=x.png", "unrecognized"),
-    ("compare.py run --loss=low", "--loss 'low'"),
-    ("compare.py old.log --gpu=2070", "leave out --gpu"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
-    ("convert.py hf-to-ckpt hf out.pt", "hf-to-ckpt ckpt-to-hf"),  # a mode of version 0.2
+    ("convert.py hf-to-ckpt hf out.pt", "hf-to-ckpt ckpt-to-hf"),
     ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight older"),
     ("convert.py ckpt-to-hf run book.txt", "Not a directory"),
     ("sample.py --init_from=evil_meta/ckpt.pt --device=cpu", "evil_meta/meta.pkl"),
@@ -225,8 +219,6 @@ PREPARATION = [
     (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
     ("data/prepare_fineweb.py --token=1M", "unrecognized"),
-    ("data/prepare_fineweb.py --source=book.txt --out=out", "--source data/prepare_text.py"),
-    ("data/prepare_fineweb.py --order=prefix --out=out", "--order shuffled"),
     ("data/prepare_text.py lists.parquet --out=out", "text (list<element: string>) --text_field"),
 ]
 
@@ -309,7 +301,6 @@ def write_hugging_faces_folders() -> None:
 def write_texts() -> None:
     text = "It was a dark and stormy night.\n" * 300
     Path("book.txt").write_text(text)
-    Path("old.log").write_text("iter 100: loss 4.5, time 168.20ms, mfu 41.20%\n")
     Path("book.docx").write_bytes(b"PK\3\4")
     Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
     Path("empty.jsonl").write_text("")
@@ -329,7 +320,6 @@ def world(tmp_path_factory) -> Path:
         Path("tiny.py").write_text("".join(f"{key} = {value!r}\n" for key, value in TINY.items()))
         Path("raises.py").write_text("n_layer = 2\nn_head = n_layer / 0\n")
         Path("typo.py").write_text("n_layers = 2\n")
-        Path("removed.py").write_text("data_workers = 2\n")
         write_folders_of_tokens()
         write_nanogpts_folders()
         write_texts()

@@ -131,88 +131,53 @@ def no_wait() -> InProcessRun:
     return trainer
 
 
-@pytest.mark.parametrize("noticed, left", [("before", 0), ("in the middle", 20_000)])
-def test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
-    noticed, left, tiny, ran, on_disk, tmp_path
+# when the disk is filled (all, or all but so many bytes) and freed, keys; the checkpoints, the best
+# one, and the warnings about records that wait in memory. Signals come during the last save's wait
+FULL, LATE = {("update", 5): 0, ("update", 9): "free"}, dict(max_iters=12)
+FILLED = {
+    "for a while": (FULL, LATE, [4, 12], 12, 1),
+    "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, [4, 12], 12, 0),
+    "at the end": ({("update", 5): 0, ("sleep", 151): "free"}, {}, [4, 8], 4, 1),
+    "all along": ({("update", 1): 64 << 10, ("sleep", 151): "free"}, {}, [8], 8, 0),
+    "until a signal": ({("update", 6): 0, ("sleep", 5): "stop"}, {}, [4], 4, 0),
+    "when the best is due": (
+        *({("update", 4): 0, ("update", 6): "free"}, dict(eval_interval=2, max_iters=7)),
+        *([2, 6, 7], 6, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("when", FILLED)
+def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
+    when, tiny, ran, straight, on_disk
 ):
-    tiny |= dict(max_iters=40, lr_decay_iters=40)
-    disk, seen, trainer = on_disk(), [], InProcessRun()
+    moments, keys, saved, best, warned = FILLED[when]
+    disk, trainer = on_disk(), InProcessRun(fake_clock="sleep" in str(moments))
 
-    def fill_most():
-        fill(disk)
-        free(disk, left)
+    def act(what):
+        if what == "stop":
+            signal.raise_signal(signal.SIGINT)
+        elif what == "free":
+            assert not leftovers(ran.out_dir)
+            free(disk)
+        else:
+            fill(disk)
+            free(disk, what)
 
-    def look_and_free():
-        seen.extend([ran.saved, leftovers(ran.out_dir)])
+    trainer.at |= {moment: lambda what=what: act(what) for moment, what in moments.items()}
+    with seems_empty() if when == "in the middle of a save" else nullcontext():
+        result = trainer.launch(**tiny | keys)
+    assert (result.code, ran.column("checkpoint", "iter")) == (int("signal" in when), saved)
+    assert len(lines(result.err, "warning: metrics.jsonl")) == warned
+    assert sum("is not saved" in line for line in lines(result.err, "warning: iter")) >= 1
+    assert best_iter(ran) == best and not leftovers(ran.out_dir)
+    if result.code:
+        assert f"--init_from=resume continues from {ran.out_dir / 'ckpt-00000004.pt'}" in result.err
         free(disk)
-
-    trainer.at |= {("update", 6): fill_most, ("update", 31): look_and_free}
-    with seems_empty() if noticed == "in the middle" else nullcontext():
-        result = launch(trainer, **tiny)
-    assert seen == [[4], []]
-    (line,) = [line for line in result.err.splitlines() if "not saved" in line]
-    assert line.startswith("warning: iter 8: ")
-    # the records of 25 iterations need more room than is left in the file's last page
-    assert len(lines(result.err, "warning: metrics.jsonl")) == (0 if left else 1)
-    saved = ran.column("checkpoint", "iter")
-    assert saved[0] == 4
-    assert not [it for it in saved if 4 < it < 30]
-    train(**tiny | dict(out_dir=tmp_path))
-    assert_same_run(tmp_path, ran.out_dir, 40)
-
-
-@pytest.mark.parametrize(
-    "begins, best_there", slow_but(("full", 8), of=[("full", 8), ("with room", 4)])
-)
-def test_the_last_save_waits_until_the_disk_has_room(
-    begins, best_there, tiny, ran, straight, on_disk
-):
-    disk, trainer = on_disk(), InProcessRun(fake_clock=True)
-    trainer.at["update", 5] = lambda: fill(disk)
-    trainer.at["sleep", 151] = lambda: free(disk)  # by then it has tried to save more than once
-    if begins == "full":
-        fill(disk)
-        free(disk, 64 << 10)  # for the log
-    result = launch(trainer, **tiny)
-    assert trainer.count["sleep"] > 150
-    assert lines(result.err, "warning: iter 8:")
-    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
-    assert ran.steps("iter", "loss") == Run(straight).steps("iter", "loss")
-    assert best_iter(ran) == best_there
-
-
-@pytest.mark.parametrize("number", slow_but(signal.SIGINT, of=[signal.SIGINT, signal.SIGTERM]))
-def test_a_signal_ends_the_wait_for_disk_space_and_the_run_can_be_resumed(
-    number, tiny, ran, straight, on_disk
-):
-    disk, trainer = on_disk(), InProcessRun(fake_clock=True)
-    trainer.at["update", 6] = lambda: fill(disk)
-    # send only one signal, because a second would end this process
-    trainer.at["sleep", 5] = lambda: signal.raise_signal(number)
-    result = trainer.launch(**tiny)
-    assert (result.code, trainer.count["sleep"]) == (1, 5)
-    (line,) = lines(result.err, "error:")
-    assert "--init_from=resume" in line
-    assert str(ran.out_dir / "ckpt-00000004.pt") in line
-    assert ran.saved == [4] and not leftovers(ran.out_dir)
-    free(disk)
-    train(**tiny, init_from="resume")
-    assert_same_run(straight, ran.out_dir, 8)
-
-
-@pytest.mark.parametrize("always", slow_but(False, of=[True, False]))
-def test_best_pt_holds_the_best_model_that_could_be_saved(always, tiny, ran, on_disk):
-    """
-    Fail the save at iteration 4, which has the lowest loss. Of the saved iterations, 6 is then the
-    best.
-    """
-    disk, trainer = on_disk(), InProcessRun()
-    trainer.at |= {("update", 4): lambda: fill(disk), ("update", 6): lambda: free(disk)}
-    launch(trainer, **tiny | dict(eval_interval=2, max_iters=7, always_save_checkpoint=always))
-    losses = dict(ran.evals("iter", "val_loss"))
-    assert losses[4] < losses[6] < losses[2]
-    assert [it for it in ran.column("checkpoint", "iter") if it < 7] == [2, 6]
-    assert best_iter(ran) == 6
+        train(**tiny, init_from="resume")
+    if not keys:
+        assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
+        assert ran.steps("iter", "loss") == Run(straight).steps("iter", "loss")
 
 
 @pytest.mark.parametrize("links", [True, False])

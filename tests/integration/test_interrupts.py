@@ -341,21 +341,6 @@ def test_a_diverged_state_replaces_no_checkpoint_and_the_error_names_the_one_to_
     assert ran.saved == [16, 20]
 
 
-@pytest.mark.parametrize("kind", slow_but({}, of=[{}, FAST]), ids=["gpt2", "fast"])
-def test_a_final_evaluation_that_runs_out_of_memory_comes_after_a_save(kind, tiny, ran, tmp_path):
-    """End as soon again if the memory is still short, and otherwise like a run that had enough."""
-    keys = tiny | kind | dict(init_from="auto")
-    train(**keys | dict(out_dir=tmp_path))
-    for evaluation in (4, 1):  # of the launch: each time that of the trained model
-        trainer = InProcessRun()
-        trainer.at["evaluation", evaluation] = raises(NO_MEMORY)
-        result = trainer.launch(**keys)
-        assert result.code == 1 and "--batch_size=3" in result.err.splitlines()[-1]
-        assert ran.saved == [4, 8, 12]
-    train(**keys)
-    assert_same_run(tmp_path, ran.out_dir, 12)
-
-
 SKIPPED = {
     "19": (range(3, 22), 0),
     "20": (range(3, 23), 1),
@@ -388,6 +373,17 @@ def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, ran
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
     assert (trainer.launch(**tiny).code, ran.saved[-1]) == (0, 12)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's pipes")
+def test_a_run_whose_stdout_is_a_full_pipe_finishes(tiny, ran):
+    import fcntl
+
+    process = start("train.py", *flags(**tiny | dict(max_iters=100)))
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    assert process.wait(timeout=60) == 0
+    assert ran.end["iters"] == ran.saved[-1] == 100
+    assert (ran.out_dir / "log.txt").stat().st_size > 3 * 4096
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")

@@ -75,12 +75,6 @@ def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample
     assert f"\nsample: python sample.py --out_dir={ran.out_dir}\n" in result.out
 
 
-@pytest.mark.parametrize("warmup, warns", [(11, False), (12, True)])
-def test_warns_if_warmup_lasts_the_whole_run(warmup, warns, tiny):
-    result = train(**tiny | dict(warmup_iters=warmup))
-    assert ("--warmup_iters=1 " in result.err) == warns
-
-
 @pytest.mark.parametrize("train_tokens, warns", [(75, True), (77, False)])
 def test_warns_of_more_than_20_epochs(train_tokens, warns, tiny, tmp_path):
     """Train on 12 * 8 windows of 16 tokens, which is 1,536 tokens."""

@@ -355,7 +355,6 @@ IN_AN_EVALUATION = """
 """
 STOP = "signal.raise_signal(signal.SIGTERM)"
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-NO_MEMORY = "torch.nn.Embedding.forward = lambda *_: torch.empty(2**60)"
 CUT = "os.truncate('tokens/{}_00000{}.bin', 1100)"
 # when, after update n, which rank does what; the exit codes, a word of the one error line, the
 # reason of the end, and the checkpoints and evaluations (None: it depends on what has been read)
@@ -368,10 +367,6 @@ BREAKS = {
         *("n == 8 and RANK == '0'", KILL),
         *([-9, 1], "another rank", [], [6], [0, 6]),
     ),
-    "no memory in an evaluation": (
-        *("n == 6 and RANK == '1'", NO_MEMORY),
-        *([1, 1], "--batch_size=", ["memory"], [6], [0]),
-    ),
     "no val shard": (
         *("n == 2 and RANK == '1'", CUT.format("val", 0)),
         *([1, 1], "val_000000.bin", ["data"], [6], [0]),
@@ -381,7 +376,7 @@ BREAKS = {
         *([1, 1], "train_000002.bin", ["data"], None, None),
     ),
 }
-KEPT = ("a signal to one", "one is killed", "no memory in an evaluation", "no train shard")
+KEPT = ("a signal to one", "one is killed", "no train shard")
 
 
 @pytest.mark.parametrize("what", slow_but(*KEPT, of=BREAKS))
@@ -403,11 +398,6 @@ def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
     assert saved is None or (ran.saved, ran.evals("iter")) == (saved, evaluated)
     train(**tiny, init_from="resume")
     assert_same_numbers(alone, ran)
-
-
-def test_a_warning_about_a_key_is_printed_once_for_all_ranks(tiny):
-    results = train_ranks(2, [0, 0], **tiny | dict(max_iters=1, warmup_iters=5))
-    assert "".join(result.err for result in results).count("warning: warmup_iters:") == 1
 
 
 # The program's timeout applies until the second rank hangs; from then on it is half a second.
