@@ -67,6 +67,7 @@ from reports import plan
 from reports.check import check
 from reports.runs import Run, percentile, read_run
 from training import hardware, preflight
+from training.memory import with_batch
 
 CHILD = Path(__file__).with_name("reports") / "bench_child.py"
 POLL_SECONDS = 0.2  # how often to read the log
@@ -130,6 +131,7 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
     run = run_train(config, seconds, command)
     step_ms = run.step["step_ms"][UNCOUNTED:]
     start = run.start
+    config = with_batch(config, start["config"]["batch_size"])
     machine = {name: start[name] for name in OF_THE_MACHINE}
     machine |= dict(cpu=hardware.cpu_name(), threads=torch.get_num_threads())
     machine |= dict(date=time.strftime("%Y-%m-%d"))
@@ -156,6 +158,8 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
         every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
         values["log_interval"] = min(config.log_interval, every)
+        if config.fits_gpu:
+            values |= dict(batch_size=0, tokens_per_iter=config.iter_tokens)
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
         file = Path(folder, "config.py")
@@ -194,7 +198,7 @@ def error_of(config: Config, lines: list[str], code: int) -> UserError:
     """Build the exception for a run that ended on its own, from the error lines it printed."""
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if code == KILLED or any(line.startswith("out of memory") for line in errors):
-        return OutOfMemory(hardware.out_of_memory_line(config))
+        return OutOfMemory(*errors or [hardware.out_of_memory_line(config)])
     if not errors:
         print_err(*lines)
         return RunError(f"train.py ended with exit code {code}; see its output above")
@@ -236,7 +240,7 @@ def single(config: Config, options: Namespace) -> dict:
     say("compiling and measuring: a minute or two" if config.compile else "measuring")
     r = measure(config, options.seconds)
     slowest, fastest = (f"{rate:,.0f}" for rate in r["tokens_per_sec_range"])
-    sizes = f"{config.gradient_accumulation_steps} x {config.batch_size} x {config.block_size}"
+    sizes = f"{r['gradient_accumulation_steps']} x {r['batch_size']} x {config.block_size}"
     data = config.dataset
     if vocab_where_missing(config):
         data = f"random tokens, because there is no dataset {config.dataset}"

@@ -68,6 +68,7 @@ from training.clock import Clock, Position
 from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
 from training.log import EVAL_FIELDS, Log, change_lines, evaluation_line, origin_lines
+from training.memory import fit_run
 from training.pretrained import ARCHITECTURE, load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
 from training.speed import describe
@@ -139,7 +140,6 @@ def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict | None, dict
     resumed = read_run(asked, ranks)
     loaded = resumed or ranks.main_first(initial_weights, asked)
     c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
-    explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
     return c, resumed, loaded
 
 
@@ -299,7 +299,7 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
 
 def open_one(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
-    ranks.on_main(make_or_explain, c, key)
+    ranks.machine_first(make_or_explain, c, key)
     data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size, c.stream)
     ranks.check_same(key, data.fingerprint, "give all machines the same files")
     ranks.on_main(check_dataset, data, c.block_size)
@@ -817,12 +817,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
-    data = open_data(c, resumed, loaded, ranks)
+    keep_awake()
+    data = open_data(c, resumed, loaded, ranks)  # may download it
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     check_names(splits, measures, ranks)
-    keep_awake()
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
+    c = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # if batch_size is 0
+    explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved

@@ -1,18 +1,11 @@
-# GPT-2's loss in one night: 3.28 on FineWeb after 1.44B tokens. Only batch_size depends on the GPU:
-# type another one, or copy this file and change it and out_dir.
-#
-#     GPU memory        batch_size    estimated
-#     8 GB              4             5.2 GiB
-#     12 GB             8             7.0 GiB
-#     24 GB and more    32            15.2 GiB
+# GPT-2's loss in one night: 3.28 on FineWeb after 1.44B tokens.
 #
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
 # averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
 # Estimated, not measured (docs/status.md): 7.9 hours with evaluations and checkpoints on an RTX
 # 4070. Iterations alone take 7.4 (7.2 to 7.4) hours, by
 # python bench.py plan config/fast124m.py --gpu=4070
-# docs/fast_recipe.md has the command that downloads those runs' tokens. If they are missing,
-# train.py prints it.
+# If those runs' tokens are missing, train.py downloads them (docs/fast_recipe.md).
 out_dir = "out/fast124m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
 init_from = "auto"  # the same command starts the run and resumes it
@@ -24,8 +17,8 @@ n_head = 6  # heads of 128
 n_embd = 768
 bias = True  # biases in all layers, and gains in the norms
 block_size = 1024
-batch_size = 8  # see the table
-tokens_per_iter = 524288  # sets gradient_accumulation_steps, here 64, whatever the batch_size
+batch_size = 0  # as many as fit the GPU, at most 32
+tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
 optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
 learning_rate = 0.029

@@ -129,7 +129,6 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
     """
     import datasets
     from huggingface_hub import HfApi, get_session
-    from huggingface_hub.errors import OfflineModeIsEnabled
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are still raised
@@ -138,9 +137,7 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         revision = revision or HfApi().dataset_info(dataset).sha
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
     except Exception as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        is_refused = status in REFUSALS or isinstance(error, ValueError | FileNotFoundError)
-        if is_refused or isinstance(error, OfflineModeIsEnabled):
+        if is_refused(error):
             hint = "check the names, and set HF_TOKEN if the dataset asks for it"
             raise UserError(f"{dataset}: {one_line(error)}; {hint}") from None
         raise
@@ -150,6 +147,16 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         hint = "give another --dataset=ORG/NAME, or prepare files of your own with prepare_text.py"
         raise UserError(f"{problem}; {hint}")
     return files, revision
+
+
+def is_refused(error: Exception) -> bool:
+    """Return whether asking the hub again cannot help."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status in REFUSALS or isinstance(
+        error, ValueError | FileNotFoundError | OfflineModeIsEnabled
+    )
 
 
 def limit_waiting(request) -> None:

@@ -1,34 +1,49 @@
 """
-Help where a dataset is missing: say how to get it, make the quickstart's dataset, and name the
-vocabulary size to plan and measure with until then.
+Help where a dataset is missing: make the quickstart's, download the fast recipe's, say how to get
+another, and name the vocabulary size to plan and measure with until then.
 """
 
+import os
+import shutil
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from common.console import COMMAND, Unreachable, UserError, command_line, count, did_you_mean, say
+from common.console import (
+    COMMAND,
+    Unreachable,
+    UserError,
+    command_line,
+    count,
+    did_you_mean,
+    one_line,
+    say,
+)
+from common.files import lack_of_space, patiently, try_lock
 from configurator import Config
+from data.files import is_refused
 from data.shards import dataset_folder, read_manifest, split_of
+from data.text import with_retries
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 # The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
 # and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
-# Downloads the training shards of FineWeb, 103 of 100M tokens or the first 19, and its validation
-# shard
-DOWNLOAD = (
-    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_000{most}*" '
-    "--local-dir="
-)
+# FineWeb's validation shard and its training shards, 103 of 100M tokens or the first 19
+DOWNLOADED_ON_DEMAND = "fineweb_records"
+REPOSITORY = "kjj0/fineweb10B-gpt2"
+SHARDS, FIRST_SHARDS, SHARD_BYTES = 103, 19, 2 * 10**8
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 
 
 def make_or_explain(config: Config, key: str = "dataset") -> None:
     """
-    Make the dataset that this key names, if it is missing or unfinished and needs no download.
-    Raises Unreachable if another dataset is missing, with the commands that get or make it.
+    Make the dataset that this key names if it is the quickstart's, download the fast recipe's, or
+    raise Unreachable if another is missing, with the commands that get or make it.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
@@ -40,8 +55,63 @@ def make_or_explain(config: Config, key: str = "dataset") -> None:
         # Hide the script's output, which ends by telling the user what to type next.
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
             raise UserError(f"{key}: {script} failed; see its message above")
+    elif folder.is_symlink() and not folder.exists():
+        raise Unreachable(f"{key}: {folder} is a link to nothing; is its disk mounted?")
+    elif name == DOWNLOADED_ON_DEMAND and not folder.is_dir():
+        download(folder, run_tokens(config))
     elif not folder.is_dir() or (config.stream and not is_begun(folder)):
         raise Unreachable(f"{key}: {explanation(config, key, folder)}")
+
+
+def run_tokens(config: Config) -> int:
+    """Return how many tokens a run reads; with hours, a guess."""
+    return HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
+
+
+def download(folder: Path, tokens: int) -> None:
+    """
+    Download as many of the records as `tokens` need. The folder appears once it is complete; until
+    then the files are in a folder beside it, where the next call continues. Raises UserError.
+    """
+    shards = FIRST_SHARDS if tokens <= HOURS_TOKENS else SHARDS
+    names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
+    part = folder.with_name(f"{folder.name}.part")
+    size = SHARD_BYTES * sum(not (part / name).exists() for name in names)
+    if problem := lack_of_space(part, size):
+        raise UserError(problem)
+    say(
+        f"data: downloading {size / 1e9:.1f} GB of FineWeb to {folder.absolute()}; "
+        "if that is interrupted, the same command continues"
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f"{folder.name}.tmp"), "wb") as lock:
+        while not try_lock(lock):  # another run downloads, for another GPU
+            time.sleep(1)
+        if folder.exists():
+            return
+        for name in names:
+            if not (part / name).exists():
+                url = f"hf://datasets/{REPOSITORY}/{name}"
+                with_retries(url, partial(fetch, name, part), (part / names[0]).exists)
+        shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
+        patiently(os.rename, part, folder)
+
+
+def fetch(name: str, part: Path) -> None:
+    """Download one file of the records. Raises UserError if asking again cannot help."""
+    # Xet, the library's other way to download, hangs behind some firewalls
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils.logging import set_verbosity_error
+
+    set_verbosity_error()  # it also retries by itself, with three lines each time
+    try:
+        hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=part)
+    except Exception as error:
+        reason: Any = error.__cause__ or error  # the library's own may say only that it failed
+        if is_refused(reason):
+            raise UserError(f"{name}: {one_line(reason)}") from None
+        raise reason from None
 
 
 def is_begun(folder: Path) -> bool:
@@ -52,7 +122,7 @@ def is_begun(folder: Path) -> bool:
 def explanation(config: Config, key: str, folder: Path) -> str:
     """Say that the dataset of this key is missing, and how to get it."""
     name = getattr(config, key)
-    tokens = HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
+    tokens = run_tokens(config)
     if config.stream:
         return f"{name} is not a folder of shards; {both_commands(name, folder, tokens)}"
     problem = f"there is no folder {folder}"
@@ -84,11 +154,6 @@ def both_commands(name: str, folder: Path, tokens: int) -> str:
 
 def preparation(name: str, tokens: int) -> str:
     """Return the command that gets or makes a missing dataset, for the end of a message."""
-    if name == "fineweb_records":
-        most = "0[01]" if tokens <= HOURS_TOKENS else ""
-        folder = command_line(dataset_folder(name).as_posix())
-        script = "modded-nanogpt's data/cached_fineweb10B.py"
-        return f" {script}, or with{COMMAND}{DOWNLOAD.format(most=most)}{folder}"
     fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
     command = fineweb if "fineweb" in name else "prepare_text.py FILE"
     out = f"--out={dataset_folder(name)}"

@@ -28,17 +28,11 @@ from common.console import (
     say,
 )
 from configurator import NOT_WEIGHTS, SAVE_EVERY, UNREACHED, Config, resolve
-from data.missing import MOST_TOKENS, preparation, vocab_where_missing
+from data.missing import DOWNLOADED_ON_DEMAND, MOST_TOKENS, preparation, vocab_where_missing
 from data.shards import open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
 from model_fast import model_config
-from reports.memory import (
-    checkpoint_bytes,
-    count_parameters,
-    fitting_batch,
-    memory_bytes,
-)
 from training import hardware, preflight
 from training.gpus import (
     GIB,
@@ -51,6 +45,14 @@ from training.gpus import (
     short_name,
 )
 from training.log import warn_of_epochs
+from training.memory import (
+    USABLE_MEMORY,
+    checkpoint_bytes,
+    count_parameters,
+    fitting_batch,
+    memory_bytes,
+    with_batch,
+)
 from training.pretrained import ARCHITECTURE, load_pretrained
 from training.speed import count_flops
 
@@ -64,9 +66,6 @@ PCIE_GBS = 12
 NETWORK_GBS = 10
 GPUS_OF_A_MACHINE = 8
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
-# The fraction of a GPU's memory that a run can use. The driver and a desktop need some, and torch
-# reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).
-USABLE_MEMORY = 0.9
 # Beyond this many FLOPs an iteration may take a CPU ten seconds, too long to measure several.
 MOST_FLOPS_ON_A_CPU = 1e12
 # A model narrower than PUBLISHED_WIDTH reaches a lower MFU: the likely one times
@@ -420,8 +419,7 @@ def memory_figures(config: Config, model: GPTConfig, card: Card, n: int) -> dict
     usable = fitting = None
     if card.memory_gib:
         usable = USABLE_MEMORY * card.memory_gib
-        sequences = config.iter_sequences // n
-        fitting = fitting_batch(config, model, card.dtype, sequences, usable * GIB)
+        fitting = fitting_batch(config, model, card.dtype, n, usable * GIB)
     return dict(
         vram_gib=vram,
         vram_parts_gib={part: size / GIB for part, size in parts.items()},
@@ -470,10 +468,16 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         config, vocab, flash=config.flash, compiled=config.compile, weights=weights
     )
     card, pace = card_and_pace(config, model, options, measure)
+    if config.fits_gpu and card.memory_gib:
+        usable = USABLE_MEMORY * card.memory_gib * GIB
+        best = fitting_batch(config, model, card.dtype, options.gpus, usable)
+        config = with_batch(config, best or 1)
     p = make_plan(config, model, card, pace, options)
     warn_of_epochs(p["epochs"] or 0)
     say(*plan_lines(p))
-    if vocab == GPT2_VOCAB and not options.dataset_tokens:
+    if config.dataset == DOWNLOADED_ON_DEMAND and not options.dataset_tokens:
+        print_err("note: no dataset yet, so epochs are unknown; train.py downloads it")
+    elif vocab == GPT2_VOCAB and not options.dataset_tokens:
         tokens = p["disk_tokens"]
         unit = 10 ** int(math.log10(tokens)) if config.by_clock else 1  # 1.71B -> 2B
         make = preparation(config.dataset, math.ceil(tokens / unit) * unit)

@@ -206,7 +206,7 @@ class Hub(BaseHTTPRequestHandler):
             if not folder:
                 entries.append(dict(type="directory", path="small", size=0, oid="small"))
             self.answer(200, json.dumps(entries).encode())
-        elif (name := path.partition(f"{REVISION}/")[2]) in self.files:
+        elif (name := re.split(f"/{REVISION}/|/main/", path)[-1]) in self.files:
             self.send_file(name, self.files[name])
         else:
             self.answer(404, X_Error_Code="EntryNotFound")
@@ -244,7 +244,7 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def serve_hub(source: Path, inside: str = "small/") -> Iterator[str]:
     """
-    Serve the files of a folder as the dataset org/name, and as the one that README downloads, in
+    Serve the files of a folder as the dataset org/name, and as the one that train.py downloads, in
     the folder `inside` or, if it is empty, at the top. Yield the hub's address.
     """
     Hub.ranges = 0

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from documents import Hub, serve_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program import assert_same_run, finish, flags, run, start, train, write_tokens
@@ -24,6 +25,7 @@ from program import assert_same_run, finish, flags, run, start, train, write_tok
 from common.console import UserError
 from configurator import Config
 from data.loader import ShuffledWindows, eval_batches, to_batch
+from data.missing import download
 from data.shards import ShardTokens, check_dataset, open_dataset, open_shard
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
@@ -302,6 +304,26 @@ def test_a_missing_or_repeated_shard_gives_one_line_that_names_it(files, words, 
 def test_a_run_in_the_order_of_the_shards_refuses_a_missing_one_too(tmp_path):
     write_files(tmp_path, fineweb(1, 3))
     assert "get fineweb_train_000002.bin" in refusal_of(tmp_path, stream=True)
+
+
+def test_downloads_all_the_records_or_none(tmp_path, monkeypatch):
+    """Let the hub lack the last file at first. The second call fetches only that one."""
+    source, folder = write_tokens(tmp_path / "hub", [99] * 19, [99]), tmp_path / "fineweb_records"
+    for path in [*source.glob("*.bin")]:
+        path.rename(source / f"fineweb_{path.name}")
+    with serve_hub(source, inside="") as address:
+        url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
+        last = {name: Hub.files.pop(name) for name in ["fineweb_train_000019.bin"]}
+        with pytest.raises(UserError, match="000019.bin: .*404 Not Found"):
+            download(folder, 10**9)
+        assert not folder.exists()
+        monkeypatch.setattr(Hub, "files", last)
+        download(folder, 10**9)
+    assert {path.name for path in folder.iterdir()} == {p.name for p in source.glob("*.bin")}
+    monkeypatch.setattr("data.missing.SHARD_BYTES", 10**15)
+    with pytest.raises(UserError, match="needs 104,000,000.00 GB of disk"):  # all 10B tokens
+        download(tmp_path / "more", 3 * 10**9)
 
 
 def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, capsys):

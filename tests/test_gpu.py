@@ -22,9 +22,9 @@ from data.loader import to_batch
 from model import GPTConfig
 from model_fast import build_model, model_config
 from optimizer import build_optimizer
-from reports.memory import CONTEXT_BYTES, memory_needed
 from training import hardware
 from training.compiled import compile_model
+from training.memory import CONTEXT_BYTES, memory_needed
 from training.ranks import Ranks
 
 gpu = pytest.mark.gpu

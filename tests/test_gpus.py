@@ -6,6 +6,7 @@ simulated GPUs, and the tensors alive on a CPU. test_plan.py has figures worked 
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from program import FAST, ROOT
 from training_setup import TrainingSetup
 
 from common.console import UserError
-from configurator import Config, load_config
+from configurator import Config, load_config, read_config, resolve
 from model import GPTConfig
 from model_fast import model_config
-from reports.memory import CONTEXT_BYTES, memory_bytes, memory_needed
 from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
+from training.hardware import Hardware
+from training.memory import CONTEXT_BYTES, fit_run, memory_bytes, memory_needed
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
 N = 124_373_760  # parameters of GPT-2 124M
@@ -125,6 +127,31 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
     assert tensor_bytes(*sizes) / GIB == pytest.approx(row["allocated_gib"], rel=0.05)
     reserved = memory_needed(*sizes) - CONTEXT_BYTES
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
+
+
+FITTED = [  # GiB of a GPU, free GiB, processes, batch_size of a run to resume, the one it gets
+    (12, 11.4, 1, None, 16),
+    (8, 6.2, 1, None, 4),  # with a desktop
+    (80, 79, 1, None, 32),  # twice as many would fit, and train 2% faster
+    (24, 23, 3, None, 28),  # divides a third of 504 sequences
+    (12, 9.2, 1, 16, 16),  # the same bits, although only 8 fit the free memory
+    (12, 11.4, 1, 32, 16),  # moved from a larger GPU
+    (4, 3.6, 1, None, 1),  # does not fit either: the run ends with its error line
+]
+
+
+@pytest.mark.parametrize("gib, free, processes, saved, fitting", FITTED)
+def test_batch_size_0_fits_the_free_memory(gib, free, processes, saved, fitting, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, gib * GIB))
+    values = dict(tokens_per_iter=2**19, batch_size=saved)
+    resumed = saved and dict(config=values | dict(gradient_accumulation_steps=512 // saved))
+    asked = read_config([f"{ROOT}/config/fast124m.py"])
+    c, problems = resolve(asked, processes, resumed and resumed["config"])
+    hw = Hardware(torch.device("cuda"), torch.bfloat16, "", None, None, compiles=True)
+    ranks = SimpleNamespace(world_size=processes, max=lambda size: [size])
+    c = fit_run(c, 50257, hw, ranks, resumed, None)
+    assert problems == [] and c.batch_size == fitting
+    assert c.iter_sequences == (512 if processes == 1 else 504)
 
 
 # -----------------------------------------------------------------------------

@@ -63,13 +63,13 @@ def cells_of(row: str) -> list[str]:
 def planned_cells():
     """
     Yield (page, config and flags, column, cell) for each cell that plan computes, in the table rows
-    that name a config. A cell that says "measured" is left out.
+    that name a config, or whose head names one. A cell that says "measured" is left out.
     """
     for page in GUIDES:
         for table in re.findall(r"(?:^\|.*\n)+", read(page), re.MULTILINE):
             head, _, *rows = table.splitlines()
             for row in rows:
-                if not (named := CONFIG.search(row)):
+                if not (named := CONFIG.search(row) or CONFIG.search(head)):
                     continue
                 # without --gpu, the row's first cell names the GPU, or else it is a 4070
                 card = re.match(r"\| (?:(\d) x )?([A-Z][\w ]*\w)", row)

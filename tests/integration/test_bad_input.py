@@ -42,7 +42,7 @@ COMMAND_LINE = [
     ("train.py tiny.py --batch_size", "--batch_size=12"),
     ("train.py tiny.py -batch_size=4", "-batch_size --key=value"),
     ("train.py tiny.py batch_size=4", "batch_size=4 --key=value"),
-    ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
+    ("train.py tiny.py --batch_size=0", "batch_size tokens_per_iter eval_tokens"),
     ("train.py tiny.py --compile=maybe", "--compile true or false 'maybe'"),
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
     ("train.py tiny.py --max_iters=1e400", "--max_iters whole number"),
@@ -70,10 +70,6 @@ COMMAND_LINE = [
     ("configurator.py tiny.py --n_layr=2", "--n_layr n_layer"),
 ]
 
-DOWNLOAD = (
-    'hf download kjj0/fineweb10B-gpt2 --repo-type=dataset --include="fineweb_*_0000[01]*" '
-    "--local-dir="
-)
 DATA = [
     ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
     # the validation text of your own files is finished last, so no run can begin before
@@ -90,9 +86,6 @@ DATA = [
     # suggests as many tokens as the run reads, but no more than FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
     ("train.py config/gpt124m_4070.py --device=cpu --hours=8", "prepare_fineweb.py --tokens=2B"),
-    # the error names README's download if that download has enough tokens for the run
-    ("train.py config/fast124m.py --device=cpu", f"{DOWNLOAD}data/fineweb_records"),
-    ("train.py config/fast124m.py --device=cpu --max_iters=6500", "fineweb_*_000*"),
     ("train.py tiny.py --block_size=512", "--block_size=249"),
 ]
 

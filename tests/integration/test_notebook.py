@@ -148,8 +148,8 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
 
 @pytest.mark.slow
 def test_the_night_on_two_gpus_continues_in_a_second_session(fresh_folder, monkeypatch):
-    """Replace the GPUs with two processes on the CPU, and the download with two shards."""
-    for path in write_tokens(fresh_folder / "shards", [3000], [3000]).glob("*.bin"):
+    """Replace the GPUs with two processes on the CPU, and the download with small shards."""
+    for path in write_tokens(fresh_folder / "shards", [3000] * 19, [3000]).glob("*.bin"):
         path.rename(path.with_name(f"fineweb_{path.name}"))
     changed(fresh_folder / "nightshift", {})
     monkeypatch.chdir(fresh_folder / "nightshift")
@@ -160,9 +160,9 @@ def test_the_night_on_two_gpus_continues_in_a_second_session(fresh_folder, monke
     flags = f"{TINY} --tokens_per_iter=256 --dtype=float16 --checkpoint_interval=2"
     with serve_hub(fresh_folder / "shards", inside="") as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
-        _, first = run_cells(cells, fast124m=f"{flags} --keep_checkpoints=2")
+        (first,) = run_cells(cells, fast124m=f"{flags} --keep_checkpoints=2")
         Path("out/night/ckpt-00000004.pt").unlink()  # as if the session had ended before it
-        _, second = run_cells(cells, fast124m=flags)
+        (second,) = run_cells(cells, fast124m=flags)
     assert "resume: out/night/ckpt-00000002.pt" in second
     assert all("end: max_iters after 4 iterations" in output for output in (first, second))
     start = records(Path("out/night"), "start")[0]
