@@ -9,6 +9,48 @@ import os
 import platform
 import re
 import sys
+import time
+from pathlib import Path
+
+# How often a waiting thread spins before it sleeps, about 0.1 ms in all; libgomp's default is
+# 300,000. On idle cores this costs 2% to 9% of the speed; if other programs start later, training
+# is 1.06 to 3.0 times as fast (results/README.md).
+SPINS = "10000"
+READINGS, PAUSE = 9, 0.01  # how often to count running threads, and seconds between counts
+
+
+def cores_are_taken() -> bool:
+    """Return whether other programs run on cores that this one's threads will need. Linux only."""
+    cpus = os.cpu_count() or 1
+    siblings = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    cores = len({path.read_text() for path in siblings})  # torch starts one thread per core
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdecimal() else cores or cpus
+    if threads == 1:  # a single thread never waits
+        return False
+    others = []
+    for _ in range(READINGS):
+        # the load average lags behind by a minute, and an installation has just raised it
+        try:
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        except OSError:  # a hardened container hides it
+            return False
+        others.append(int(running) - 1)  # without this thread
+        time.sleep(PAUSE)
+    return sorted(others)[READINGS // 2] > cpus - threads
+
+
+def how_threads_wait() -> tuple[str | None, str | None]:
+    """
+    Choose libgomp's OMP_WAIT_POLICY and GOMP_SPINCOUNT. In each matmul or other operation, a thread
+    that has finished its share first spins and then sleeps until the others have finished theirs.
+    Spinning is faster on idle cores. Beside other programs, a spinning thread may occupy the core
+    that the thread it waits for needs. No result depends on this, and a run on a GPU has no such
+    operations in its loop.
+    """
+    if sys.platform != "linux" or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        return None, None
+    return ("passive", None) if cores_are_taken() else (None, SPINS)
 
 
 def cache_folder() -> str | None:
@@ -37,14 +79,14 @@ def torch_version() -> tuple[int, int]:
 WINDOWS = sys.platform == "win32"
 WSL = "microsoft" in platform.release().lower()
 HAS_SEGMENTS = sys.platform == "linux" and not WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-SETS_WAITING = sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ
+POLICY, SPINNING = how_threads_wait()
 
 # Each variable's reason, name and value; None leaves it unset
 VARIABLES = {
-    # How often a thread that waits for others spins before it sleeps: about 0.1 ms. libgomp's
-    # default is 300,000. On idle cores this costs 2% to 9% of the speed; beside other programs,
-    # training is 1.06 to 3.0 times as fast (results/README.md). No result depends on it.
-    "GOMP_SPINCOUNT": "10000" if SETS_WAITING else None,
+    # Idle threads sleep at once if other programs need their cores (log.py reports this), and
+    # otherwise after a moment.
+    "OMP_WAIT_POLICY": POLICY,
+    "GOMP_SPINCOUNT": SPINNING,
     # Most Windows users may not create symbolic links, and the hub's library would warn at length.
     "HF_HUB_DISABLE_SYMLINKS_WARNING": "1",
     # writer.py already uses threads. If the library did too, it would warn at every fork.

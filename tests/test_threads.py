@@ -9,26 +9,48 @@ import os
 import re
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from cases import slow_but
-from program import finish, start
+from program import finish, start, train
 
 from common import environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's on Linux")
+SPINS, SLEEPS = dict(GOMP_SPINCOUNT="10000"), dict(OMP_WAIT_POLICY="passive")
+# threads that run, CPUs, CPUs to a core, the user's variables; the variables afterwards
+DECISIONS = [
+    (1, 2, 1, {}, SPINS),  # this program alone
+    (2, 2, 1, {}, SLEEPS),  # another program keeps one CPU busy
+    (9, 16, 2, {}, SPINS),  # 8 threads on 8 cores, and 8 other programs find a place
+    (10, 16, 2, {}, SLEEPS),
+    (40, 1, 1, {}, SPINS),  # a single thread waits for nobody
+    (3, 4, 1, dict(OMP_NUM_THREADS="2"), SPINS | dict(OMP_NUM_THREADS="2")),
+    (4, 2, 1, dict(GOMP_SPINCOUNT="77"), dict(GOMP_SPINCOUNT="77")),
+    (4, 2, 1, dict(OMP_WAIT_POLICY="active"), dict(OMP_WAIT_POLICY="active")),
+]
 
 
-USER = [{}, dict(GOMP_SPINCOUNT="77"), dict(OMP_WAIT_POLICY="active")]
+@pytest.mark.parametrize("running, cpus, per_core, given, found", DECISIONS)
+def test_idle_threads_sleep_instead_of_spinning_if_other_programs_need_their_cores(
+    running, cpus, per_core, given, found, monkeypatch
+):
+    def read_text(path, *rest, read=Path.read_text, **named) -> str:
+        if path == Path("/proc/loadavg"):
+            return f"9.00 9.00 9.00 {running}/400 77\n"
+        if path.name != "siblings":
+            return read(path, *rest, **named)
+        return str(int(path.parent.name.removeprefix("cpu")) // per_core)
 
-
-@pytest.mark.parametrize("given", USER)
-def test_threads_spin_shortly_unless_the_user_says_how_they_wait(given, monkeypatch):
     monkeypatch.setattr(os, "environ", {"HOME": "/home/user"} | given)
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    files = [Path(f"cpu{n}/siblings") for n in range(cpus)]
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: files)
+    monkeypatch.setattr(Path, "read_text", read_text)
     runpy.run_path(environment.__file__)
-    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    assert found == (given or dict(GOMP_SPINCOUNT="10000"))
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+    assert {name: os.environ[name] for name in names if name in os.environ} == found
 
 
 @pytest.mark.parametrize("script", slow_but("train.py", of=["train.py", "sample.py", "bench.py"]))
@@ -38,3 +60,10 @@ def test_every_script_that_trains_or_samples_sets_how_torchs_threads_wait(script
     ended = finish(start(script, "--help", cold=True, OMP_DISPLAY_ENV="verbose"))
     assert ended.code == 0
     assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.err) == ["10000"]
+
+
+@pytest.mark.parametrize("policy, said", [("passive", True), ("active", False)])
+def test_the_device_line_says_if_idle_threads_sleep(policy, said, tiny, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    (device,) = re.findall("^device: .*$", train(**tiny, max_iters=0).out, re.MULTILINE)
+    assert ("threads sleep" in device) is said
