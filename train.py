@@ -95,7 +95,7 @@ class Launch:
     """Records how far this process has come, which decides the exit code for an error."""
 
     is_resume: bool = False  # there should be a run to resume
-    is_running: bool = False  # a run is resumed or, in a new run, the first update is done
+    is_running: bool = False  # a resume has compiled, or a new run has made its first update
 
 
 launch = Launch()  # error_code() reads this after main() has raised
@@ -846,8 +846,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # again, rename damaged checkpoints that are newer than `resumed`, and link best.pt if a kill
     # prevented that
     saver.claim(resumed)
-    if resumed:
-        launch.is_running = True  # if an error ends it, a script may start it again: exit code 1
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model.config, progress, saver)
     log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
@@ -861,6 +859,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         clock.lap("start-up")  # book the seconds since the last lap
         compile_or_end(model, c, data.vocab, hw, ranks)
         clock.lap("compile")
+    # From here on, an error that ends a resume has exit code 1, and a script may start it again
+    launch.is_running = launch.is_resume
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")

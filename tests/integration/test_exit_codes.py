@@ -38,7 +38,7 @@ ASKED = {
         mock.patch("torch.compile", lambda call: call),
         mock.patch("torch.compile", lambda call: no_compiler),
         ("compile", False),
-        1,
+        2,
     ),
     ("tracker", "wandb"): (
         mock.patch.dict(sys.modules, wandb=SimpleNamespace(init=lambda **_: WANDB)),
