@@ -136,7 +136,7 @@ def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict | None, dict
     evaluates, and the state that holds the weights to begin with: the same one, or weights that
     init_from names. Both are None for a new run from random weights. Raises UserError.
     """
-    asked = ranks.on_main(read_config, argv)  # called on rank 0; all ranks get the result or error
+    asked = ranks.on_main(read_config, argv)
     resumed = read_run(asked, ranks)
     loaded = resumed or ranks.main_first(initial_weights, asked)
     c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
@@ -157,7 +157,7 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
         path, state = newest_checkpoint(c)
         return path
 
-    path = ranks.on_main(find)  # called on rank 0; all ranks get the result or the error
+    path = ranks.on_main(find)
     if path:
         launch.is_resume = True
     return state if ranks.is_main or path is None else checkpoint.read(path)
@@ -806,7 +806,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Which run is this? init_from decides whether it is a new one. `resumed` is the last checkpoint
     # of a run to continue, or None; `loaded` holds the weights to begin with: resumed's, those that
     # init_from names, or None for random ones. All ranks go through this function together, but
-    # rank 0 alone reads the command, prints, samples and writes
+    # rank 0 alone reads the command, prints, samples and writes: `on_main` calls a function there,
+    # and all ranks get its result or its error
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
     if resumed and is_done(c, resumed):  # needs neither data nor a device
