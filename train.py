@@ -270,16 +270,11 @@ def config_before(resumed: dict) -> Config:
 
 
 def is_done(c: Config, resumed: dict | None) -> bool:
-    """
-    Return whether this launch resumes a run that has already finished, and adds no time, iterations
-    or other data.
-    """
+    """Return whether this launch resumes a finished run and adds no time or iterations to it."""
     if not resumed or c.eval_only:
         return False
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
-    if c.dataset != before.dataset:  # open_data() checks that it holds the same tokens
-        return False
     time_is_up = c.by_clock and c.hours == before.hours and resumed["clock"]["share"] >= 1
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
@@ -810,7 +805,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # and all ranks get its result or its error
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
-    if resumed and is_done(c, resumed):  # needs neither data nor a device
+    if resumed and is_done(c, resumed):
+        if c.dataset != resumed["config"]["dataset"]:
+            open_data(c, resumed, loaded, ranks)  # other tokens would need another run
         best_iter = resumed["progress"]["best_iter"]
         ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter)
         say_done(c, resumed)

@@ -69,10 +69,12 @@ def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran, tmp_
     keys = SHORT_RUN | dict(dataset=data, out_dir=ran.out_dir, init_from="auto", warmup_iters=0)
     keys |= dict(lr_schedule="wsd", decay_fraction=0.5, learning_rate=0.01, min_lr=0.0)
     train(**keys | dict(max_iters=4))
-    shutil.move(data, gone := tmp_path / "gone")  # the line needs neither the data nor the device
-    done = train(**keys | dict(max_iters=4, device="cuda:99")).out
-    assert "all 4 iterations are done" in done and "continue" not in done
-    shutil.move(gone, data)
+    shutil.move(data, away := tmp_path / "away")
+    # needs neither the data, unless they may be others, nor the device; and writes nothing
+    for change in (dict(device="cuda:99"), dict(dataset=away)):
+        assert "all 4 iterations are done" in train(**keys | dict(max_iters=4) | change).out
+    assert len(ran.records("start")) == 1
+    shutil.move(away, data)
     train(**keys | dict(max_iters=8))
     assert ran.steps("iter") == [*range(8)]
 
