@@ -185,6 +185,13 @@ AT_LEAST_1 = """
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
+# Keys that nothing reads unless another key has this value. A file may set them, a flag may not
+ONLY_WITH = dict(
+    head_lr=("optimizer", "muon"),
+    muon_momentum=("optimizer", "muon"),
+    beta2=("optimizer", "adamw"),
+    decay_fraction=("lr_schedule", "wsd"),
+)
 # What other trainers call these keys, for suggestions
 OTHER_NAMES = dict(
     lr="learning_rate",
@@ -512,6 +519,9 @@ def check_model(c: Config) -> list[str]:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is not auto, off or a number like 1024")
+    for name, (key, value) in ONLY_WITH.items():
+        if name in c.typed and getattr(c, key) != value:
+            problems.append(f"{name}: only {key}={value} reads it; leave it out")
     if c.model == "fast":
         if not rest and head_size % 4:
             problem = f"n_head: the heads have {head_size} channels each"
