@@ -890,16 +890,16 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # evaluate once in a while and when the run is complete, but not after a signal
         numbers = None
         if evaluation_due(c, now, progress, stop):
-            # keep its seconds out of iteration times, and expect the next one to take as long. With
-            # hours, this moves now.share and so changes the learning rates
-            with clock.pause("evaluation"):
+            with clock.pause("evaluation"):  # keeps its seconds out of iteration times
                 numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
                 if isinstance(numbers, str):
                     stop, numbers = numbers, None  # a resumed run starts with this evaluation
-                    clock.is_cut_short = True
                 else:
                     progress.evaluate(numbers["val_loss"], now.share)
                     log.report_eval(it, progress.tokens, numbers)
+                    # expect the next one to take as long. With hours, this moves now.share and so
+                    # changes the learning rates
+                    clock.expect("evaluation")
 
         # save once in a while, and at the end. If the disk is full, keep training and try again;
         # at the end, wait until it has room or a signal comes
@@ -912,14 +912,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 state = state_to_save(model, optimizer, scaler, to_save, clock, hw, ranks)
                 if save(state, stop, saver, signals, log):
                     progress = to_save
-                else:
-                    clock.is_cut_short = True
+                    clock.expect("checkpoints")
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights. After the save, because it may run out of memory
         if numbers and tokenizer and it > 0:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
+                clock.expect("samples")
 
         if stop:
             break

@@ -159,16 +159,10 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self, category: str) -> Iterator[None]:
-        """
-        Book the seconds until this block to steps, and the block's own to `category`. Expect the
-        next one to take as long, unless this one has set is_cut_short.
-        """
+        """Book the seconds until this block to steps, and the block's own to `category`."""
         self.lap("steps")
-        self.is_cut_short = False
         yield
-        seconds = self.lap(category)
-        if not self.is_cut_short:
-            self.expect(category, seconds)
+        self.lap(category)
 
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
@@ -199,11 +193,13 @@ class Clock:
         """Remember the share at which an update was made."""
         self.updated_share = share
 
-    def expect(self, what: str, seconds: float) -> None:
+    def expect(self, what: str, seconds: float | None = None) -> None:
         """
-        Expect the next iteration or pause (one of PAUSES) to take as long as the last one. An
-        estimate at most doubles per call, so that a single hang does not end the run far too early.
+        Expect the next iteration or pause to take as long as the last one: `seconds`, or by
+        default the pause so far. `what` is "iteration" or one of PAUSES. An estimate at most
+        doubles per call, so that a single hang does not end the run far too early.
         """
+        seconds = self.since_lap() if seconds is None else seconds
         before = self.estimates.get(what) or seconds
         self.estimates[what] = min(seconds, 2 * before)
 
