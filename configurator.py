@@ -520,7 +520,8 @@ def check_model(c: Config) -> list[str]:
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is not auto, off or a number like 1024")
     for name, (key, value) in ONLY_WITH.items():
-        if name in c.typed and getattr(c, key) != value:
+        is_default = getattr(c, name) == FIELDS[name].default
+        if name in c.typed and not is_default and getattr(c, key) != value:
             problems.append(f"{name}: only {key}={value} reads it; leave it out")
     if c.model == "fast":
         if not rest and head_size % 4:
