@@ -28,7 +28,7 @@ fsync comes before flush | common/files.py | replacing
     integration/test_disks.py::test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards
 a save that failed counts as the best on the disk | train.py | main
     if save(state, stop, saver, signals, log):\n                    progress = to_save -> progress = to_save\n                if save(state, stop, saver, signals, log):
-    integration/test_disks.py::test_best_pt_holds_the_best_model_that_could_be_saved[True]
+    integration/test_disks.py::test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room[when the best is due]
 damaged checkpoints count among the newest | training/checkpoint.py | Saver.claim_here
     set_aside(path) -> pass
     integration/test_disks.py::test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save[2-6-keys1-4]
@@ -37,7 +37,7 @@ old checkpoints are deleted only after the save | training/checkpoint.py | Saver
     integration/test_disks.py::test_a_run_fits_in_the_disk_space_that_the_docs_name[True-True]
 records that a full disk refused are lost | training/checkpoint.py | Saver.write_record
     self.unwritten["metrics.jsonl"] += json.dumps -> self.unwritten["metrics.jsonl"] = json.dumps
-    integration/test_disks.py::test_a_run_trains_on_while_the_disk_is_full_and_saves_again_when_there_is_room[before-0]
+    integration/test_disks.py::test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room[for a while]
 a cut record is completed where the file does not end | training/checkpoint.py | Saver.append
     "ab" -> "r+b"
     test_checkpoint.py::test_writes_every_record_whole_after_the_disk_was_full
