@@ -5,8 +5,8 @@ for a few seconds, on random tokens if the dataset is missing, and reads the run
     python bench.py check            does this machine train correctly, and as fast as it should?
     python bench.py                  measure GPT-2 124M: speed, MFU, memory
     python bench.py CONFIG           measure a configuration
-    python bench.py CONFIG --row=FLAGS --row=FLAGS   measure a table; each row adds its flags
-    python bench.py ladder CONFIG    measure what each optimisation gains on this machine
+    python bench.py CONFIG --row=FLAGS --row=FLAGS    a table: each row is CONFIG with its flags
+    python bench.py ladder CONFIG    a table: each row switches one more optimisation on
     python bench.py plan CONFIG      estimate a run's hours, memory, energy and cost
 
 CONFIG stands for config files and --key=value flags, as for train.py.
@@ -27,14 +27,14 @@ import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import pickle
 import re
-import shlex
 import signal
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from common.console import (
     UserError,
     command_line,
     did_you_mean,
+    duration,
     percent,
     print_err,
     run_main,
@@ -236,6 +237,12 @@ def batch_keys(config: Config, batch_size: int) -> dict:
 # One configuration
 
 
+def bare(config: Config, options: Namespace) -> dict:
+    if options.row:
+        return measure_in_turn([(flags or "CONFIG", flags) for flags in options.row], options)
+    return single(config, options)
+
+
 def single(config: Config, options: Namespace) -> dict:
     say("compiling and measuring: a minute or two" if config.compile else "measuring")
     r = measure(config, options.seconds)
@@ -266,47 +273,6 @@ def machine_text(machine: dict) -> str:
     return f"{name}, {machine['dtype']}, torch {machine['torch']}{threads}"
 
 
-def gib(number: float | None) -> str:
-    return "n/a" if number is None else f"{number:.2f} GiB"
-
-
-# -----------------------------------------------------------------------------
-# Several configurations in turn
-
-Row = tuple[str, Config]  # name, configuration
-
-
-def measure_in_turn(rows: list[Row], options: Namespace) -> dict:
-    """
-    Measure the rows, and return what --json writes. Prints the table, even after Ctrl-C, SIGTERM or
-    an error. A row that ran out of memory has no speed.
-    """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    say(f"{len(rows)} measurements; Ctrl-C stops, and prints the table of the rows so far")
-    measured: list[dict] = []
-    # Peaks by dtype and tf32. Each is measured once and reused, so that rows' MFUs are comparable.
-    peaks: dict[tuple[str, bool], float] = {}
-    try:
-        for number, (name, config) in enumerate(rows, 1):
-            say(f"row {number} of {len(rows)}: {name}")
-            kind = (config.dtype, config.tf32)
-            config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
-            row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
-            try:
-                row |= measure(config, options.seconds)
-                peaks[kind] = row["machine"]["peak_tflops"]
-                say(f"{name}: {row['step_ms']:,.1f} ms")
-            except OutOfMemory:
-                say(f"{name}: out of memory")
-            measured.append(row)
-    finally:
-        has_speed = any(row["tokens_per_sec"] for row in measured)
-        result = tabulate(rows[0][1].model, measured) if has_speed else {}
-    if not result:
-        raise OutOfMemory(hardware.out_of_memory_line(rows[0][1]))
-    return result
-
-
 def mfu_text(r: dict) -> str:
     machine = r["machine"]
     if not machine["peak_tflops"]:
@@ -315,31 +281,14 @@ def mfu_text(r: dict) -> str:
     return f"{percent(r['mfu'])} of {machine['peak_tflops']:.3g} TFLOP/s ({source})"
 
 
-def tabulate(model: str, rows: list[dict]) -> dict:
-    """
-    Print the table. `gain` is the speedup over the row above, `total_gain` over the first row.
-    Returns what --json writes.
-    """
-    table = [["", "batch", "iteration", "tokens/s", "gain", "total", "MFU", "memory", "compile"]]
-    rates: list[float] = []  # tokens per second in the rows so far that fit into memory
-    for row in rows:
-        batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
-        if (rate := row["tokens_per_sec"]) is None:
-            table.append([row["name"], batch, "out of memory", *[""] * 6])
-            continue
-        last = row
-        rates.append(rate)
-        row |= dict(gain=rate / rates[max(0, len(rates) - 2)], total_gain=rate / rates[0])
-        speed = [f"{row['step_ms']:,.1f} ms", f"{rate:,.0f}"]
-        speed += [f"{row[key]:.2f}x" for key in ("gain", "total_gain")]
-        load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
-        table.append([row["name"], batch, *speed, *load])
-    say(f"{model}, {last['tokens_per_iter']:,} tokens per iteration", machine_text(last["machine"]))
-    say(*table_lines(table))
-    return dict(rows=rows)
+def gib(number: float | None) -> str:
+    return "n/a" if number is None else f"{number:.2f} GiB"
 
 
-# The rows of `bench.py ladder`: everything off, then one optimisation more in each row
+# -----------------------------------------------------------------------------
+# Several configurations in turn
+
+# The rows of `bench.py ladder`. Each has the flags of the rows above it too.
 LADDER = {
     "float32": "--dtype=float32 --tf32=False --compile=False --flash=False --loss_chunk=off "
     "--pad_vocab_multiple=1 --tie_weights=False",
@@ -352,13 +301,69 @@ LADDER = {
 }
 
 
-def rows_of(keys: list[str], flags: Mapping[str, str]) -> list[Row]:
-    """Return the configuration of each row, which keeps the flags of the rows above it."""
-    rows: list[Row] = []
-    for name, added in flags.items():
-        keys = [*keys, *shlex.split(added)]
-        rows.append((name, load_config(keys)))
-    return rows
+def ladder(config: Config, options: Namespace) -> dict:
+    rows = [*zip(LADDER, accumulate(LADDER.values(), "{} {}".format), strict=True)]
+    if config.model == "fast":
+        rows.pop()  # its head is never tied
+    return measure_in_turn(rows, options)
+
+
+def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
+    """
+    Measure CONFIG with the flags of each row, a pair of name and flags, and return what --json
+    writes: in each row, `gain` is the speedup over the row above, `total_gain` over the first row.
+    A row that ran out of memory has no speed, and is passed over. Prints the table, even after
+    Ctrl-C, SIGTERM or an error.
+    """
+    configs = [load_config([*options.keys, *flags.split()]) for _, flags in rows]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    say(f"{len(rows)} rows; Ctrl-C stops, and prints the table of those so far")
+    measured: list[dict] = []
+    rates: list[float] = []  # tokens per second in the rows so far that fit into memory
+    # Peaks by dtype and tf32. Each is measured once and reused, so that rows' MFUs are comparable.
+    peaks: dict[tuple[str, bool], float] = {}
+    began = time.monotonic()
+    try:
+        for (name, _), config in zip(rows, configs, strict=True):
+            done, left = len(measured), ""
+            if done:
+                seconds = (time.monotonic() - began) / done * (len(rows) - done)
+                left = f", about {duration(seconds)} left"
+            say(f"row {done + 1} of {len(rows)}{left}: {name}")
+            kind = (config.dtype, config.tf32)
+            config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
+            row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
+            try:
+                row |= measure(config, options.seconds)
+                peaks[kind] = row["machine"]["peak_tflops"]
+                rates.append(row["tokens_per_sec"])
+                above = rates[-2:][0]  # in the first row, its own
+                row |= dict(gain=rates[-1] / above, total_gain=rates[-1] / rates[0])
+                say(f"{rates[-1]:,.0f} tokens/s")
+            except OutOfMemory:
+                say("out of memory")
+            measured.append(row)
+    finally:
+        if rates:
+            print_rows(measured)
+    if not rates:
+        raise OutOfMemory(hardware.out_of_memory_line(configs[0]))
+    return dict(rows=measured)
+
+
+def print_rows(rows: list[dict]) -> None:
+    table = [["", "batch", "iteration", "tokens/s", "gain", "total", "MFU", "memory", "compile"]]
+    for row in rows:
+        batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
+        if row["tokens_per_sec"] is None:
+            table.append([row["name"], batch, "out of memory", *[""] * 6])
+            continue
+        machine = row["machine"]
+        speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
+        speed += [f"{row[key]:.2f}x" for key in ("gain", "total_gain")]
+        load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
+        table.append([row["name"], batch, *speed, *load])
+    say(machine_text(machine), *table_lines(table))
 
 
 # -----------------------------------------------------------------------------
@@ -366,8 +371,8 @@ def rows_of(keys: list[str], flags: Mapping[str, str]) -> list[Row]:
 
 MODES = {
     "check": check,
-    "": single,
-    "ladder": single,  # with the rows of LADDER
+    "": bare,
+    "ladder": ladder,
     "plan": lambda config, options: plan.plan(config, options, measure),
 }
 
@@ -391,7 +396,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         help_text = "seconds to measure after the first two log lines (default: 5)"
         add("--seconds", type=float, default=5.0, metavar="S", help=help_text)
     if not mode:
-        help_text = "a row with these flags and those of the rows above; give it several times"
+        help_text = "a table's row: CONFIG with these flags; repeat it; --row= is CONFIG as it is"
         add("--row", action="append", default=[], metavar="FLAGS", help=help_text)
     return parser.parse_known_args(argv)
 
@@ -418,17 +423,12 @@ def main(argv: list[str]) -> int:
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     config = load_config(keys, other_flags=vars(options))
     options.command = command_line("python", "bench.py", *argv)
+    options.keys = keys
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         preflight.check_device(config)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    rows = {row: row for row in getattr(options, "row", ())}
-    if mode == "ladder":  # the fast model's head is never tied
-        rows = {n: f for n, f in LADDER.items() if config.model == "gpt2" or n != "tied weights"}
-    if rows:
-        result = measure_in_turn(rows_of(keys, rows), options)
-    else:
-        result = MODES[mode](config, options)
+    result = MODES[mode](config, options)
     if options.json:
         write_json(options, result)
     return 1 if result.get("wrong") else 0

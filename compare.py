@@ -60,7 +60,7 @@ def time_text(seconds: float) -> str:
     return duration(seconds) if seconds >= 10 or not seconds else f"{seconds:.2g}s"
 
 
-PLACES: dict[str, Callable[[float], str]] = dict(
+AXES: dict[str, Callable[[float], str]] = dict(
     iter=lambda at: f"at iteration {at:,.0f}",
     tokens=lambda at: f"at {at:,.0f} tokens",
     hours=lambda at: f"after {hours_as_time(at)}",
@@ -108,10 +108,9 @@ def ratio(word: str) -> Judge:
         if len(known) < 2:
             return ""
         (best, name), (second, _) = sorted(known, reverse=True)[:2]
-        if max(known)[0] - min(known)[0] <= SAME * min(known)[0]:
+        if best - min(known)[0] <= SAME * min(known)[0]:
             return "equal"
-        low, high = sorted((best, second))
-        return f"{name} {high / low:.2f}x {word}" if 0 < low < high / (1 + SAME) else ""
+        return f"{name} {best / second:.2f}x {word}" if 0 < second < best / (1 + SAME) else ""
 
     return judge
 
@@ -170,7 +169,7 @@ def speed_rows(runs: list[Run]) -> list[Row]:
 def pause_rows(runs: list[Run]) -> list[Row]:
     """Build the rows of evaluations and checkpoints: how many, and the time they took."""
     evaluations = [len(run.eval["iter"]) for run in runs]
-    checkpoints = [len(run.checkpoint["iter"]) for run in runs]
+    checkpoints = [None if is_published(run) else len(run.checkpoint["iter"]) for run in runs]
     seconds = [seconds_of_pauses(run) for run in runs]
     return [
         Row("evaluations", "evaluations", evaluations, whole),
@@ -181,10 +180,8 @@ def pause_rows(runs: list[Run]) -> list[Row]:
 
 def seconds_of_pauses(run: Run) -> float | None:
     """Return the seconds of all evaluations and checkpoints; None for a published run."""
-    evals, checkpoints = run.eval["seconds"], run.checkpoint["seconds"]
-    if np.isnan(evals).any():
-        return None
-    return float(evals.sum() + np.nansum(checkpoints))
+    seconds = float(run.eval["seconds"].sum() + run.checkpoint["seconds"].sum())
+    return None if math.isnan(seconds) else seconds
 
 
 def loss_rows(runs: list[Run]) -> list[Row]:
@@ -194,9 +191,7 @@ def loss_rows(runs: list[Run]) -> list[Row]:
     byte, and the val loss at shared evaluations.
     """
     problem = why_losses_do_not_compare(runs)
-    judge = lower(LOSS_NOISE)
-    if problem:
-        judge = not_comparable
+    judge = not_comparable if problem else lower(LOSS_NOISE)
     lowest = [percentile(run.eval["val_loss"], 0) for run in runs]
     rows, common = [], []
     if len(runs) == 1:
@@ -240,14 +235,14 @@ def rows_at(runs: list[Run], points: list[Point], judge: Judge) -> list[Row]:
     rows = []
     for axis, at, key in points:
         losses = [loss_at(*learning_curve(run, axis), at) for run in runs]
-        rows.append(Row(f"val loss {PLACES[axis](at)}", key, losses, decimals, judge))
+        rows.append(Row(f"val loss {AXES[axis](at)}", key, losses, decimals, judge))
     return rows
 
 
 def equal_points(runs: list[Run]) -> list[Point]:
     """Return for each axis the last evaluation, of any run, where every run has a known loss."""
     points = []
-    for axis in PLACES:
+    for axis in AXES:
         curves = [learning_curve(run, axis) for run in runs]
         known = [
             at for x, _ in curves for at in x if all(loss_at(*c, at) is not None for c in curves)

@@ -6,6 +6,7 @@ Losses are known at evaluations. Between two evaluations they are interpolated l
 """
 
 import ast
+import contextlib
 import csv
 import math
 import re
@@ -126,8 +127,9 @@ def read_csv(file: Path) -> list[dict]:
     lines = read_text(file).splitlines()
     facts = {}
     for line in lines:
-        if fact := re.fullmatch(r"# (\w+) = ('\w+'|[\d.e-]+|True|False)", line):
-            facts[fact[1]] = ast.literal_eval(fact[2])
+        if fact := re.fullmatch(r"# (\w+) = (.+)", line):
+            with contextlib.suppress(ValueError, SyntaxError):  # a remark, such as a date
+                facts[fact[1]] = ast.literal_eval(fact[2])
     records = [dict(facts, kind="start", program=PUBLISHED, config=facts)]
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):
         if row.get("val_loss"):

@@ -126,16 +126,18 @@ KILL = "os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.parametrize("end", slow_but(CUDA_IS_FULL, of=[CUDA_IS_FULL, KILL]))
-def test_each_row_adds_its_flags_and_one_that_runs_out_of_memory_has_no_speed(end, children):
-    """Measure micro-batches of 1, 2 and 4 sequences, of 128 tokens per iteration."""
+def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_memory_runs_out(end, children):
     subprocess.Popen.code = failing(end, batch_size=2)
-    rows = ["--tokens_per_iter=128 --batch_size=1", "--batch_size=2", "--batch_size=4"]
-    found, out = bench(*(f"--row={row}" for row in rows), **TINY, compile=False)
+    keys = {**TINY, "compile": False, "tokens_per_iter": 128}
+    del keys["gradient_accumulation_steps"]
+    found, out = bench("--row=", "--row=--batch_size=2", "--row=--block_size=32", **keys)
     first, full, last = found["rows"]
-    assert [row["gradient_accumulation_steps"] for row in found["rows"]] == [8, 4, 2]
+    batches = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in found["rows"]]
+    assert batches == [(4, 2), (2, 4), (4, 1)]
     assert full["tokens_per_sec"] is None and "out of memory" in out
     assert last["total_gain"] == last["gain"] == pytest.approx(first["step_ms"] / last["step_ms"])
-    assert re.search(rf"^{rows[2]} .* {last['gain']:.2f}x ", out, re.MULTILINE)
+    assert re.search(rf"^--block_size=32 .* {last['gain']:.2f}x ", out, re.MULTILINE)
+    assert re.search(r"^row 3 of 3, about \d+s left: --block_size=32$", out, re.MULTILINE)
 
 
 @pytest.mark.slow

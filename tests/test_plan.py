@@ -320,7 +320,7 @@ PUBLIC = [
 
 @pytest.mark.parametrize("hours, config, words", PUBLIC)
 def test_planned_hours_of_public_runs_are_close_to_the_hours_in_their_logs(hours, config, words):
-    """Count iterations, evaluations and saves of results/public_runs, whose README has the logs."""
+    """Include evaluations and saves. The hours are those in results/public_runs/README.md."""
     words += " --eval_interval=500 --checkpoint_interval=500"
     p = plan(config, "--gpu=4070", *words.split())
     assert p["hours_total"] == pytest.approx(hours, rel=0.01)
