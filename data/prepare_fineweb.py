@@ -31,6 +31,7 @@ from common.console import Parser, parse_count, run_main
 from data.files import hub_files
 from data.text import (
     FIELD,
+    FIRST_CHARACTERS,
     FIRST_ROWS,
     HELD_OUT_PIECE,
     MOST_HELD_OUT,
@@ -92,7 +93,11 @@ def check_first(
     Read and encode some documents, to fail before anything is written. Returns all documents.
     Raises UserError.
     """
-    first = [*islice(documents, FIRST_ROWS)]
+    first: list[Document] = []
+    for document in islice(documents, FIRST_ROWS):
+        first.append(document)
+        if document.after.read > FIRST_CHARACTERS:
+            break
     if tokenizer:
         check_lossless(tokenizer, name, (document.text or document.held_out for document in first))
     return chain(first, documents)
@@ -106,9 +111,8 @@ def main(argv: list[str]) -> None:
     is_named = arguments.dataset in NAMED
     name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
     title = dataset if name is None else f"{dataset} {name}"
-    begun = read_begun(out)
-    if begun.get("source") != title:
-        begun = {}  # the manifest describes another source; prepare() will refuse the folder
+    settings = {key: vars(arguments)[key] for key in SETTINGS}
+    begun = read_begun(out, source=title, **settings)
     # The hub may have a newer revision by now.
     revision, counts = begun.get("revision"), begun.get("row_groups")
     is_begun = (out / "manifest.json").exists
@@ -129,7 +133,6 @@ def main(argv: list[str]) -> None:
     if not tokenizer:  # train one
         sample = sample_text(lambda group: documents(Place(group)), source.group_bytes())
         tokenizer = train_bpe(arguments.tokenizer, sample)
-    settings = {key: vars(arguments)[key] for key in SETTINGS}
     settings |= dict(revision=revision, row_groups=source.counts)
     plan = Plan(
         folder=out,
@@ -139,7 +142,6 @@ def main(argv: list[str]) -> None:
         expected_tokens=int(arguments.tokens / (1 - arguments.val_fraction)),
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
-        hint="give more text, or a larger --val_fraction",
     )
     manifest = prepare(plan, arguments.workers)
     say_what_it_holds(out, manifest)
