@@ -229,6 +229,17 @@ def test_fewer_tokens_are_the_beginning_of_both_splits_and_each_row_is_read_once
         assert 1000 < len(few) < len(every) and few == every[: len(few)]
 
 
+def test_all_large_folders_of_a_dataset_have_one_validation_text(monkeypatch):
+    monkeypatch.setattr("data.text.MOST_HELD_OUT", 2000)
+    write_parquet(Path("a.parquet"), TEXTS)
+    with on_hub("a.parquet"):
+        for name, flags in dict(few=["--tokens=40k"], bpe=["--tokenizer=bpe:300"], all=[]).items():
+            prepare(*FLAGS, *flags, f"--out={name}")
+    assert len({manifest_of(Path(n))["val_text_sha256"] for n in ("few", "bpe", "all")}) == 1
+    held = sum(map(len, stored_texts(Path("all"), "val")))
+    assert 2000 <= held < 2000 + max(map(len, TEXTS))
+
+
 @pytest.mark.parametrize(
     "most, flags, share",
     [
