@@ -6,8 +6,8 @@ token shards. For files of your own, see prepare_text.py.
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
 
 The row groups of all the dataset's parquet files are read in an order that --seed shuffles. 1.25%
-of the text is held out for validation: whole documents, and the ends of very long ones, spread over
-the text. A folder with more --tokens begins with the same validation text.
+of the text, up to 50 million characters, is held out for validation: whole documents, and the ends
+of very long ones. A folder with more --tokens begins with the same validation text.
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
 writes the same files. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB of
@@ -60,7 +60,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
-    held_out = "fraction held out for validation (default: %(default)s)"
+    held_out = "fraction held out, up to 50M characters (default: %(default)s)"
     add("--val_fraction", type=float, default=VAL_FRACTION, help=held_out)
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
