@@ -6,8 +6,8 @@ token shards. For files of your own, see prepare_text.py.
     python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
 
 The row groups of all the dataset's parquet files are read in an order that --seed shuffles. 1.25%
-of the text is held out for validation: whole documents, and the ends of very long ones, spread over
-the text. A folder with more --tokens begins with the same validation text.
+of the text, up to 50 million characters, is held out for validation: whole documents, and the ends
+of very long ones. A folder with more --tokens begins with the same validation text.
 
 If it is interrupted, run the same command again: it continues after the last finished shard and
 writes the same files. 10B tokens take two cores about 1.5 hours, plus the download, and 20 GB of
@@ -31,6 +31,7 @@ from common.console import Parser, parse_count, run_main
 from data.files import hub_files
 from data.text import (
     FIELD,
+    FIRST_CHARACTERS,
     FIRST_ROWS,
     HELD_OUT_PIECE,
     MOST_HELD_OUT,
@@ -59,7 +60,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
-    held_out = "fraction held out for validation (default: %(default)s)"
+    held_out = "fraction held out, up to 50M characters (default: %(default)s)"
     add("--val_fraction", type=float, default=VAL_FRACTION, help=held_out)
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
@@ -92,7 +93,11 @@ def check_first(
     Read and encode some documents, to fail before anything is written. Returns all documents.
     Raises UserError.
     """
-    first = [*islice(documents, FIRST_ROWS)]
+    first: list[Document] = []
+    for document in islice(documents, FIRST_ROWS):
+        first.append(document)
+        if document.after.read > FIRST_CHARACTERS:
+            break
     if tokenizer:
         check_lossless(tokenizer, name, (document.text or document.held_out for document in first))
     return chain(first, documents)
@@ -106,9 +111,8 @@ def main(argv: list[str]) -> None:
     is_named = arguments.dataset in NAMED
     name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
     title = dataset if name is None else f"{dataset} {name}"
-    begun = read_begun(out)
-    if begun.get("source") != title:
-        begun = {}  # the manifest describes another source; prepare() will refuse the folder
+    settings = {key: vars(arguments)[key] for key in SETTINGS}
+    begun = read_begun(out, source=title, **settings)
     # The hub may have a newer revision by now.
     revision, counts = begun.get("revision"), begun.get("row_groups")
     is_begun = (out / "manifest.json").exists
@@ -129,7 +133,6 @@ def main(argv: list[str]) -> None:
     if not tokenizer:  # train one
         sample = sample_text(lambda group: documents(Place(group)), source.group_bytes())
         tokenizer = train_bpe(arguments.tokenizer, sample)
-    settings = {key: vars(arguments)[key] for key in SETTINGS}
     settings |= dict(revision=revision, row_groups=source.counts)
     plan = Plan(
         folder=out,
@@ -139,7 +142,6 @@ def main(argv: list[str]) -> None:
         expected_tokens=int(arguments.tokens / (1 - arguments.val_fraction)),
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
-        hint="give more text, or a larger --val_fraction",
     )
     manifest = prepare(plan, arguments.workers)
     say_what_it_holds(out, manifest)

@@ -39,7 +39,16 @@ from common.console import Parser, command_line, parse_count, run_main
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
-from data.text import FIELD, FIRST_ROWS, HELD_OUT_PIECE, Document, Place, Source, divide
+from data.text import (
+    FIELD,
+    FIRST_ROWS,
+    HELD_OUT_PIECE,
+    MOST_HELD_OUT,
+    Document,
+    Place,
+    Source,
+    divide,
+)
 from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
 from data.writer import (
     PLACES,
@@ -55,7 +64,6 @@ from data.writer import (
 TEMPLATE = Path(__file__).with_name("own_config.template")
 
 VAL_FRACTION = 0.05  # held out, unless --val_fraction says otherwise
-MOST_HELD_OUT = 50_000_000  # characters, unless --val_fraction is given; about 11M GPT-2 tokens
 LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
 LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
@@ -148,7 +156,8 @@ def main(argv: list[str]) -> None:
     out = arguments.out or Path("data", config.stem if config else name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     source = Source(files, arguments.text_field, arguments.encoding)
-    begun, fraction = read_begun(out), arguments.val_fraction
+    settings = dict(encoding=arguments.encoding, text_field=arguments.text_field)
+    begun, fraction = read_begun(out, source=title, **settings), arguments.val_fraction
     if tokenizer and begun.get("complete"):  # read nothing
         characters, sizes = 0, [0]
         fraction = fraction or begun.get("val_fraction", VAL_FRACTION)
@@ -170,12 +179,9 @@ def main(argv: list[str]) -> None:
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
     least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
     least_in_all = 100 * math.ceil(least / fraction / 100)
-    # flags that change the dataset
-    settings = dict(val_fraction=fraction, encoding=arguments.encoding)
-    settings |= dict(text_field=arguments.text_field)
     plan = Plan(
         folder=out,
-        made_from=made_from(title, files, tokenizer, **settings),
+        made_from=made_from(title, files, tokenizer, val_fraction=fraction, **settings),
         documents=documents,
         tokenizer=tokenizer,
         expected_tokens=sum(sizes) // bytes_per_token,

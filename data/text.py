@@ -125,16 +125,16 @@ class Source:
         rows = self.read_with_retries(number, row)
         name, _ = self.groups[number]
         if row == 0 and not name.lower().endswith(TEXT_FILES):
-            first, characters = [], 0
-            # one of several short row groups is not enough to judge by
-            is_enough = not (is_parquet(name) and self.footer(name).num_row_groups > 1)
-            for place, text in rows:
-                first.append((place, text))
-                characters += len(text or "")
-                if len(first) == FIRST_ROWS or characters > FIRST_CHARACTERS:
-                    is_enough = True
+            first: list[Row] = []
+            room = FIRST_CHARACTERS
+            for after, text in islice(rows, FIRST_ROWS):
+                first.append((after, text))
+                room -= len(text or "")
+                if room < 0:
                     break
-            if is_enough:
+            # one of several short row groups is not enough to judge by
+            is_part = is_parquet(name) and self.footer(name).num_row_groups > 1
+            if len(first) == FIRST_ROWS or room < 0 or not is_part:
                 self.check_field(name, [text for _, text in first])
             yield from first
         yield from rows
@@ -363,8 +363,8 @@ def divide(
     only on the text before it.
 
     A document is held out when validation has no more than `fraction` of the text before it: its
-    last `piece` characters, or all of a shorter one. A document so long that validation then lacks
-    more than a piece gives all of that.
+    last `piece` characters, or all of a shorter one. So the first document always is. A document so
+    long that validation then lacks more than a piece gives all of that.
     """
     read, held = begin.read, begin.held
     for after, text in source.rows(begin):

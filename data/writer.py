@@ -35,8 +35,10 @@ from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 # The most that a thread tokenizes at once: documents, and characters
 BATCH = 64
 BATCH_CHARACTERS = 2**20
-# Characters in flight: several of FineWeb's row groups, to keep tokenizing during a download
+# Characters in flight: several of FineWeb's row groups, to keep tokenizing during a download. A
+# document of nine characters takes as much memory as one of several hundred.
 READ_AHEAD = 2**24
+LEAST_CHARACTERS = 500
 # Take the validation text of a short text, and a tokenizer's training text, from this many places,
 # so that no single topic dominates them.
 PLACES = 16
@@ -65,7 +67,7 @@ class Plan:
     train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
     least_tokens: int = 1  # in each split, or the preparation fails
-    hint: str = "give more text"  # for the least_tokens error
+    hint: str = "give more text"  # if a split has too few
 
 
 def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
@@ -96,8 +98,7 @@ def prepare(plan: Plan, workers: int) -> dict:
             wait_for_lock(lock, plan.folder)
             manifest = begin_or_continue(plan)
             if not manifest["complete"]:
-                if manifest["next"]:  # None if an earlier launch already read the whole source
-                    write_shards(plan, manifest, workers)
+                write_shards(plan, manifest, workers)
                 finish(plan, manifest)
     except KeyboardInterrupt:
         print_err(f"stopped: {CONTINUE}")
@@ -112,9 +113,23 @@ def prepare(plan: Plan, workers: int) -> dict:
 # The folder
 
 
-def read_begun(folder: Path) -> dict:
-    """Return the manifest of a folder that an earlier launch has begun, or {}. Raises UserError."""
-    return read_manifest(folder) if (folder / "manifest.json").exists() else {}
+def read_begun(folder: Path, **asked) -> dict:
+    """
+    Return the manifest of a folder that an earlier launch has begun, or {}. Raises UserError if the
+    manifest has other values than those asked for; `files` are compared by name and size alone.
+    """
+    if not (folder / "manifest.json").exists():
+        return {}
+    manifest = read_manifest(folder)
+    noted = manifest | dict(files=sizes_of(manifest.get("files", {})))
+    if differs := [key for key, value in asked.items() if noted.get(key) != value]:
+        problem = f"was made from other text or with other flags ({', '.join(differs)})"
+        raise UserError(f"{folder}: {problem}; give another --out")
+    return manifest
+
+
+def sizes_of(files: dict) -> list[tuple[str, int]]:
+    return [(name, size) for name, (size, _) in files.items()]
 
 
 def wait_for_lock(lock, folder: Path) -> None:
@@ -131,23 +146,12 @@ def check_folder(plan: Plan) -> None:
     folder = plan.folder
     if folder.resolve() == Path(__file__).resolve().parent:
         raise UserError(f"{folder}: holds this program's own files; give --out=data/NAME")
-    if (folder / "manifest.json").exists():
-        check_manifest(plan, read_manifest(folder))
-    elif any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
+    # begin_or_continue() warns if the files' times differ
+    asked = plan.made_from | dict(files=sizes_of(plan.made_from["files"]))
+    if read_begun(folder, **asked):
+        return
+    if any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
         raise UserError(f"{folder}: holds files from another program; give another --out")
-
-
-def check_manifest(plan: Plan, manifest: dict) -> None:
-    """Raise UserError if the folder was made from other text or with other flags."""
-    asked = dict(plan.made_from)
-    noted = manifest.get("files", {})
-    if [(name, size) for name, (size, _) in asked["files"].items()] == [
-        (name, size) for name, (size, _) in noted.items()
-    ]:
-        del asked["files"]  # begin_or_continue() warns if their times differ
-    if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
-        problem = f"was made from other text or with other flags ({', '.join(differs)})"
-        raise UserError(f"{plan.folder}: {problem}; give another --out")
 
 
 def begin_or_continue(plan: Plan) -> dict:
@@ -208,6 +212,10 @@ def finish(plan: Plan, manifest: dict) -> None:
         discard(plan.folder, manifest)
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
         needs = f"but each needs at least {plan.least_tokens}; {plan.hint}"
+        # twice what is needed, because a small text may miss its fraction
+        enough = 2 * plan.least_tokens / max(sum(totals.values()), 1)
+        if totals["val"] < plan.least_tokens and enough <= 0.5:
+            needs += f", or --val_fraction={enough:.2g}"
         raise UserError(f"{manifest['source']}: {held}, {needs}")
     if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
         say(f"the source has no more text; you asked for {plan.train_tokens:,} tokens")
@@ -242,7 +250,7 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
     say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
     if broken := manifest.get("rows_with_fffd"):
-        say(f"text: rows with U+FFFD, because some bytes are not UTF-8: {broken:,}")
+        say(f"text: rows with U+FFFD, which replaces bytes that are not UTF-8: {broken:,}")
     is_gpt2 = manifest["tokenizer"] == "gpt2"
     if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
         say("this is more text than a small model needs; docs/own_text.md names a model for it")
@@ -302,7 +310,11 @@ class Encoded(NamedTuple):
 
 
 def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
-    """Write the shards that follow the finished ones. Raises UserError and RunError."""
+    """
+    Write the shards that follow the finished ones. finish() lists the last ones in manifest.json,
+    so that a folder with more tokens continues after full shards only. Raises UserError and
+    RunError.
+    """
     totals = tokens_of(manifest)
     most = plan.train_tokens or 2**63
     # disable=None shows the bar on a terminal only
@@ -310,22 +322,20 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
         bar.update(sum(totals.values()))
         documents = encode(plan.documents(Place(**manifest["next"])), plan.tokenizer, workers)
         while manifest["next"] and totals["train"] < most:
-            # tokens that the next shard of each split may hold
-            room = dict(train=min(plan.shard_tokens, most - totals["train"]), val=plan.shard_tokens)
+            write_manifest(plan.folder, manifest)
+            room = min(plan.shard_tokens, most - totals["train"])
             parts = take(documents, room, manifest, bar)
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))
-            write_manifest(plan.folder, manifest)
             totals = tokens_of(manifest)
         documents.close()  # stops the threads
 
 
-def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -> dict[str, Part]:
+def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
-    Take documents until the next shard of either split is full. `room` is the tokens that each may
-    hold.
-    Notes in the manifest where the following documents begin, how many rows were left out or hold
-    U+FFFD, and the hash of the validation text. Returns the shard contents by split.
+    Take documents until those for training have `room` tokens. Notes in the manifest where the
+    following documents begin, how many rows were left out or hold U+FFFD, and the hash of the
+    validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
     for after, whole, held_out in documents:
@@ -340,7 +350,7 @@ def take(documents: Iterator, room: dict[str, int], manifest: dict, bar: tqdm) -
             bar.update(len(encoded.tokens) // 2)
             if name == "val" and encoded.text:
                 add_to_val_text(manifest, encoded.text)
-        if any(len(parts[name].tokens) >= 2 * room[name] for name in room):
+        if len(parts["train"].tokens) >= 2 * room:
             manifest["next"] = after._asdict()
             return parts
     manifest["next"] = None  # the source has ended
@@ -395,12 +405,12 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
 
 
 def batches(documents: Iterator[Document]) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents in batches for one thread, each with its number of characters."""
+    """Yield the documents in batches for one thread, each with the characters it counts as."""
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document.text or "") + len(document.held_out)
+        size += max(len(document.text or "") + len(document.held_out), LEAST_CHARACTERS)
         if len(batch) == BATCH or size >= BATCH_CHARACTERS:
             yield batch, size
             batch, size = [], 0

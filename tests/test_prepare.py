@@ -47,7 +47,8 @@ from program import (
 
 from common.console import UserError
 from data import prepare_fineweb, prepare_text, writer
-from data.text import Source
+from data.text import Document, Place, Source
+from data.tokenizer import Tokenizer
 
 FINEWEB, TEXT = "data/prepare_fineweb.py", "data/prepare_text.py"
 EOT = 50256
@@ -142,7 +143,7 @@ def test_shards_hold_every_document_once_in_the_order_of_the_shuffled_row_groups
     "shard_tokens, tokens", [(1, None), (100, None), (7, None), (1000, 200), (33, 1), (25, 10**6)]
 )
 def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(shard_tokens, tokens):
-    """When one split's shard ends, the other's does too, so that all text before it is stored."""
+    """When a training shard ends, validation's does too, so that all text before it is stored."""
     texts = ["a", "bc", "d" * 9, "e" * 40, "f", "g" * 9, "h" * 40, "ij"] * 6
     write_jsonl(Path("a.jsonl"), texts)
     flags = [*HUB, "--out=out", "--val_fraction=0.25", f"--shard_tokens={shard_tokens}"]
@@ -152,8 +153,7 @@ def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(shard_tok
     left = tokens or 10**9
     for text, held in zip(texts, held_out(texts, 0.25), strict=True):
         expected["val" if held else "train"][-1] += [0, *text.encode()]
-        most = dict(val=shard_tokens, train=min(shard_tokens, left))
-        if any(len(shards[-1]) >= most[split] for split, shards in expected.items()):
+        if len(expected["train"][-1]) >= min(shard_tokens, left):
             left -= len(expected["train"][-1])
             for shards in expected.values():
                 shards.append([])
@@ -229,6 +229,17 @@ def test_fewer_tokens_are_the_beginning_of_both_splits_and_each_row_is_read_once
         assert 1000 < len(few) < len(every) and few == every[: len(few)]
 
 
+def test_all_large_folders_of_a_dataset_have_one_validation_text(monkeypatch):
+    monkeypatch.setattr("data.text.MOST_HELD_OUT", 2000)
+    write_parquet(Path("a.parquet"), TEXTS)
+    with on_hub("a.parquet"):
+        for name, flags in dict(few=["--tokens=40k"], bpe=["--tokenizer=bpe:300"], all=[]).items():
+            prepare(*FLAGS, *flags, f"--out={name}")
+    assert len({manifest_of(Path(n))["val_text_sha256"] for n in ("few", "bpe", "all")}) == 1
+    held = sum(map(len, stored_texts(Path("all"), "val")))
+    assert 2000 <= held < 2000 + max(map(len, TEXTS))
+
+
 @pytest.mark.parametrize(
     "most, flags, share",
     [
@@ -289,18 +300,21 @@ ENDS = {
 
 @needs_signals
 @pytest.mark.parametrize(
-    "line, moments",
+    "line, before, moments",
     [
-        ("book.txt rows.jsonl", (3, 5)),
-        ("rows.parquet --val_fraction=0.2 --shard_tokens=1k --tokens=2k", (1, 3, 2, 4)),
-        slow(("rows.jsonl --val_fraction=0.05 --shard_tokens=3k --tokenizer=bpe:300", (1, 2, 4))),
-        slow(("many.parquet --val_fraction=0.05 --shard_tokens=3k", THIRTEEN)),
+        ("book.txt rows.jsonl", "", (3, 5)),
+        ("rows.parquet --val_fraction=0.2 --shard_tokens=1k --tokens=2k", "", (1, 3, 2, 4)),
+        # the last shard, which is short, is there already, but the folder is not yet complete
+        ("rows.parquet --val_fraction=0.2 --shard_tokens=1k --tokens=2k", "--tokens=1500", (8,)),
+        slow(("rows.jsonl --val_fraction=0.05 --shard_tokens=3k --tokenizer=bpe:300", "", (1, 2))),
+        slow(("many.parquet --val_fraction=0.05 --shard_tokens=3k", "", THIRTEEN)),
     ],
 )
-def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_path):
+def test_a_killed_preparation_continues_to_the_same_bytes(line, before, moments, tmp_path):
     """
     Kill the preparation up to thirteen times at different file renames, or press Ctrl-C, and launch
-    it with another number of threads each time.
+    it with another number of threads each time. Until the last launch it also has the flags
+    `before`.
     """
     write_sources(tmp_path)
     script, *straight = command(line, tmp_path / "straight")
@@ -309,7 +323,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(line, moments, tmp_pat
         prepare(*straight, script=script)
     _, *arguments = command(line, tmp_path / "out")
     for workers, moment in enumerate(moments, 1):
-        words = [str(ROOT / script), *map(str, arguments), f"--workers={workers}"]
+        words = [str(ROOT / script), *map(str, arguments), *before.split(), f"--workers={workers}"]
         end = "SIGINT" if workers == 2 else "SIGKILL"
         here = dict(cwd=tmp_path, MOMENT=str(moment), HUB_FILE=file, SIGNAL=end)
         code, _, err = finish(start("-c", KILLED, *words, **here))
@@ -349,6 +363,7 @@ CHANGES = [
     ("--tokenizer=bpe:300", "vocab another --out"),
     ("--text_field=id", "text_field another --out"),
     ("--seed=1", "seed another --out"),
+    ("--dataset=org/other", "source another --out"),
 ]
 
 
@@ -377,7 +392,9 @@ def test_a_source_file_may_get_a_new_date_but_not_another_size(complete, tmp_pat
     prepare(*arguments, script=script)
     before, manifest = digests(Path("out")), manifest_of(Path("out"))
     stamps = manifest["files"]
-    Path("out/manifest.json").write_text(json.dumps(manifest | dict(complete=complete)))
+    if not complete:  # before the first shard
+        manifest |= dict(complete=False, shards=[], next=Place()._asdict())
+        Path("out/manifest.json").write_text(json.dumps(manifest))
     assert run(script, *arguments).err == ""
     for name in stamps:
         os.utime(name, ns=(1, 10**18))
@@ -394,6 +411,20 @@ def test_a_source_file_may_get_a_new_date_but_not_another_size(complete, tmp_pat
 def test_a_source_that_is_too_small_to_be_divided_is_refused():
     write_jsonl(Path("a.jsonl"), ["a document"])
     refused(prepare_from_hub("a.jsonl", *HUB, "--out=out"), "11 tokens for validation and 0 for")
+
+
+def test_little_memory_is_taken_by_long_first_documents_and_by_many_short_ones():
+    read = []
+
+    def documents(size: int):
+        for n in range(1, 100_000):
+            read.append(n)
+            yield Document(Place(0, n, n * size), "x" * size)
+
+    next(prepare_fineweb.check_first(documents(2**20), None, ""))
+    assert read.pop() == 5
+    next(writer.encode(documents(1), Tokenizer(dict(kind="byte")), 1))
+    assert 2**24 / 600 < read.pop() < 2**24 / 400
 
 
 HOLDS_THE_LOCK = """

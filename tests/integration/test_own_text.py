@@ -96,7 +96,11 @@ def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_dataset():
     Path("a.txt").write_text("x" * 300)
     said = "16 tokens for validation and 286 for training", "about 2,600 tokens in all"
     refused(run("data/prepare_text.py", "a.txt"), *said)
+    Path("a.txt").write_text("x" * 3000)
+    few = run("data/prepare_text.py", "a.txt", "--val_fraction=0.01")
+    refused(few, "each needs at least 129; give more text", ", or --val_fraction=0.086")
     assert not list(Path("data").glob("*"))
+    prepare("a.txt", "--val_fraction=0.086")
 
 
 # -----------------------------------------------------------------------------
