@@ -84,7 +84,7 @@ class Config:
     # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
     stream: bool = False  # read the shards in order, unshuffled, even while they are being written
-    batch_size: int = 12  # sequences in a micro-batch; in a file with tokens_per_iter: at most
+    batch_size: int = 12  # sequences in a micro-batch; in a file with tokens_per_iter, at most
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
@@ -184,8 +184,8 @@ NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
 # Limits of keys, here and in sample.py. A number not limited here must be 0 or more.
 AT_LEAST_1 = """
-    eval_interval eval_iters keep_checkpoints log_interval block_size gradient_accumulation_steps
-    n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
+    eval_interval eval_iters keep_checkpoints log_interval batch_size block_size
+    gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
 """.split()
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
@@ -421,18 +421,18 @@ def resolve(
         c = replace(c, **unset)  # type: ignore[arg-type]
     problems = check_model(c)
 
-    most = c.batch_size
-    if c.batch_is_maximum:
-        # Evaluations read the same tokens on every GPU. A resumed run keeps its micro-batch.
-        c = replace(c, batch_size=min(most, MICRO_BATCH), eval_tokens=c.eval_size)
-        if saved:
-            most = min(most, saved["batch_size"])
-            c = replace(c, batch_size=math.gcd(saved["batch_size"], MICRO_BATCH))
-    accum, uneven = count_micro_batches(c, world_size, saved)
+    most = unit = c.batch_size
+    if c.batch_is_maximum:  # count smaller micro-batches; then join as many as the maximum allows
+        unit = min(most, MICRO_BATCH)
+        if saved:  # a resumed run keeps its micro-batch
+            most, unit = min(most, saved["batch_size"]), math.gcd(saved["batch_size"], MICRO_BATCH)
+    accum, uneven = count_micro_batches(replace(c, batch_size=unit), world_size, saved)
     problems += uneven
-    c = replace(c, gradient_accumulation_steps=accum)
     if c.batch_is_maximum and not uneven:
-        c = with_batch(c, max(micro_batches(c, world_size, most)))
+        sequences = accum * unit
+        c = with_batch(c, max(micro_batches(sequences, world_size, most)), sequences)
+    else:
+        c = replace(c, gradient_accumulation_steps=accum)
 
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     highest = c.learning_rate
@@ -474,15 +474,19 @@ def count_micro_batches(
         if rest:
             nearest = f"{accum * micro_batch} or " if accum else ""
             return accum, [
-                f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * "
-                f"block_size = {micro_batch:,}; use {nearest}{(accum + 1) * micro_batch}"
+                f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of {c.batch_size} x "
+                f"{c.block_size} = {micro_batch:,}; use {nearest}{(accum + 1) * micro_batch}"
             ]
     elif c.tokens_per_iter:
         accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
     if accum % world_size:
+        hint = f"use a multiple of {world_size}"
+        if c.tokens_per_iter:
+            nearest = max(1, round(accum / world_size)) * world_size * micro_batch
+            hint = f"use --tokens_per_iter={nearest}"
         return accum, [
             f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
-            f"{world_size} processes (WORLD_SIZE); use a multiple of {world_size}"
+            f"{world_size} processes (WORLD_SIZE); {hint}"
         ]
     return accum, []
 
@@ -497,15 +501,20 @@ def batch_line(c: Config) -> str:
     return line
 
 
-def micro_batches(c: Config, world_size: int, most: int) -> list[int]:
-    """Return the micro-batches of at most this size that keep the tokens per iteration."""
-    return [n for n in divisors(c.iter_sequences // world_size) if n <= most]
+def micro_batches(sequences: int, processes: int, most: int) -> list[int]:
+    """Return the micro-batches of at most this size that an iteration can be divided into."""
+    return [n for n in divisors(sequences // processes) if n <= most]
 
 
-def with_batch(c: Config, batch_size: int) -> Config:
-    """Return the config with micro-batches of another size, and the same tokens per iteration."""
-    accum = c.iter_sequences // batch_size
-    return replace(c, batch_size=batch_size, gradient_accumulation_steps=accum)
+def with_batch(c: Config, batch_size: int, sequences: int) -> Config:
+    """
+    Return the config with micro-batches of this size, this many sequences per iteration, and as
+    many tokens per evaluation as before.
+    """
+    c = replace(c, gradient_accumulation_steps=sequences // batch_size)
+    if batch_size != c.batch_size:
+        c = replace(c, batch_size=batch_size, eval_tokens=c.eval_size)
+    return c
 
 
 def check_model(c: Config) -> list[str]:

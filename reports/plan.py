@@ -481,7 +481,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
     if config.batch_is_maximum:
         memory = CHOSEN_MEMORY * (card.memory_gib or 0) * GIB
         size = choose_batch(config, model, card.dtype, options.gpus, memory)
-        config = with_batch(config, size)
+        config = with_batch(config, size, config.iter_sequences)
     p = make_plan(config, model, card, pace, options)
     warn_of_epochs(p["epochs"] or 0)
     say(*plan_lines(p))

@@ -206,9 +206,9 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     bytes of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. One sequence is taken
     even if it does not fit, because the estimate may be too high.
     """
-    if not memory:
-        return max(micro_batches(c, processes, min(c.batch_size, MICRO_BATCH)))
-    return fitting_batch(c, model, dtype, micro_batches(c, processes, c.batch_size), memory) or 1
+    most = c.batch_size if memory else min(c.batch_size, MICRO_BATCH)
+    sizes = micro_batches(c.iter_sequences, processes, most)
+    return (fitting_batch(c, model, dtype, sizes, memory) or 1) if memory else max(sizes)
 
 
 def fit_run(
@@ -231,7 +231,7 @@ def fit_run(
     size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
     say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
-    return with_batch(c, size)
+    return with_batch(c, size, c.iter_sequences)
 
 
 # -----------------------------------------------------------------------------
