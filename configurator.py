@@ -482,8 +482,8 @@ def count_micro_batches(
     if accum % world_size:
         hint = f"use a multiple of {world_size}"
         if c.tokens_per_iter:
-            nearest = max(1, round(accum / world_size)) * world_size * micro_batch
-            hint = f"use --tokens_per_iter={nearest}"
+            tokens = max(1, round(accum / world_size)) * world_size * micro_batch
+            hint = f"use --tokens_per_iter={tokens}"
         return accum, [
             f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
             f"{world_size} processes (WORLD_SIZE); {hint}"
