@@ -68,7 +68,6 @@ from reports import plan
 from reports.check import check
 from reports.runs import Run, percentile, read_run
 from training import hardware, preflight
-from training.memory import with_batch
 
 CHILD = Path(__file__).with_name("reports") / "bench_child.py"
 POLL_SECONDS = 0.2  # how often to read the log
@@ -132,12 +131,11 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
     run = run_train(config, seconds, command)
     step_ms = run.step["step_ms"][UNCOUNTED:]
     start = run.start
-    config = with_batch(config, start["config"]["batch_size"])
     machine = {name: start[name] for name in OF_THE_MACHINE}
     machine |= dict(cpu=hardware.cpu_name(), threads=torch.get_num_threads())
     machine |= dict(date=time.strftime("%Y-%m-%d"))
     return dict(
-        **batch_keys(config, config.batch_size),
+        **batch_keys(config, start["config"]["batch_size"]),
         step_ms=float(np.median(step_ms)),
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
@@ -159,8 +157,8 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
         every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
         values["log_interval"] = min(config.log_interval, every)
-        if config.fits_gpu:
-            values |= dict(batch_size=0, tokens_per_iter=config.iter_tokens)
+        if config.batch_is_maximum:
+            values["tokens_per_iter"] = config.iter_tokens  # so that it is one in the run too
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
         file = Path(folder, "config.py")

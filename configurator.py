@@ -43,7 +43,9 @@ from common.files import read_text
 MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
-MICRO_BATCH = 8  # sequences that batch_size=0 means on a CPU or a Mac
+# The largest micro-batch that a run without CUDA chooses. tokens_per_iter is rounded to as many
+# sequences per process, so that the iterations of all GPUs and CPUs are the same.
+MICRO_BATCH = 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that accept only a few
@@ -82,7 +84,7 @@ class Config:
     # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
     stream: bool = False  # read the shards in order, unshuffled, even while they are being written
-    batch_size: int = 12  # sequences in a micro-batch; 0: as many as fit the GPU, up to 32k tokens
+    batch_size: int = 12  # sequences in a micro-batch; in a file with tokens_per_iter, at most
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
@@ -128,13 +130,16 @@ class Config:
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     # Not a key: the names of the keys that a flag set
     typed: frozenset[str] = field(default=frozenset(), compare=False)
-    # Not a key: whether batch_size was 0, so that a run may fit it to its GPU
-    fits_gpu: bool = field(default=False, compare=False)
 
     @property
     def by_clock(self) -> bool:
         """Return True if the schedule follows the clock instead of the iteration count."""
         return bool(self.hours)
+
+    @property
+    def batch_is_maximum(self) -> bool:
+        """Return whether a run takes as many sequences as fit, up to batch_size."""
+        return bool(self.tokens_per_iter) and "batch_size" not in self.typed
 
     @property
     def checkpoint_files(self) -> int:
@@ -179,8 +184,8 @@ NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
 # Limits of keys, here and in sample.py. A number not limited here must be 0 or more.
 AT_LEAST_1 = """
-    eval_interval eval_iters keep_checkpoints log_interval block_size gradient_accumulation_steps
-    n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
+    eval_interval eval_iters keep_checkpoints log_interval batch_size block_size
+    gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
 """.split()
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
@@ -423,12 +428,18 @@ def resolve(
         c = replace(c, **unset)  # type: ignore[arg-type]
     problems = check_model(c)
 
-    if not c.batch_size:
-        c, unknown = begin_with_batch(c, world_size, saved)
-        problems += unknown
-    accum, uneven = count_micro_batches(c, world_size, saved)
+    most = unit = c.batch_size
+    if c.batch_is_maximum:  # count smaller micro-batches; then join as many as the maximum allows
+        unit = min(most, MICRO_BATCH)
+        if saved:  # a resumed run keeps its micro-batch
+            most, unit = min(most, saved["batch_size"]), math.gcd(saved["batch_size"], MICRO_BATCH)
+    accum, uneven = count_micro_batches(replace(c, batch_size=unit), world_size, saved)
     problems += uneven
-    c = replace(c, gradient_accumulation_steps=accum)
+    if c.batch_is_maximum and not uneven:
+        sequences = accum * unit
+        c = with_batch(c, max(micro_batches(sequences, world_size, most)), sequences)
+    else:
+        c = replace(c, gradient_accumulation_steps=accum)
 
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     highest = c.learning_rate
@@ -437,24 +448,6 @@ def resolve(
     if highest < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=highest / 10)
     return c, problems
-
-
-def begin_with_batch(
-    c: Config, world_size: int, saved: dict[str, Any] | None
-) -> tuple[Config, list[str]]:
-    """
-    Replace batch_size=0 by the number of a run without a GPU: a resumed run's own, else 8, or less
-    if that does not divide a process's sequences. Also returns the problems.
-    """
-    problem = "batch_size: 0 also needs tokens_per_iter and eval_tokens; or give --batch_size=8"
-    missing = not (c.tokens_per_iter and c.eval_tokens)
-    sequences, most = c.tokens_per_iter // c.block_size, MICRO_BATCH
-    if saved:
-        most = saved["batch_size"]
-        sequences = saved["gradient_accumulation_steps"] * most
-    share, rest = divmod(sequences, world_size)
-    batch_size = math.gcd(most, sequences if rest else share)
-    return replace(c, batch_size=batch_size, fits_gpu=True), [problem] if missing else []
 
 
 def count_micro_batches(
@@ -488,15 +481,19 @@ def count_micro_batches(
         if rest:
             nearest = f"{accum * micro_batch} or " if accum else ""
             return accum, [
-                f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of batch_size * "
-                f"block_size = {micro_batch:,}; use {nearest}{(accum + 1) * micro_batch}"
+                f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of {c.batch_size} x "
+                f"{c.block_size} = {micro_batch:,}; use {nearest}{(accum + 1) * micro_batch}"
             ]
     elif c.tokens_per_iter:
         accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
     if accum % world_size:
+        hint = f"use a multiple of {world_size}"
+        if c.tokens_per_iter:
+            tokens = max(1, round(accum / world_size)) * world_size * micro_batch
+            hint = f"use --tokens_per_iter={tokens}"
         return accum, [
             f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
-            f"{world_size} processes (WORLD_SIZE); use a multiple of {world_size}"
+            f"{world_size} processes (WORLD_SIZE); {hint}"
         ]
     return accum, []
 
@@ -508,7 +505,23 @@ def batch_line(c: Config) -> str:
     line = f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
     if c.tokens_per_iter not in (0, c.iter_tokens):
         line += f", the nearest to {c.tokens_per_iter:,}"
-    return f"{line}; batch_size chosen for this machine" if c.fits_gpu else line
+    return line
+
+
+def micro_batches(sequences: int, processes: int, most: int) -> list[int]:
+    """Return the micro-batches of at most this size that an iteration can be divided into."""
+    return [n for n in divisors(sequences // processes) if n <= most]
+
+
+def with_batch(c: Config, batch_size: int, sequences: int) -> Config:
+    """
+    Return the config with micro-batches of this size, this many sequences per iteration, and as
+    many tokens per evaluation as before.
+    """
+    c = replace(c, gradient_accumulation_steps=sequences // batch_size)
+    if batch_size != c.batch_size:
+        c = replace(c, batch_size=batch_size, eval_tokens=c.eval_size)
+    return c
 
 
 def check_model(c: Config) -> list[str]:
@@ -589,10 +602,7 @@ def print_help(keys: type = Config) -> None:
 
 
 def main(argv: list[str]) -> None:
-    config = load_config(argv)
-    if config.fits_gpu:  # leave the choice to the run
-        config = replace(config, batch_size=0)
-    print(config_text(config), end="")
+    print(config_text(load_config(argv)), end="")
 
 
 if __name__ == "__main__":

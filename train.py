@@ -821,7 +821,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     measures: dict[str, Callable[[GPT], float]] = {}
     check_names(splits, measures, ranks)
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
-    c = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # if batch_size is 0
+    c = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # the micro-batch that fits
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;

@@ -17,7 +17,7 @@ n_head = 6  # heads of 128
 n_embd = 768
 bias = True  # biases in all layers, and gains in the norms
 block_size = 1024
-batch_size = 0  # as many as fit the GPU, at most 32
+batch_size = 32  # at most: a GPU takes what fits
 tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
 optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors

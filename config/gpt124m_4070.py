@@ -1,5 +1,5 @@
-# GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens. For another GPU, copy this file
-# and change batch_size; before the RTX 30 series, dtype = "float16" too.
+# GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens. GPUs before the RTX 30 series need
+# dtype = "float16".
 # Estimated, not measured (docs/status.md): 49.5 hours (48.1 to 49.5) for 10B tokens, by
 # python bench.py plan config/gpt124m_4070.py --gpu=4070
 # A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
@@ -12,7 +12,7 @@ init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 8  # estimated: 5.8 GiB; 16 would need 8.3 GiB
 block_size = 1024
-tokens_per_iter = 524288  # as in GPT-3 at this size; kept if you change --batch_size
+tokens_per_iter = 524288  # as in GPT-3 at this size, whatever the batch_size
 gradient_accumulation_steps = 64  # 64 x 8 x 1024 = 524,288 tokens per iteration
 
 # GPT-2's smallest size. The width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores.

@@ -7,9 +7,9 @@ out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"
 
-batch_size = 16  # estimated: 4.4 GiB
+batch_size = 16  # estimated: 4.4 GiB; fewer if they do not fit
 block_size = 1024
-tokens_per_iter = 524288  # as in gpt124m; kept if you change --batch_size
+tokens_per_iter = 524288  # as in gpt124m, whatever the batch_size
 gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration
 
 n_layer = 12

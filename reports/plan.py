@@ -27,7 +27,15 @@ from common.console import (
     raise_if_any,
     say,
 )
-from configurator import NOT_WEIGHTS, SAVE_EVERY, UNREACHED, Config, resolve
+from configurator import (
+    NOT_WEIGHTS,
+    SAVE_EVERY,
+    UNREACHED,
+    Config,
+    divisors,
+    resolve,
+    with_batch,
+)
 from data.missing import DOWNLOADED_ON_DEMAND, MOST_TOKENS, preparation, vocab_where_missing
 from data.shards import open_dataset
 from data.tokenizer import GPT2_VOCAB
@@ -46,12 +54,13 @@ from training.gpus import (
 )
 from training.log import warn_of_epochs
 from training.memory import (
+    CHOSEN_MEMORY,
     USABLE_MEMORY,
     checkpoint_bytes,
+    choose_batch,
     count_parameters,
     fitting_batch,
     memory_bytes,
-    with_batch,
 )
 from training.pretrained import ARCHITECTURE, load_pretrained
 from training.speed import count_flops
@@ -419,7 +428,8 @@ def memory_figures(config: Config, model: GPTConfig, card: Card, n: int) -> dict
     usable = fitting = None
     if card.memory_gib:
         usable = USABLE_MEMORY * card.memory_gib
-        fitting = fitting_batch(config, model, card.dtype, n, usable * GIB)
+        sizes = divisors(config.iter_sequences // n)
+        fitting = fitting_batch(config, model, card.dtype, sizes, usable * GIB)
     return dict(
         vram_gib=vram,
         vram_parts_gib={part: size / GIB for part, size in parts.items()},
@@ -468,10 +478,10 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         config, vocab, flash=config.flash, compiled=config.compile, weights=weights
     )
     card, pace = card_and_pace(config, model, options, measure)
-    if config.fits_gpu and card.memory_gib:
-        usable = USABLE_MEMORY * card.memory_gib * GIB
-        best = fitting_batch(config, model, card.dtype, options.gpus, usable)
-        config = with_batch(config, best or 1)
+    if config.batch_is_maximum:
+        memory = CHOSEN_MEMORY * (card.memory_gib or 0) * GIB
+        size = choose_batch(config, model, card.dtype, options.gpus, memory)
+        config = with_batch(config, size, config.iter_sequences)
     p = make_plan(config, model, card, pace, options)
     warn_of_epochs(p["epochs"] or 0)
     say(*plan_lines(p))

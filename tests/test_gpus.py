@@ -129,29 +129,47 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
 
 
-FITTED = [  # GiB of a GPU, free GiB, processes, batch_size of a run to resume, the one it gets
-    (12, 11.4, 1, None, 16),
-    (8, 6.2, 1, None, 4),  # with a desktop
-    (80, 79, 1, None, 32),  # twice as many would fit, and train 2% faster
-    (24, 23, 3, None, 28),  # divides a third of 504 sequences
-    (12, 9.2, 1, 16, 16),  # the same bits, although only 8 fit the free memory
-    (12, 11.4, 1, 32, 16),  # moved from a larger GPU
-    (4, 3.6, 1, None, 1),  # does not fit either: the run ends with its error line
+FITTED = [  # GiB of a GPU, free GiB, processes, flags, batch_size of a run to resume, the one taken
+    (12, 11.4, 1, [], None, 8),  # 16 would fit, and leave 2.3 GiB
+    (16, 15.4, 1, [], None, 16),
+    (8, 6.2, 1, [], None, 4),  # with a desktop
+    (80, 79, 1, [], None, 32),  # no more than the file's
+    (80, 79, 64, [], None, 8),
+    (24, 23, 3, [], None, 28),  # divides a third of 504 sequences
+    (12, 11.4, 1, ["--batch_size=16"], None, 16),
+    (12, 11.4, 1, ["--gradient_accumulation_steps=2"], None, 32),  # no tokens_per_iter any more
+    (12, 11.4, 1, ["--deterministic"], None, 32),
+    (0, 0, 1, ["--device=cpu"], None, 8),
+    (12, 9.2, 1, [], 16, 16),  # a resume computes the same bits
+    (80, 79, 1, [], 12, 12),
+    (12, 11.4, 1, [], 32, 8),  # moved from a larger GPU
+    (4, 3.6, 1, [], None, 1),  # does not fit either: the run ends with its error line
 ]
 
 
-@pytest.mark.parametrize("gib, free, processes, saved, fitting", FITTED)
-def test_batch_size_0_fits_the_free_memory(gib, free, processes, saved, fitting, monkeypatch):
+@pytest.mark.parametrize("gib, free, processes, argv, saved, taken", FITTED)
+def test_a_files_batch_size_is_a_maximum(gib, free, processes, argv, saved, taken, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, gib * GIB))
+    sequences = 504 if processes == 3 or saved == 12 else 512
     values = dict(tokens_per_iter=2**19, batch_size=saved)
-    resumed = saved and dict(config=values | dict(gradient_accumulation_steps=512 // saved))
-    asked = read_config([f"{ROOT}/config/fast124m.py"])
+    resumed = saved and dict(config=values | dict(gradient_accumulation_steps=sequences // saved))
+    asked = read_config([f"{ROOT}/config/fast124m.py", "--eval_tokens=0", *argv])
     c, problems = resolve(asked, processes, resumed and resumed["config"])
-    hw = Hardware(torch.device("cuda"), torch.bfloat16, "", None, None, compiles=True)
-    ranks = SimpleNamespace(world_size=processes, max=lambda size: [size])
+    device = torch.device("cuda" if gib else "cpu")
+    hw = Hardware(device, torch.bfloat16, "", None, None, compiles=True)
+    ranks = SimpleNamespace(world_size=processes, max=lambda *values: values)
     c = fit_run(c, 50257, hw, ranks, resumed, None)
-    assert problems == [] and c.batch_size == fitting
-    assert c.iter_sequences == (512 if processes == 1 else 504)
+    assert problems == [] and c.batch_size == taken
+    assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
+    assert c.eval_size == asked.eval_size
+
+
+def test_the_gpu_with_the_least_free_memory_decides(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GIB, 80 * GIB))
+    c, _ = resolve(read_config([f"{ROOT}/config/fast124m.py"]), 2)
+    hw = Hardware(torch.device("cuda"), torch.bfloat16, "", None, None, compiles=True)
+    ranks = SimpleNamespace(world_size=2, max=lambda *values: [-6.2 * GIB, -8 * GIB])
+    assert fit_run(c, 50257, hw, ranks, None, None).batch_size == 4
 
 
 # -----------------------------------------------------------------------------

@@ -155,7 +155,7 @@ MEMORY = {
         dict(logits=50304 * (12 * 1024 + 4 * 768)),
     ),
     "plain attention keeps its square of weights": (
-        ("--flash=False",),
+        ("--flash=False", "--batch_size=8"),
         dict(
             activations=TOKENS * (12 * (32 * 768 + 16 + 48) + 4 * 768)
             + 12 * 8 * 12 * 1024 * 1024 * 6

@@ -7,24 +7,18 @@ number; tests/test_gpus.py checks them on a CPU, and against torch's allocator o
 
 import copy
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from common.console import warn
-from configurator import Config, divisors
+from common.console import say, warn
+from configurator import MICRO_BATCH, Config, micro_batches, with_batch
 from model import GPT, GPTConfig
-from model_fast import (
-    COMPILED_LOSS_CHUNK,
-    MOST_CHUNKS,
-    FastConfig,
-    FastGPT,
-    build_model,
-    model_config,
-)
+from model_fast import MOST_CHUNKS, FastConfig, FastGPT, build_model, model_config
 from optimizer import build_optimizer
+from training.gpus import GIB
 from training.hardware import WINDOWS_DRIVER, Hardware
 from training.ranks import Ranks
 
@@ -36,9 +30,10 @@ FRAGMENTATION = 0.06 if WINDOWS_DRIVER else 0.01
 # The fraction of a GPU's memory that a run can use. The driver and a desktop need some, and torch
 # reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).
 USABLE_MEMORY = 0.9
-# The largest micro-batch that batch_size=0 chooses. On an H100, twice as many tokens trained GPT-2
-# 1.8% faster, with 10 GiB more (results/h100).
-MOST_AT_ONCE = COMPILED_LOSS_CHUNK * MOST_CHUNKS
+# The fraction of a GPU's memory that a run fills if it chooses its micro-batch. A browser or a game
+# that is opened later must not end a night: on 12 GB, 8 sequences leave 5 GiB and 16 leave 2.3, and
+# nobody has measured that 16 is faster there.
+CHOSEN_MEMORY = 0.75
 # A block's two dropout masks, per token and channel. Compiled code keeps none and draws them again.
 DROPOUT_BYTES = 2
 
@@ -198,45 +193,45 @@ def memory_needed(config: Config, model: GPTConfig, dtype: str, batch_size: int)
 
 
 def fitting_batch(
-    config: Config, model: GPTConfig, dtype: str, processes: int, capacity: float
+    config: Config, model: GPTConfig, dtype: str, sizes: list[int], capacity: float
 ) -> int | None:
-    """
-    Return the largest micro-batch that divides a process's sequences and fits into `capacity`
-    bytes, or None if not even one sequence fits. For batch_size=0, it has at most MOST_AT_ONCE
-    tokens.
-    """
-    most = MOST_AT_ONCE // config.block_size if config.fits_gpu else config.iter_sequences
-    sizes = [
-        n
-        for n in divisors(config.iter_sequences // processes)
-        if n <= most and memory_needed(config, model, dtype, n) <= capacity
-    ]
-    return max(sizes, default=None)
+    """Return the largest of these micro-batches that fits into `capacity` bytes, or None."""
+    fitting = [n for n in sizes if memory_needed(config, model, dtype, n) <= capacity]
+    return max(fitting, default=None)
 
 
-def with_batch(config: Config, batch_size: int) -> Config:
-    """Return the config with micro-batches of another size, and the same tokens per iteration."""
-    accum = config.iter_sequences // batch_size
-    return replace(config, batch_size=batch_size, gradient_accumulation_steps=accum)
+def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> int:
+    """
+    Return the micro-batch that a run takes of its maximum, batch_size, if it may fill this many
+    bytes of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. One sequence is taken
+    even if it does not fit, because the estimate may be too high.
+    """
+    most = c.batch_size if memory else min(c.batch_size, MICRO_BATCH)
+    sizes = micro_batches(c.iter_sequences, processes, most)
+    return (fitting_batch(c, model, dtype, sizes, memory) or 1) if memory else max(sizes)
 
 
 def fit_run(
     c: Config, vocab: int, hw: Hardware, ranks: Ranks, resumed: dict | None, weights: dict | None
 ) -> Config:
     """
-    Return a run's config with the micro-batch for batch_size=0: the largest that fits the free
-    memory of every rank's GPU. A resumed run keeps its own, unless it does not fit the GPU.
+    Return the run's config with the micro-batch that it takes, if batch_size is a maximum. The GPU
+    with the least free memory decides for all ranks. A resumed run keeps its micro-batch, unless
+    that does not fit even an idle GPU; with deterministic, free memory decides nothing.
     """
-    if not c.fits_gpu or hw.device.type != "cuda":
+    is_gpu = hw.device.type == "cuda"
+    if not c.batch_is_maximum or (c.deterministic and is_gpu) or (resumed and not is_gpu):
         return c
+    sizes = torch.cuda.mem_get_info(hw.device) if is_gpu else (0, 0)
+    free, total = (-most for most in ranks.max(*(-size for size in sizes)))
     model = model_config(c, vocab, flash=hw.flash(c), compiled=hw.compiles, weights=weights)
-    free, total = torch.cuda.mem_get_info(hw.device)
-    usable, size = USABLE_MEMORY * total, c.batch_size
-    if not resumed or memory_needed(c, model, hw.dtype_name, size) > usable:
-        room = min(free, usable)
-        size = fitting_batch(c, model, hw.dtype_name, ranks.world_size, room) or 1
-    (negative,) = ranks.max(-size)
-    return with_batch(c, -int(negative))
+    if resumed and memory_needed(c, model, hw.dtype_name, c.batch_size) <= USABLE_MEMORY * total:
+        return c
+    memory = min(USABLE_MEMORY * free, CHOSEN_MEMORY * total)
+    size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
+    limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
+    say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
+    return with_batch(c, size, c.iter_sequences)
 
 
 # -----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ COMMAND_LINE = [
     ("train.py tiny.py --batch_size", "--batch_size=12"),
     ("train.py tiny.py -batch_size=4", "-batch_size --key=value"),
     ("train.py tiny.py batch_size=4", "batch_size=4 --key=value"),
-    ("train.py tiny.py --batch_size=0", "batch_size tokens_per_iter eval_tokens"),
+    ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile true or false 'maybe'"),
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
     ("train.py tiny.py --max_iters=1e400", "--max_iters whole number"),

@@ -34,8 +34,7 @@ def config(tmp_path) -> Path:
         (["--batch_size=3"], 4, 12),
         (["--batch_size=32"], 4, 4),  # a micro-batch each, though that is four times the tokens
         (["--gradient_accumulation_steps=3", "--batch_size=3"], 1, 3),
-        (["--batch_size=0", "--eval_tokens=64"], 4, 4),  # 8 sequences, and the same tokens
-        (["--batch_size=0", "--eval_tokens=64"], 16, 16),  # 2
+        ([], 3, 9),  # 528 tokens, the nearest
     ],
 )
 def test_recomputes_accumulation_for_flags_after_a_config(
