@@ -155,7 +155,7 @@ class Log:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
-        stops = f"stops at about {clock_time(self.left())}"
+        stops = f"stops by {clock_time(self.left())}"
         return f"hours {self.used_of_total()}{bound}; {stops}"
 
     # -------------------------------------------------------------------------
