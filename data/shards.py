@@ -174,7 +174,8 @@ class Dataset:
     def line(self) -> str:
         """Describe the data."""
         train = count(self.train_tokens) if self.train_tokens else "growing"
-        return f"data: {self.source}, {train} train and {count(len(self.val))} val tokens"
+        tokens = f"{train} train and {count(len(self.val))} val tokens"
+        return f"data: {self.source}, {tokens}, tokenizer {self.tokenizer['kind']}"
 
     def record(self) -> dict:
         """Return what a run's log records about its data."""
