@@ -246,7 +246,7 @@ def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
     data.train_tokens = len(data.train) if data.complete else None
     if data.manifest and not data.complete:
         if not stream:
-            hint = "wait until it is prepared; if that was interrupted, repeat the command"
+            hint = "wait; if nothing prepares it now, repeat the command that prepares it"
             raise UserError(f"{folder}: is unfinished; {hint}")
         if not len(data.train) or len(data.val) <= eval_tokens:
             there = f"is unfinished, and has {len(data.val):,} validation tokens so far"
