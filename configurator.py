@@ -111,7 +111,7 @@ class Config:
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
-    hours: float = 0.0  # train for this many hours instead of max_iters; 0: off
+    hours: float = 0.0  # train for at most this many hours, with the whole schedule; 0: off
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
@@ -277,9 +277,8 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
     if values.get("hours"):
-        # A config file's max_iters is meant for runs without a time limit, so ignore it.
-        values |= {n: UNREACHED for n in ("max_iters", "lr_decay_iters") if n not in typed}
-        values.setdefault("eval_interval", UNREACHED)
+        # The defaults are for runs without a time limit, and would end this one too early.
+        values = dict(max_iters=UNREACHED, eval_interval=UNREACHED) | values
     return keys(**values, set_keys=frozenset(values), typed=frozenset(typed))
 
 

@@ -404,7 +404,7 @@ def set_rates(optimizer, it: int, c: Config, share: float) -> None:
 
 def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
     """Return why the run stops here, or None if another iteration follows."""
-    if progress.iter_num >= c.max_iters:  # with hours, only a max_iters flag counts
+    if progress.iter_num >= c.max_iters:
         return "max_iters"
     if now.time_is_up:  # counting all launches; the final evaluation and save still fit
         return "hours"

@@ -1,7 +1,7 @@
 """
-Set the environment variables that libraries read as they load. Scripts import this module first. A
-variable that the user has set keeps its value. hardware.set_up() sets two more, which depend on the
-configuration.
+Set the environment variables that libraries read as they load, and say in one line if torch is
+missing. Scripts import this module first. A variable that the user has set keeps its value.
+hardware.set_up() sets two more, which depend on the configuration.
 """
 
 import importlib.metadata
@@ -75,6 +75,18 @@ def torch_version() -> tuple[int, int]:
         return 0, 0
     return int(major), int(minor)
 
+
+def explain_missing_package(kind: type, error: BaseException, trace) -> None:
+    """Print one line, as sys.excepthook, if this Python has not the packages to start a script."""
+    name = getattr(error, "name", None)
+    if kind is not ModuleNotFoundError or name not in ("torch", "numpy", "tqdm"):
+        return sys.__excepthook__(kind, error, trace)
+    ways = "activate the venv that has it, or begin the command with `uv run` instead of `python`"
+    print(f"error: {name} is not installed for {sys.executable}; {ways}", file=sys.stderr)
+    sys.exit(2)
+
+
+sys.excepthook = explain_missing_package
 
 WINDOWS = sys.platform == "win32"
 WSL = "microsoft" in platform.release().lower()

@@ -174,7 +174,8 @@ class Dataset:
     def line(self) -> str:
         """Describe the data."""
         train = count(self.train_tokens) if self.train_tokens else "growing"
-        return f"data: {self.source}, {train} train and {count(len(self.val))} val tokens"
+        tokens = f"{train} train and {count(len(self.val))} val tokens"
+        return f"data: {self.source}, {tokens}, tokenizer {self.tokenizer['kind']}"
 
     def record(self) -> dict:
         """Return what a run's log records about its data."""
@@ -245,7 +246,7 @@ def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
     data.train_tokens = len(data.train) if data.complete else None
     if data.manifest and not data.complete:
         if not stream:
-            hint = "wait for its preparation, or repeat the command that prepares it"
+            hint = "wait; if nothing prepares it now, repeat the command that prepares it"
             raise UserError(f"{folder}: is unfinished; {hint}")
         if not len(data.train) or len(data.val) <= eval_tokens:
             there = f"is unfinished, and has {len(data.val):,} validation tokens so far"

@@ -69,7 +69,8 @@ class Tokenizer:
         else:
             raise UserError(
                 f"tokenizer: unknown; copy tokenizer.json into the weights' folder ({MAKE_JSON}), "
-                "or, for nanoGPT's ckpt.pt, data/NAME/meta.pkl beside it"
+                "or, for nanoGPT's ckpt.pt, data/NAME/meta.pkl beside it; if the ids are not text, "
+                "see docs/data.md"
             )
 
     def encode(self, text: str) -> np.ndarray | list[int]:

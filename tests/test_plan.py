@@ -94,11 +94,11 @@ FIGURES = {
         dict(vocab_size=256, params=660_096, hours=500 * 0.07 / 3600),
     ),
     "the hours hold fewer iterations for evaluations and checkpoints": (
-        # 2,880 iterations of 10 s would have 13 evaluations of 2 * 10,485,760 / 3 tokens, 133.33 s,
-        # and 58 checkpoints of 4.517 s, 1995.3 s in all: 28800 / 30795.3 of them fit, which have 12
+        # 2,750 iterations of 10 s would have 12 evaluations of 2 * 10,485,760 / 3 tokens, 133.33 s,
+        # and 55 checkpoints of 4.517 s, 1848.4 s in all: 28800 / 29348.4 of them fit, which have 12
         # evaluations and 54 checkpoints
         ("fast124m", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
-        dict(max_iters=2693, hours=7.4806, hours_total=7.9927, total_tokens=2693 * 524_288),
+        dict(max_iters=2698, hours=7.4944, hours_total=8.0066, total_tokens=2698 * 524_288),
     ),
     "max_iters ends before the hours": (
         ("fast124m", "--gpu=4070", "--hours=8", "--max_iters=1000"),

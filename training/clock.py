@@ -116,10 +116,9 @@ class Clock:
     def position_here(self, it: int) -> Position:
         """
         Return where the run stands by this rank's clock. The share is the time so far divided by
-        the time at which the final update is due, or it / max_iters if a max_iters flag ends the
-        run sooner. After that update there is room for an evaluation, a save and a sample, which
-        are expected to take as long as the previous ones did, or 1% of the time each if there was
-        none.
+        the time at which the final update is due, or it / max_iters if max_iters ends the run
+        sooner. After that update there is room for an evaluation, a save and a sample, which are
+        expected to take as long as the previous ones did, or 1% of the time each if there was none.
         """
         since_save = time.perf_counter() - self.save_timer_began
         if not self.c.by_clock:

@@ -155,7 +155,7 @@ class Log:
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
-        stops = f"stops at about {clock_time(self.left())}"
+        stops = f"stops by {clock_time(self.left())}"
         return f"hours {self.used_of_total()}{bound}; {stops}"
 
     # -------------------------------------------------------------------------
@@ -265,7 +265,8 @@ class Log:
         )
 
     def report_averages(self, it: int) -> None:
-        say(f"averages: at iteration {it}, the averages of the weights replace the weights")
+        becomes = f"at iteration {it} each weight becomes its average over the last iterations"
+        say(f"averages: training is complete; {becomes}")
 
     def report_save(self, it: int) -> None:
         """Log a save, within its pause."""
@@ -383,14 +384,15 @@ class Log:
         except (OSError, subprocess.TimeoutExpired):  # the child ends with this process
             failed = True
         if failed:
-            hint = f"python compare.py {self.config.out_dir} draws it, or says why not"
-            warn(f"loss.png was not drawn; {hint}")
+            draw = command_line("python", "compare.py", self.config.out_dir)
+            warn(f"loss.png was not drawn; {draw} draws it, or says why not")
 
 
 def launch_command(world_size: int, *more: str) -> str:
     """Return the command that launched this run, with more flags at its end."""
-    script = "python" if world_size == 1 else "torchrun ..."
-    return f"{script} {command_line(*sys.argv, *more)}"
+    if world_size == 1:
+        return command_line("python", *sys.argv, *more)
+    return f"torchrun ... {command_line(*sys.argv, *more)}"
 
 
 def origin_lines(c: Config, resumed: dict | None, weights: dict | None) -> list[str]:

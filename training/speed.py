@@ -11,6 +11,7 @@ from timeit import default_timer
 
 import torch
 
+from common.console import count
 from model import GPTConfig
 from model_fast import build_model, config_to_dict
 
@@ -52,9 +53,9 @@ def describe(model, vocab: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     rows, flops = model.config.vocab_size, count_flops(model.config)
     vocabulary = f"vocabulary {vocab}" if rows == vocab else f"vocabulary {vocab}, padded to {rows}"
-    counted = f"{flops / 1e6:.1f} MFLOP/token (counted)" if flops else "FLOPs not counted"
+    work = f"{count(flops)} FLOPs per token, counted by PyTorch" if flops else "FLOPs not counted"
     name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"
-    return f"model: {name}, {vocabulary}, {counted}"
+    return f"model: {name}, {vocabulary}, {work}"
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:

@@ -506,7 +506,7 @@ def test_the_documented_loop_trains_both_versions_and_ends_with_a_verdict(tokens
     """Run the loop with tiny models, two seeds, and a few iterations instead of hours."""
     clones, loop = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
     keys = shlex.join(flags(**TINY | dict(dataset=tokens, max_iters=4, warmup_iters=1)))
-    loop = re.sub(r"dev/\S+ idea.py --hours=\S+", f"idea.py {keys}", loop)
+    loop = re.sub(r"dev/\S+ idea.py --hours=\S+ --max_iters=\S+", f"idea.py {keys}", loop)
     loop = loop.replace("1 2 3 4", "1 2")
     here = changed(tmp_path / "here", {})
     (here / ".gitignore").write_text("out/\n")

@@ -69,10 +69,18 @@ def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample
     loss, val_loss = ran.steps("loss")[-1], ran.evals("val_loss")[-1]
     assert f" {loss:.4f} at iteration 5, " in line and f" {val_loss:.4f} at iteration 4" in line
     assert "\nsample: python" not in stopped.out
+    assert "\nto continue: python " in stopped.out
     result = train(**keys)
     assert result.out.startswith(f"resume: {ran.out_dir / 'ckpt-0000000'}")
     assert "last measured: " not in result.out
     assert f"\nsample: python sample.py --out_dir={ran.out_dir}\n" in result.out
+
+
+def test_a_run_that_uv_started_names_the_next_command_with_uv(tiny, ran, monkeypatch):
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    result = train(**tiny)
+    assert result.out.startswith("command: uv run ")
+    assert f"\nsample: uv run sample.py --out_dir={ran.out_dir}\n" in result.out
 
 
 @pytest.mark.parametrize("train_tokens, warns", [(75, True), (77, False)])

@@ -34,14 +34,8 @@ def rate_at(ran: Run, hours: float) -> float:
 # The schedule of a timed run
 
 
-def test_a_timed_run_ends_on_time_with_its_schedule_complete(trainer, tiny, ran, tmp_path):
-    """
-    Ignore a file's max_iters and lr_decay_iters when --hours is typed, because they belong to a run
-    that counts iterations.
-    """
-    file = tmp_path / "config.py"
-    file.write_text("max_iters = 5\nlr_decay_iters = 4\n")
-    result = trainer.launch(file, **tiny, hours=HOURS)
+def test_a_timed_run_ends_on_time_with_its_schedule_complete(trainer, tiny, ran):
+    result = trainer.launch(**tiny, hours=HOURS)
     assert result.code == 0
     (used,) = re.findall(r" hours (\S+) of 0.25", result.out)
     assert float(used) == 0
@@ -105,8 +99,11 @@ def test_lr_decay_iters_ends_the_decay_of_a_timed_run_earlier(trainer, tiny, ran
     assert len(rate) > 50
 
 
-def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(trainer, tiny, ran):
-    trainer.launch(**tiny, hours=HOURS, max_iters=41)
+@pytest.mark.parametrize("place", ["a flag", "a file"])
+def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(place, trainer, tiny, ran, tmp_path):
+    file = tmp_path / "config.py"
+    file.write_text("max_iters = 41\n" if place == "a file" else "max_iters = 600\n")
+    trainer.launch(file, **tiny, hours=HOURS, **({} if place == "a file" else dict(max_iters=41)))
     assert ran.end["reason"] == "max_iters"
     assert len(ran.steps("lr")) == 41
     assert ran.steps("lr")[20] == pytest.approx(0.5)
