@@ -369,7 +369,8 @@ def run_length(it: int, c: Config, share: float) -> float:
 def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     """
     Return the learning rate of iteration `it` in a run of `length` iterations. The rate warms up to
-    `peak`, then decays to min_lr. A run with hours warms up for at most a tenth of its iterations.
+    `peak`, then decays to the fraction of it that min_lr is of learning_rate. A run with hours
+    warms up for at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or length
     warmup: float = c.warmup_iters
@@ -392,7 +393,8 @@ def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     left = 1 - decayed
     if c.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * decayed))
-    return max(c.lr_floor * peak, c.min_lr + left * (peak - c.min_lr))
+    lowest = c.min_lr * (peak / c.learning_rate if c.learning_rate else 1)
+    return max(c.lr_floor * peak, lowest + left * (peak - lowest))
 
 
 def set_rates(optimizer, it: int, c: Config, share: float) -> None:
