@@ -467,15 +467,15 @@ def save_due(c: Config, now: Position, progress: Progress, saver: Saver, stop: s
 
 def train_step(
     model, optimizer, scaler, micro_batches: list[Batch], grad_clip: float, autocast
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
     update the weights once. The loss is the mean over all ranks' targets other than -1, so it does
     not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
 
-    Returns the sum of the micro-batches' weighted losses in nats, and the gradient norm before
-    clipping. Both stay on the device, so with a fused optimizer nothing in this function waits for
-    the GPU.
+    Returns the sum of the micro-batches' weighted losses in nats, and other numbers for the log: by
+    default the gradient norm before clipping. All stay on the device, so with a fused optimizer
+    nothing in this function waits for the GPU.
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
@@ -515,7 +515,7 @@ def train_step(
     # Under DDP, zero the gradients instead of setting them to None. Otherwise DDP would allocate
     # each of them a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
-    return loss_sum, grad_norm
+    return loss_sum, dict(grad_norm=grad_norm)
 
 
 class Skips:
@@ -851,8 +851,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if resumed:
         launch.is_running = True  # if an error ends it, a script may start it again: exit code 1
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
-    log = Log(c, clock, hw, data, model.config, progress, saver)
-    log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
+    log = Log(c, clock, hw, data, model, optimizer, progress, saver)
+    log.begin(resumed, loaded)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
@@ -931,11 +931,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # train for one iteration. An error here ends the run without another save
         set_rates(optimizer, it, c, now.share)
         micro_batches = batches.take(accum)
-        loss_sum, grad_norm = train_step(
+        loss_sum, step_numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
         launch.is_running = True
-        skips.count(grad_norm)
+        skips.count(step_numbers["grad_norm"])
         tokens_before = progress.tokens
         progress.iter_num += 1
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
@@ -953,7 +953,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
-            log.report_step(it, tokens_before, progress.tokens, loss, lr, grad_norm.item(), speed)
+            log.report_step(it, tokens_before, progress.tokens, loss, lr, step_numbers, speed)
             skips.report(it, log)
 
     batches.close()
