@@ -142,6 +142,12 @@ def setting_rows(runs: list[Run]) -> list[Row]:
         values = ["by the clock" if value == UNREACHED else value for value in values]
         if len(set(values) - {None}) > 1 and key not in SHOWN_ELSEWHERE:
             rows.append(Row(key, f"config/{key}", values, judge=differs))
+    # Keys of a changed clone, which this one does not know. Runs of other clones lack them.
+    recorded = [{} if is_published(run) else run.start.get("config") or {} for run in runs]
+    for key in dict.fromkeys(key for config in recorded for key in config if key not in FIELDS):
+        values = [config.get(key, "n/a") for config in recorded]
+        if len({*map(str, values)}) > 1:
+            rows.append(Row(key, f"config/{key}", values, judge=differs))
     for key in ("device", "dtype"):
         rows.append(Row(key, key, [run.start.get(key) for run in runs], judge=differs))
     return rows

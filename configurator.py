@@ -441,11 +441,8 @@ def resolve(
         c = replace(c, gradient_accumulation_steps=accum)
 
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
-    highest = c.learning_rate
-    if c.optimizer == "muon":
-        highest = min(highest, c.head_lr)  # embeddings have rates far above min_lr
-    if highest < c.min_lr and "min_lr" not in c.set_keys:
-        c = replace(c, min_lr=highest / 10)
+    if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
+        c = replace(c, min_lr=c.learning_rate / 10)
     return c, problems
 
 

@@ -364,7 +364,8 @@ def run_length(it: int, c: Config, share: float) -> float:
 def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     """
     Return the learning rate of iteration `it` in a run of `length` iterations. The rate warms up to
-    `peak`, then decays to min_lr. A run with hours warms up for at most a tenth of its iterations.
+    `peak`, then decays to the fraction of it that min_lr is of learning_rate. A run with hours
+    warms up for at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or length
     warmup: float = c.warmup_iters
@@ -387,7 +388,8 @@ def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     left = 1 - decayed
     if c.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * decayed))
-    return max(c.lr_floor * peak, c.min_lr + left * (peak - c.min_lr))
+    lowest = c.min_lr * (peak / c.learning_rate if c.learning_rate else 1)
+    return max(c.lr_floor * peak, lowest + left * (peak - lowest))
 
 
 def set_rates(optimizer, it: int, c: Config, share: float) -> None:
@@ -460,15 +462,15 @@ def save_due(c: Config, now: Position, progress: Progress, saver: Saver, stop: s
 
 def train_step(
     model, optimizer, scaler, micro_batches: list[Batch], grad_clip: float, autocast
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
     update the weights once. The loss is the mean over all ranks' targets other than -1, so it does
     not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
 
-    Returns the sum of the micro-batches' weighted losses in nats, and the gradient norm before
-    clipping. Both stay on the device, so with a fused optimizer nothing in this function waits for
-    the GPU.
+    Returns the sum of the micro-batches' weighted losses in nats, and other numbers for the log: by
+    default the gradient norm before clipping. All stay on the device, so with a fused optimizer
+    nothing in this function waits for the GPU.
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
@@ -508,7 +510,7 @@ def train_step(
     # Under DDP, zero the gradients instead of setting them to None. Otherwise DDP would allocate
     # each of them a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
-    return loss_sum, grad_norm
+    return loss_sum, dict(grad_norm=grad_norm)
 
 
 class Skips:
@@ -845,8 +847,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # prevented that
     saver.claim(resumed)
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
-    log = Log(c, clock, hw, data, model.config, progress, saver)
-    log.begin(resumed, loaded, model, optimizer)  # also starts the tracker
+    log = Log(c, clock, hw, data, model, optimizer, progress, saver)
+    log.begin(resumed, loaded)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
@@ -927,11 +929,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # train for one iteration. An error here ends the run without another save
         set_rates(optimizer, it, c, now.share)
         micro_batches = batches.take(accum)
-        loss_sum, grad_norm = train_step(
+        loss_sum, step_numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
         launch.is_running = True
-        skips.count(grad_norm)
+        skips.count(step_numbers["grad_norm"])
         tokens_before = progress.tokens
         progress.iter_num += 1
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
@@ -949,7 +951,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
-            log.report_step(it, tokens_before, progress.tokens, loss, lr, grad_norm.item(), speed)
+            log.report_step(it, tokens_before, progress.tokens, loss, lr, step_numbers, speed)
             skips.report(it, log)
 
     batches.close()

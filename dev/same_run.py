@@ -77,7 +77,8 @@ FAST = dict(
 ROWS = dict(
     gpt2=GPT2,
     fast=FAST,
-    muon=GPT2 | dict(optimizer="muon", learning_rate=0.025, bias=True, weight_decay=0.0),
+    muon=GPT2
+    | dict(optimizer="muon", learning_rate=0.025, min_lr=0.0, bias=True, weight_decay=0.0),
     bfloat16=FAST | dict(dtype="bfloat16"),
     float16=GPT2 | dict(dtype="float16", grad_clip=0.1, n_layer=1, n_embd=32),
     ranks=GPT2 | dict(ranks=2, gradient_accumulation_steps=4),

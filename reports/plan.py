@@ -59,6 +59,7 @@ from training.memory import (
     checkpoint_bytes,
     choose_batch,
     count_parameters,
+    count_trained,
     fitting_batch,
     memory_bytes,
 )
@@ -294,7 +295,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
     params = count_parameters(model)
     flops = count_flops(model)
     checkpoint_gb = checkpoint_bytes(config, model) / 1e9
-    exchange = exchange_seconds(card, n, params)
+    exchange = exchange_seconds(card, n, count_trained(model))
     hours = config.hours
     times, fastest, slowest = (
         time_run(config, seconds / n + exchange, checkpoint_gb, hours)

@@ -213,7 +213,8 @@ def get_lr(it: int, highest: float, c: Config) -> float:
         return highest * (it + 1) / (c.warmup_iters + 1)
     decay_iters = c.decay_fraction * c.max_iters
     left = min(1, (c.max_iters - it) / decay_iters)
-    return max(c.lr_floor * highest, c.min_lr + left * (highest - c.min_lr))
+    lowest = c.min_lr * (highest / c.learning_rate)
+    return max(c.lr_floor * highest, lowest + left * (highest - lowest))
 
 
 # -----------------------------------------------------------------------------

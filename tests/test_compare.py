@@ -199,7 +199,8 @@ def test_counts_iterations_by_the_end_record_or_the_last_line_of_a_killed_run():
 SETTINGS = [  # what another run has; the rows of the table
     (dict(compile=False), ["config/compile"]),
     (dict(dropout=0.1), ["config/dropout"]),  # a run from before this key has the key's default
-    (dict(out_dir="b", wandb_run_name="b", old_key=1), []),
+    (dict(out_dir="b", wandb_run_name="b"), []),
+    (dict(doc_mask=True), ["config/doc_mask"]),  # only the change's clone knows this key
     (dict(dataset="copy"), []),  # the same tokens under another name
     (dict(dataset="more", start=dict(data_fingerprint="more")), ["config/dataset"]),
 ]
@@ -207,9 +208,7 @@ SETTINGS = [  # what another run has; the rows of the table
 
 @pytest.mark.parametrize("changes, differs", SETTINGS)
 def test_shows_a_row_for_each_setting_that_differs(changes, differs):
-    """
-    Ignore out_dir, the run's name and unknown keys; a key that an older run lacks has its default.
-    """
+    """Ignore out_dir and the run's name; a key that an older run lacks has its default."""
     table = Table(make_run("a", {5: 3.0}), make_run("b", {5: 3.0}, **changes))
     assert table.keys("config/") == differs
     assert [table.verdicts[key] for key in differs] == ["differs"] * len(differs)

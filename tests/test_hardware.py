@@ -15,12 +15,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn as nn
 from program import ROOT, column, finish, flags, run, start, train
 
 from common import environment
 from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
-from model import GPTConfig
+from model import GPT, GPTConfig, mean_loss
 from model_fast import FastConfig, build_model, model_config
 from training import hardware, preflight, speed
 from training.gpus import find_row, read_gpu_table, row_peak
@@ -78,6 +79,32 @@ def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
     config = kind(**dict(bias=False, tie_weights=False) | sizes | changes)
     n = 100 * 96 + 2 * 12 * 96**2
     assert count_flops(config) == 6 * n + 12 * 2 * 96 * 40
+
+
+def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypatch):
+    """Count forward and backward passes of what trains, and name what no gradient reaches."""
+
+    class Changed(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.second = nn.Linear(96, 100)
+            self.unwired = nn.Linear(96, 100)
+            self.transformer.requires_grad_(False)
+
+        def forward(self, idx, targets=None):
+            x = self.hidden(idx)
+            loss = mean_loss(x, self.lm_head.weight, targets, self.config)
+            if torch.is_grad_enabled():
+                loss = loss + mean_loss(x, self.second.weight, targets, self.config)
+            return loss
+
+    monkeypatch.setattr(speed, "build_model", Changed)
+    # sizes of no other test, whose counts are cached
+    sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=48, vocab_size=100)
+    config = GPTConfig(**sizes, bias=False, tie_weights=False)
+    # frozen blocks run forward alone, and the heads send no gradient to their input
+    assert count_flops(config) == 2 * 2 * (12 * 96**2 + 2 * 96 * 48) + 2 * 4 * 96 * 100
+    assert speed.unused_weights(config) == ["second.bias", "unwired.weight", "unwired.bias"]
 
 
 def test_counting_flops_keeps_the_random_state_of_a_model_that_seeds_itself(monkeypatch):

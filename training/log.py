@@ -20,12 +20,11 @@ from common.console import command_line, count, duration, keep_transcript, say, 
 from common.files import lack_of_space, plain
 from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
-from model import GPTConfig
-from training.checkpoint import Saver, checkpoint_path
+from training.checkpoint import Saver, checkpoint_path, size_of
 from training.clock import PAUSES, Clock, Speed, clock_time
 from training.gpus import PUBLISHED_WIDTH, assumed_mfus, published_mfus
 from training.hardware import Hardware
-from training.speed import count_flops, describe
+from training.speed import count_flops, describe, unused_weights
 from training.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -52,7 +51,8 @@ class Log:
         clock: Clock,
         hw: Hardware,
         data: Dataset,
-        model_config: GPTConfig,
+        model,
+        optimizer,
         progress,
         saver: Saver,
     ):
@@ -68,8 +68,9 @@ class Log:
         self.ranks = saver.ranks
         self.world_size = saver.ranks.world_size
         self.data = data
+        self.model, self.optimizer = model, optimizer
         self.train_tokens = data.train_tokens
-        self.flops_per_token = count_flops(model_config) if self.ranks.is_main else None
+        self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
         self.saver = saver
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
         self.last_loss: tuple[float, int] | None = None  # the last line's loss, and its iteration
@@ -87,7 +88,7 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, resumed: dict | None, weights: dict | None, model, optimizer) -> None:
+    def begin(self, resumed: dict | None, weights: dict | None) -> None:
         """
         Start the tracker, describe the run, and warn about likely mistakes. `resumed` is the
         checkpoint and `weights` the weights from which it starts, if any.
@@ -101,7 +102,7 @@ class Log:
             f"command: {launch_command(self.world_size)}",
             f"start: {date()}, {program}, torch {torch.__version__}",
             self.hw.line(),
-            describe(model, self.data.vocab),
+            describe(self.model, self.data.vocab),
             self.data.line(),
             batch_line(c),
             f"run: {self.length()}, in {c.out_dir}",
@@ -110,14 +111,16 @@ class Log:
             # bench.py sets no last iteration
             if self.train_tokens and not c.by_clock and c.max_iters != UNREACHED:
                 warn_of_epochs(self.last_tokens() / self.train_tokens)
-            self.warn_of_space(optimizer)
+            if unused := unused_weights(self.model.config):
+                hint = "use or freeze such weights, or several ranks will fail"
+                warn(f"model: no gradient reaches {', '.join(unused)}; {hint}")
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
         self.record(
             "start",
             iter=self.first_iter,
             config=config_values(c),
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=sum(p.numel() for p in self.model.parameters()),
             flops_per_token=self.flops_per_token,
             tokens_per_iter=c.iter_tokens,
             world_size=self.world_size,
@@ -126,20 +129,6 @@ class Log:
             **self.hw.record(),
             **self.data.record(),
         )
-
-    def warn_of_space(self, optimizer) -> None:
-        """Warn if the disk cannot hold all of the run's checkpoints."""
-        files = self.config.checkpoint_files
-        averages = 4 * (self.config.optimizer == "muon")  # bytes: Muon also averages every weight
-        size = 0  # bytes of the weights and their moments: one moment with Muon, two with AdamW
-        for group in optimizer.param_groups:
-            each = averages + (8 if "momentum" in group else 12)
-            size += each * sum(p.numel() for p in group["params"])
-        out_dir = Path(self.config.out_dir)
-        # best.pt is usually a hard link to a checkpoint, so count each inode once
-        there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
-        if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
-            warn(f"{shortage}, for {files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)")
 
     def last_tokens(self) -> int:
         """Return how many tokens the run will have trained on after max_iters."""
@@ -161,12 +150,12 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it, tokens, tokens_after, loss, lr, grad_norm, speed: Speed) -> None:
+    def report_step(self, it, tokens, tokens_after, loss, lr, numbers, speed: Speed) -> None:
         """
         Print the log line of iteration `it` and write its record. `tokens` and `tokens_after` count
         the training tokens before and after this iteration. time, tok/s and mfu are means over the
-        iterations since the previous line. To fit 120 columns, the line leaves out the gradient
-        norm, the epoch and the hours; the record has them.
+        iterations since the previous line. `numbers` are train_step's other numbers. To fit 120
+        columns, the line leaves them out, and the epoch and the hours; the record has them.
         """
         mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
@@ -184,7 +173,7 @@ class Log:
             epoch=tokens / self.train_tokens if self.train_tokens else None,
             loss=loss,
             lr=lr,
-            grad_norm=grad_norm,
+            **{name: number.item() for name, number in numbers.items()},
             step_ms=1000 * speed.iter_seconds,
             tokens_per_sec=speed.tokens_per_sec,
             mfu=mfu,
@@ -194,8 +183,25 @@ class Log:
             compile_seconds=self.clock.seconds["compile"],
             hours=self.clock.training_hours(),
         )
+        if self.last_loss is None and self.ranks.is_main:
+            self.warn_of_space()
         self.last_loss = (loss, it)
         self.warn_if_slow(it, tokens_after)
+
+    def warn_of_space(self) -> None:
+        """
+        Warn if the disk cannot hold all of the run's checkpoints. Called after this launch's first
+        update, which has created the optimizer's state.
+        """
+        files, out_dir = self.config.checkpoint_files, Path(self.config.out_dir)
+        state = dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+        size = size_of(state)
+        with contextlib.suppress(OSError):  # the disk is away; saves will wait for it
+            # best.pt is usually a hard link to a checkpoint, so count each inode once
+            there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
+            if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
+                of_what = f"{files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)"
+                warn(f"{shortage}, for {of_what}")
 
     def warn_if_slow(self, it: int, tokens: int) -> None:
         """

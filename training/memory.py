@@ -80,6 +80,12 @@ def count_parameters(config: GPTConfig) -> int:
     return sum(p.numel() for p in meta_model(config).parameters())
 
 
+@functools.cache
+def count_trained(config: GPTConfig) -> int:
+    """Count the parameters that are not frozen. Only these have gradients and optimizer state."""
+    return sum(p.numel() for p in meta_model(config).parameters() if p.requires_grad)
+
+
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """
     Return the bytes of GPU memory that training takes, by part. `dtype` is the matmuls' dtype, such
@@ -96,7 +102,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
         copies -= copies_of_other_blocks(model, dtype)
     allocated = dict(
         weights=4 * params + copies,
-        gradients=4 * params,
+        gradients=4 * count_trained(model),
         optimizer=optimizer_bytes(model, config),
         activations=activation_bytes(model, tokens, dtype, config.compile),
         logits=logit_bytes(model, tokens, dtype, config.compile),
@@ -115,12 +121,12 @@ def optimizer_bytes(model: GPTConfig, config: Config) -> int:
     copied = copy.deepcopy(meta_model(model))
     optimizer = build_optimizer(copied, config, torch.float32)
     for p in copied.parameters():
-        p.grad = torch.empty_like(p)
+        p.grad = torch.empty_like(p) if p.requires_grad else None
     try:
         optimizer.step()
     except Exception as error:  # some optimizers read values, which meta tensors do not have
         warn(f"optimizer={config.optimizer}: its memory is unknown, so Adam's is assumed: {error}")
-        return 8 * count_parameters(model)
+        return 8 * count_trained(model)
     state = tree_leaves([*optimizer.state.values()])  # tree_leaves also finds tensors in lists
     return sum(t.nbytes for t in state if isinstance(t, Tensor) and t.dim())  # skip step counters
 
@@ -149,7 +155,7 @@ def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) 
     # Memory may also peak later, in the backward pass: the logits are freed by then, but one block
     # is being recomputed, and gradients exist.
     again = tokens * (block + (kept_by(model).recomputed * element + 2) * C)
-    again += 4 * count_parameters(model) if compiled else 4 * element * C**2
+    again += 4 * count_trained(model) if compiled else 4 * element * C**2
     return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))
 
 

@@ -259,6 +259,10 @@ def read_checkpoint(path: Path) -> dict:
     """
     state = checkpoint.load(path)
     if "model_config" in state:
+        known = {"model", *(f.name for f in fields(FastConfig))}
+        if strange := [f"{n}={v!r}" for n, v in state["model_config"].items() if n not in known]:
+            hint = "use the model.py that it was trained with"
+            raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
         if state["tokenizer"]["kind"] == "unknown":
             state["vocab"], state["tokenizer"] = find_tokenizer(path, state["vocab"], state)
         return state

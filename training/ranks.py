@@ -186,7 +186,7 @@ def arrange_buckets(ddp_model: DistributedDataParallel) -> None:
     the program's only use of DDP's reducer, an undocumented part of torch.
     """
     ddp_model.reducer.prepare_for_backward([])  # otherwise DDP would ignore this backward pass
-    torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters()])
+    torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters() if p.requires_grad])
 
 
 def end_process(code: int) -> NoReturn:

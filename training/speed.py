@@ -6,6 +6,7 @@ in gpus.py.
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from time import process_time
 from timeit import default_timer
 
@@ -19,12 +20,13 @@ MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 
 @functools.cache
-def count_flops(config: GPTConfig) -> float | None:
+def trial_step(config: GPTConfig) -> tuple[float | None, list[str]]:
     """
-    Return the training FLOPs per token, or None if the model does not run on fake tensors. This is
-    three times the forward FLOPs, because a backward pass takes twice as many as a forward pass
-    (PaLM paper, appendix B). torch counts all matmuls, and attention as if it had no mask. For
-    GPT-2 the result is the paper's 6 N + 12 L H Q T without the norms.
+    Run one sequence forward and backward without data or memory. Returns the FLOPs per token, and
+    the names of trained weights that no gradient reaches; None and [] if the model does not run on
+    fake tensors. torch counts all matmuls, and attention as if it had no mask. What recompute
+    repeats is not counted. For GPT-2 the result is the PaLM paper's 6 N + 12 L H Q T (appendix B)
+    without the norms.
     """
     # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,14 +36,26 @@ def count_flops(config: GPTConfig) -> float | None:
     try:
         # Fake tensors need no memory and draw no random numbers, but a modified model may set the
         # seed. torch cannot count FLOPs of the CPU's fused attention.
-        with torch.random.fork_rng([]), FakeTensorMode(), torch.no_grad():
-            model = build_model(config)
+        with torch.random.fork_rng([]), FakeTensorMode():
+            model = build_model(replace(config, recompute=False, loss_chunk=0))
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                model(idx, idx)
+                torch.autograd.backward(model(idx, idx))
     except Exception:  # a modified model can raise anything
-        return None
-    return 3 * counter.get_total_flops() / config.block_size
+        return None, []
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    unused = [name for name, p in trained if p.grad is None]
+    return counter.get_total_flops() / config.block_size, unused
+
+
+def count_flops(config: GPTConfig) -> float | None:
+    """Return the FLOPs of training on one token, or None if they cannot be counted."""
+    return trial_step(config)[0]
+
+
+def unused_weights(config: GPTConfig) -> list[str]:
+    """Return the names of trained weights that no gradient reaches."""
+    return trial_step(config)[1]
 
 
 def describe(model, vocab: int) -> str:

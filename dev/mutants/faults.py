@@ -68,6 +68,9 @@ a failed rank waits for ranks that hang | training/ranks.py | end_process
 DDP arranges its buckets in the first iteration | training/ranks.py | arrange_buckets
     ddp_model.reducer.prepare_for_backward([]) -> return
     integration/test_ranks.py::test_gradients_are_exchanged_once_per_iteration_in_buckets_arranged_before_the_first
+frozen weights end a run on several ranks | training/ranks.py | arrange_buckets
+    if p.requires_grad] -> ]
+    integration/test_ranks.py::test_two_ranks_train_and_resume_beside_frozen_weights
 all ranks have one seed | train.py | main
     c.seed + ranks.rank -> c.seed
     integration/test_losses.py::test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit
@@ -107,7 +110,7 @@ float16 gradients are clipped before they are unscaled | train.py | train_step
 the logged norm is measured after clipping | train.py | train_step
     grad_clip, grad_norm) -> grad_clip, grad_norm)\n        grad_norm = torch.nn.utils.get_total_norm(gradients)
     integration/test_losses.py::test_a_run_logs_and_saves_what_a_second_trainer_computes[gpt2]
-counting FLOPs changes the random state | training/speed.py | count_flops
+counting FLOPs changes the random state | training/speed.py | trial_step
     torch.random.fork_rng([]),  -> (nothing)
     test_hardware.py::test_counting_flops_keeps_the_random_state_of_a_model_that_seeds_itself
 resumed moments hold a deleted checkpoint open | train.py | restore_optimizer

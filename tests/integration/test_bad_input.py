@@ -151,6 +151,8 @@ TOOLS = [
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "No such file"),
     ("sample.py --out_dir=run --num_samples=0 --temperature=-1", "1 or more", "0 or more"),
     ("sample.py --init_from=evil.pt --device=cpu", "evil.pt getattr run code"),
+    ("sample.py --init_from=lora.pt --device=cpu", "lora.pt lora_rank=0 model.py"),
+    ("train.py tiny.py --init_from=lora.pt --out_dir=new", "lora.pt lora_rank=0 model.py"),
     ("bench.py lader", "lader ladder"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
     ("bench.py tiny.py --row=--batch_sise=4", "batch_sise batch_size"),
@@ -267,6 +269,8 @@ def write_runs() -> None:
     state = torch.load("run/ckpt-00000002.pt", weights_only=True)
     state["model"]["transformer.wte.weight"][0, 0] = float("nan")
     torch.save(state, "nan.pt")
+    lora = dict(model_config=state["model_config"] | dict(lora_rank=0))  # by another model.py
+    torch.save(state | lora, "lora.pt")
     torch.save(Evil(), "evil.pt")
     shutil.copy("evil.pt", "evil_run/ckpt-00000002.pt")
     Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)

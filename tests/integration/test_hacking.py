@@ -307,15 +307,15 @@ def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(to
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, LION, SCHEDULE, AVERAGING, EXCHANGE, CHOICES = (
+LOSS, LION, SCHEDULE, AVERAGING, EXCHANGE, CHOICES, LORA = (
     {file: code for file, code in BLOCKS if name in code}
     for name in (
         *("def loss_sum(", "class Lion(", "def get_lr(", "class Averaging(", "def exchange("),
-        "def choices(",
+        *("def choices(", "class LoRA("),
     )
 )
-# indented blocks belong in main()
-SECOND, MEASURE = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
+# indented blocks belong in a function, and the first two in main()
+SECOND, MEASURE, NORMS, LOAD, FREEZE = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
 KEYS = """
 class Config:
     second: str = ""
@@ -329,12 +329,14 @@ ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
 
 
 def edited(program: Path, *edits: tuple[str, str]) -> Path:
-    """Replace lines of a changed program's train.py or optimizer.py, as the page says."""
+    """Replace lines that a changed program has once, as the page says."""
+    paths = [program / name for name in ("train.py", "optimizer.py", "model.py")]
+    paths.append(program / "training" / "pretrained.py")
     for old, new in edits:
-        path = program / ("optimizer.py" if old == ADAMW_LINE else "train.py")
-        text = path.read_text("utf-8")
-        assert text.count(old) == 1, old
-        path.write_text(text.replace(old, new), "utf-8")
+        texts = {path: path.read_text("utf-8") for path in paths}
+        assert "".join(texts.values()).count(old) == 1, old
+        (path,) = (path for path in paths if old in texts[path])
+        path.write_text(texts[path].replace(old, new), "utf-8")
     return program
 
 
@@ -471,16 +473,50 @@ def test_the_documented_measure_is_printed_recorded_drawn_and_compared(documente
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 
 
+NORM_LINE = "    grad_norm = torch.nn.utils.get_total_norm(gradients)\n"
+TIED_LINE = "            self.lm_head.weight = wte.weight\n"
+LORA_EDITS = [
+    ('        model.load_state_dict(state["model"])\n', LOAD),
+    ("self.c_attn = nn.Linear(", "self.c_attn = LoRA("),
+    (TIED_LINE, TIED_LINE + FREEZE),
+    (NORM_LINE, NORM_LINE + NORMS),
+    ("    return loss_sum, dict(grad_norm=grad_norm)\n", "    return loss_sum, numbers\n"),
+]
+
+
+def test_the_documented_lora_trains_beside_loaded_weights_and_logs_a_norm_per_block(
+    tokens, whole, tmp_path
+):
+    program = edited(changed(tmp_path / "program", LORA), *LORA_EDITS)
+    keys = training(dataset=tokens, dropout=0.1, init_from=whole, out_dir="lora")
+    copy, resume = ["cp", "lora", "halves"], [*keys, "--out_dir=halves"]
+    sampling = ["sample.py", *flags(**SAMPLE, init_from="lora")]
+    for result in launches(program, keys, copy, resume, sampling):
+        assert result.code == 0, result.err
+    assert_same_run(program / "lora", program / "halves", 8)
+    losses = column(program / "lora", "eval", "val_loss")
+    assert losses[0] == column(whole, "eval", "val_loss")[-1]
+    assert losses[-1] < losses[0]
+    before, after = checkpoint(whole, 8)["model"], checkpoint(program / "lora", 8)
+    assert all(torch.equal(after["model"][name], weight) for name, weight in before.items())
+    assert len(after["optimizer"]["state"]) == 2 * 2  # two matrices in each of two blocks
+    names = ("grad_norm", "grad_norm_0", "grad_norm_1")
+    for total, *norms in column(program / "lora", "step", *names):
+        assert total == pytest.approx(math.hypot(*norms))
+
+
 @pytest.mark.slow
 def test_the_documented_code_passes_ruff_and_mypy(tmp_path):
     code = SCHEDULE["train.py"] + EXCHANGE["train.py"] + CHOICES["train.py"]
     optimizers = LION["optimizer.py"] + AVERAGING["optimizer.py"]
-    files = LOSS | {"train.py": code, "optimizer.py": optimizers, "configurator.py": KEYS}
+    files = {"train.py": code, "optimizer.py": optimizers, "configurator.py": KEYS}
+    files["model.py"] = LOSS["model.py"] + LORA["model.py"]
     program = edited(
         changed(tmp_path / "program", files),
         (ADAMW_LINE, "    return Lion(groups)\n"),
         (SPLITS_LINE, SPLITS_LINE + SECOND),
         (MEASURES_LINE, MEASURES_LINE + MEASURE),
+        *LORA_EDITS,
     )
     shutil.copy(ROOT / "pyproject.toml", program)
     for tool in (("ruff", "check"), ("mypy",)):

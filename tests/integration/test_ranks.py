@@ -187,6 +187,29 @@ def test_gradients_are_exchanged_once_per_iteration_in_buckets_arranged_before_t
         assert {int(size) for size, _ in (arranging, *iterations)} == {4 * parameters}
 
 
+# freezes the first block
+FROZEN = """
+    import model
+    plain_init = model.GPT.__init__
+
+    def init(self, config):
+        plain_init(self, config)
+        self.transformer.h[0].requires_grad_(False)
+
+    model.GPT.__init__ = init
+"""
+
+
+def test_two_ranks_train_and_resume_beside_frozen_weights(tiny, tmp_path):
+    keys = tiny | dict(dropout=0.1, init_from="auto", eval_interval=2, lr_decay_iters=4)
+    for name, last in (("whole", 4), ("halves", 2), ("halves", 4)):
+        ends = dict(max_iters=last, out_dir=tmp_path / name)
+        train_ranks(2, [0, 0], watched(before=FROZEN), **keys | ends)
+    assert_same_run(tmp_path / "whole", tmp_path / "halves", 4)
+    moments = Run(tmp_path / "whole").state(4)["optimizer"]["state"]
+    assert len(moments) == 2 + 6 + 1  # embeddings, the second block, the last norm
+
+
 @pytest.mark.slow
 def test_three_ranks_resume_bit_for_bit(tiny, tmp_path):
     """Resume three ranks, the smallest number for which the order of a sum matters."""
