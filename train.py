@@ -810,8 +810,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
     if resumed and is_done(c, resumed):  # needs neither data nor a device
-        best_iter = resumed["progress"]["best_iter"]
-        ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter)
+        ranks.on_main(checkpoint.finish, Path(c.out_dir))
         say_done(c, resumed)
         return 0
 

@@ -90,7 +90,7 @@ a measure changes the random numbers of training | train.py | measure
     hw.set_rng_states(states) -> pass
     integration/test_losses.py::test_measures_change_no_bit_of_training_and_end_no_run
 a finished run's best.pt is not linked | train.py | main
-    ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter) -> pass
+    ranks.on_main(checkpoint.finish, Path(c.out_dir)) -> pass
     integration/test_disks.py::test_best_pt_that_did_not_fit_is_made_once_there_is_room
 each rank follows its own clock | training/clock.py | Clock.position
     self.ranks.on_main(self.position_here, it) -> self.position_here(it)
