@@ -592,6 +592,8 @@ def estimate_loss(
             loss_sum, count = ranks.sum(*sums)
             numbers[f"{name}_loss"] = loss_sum / count
         for name, function in measures.items():
+            if signals.stop_asked():
+                return str(signals.name)
             numbers[name] = ranks.on_main(measure, name, function, model, hw)
     finally:
         model.train()
@@ -600,15 +602,16 @@ def estimate_loss(
 
 def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) -> float:
     """
-    Return the number that function(model) returns or, if it fails, NaN with a warning. The call
-    changes nothing that training uses: dropout draws the same numbers afterwards, and nothing is
-    compiled.
+    Return the number that function(model) returns or, if it fails, NaN with a warning. Dropout
+    draws the same numbers afterwards, and nothing is compiled.
     """
     states = hw.get_rng_states()
     try:
         with hw.autocast(), torch.compiler.set_stance("force_eager"):
-            return float(function(model))
-    except Exception as error:
+            number = function(model)
+            # a tensor or numpy array of one number, such as np.array([0.25]), has item()
+            return float(number.item() if hasattr(number, "item") else number)
+    except (Exception, SystemExit) as error:  # evaluators of the command line call sys.exit()
         warn(f"measures: {name} failed ({one_line(error)}); continuing without this number")
         return math.nan
     finally:
@@ -629,16 +632,19 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
     Return the summed loss over all targets in nats and their number or, as estimate_loss() does,
     why the run must stop.
     """
-    losses, counts = [], []
-    for x, y in micro_batches:  # as many on every rank, as agree() requires
+    counts = []
+    # One tensor, made before the loop. On a CPU, a small tensor per micro-batch would lie between
+    # the freed logits, and memory would grow by gigabytes (see keep_freed_memory in hardware.py)
+    means = torch.empty(len(micro_batches), device=hw.device)
+    for n, (x, y) in enumerate(micro_batches):  # as many on every rank, as agree() requires
         with hw.autocast():
-            losses.append(model(x.to(hw.device), y.to(hw.device)))
+            means[n] = model(x.to(hw.device), y.to(hw.device))
         if signals.stop_asked():
             return str(signals.name)
         counts.append(int((y != -1).sum()))
-    means = torch.stack(losses).tolist()
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
-    return math.fsum(mean * n for mean, n in zip(means, counts, strict=True) if n), sum(counts)
+    sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
+    return math.fsum(sums), sum(counts)
 
 
 def evaluate_only(
@@ -810,8 +816,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if resumed and is_done(c, resumed):
         if c.dataset != resumed["config"]["dataset"]:
             open_data(c, resumed, loaded, ranks)  # other tokens would need another run
-        best_iter = resumed["progress"]["best_iter"]
-        ranks.on_main(checkpoint.link_missed_best, Path(c.out_dir), best_iter)
+        ranks.on_main(checkpoint.finish, Path(c.out_dir))
         say_done(c, resumed)
         return 0
 

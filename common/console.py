@@ -214,7 +214,7 @@ def error_lines(error: UserError | OSError) -> list[str]:
     return [f"{where}{error.strerror or error}"]
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return a library's error and its message, which may have several lines, in one line."""
     message = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {message[:300].rstrip('.')}"

@@ -28,6 +28,8 @@ SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
 NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
+PROBE = 1024  # so many tokens in a row are all 0 only where a download has left a hole
+PROBE_EVERY = 2**21  # tokens: 4 MB, so 50 short reads for a shard of 100M tokens
 
 # -----------------------------------------------------------------------------
 # Shards
@@ -288,18 +290,24 @@ def check_numbers(shards: list[Shard]) -> None:
 
 
 def check_ends(shard: Shard, ends: np.ndarray, seen: dict[bytes, str]) -> None:
-    """
-    Raise UserError if a shard begins and ends like one already `seen`, or if its end was not
-    downloaded.
-    """
+    """Raise UserError if a shard begins and ends like one already `seen`."""
     twin = seen.setdefault(hashlib.sha256(ends.tobytes()).digest(), shard.path.name)
     if twin != shard.path.name:
         raise UserError(f"{shard.path}: holds the same tokens as {twin}; delete one of them")
-    # Skip nanoGPT's files, which have no header: one character may rightly fill their end.
-    last = ends[-1, -1024:]
-    if shard.header_bytes and len(last) == 1024 and (last == last[0]).all():
-        problem = f"the last 1,024 tokens are all {last[0]}, as in an unfinished download"
-        raise UserError(f"{shard.path}: {problem}; {get_again(shard.path)}")
+
+
+def find_hole(shard: Shard, split: ShardTokens, end: int) -> list[str]:
+    """
+    Return the problem, if there is one, that a part of a shard was not downloaded: a program that
+    loads several parts at once begins with a file of zeros. `end` is the shard's end in `split`.
+    """
+    starts = [*range(end - shard.tokens, end - PROBE, PROBE_EVERY), end - PROBE]
+    empty = ~split.read_windows(starts, PROBE).any(axis=1)
+    if not empty.any():
+        return []
+    offset = starts[empty.argmax()] - (end - shard.tokens)
+    problem = f"{PROBE:,} tokens from offset {offset:,} on are all 0, as in an unfinished download"
+    return [f"{shard.path}: {problem}; {get_again(shard.path)}"]
 
 
 def read_folder(folder: Path) -> Dataset:
@@ -350,10 +358,11 @@ def is_being_prepared(folder: Path) -> bool:
 
 def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
     """
-    Check the tokens at both ends of each shard; training checks the rest as it reads them. Returns
-    the dataset's fingerprint, a SHA-256 over those tokens and manifest.json's entries. Raises
-    UserError and OSError.
+    Check the tokens at both ends of each shard and, without a manifest.json, look for holes in
+    between; training checks the rest as it reads them. Returns the dataset's fingerprint, a SHA-256
+    over the tokens at the ends and manifest.json's entries. Raises UserError and OSError.
     """
+    problems = []
     # Leave out `bytes`, which says nothing about the tokens.
     listed = [entry for split in splits for entry in data.listed(split)]
     entries = {e["name"]: {k: v for k, v in e.items() if k != "bytes"} for e in listed}
@@ -367,7 +376,11 @@ def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
             tokens = split.read_windows([end - shard.tokens, end - length], length)
             if not data.manifest:
                 check_ends(shard, tokens, seen)
+                # Skip nanoGPT's files, which have no header: one character may rightly repeat.
+                if shard.header_bytes and shard.tokens >= PROBE:
+                    problems += find_hole(shard, split, end)
             fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
+    raise_if_any(problems)
     return fingerprint.hexdigest()
 
 

@@ -4,6 +4,7 @@ Draw runs: losses, speed and learning rate over tokens, and val loss over time o
 At its end, a run starts `python -m reports.picture OUT_DIR` to draw its own picture.
 """
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -28,6 +29,8 @@ def save_picture(groups: list[list[Run]], path: Path, problem: str = "") -> None
     title says why losses are not comparable, if there is a `problem`. Raises UserError without
     matplotlib, and OSError; an old file then stays as it was.
     """
+    # Jupyter sets a backend for its terminals and kernels that other environments do not have
+    os.environ["MPLBACKEND"] = "agg"
     try:
         from matplotlib.figure import Figure  # not pyplot, which may look for a display
     except ImportError as error:

@@ -12,6 +12,7 @@ import torch
 
 from training import checkpoint
 from training.checkpoint import Saver
+from training.pretrained import find_weights
 from training.ranks import Ranks
 
 
@@ -70,6 +71,41 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert checkpoint.find_newest(tmp_path)[0] == good
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {bad}: ") and words in line
+
+
+def saved(path, it: int, loss: float) -> None:
+    progress = dict(iter_num=it, best_iter=it, best_val_loss=loss)
+    checkpoint.save(dict(model=torch.full((9999,), loss), progress=progress), path)
+
+
+# what best.pt and the best checkpoint, of iteration 3, hold; and the iteration in best.pt then
+BEST = {
+    "an older one, copied later": (lambda best, path: saved(best, 2, 5.0), 3),
+    "the same": (lambda best, path: best.write_bytes(path.read_bytes()), 3),
+    "the same iteration, trained otherwise": (lambda best, path: saved(best, 3, 5.0), 3),
+    "a damaged one": (lambda best, path: best.write_bytes(path.read_bytes()[:-100]), 3),
+    "none": (lambda best, path: None, 3),
+    "an older one beside a damaged checkpoint": (
+        lambda best, path: (saved(best, 2, 5.0), path.write_bytes(b"cut")),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("prepare, held", BEST.values(), ids=BEST)
+def test_best_pt_follows_what_the_files_hold_and_not_their_times(prepare, held, tmp_path, capsys):
+    """Until it does, read the best checkpoint, with a warning."""
+    best, path = tmp_path / "best.pt", checkpoint.checkpoint_path(tmp_path, 3)
+    saved(path, 3, 4.0)
+    prepare(best, path)
+    is_behind = held == 3 and not (best.exists() and best.read_bytes() == path.read_bytes())
+    assert find_weights(str(tmp_path), best=True) == (path if is_behind else best)
+    assert capsys.readouterr().err.count("warning: ") == is_behind
+    checkpoint.link_best(tmp_path)
+    state = checkpoint.read(best)
+    assert state["progress"]["iter_num"] == held and state["model"][0] == (4.0 if held == 3 else 5)
+    assert find_weights(str(tmp_path), best=True) == best
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("when", ["before torch.load", "within torch.load"])

@@ -201,6 +201,10 @@ FOLDERS = {
         },
         (4 + 8 + 16, 1 + 2, *GPT2),
     ),
+    "one id for long": (
+        {"train_1.bin": shard([7] * 3000), "val_1.bin": shard([1, *[0] * 1500, 1])},
+        (3000, 1502, *GPT2),
+    ),
     # with a known tokenizer, a sample would end in a traceback, hours into the run
     "an unknown tokenizer of one's own": (
         {"train.bin": RAW, "val.bin": RAW, "meta.pkl": meta_pkl(60_000)},
@@ -240,6 +244,11 @@ BAD_FILES = {
     "llm.c's tokens of Llama 3": ("train_1.bin", shard([0] * 80, 20240801, 7, 40), "32-bit"),
     "raw file of another name": ("train_old.bin", RAW, "train.bin and val.bin"),
     "end not downloaded": ("train_1.bin", shard([*range(500), *[0] * 1500]), "get it again"),
+    "middle not downloaded": (
+        "train_1.bin",
+        shard(np.r_[np.full(2**21, 7), np.zeros(1500), np.full(999, 7)]),
+        "get it again",
+    ),
     "no tokens at all": ("train_1.bin", shard([]), "no train tokens"),
     "odd bytes": ("train.bin", b"abc", "3 bytes"),
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "int32"),

@@ -39,6 +39,7 @@ from common.files import (
 
 
 FORMAT = 2  # raise this when the previous version cannot resume new checkpoints
+TEMPORARIES = ("ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")  # files that replacing() writes
 
 
 def save(state: dict, path: Path) -> None:
@@ -214,26 +215,52 @@ def link(path: Path, name: Path) -> None:
             shutil.copyfileobj(content, file)
 
 
-def link_best(path: Path) -> Path | None:
-    """Link best.pt to this checkpoint beside it. If that fails, warn and return the path."""
+def progress_in(path: Path) -> dict:
+    """Return the progress that a checkpoint holds; {} if it is missing or cannot be read."""
+    with contextlib.suppress(Exception):  # a damaged file can raise anything
+        return read(path)["progress"]
+    return {}
+
+
+def missed_best(out_dir: Path) -> Path | None:
+    """
+    Return the best checkpoint of the run in out_dir, if it is there and best.pt holds another or is
+    missing: a kill, a full disk or somebody's copy came between. Otherwise return None.
+    """
+    for newest in list_checkpoints(out_dir)[-1:]:
+        path = checkpoint_path(out_dir, progress_in(newest).get("best_iter", -1))
+        best = progress_in(path)
+        if best and best != progress_in(out_dir / "best.pt"):
+            return path
+    return None
+
+
+def link_best(out_dir: Path) -> None:
+    """Link best.pt to the run's best checkpoint, unless best.pt holds it. Warns if that fails."""
+    path = missed_best(out_dir)
+    if not path:
+        return
+    best = out_dir / "best.pt"
     try:
-        link(path, path.with_name("best.pt"))
-        return None
+        try:
+            link(path, best)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            best.unlink(missing_ok=True)  # it is older; without hard links, a copy needs its room
+            link(path, best)
     except OSError as error:
         hint = f"{path} is kept, and the next save or launch tries again"
         warn(f"best.pt: {error_lines(error)[0]}; {hint}")
-        return path
 
 
-def link_missed_best(out_dir: Path, best_iter: int) -> Path | None:
-    """
-    Link best.pt if a kill or a full disk prevented that after the save of the best checkpoint.
-    Returns what link_best() does.
-    """
-    path, best = checkpoint_path(out_dir, best_iter), out_dir / "best.pt"
-    if path.exists() and not (best.exists() and best.stat().st_mtime >= path.stat().st_mtime):
-        return link_best(path)
-    return None
+def finish(out_dir: Path) -> None:
+    """Link best.pt and delete temporary files if a kill came at the end of a finished run."""
+    # while another run writes there, or if the folder is read-only, leave it as it is
+    with contextlib.suppress(OSError), open(out_dir / "lock", "ab") as lock:
+        if try_lock(lock):
+            remove_temporaries(out_dir, *TEMPORARIES)
+            link_best(out_dir)
 
 
 def set_logs_aside(out_dir: Path) -> None:
@@ -273,7 +300,6 @@ class Saver:
         self.telling = threading.Lock()  # the thread that answers signals writes lines too
         self.has_saved = False  # whether this launch has saved a checkpoint
         self.size = 0  # bytes of the newest checkpoint
-        self.unlinked: Path | None = None  # the best checkpoint, until best.pt is linked to it
 
     def claim(self, resumed: dict | None) -> None:
         """
@@ -311,9 +337,9 @@ class Saver:
         for path in newer:
             set_aside(path)  # damaged; prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
-        remove_temporaries(out_dir, "ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")
+        remove_temporaries(out_dir, *TEMPORARIES)
         if resumed:
-            self.unlinked = link_missed_best(out_dir, resumed["progress"]["best_iter"])
+            link_best(out_dir)
             drop_records(out_dir / "metrics.jsonl", resumed["progress"])
         else:
             set_logs_aside(out_dir)
@@ -388,10 +414,7 @@ class Saver:
         except OSError as error:
             return f"checkpoint {it} is not saved: {error_lines(error)[0]}"
         self.has_saved = True
-        if state["progress"]["best_iter"] == it:
-            self.unlinked = path
-        if self.unlinked:
-            self.unlinked = link_best(self.unlinked)
+        link_best(self.out_dir)
         return ""
 
     def prune(self, keep: int) -> None:
@@ -401,7 +424,7 @@ class Saver:
         """
         for path in list_checkpoints(self.out_dir)[:-keep]:
             try:
-                if path != self.unlinked:
+                if path != missed_best(self.out_dir):
                     patiently(path.unlink, True)  # True: missing_ok
             except PermissionError as error:  # on Windows, if another program has it open
                 warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")

@@ -386,8 +386,9 @@ class Log:
         command = ("-m", "reports.picture", self.saver.out_dir)
         try:
             child = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
-            failed = child.wait(PATIENCE) != 0
-        except (OSError, subprocess.TimeoutExpired):  # the child ends with this process
+            with child.stdin:  # type: ignore[union-attr]  # closing this pipe ends the child
+                failed = child.wait(PATIENCE) != 0
+        except (OSError, subprocess.TimeoutExpired):
             failed = True
         if failed:
             draw = command_line("python", "compare.py", self.config.out_dir)

@@ -8,7 +8,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from common.console import UserError, did_you_mean, one_line
+from common.console import UserError, did_you_mean, one_line, warn
 from common.files import read_json
 from configurator import FIELDS, NOT_WEIGHTS
 from data.shards import dataset_folder
@@ -83,13 +83,17 @@ def load_weights(model, state: dict) -> None:
 def find_weights(name_or_path: str, best: bool = False) -> Path:
     """
     Find the file that a name or path means: for a run its newest checkpoint, or with `best` its
-    best.pt; for a Hugging Face model its folder. Raises UserError if there is none.
+    best.pt, or the best checkpoint if a full disk or a kill has kept best.pt from it, with a
+    warning; for a Hugging Face model its folder. Raises UserError if there is none.
     """
     path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
     if name_or_path in HUB_MODELS and not path.exists():
         return fetch(name_or_path)
     if path.is_file():
         return path
+    if best and (missed := checkpoint.missed_best(path)):
+        warn(f"{path / 'best.pt'}: does not hold the run's best model; reading {missed}")
+        return missed
     if best and (path / "best.pt").is_file():
         return path / "best.pt"
     if files := checkpoint.list_checkpoints(path):  # before config.json, if a run holds an export

@@ -3,6 +3,7 @@ Send a run's figures to wandb or TensorBoard. Each is imported only if a run ask
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Tracker:
             if self.kind == "wandb":
                 from wandb import init  # fails for a mere folder named wandb
 
+                # without a login, wandb would ask in a terminal, and wait all night for an answer
+                os.environ["TERM"] = "dumb"
                 id_file = Path(c.out_dir, "wandb_id.txt")
                 run_id = id_file.read_text() if purge_from and id_file.exists() else ""
                 self.writer = init(

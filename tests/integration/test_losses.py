@@ -29,12 +29,14 @@ from program import (
     checkpoints,
     column,
     contents,
+    finish,
     finish_ranks,
     flags,
     gradients_of_nan,
     records,
     run,
     same,
+    start,
     start_ranks,
     train,
     write_tokens,
@@ -420,8 +422,8 @@ def test_two_ranks_train_like_one_process(tokens, tmp_path):
     assert_speeds(tmp_path / "2", [4 * 5 * T] * 12, devices=2)
 
 
-NAMES = ("noise", "eager", "again", "memory", "many")
-# draw random numbers, switch dropout on, fail and return too much
+NAMES = ("noise", "eager", "again", "array", "memory", "leave", "many")
+# draw random numbers, switch dropout on, return arrays, fail, exit and return too much
 MEASURES = """
 def check_names(splits, measures, ranks):
     def eager(model):
@@ -434,7 +436,14 @@ def check_names(splits, measures, ranks):
     def memory(model):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    measures.update(noise=noise, eager=eager, again=eager, memory=memory, many=GPT.state_dict)
+    def array(model):
+        return torch.tensor([0.25]).numpy()
+
+    def leave(model):
+        raise SystemExit
+
+    measures.update(noise=noise, eager=eager, again=eager, array=array)
+    measures.update(memory=memory, leave=leave, many=GPT.state_dict)
 """
 
 
@@ -454,8 +463,22 @@ def test_measures_change_no_bit_of_training_and_end_no_run(tokens, tmp_path):
     assert "warning: " not in second.err
     assert_same_run(whole, measured, 12)
     for record in records(measured, "eval")[-2:]:
-        noise, eager, again, *failed = (record[name] for name in NAMES)
-        assert 0 < noise < 1 and 3 < eager == again and failed == [None, None]
+        noise, eager, again, array, *failed = (record[name] for name in NAMES)
+        assert 0 < noise < 1 and 3 < eager == again and array == 0.25 and failed == [None] * 3
+
+
+INTERRUPTED = """
+def check_names(splits, measures, ranks):
+    measures["first"] = lambda model: os.kill(os.getpid(), signal.SIGTERM) or 1.0
+    measures["second"] = lambda model: print("went on")
+"""
+
+
+def test_a_signal_in_a_measure_stops_the_run_before_the_next_one(tokens, tmp_path):
+    program = changed(tmp_path / "program", {"train.py": INTERRUPTED})
+    words = flags(**BASE, dataset=tokens, out_dir=tmp_path / "out")
+    result = finish(start("train.py", *words, cwd=program, only_torch=True))
+    assert result.code == 143 and "went on" not in result.out
 
 
 # leave each sequence another number of targets, and some sequences none

@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from unittest import mock
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 import pytest
@@ -78,6 +79,7 @@ class Wandb(types.ModuleType):
 
     def init(self, id: str | None, resume: str, **_):
         self.fail("init")
+        assert os.environ["TERM"] == "dumb"  # in any other terminal, it asks for a login and waits
         assert resume == "allow"
         self.id = id or f"run{len(self.ids)}"
         self.ids.append(self.id)
@@ -97,6 +99,7 @@ def test_wandb_receives_the_numbers_continues_on_a_resume_and_begins_another_for
 ):
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("TERM", "xterm")
     keys = tiny | dict(tracker="wandb", peak_tflops=0.01)
     train(**keys | dict(max_iters=4))
     result = train(**keys, init_from="resume")
@@ -174,8 +177,11 @@ def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(
 ):
     """Simulate a machine without matplotlib, and one that cannot start a process."""
     monkeypatch.setattr(sys, "executable", python)
-    (line,) = warnings(train_long(**tiny).err)
+    with catch_warnings(record=True) as caught:
+        simplefilter("always", ResourceWarning)
+        (line,) = warnings(train_long(**tiny).err)
     assert "loss.png" in line and ran.saved[-1] == 8
+    assert not [w for w in caught if "BufferedWriter" in str(w.message)]  # the child's stdin
 
 
 def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, ran, tmp_path):
