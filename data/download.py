@@ -29,6 +29,7 @@ REPOSITORY = "kjj0/fineweb10B-gpt2"
 SHARDS = 103  # for training; there is one more for validation
 LEAST_SHARDS = 20  # enough for a night, which may follow a short trial
 SHARD_TOKENS, SHARD_BYTES = 10**8, 2 * 10**8
+PIECE = 2**20  # bytes
 
 
 def download(folder: Path, tokens: int) -> Iterator[None]:
@@ -115,7 +116,7 @@ def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
                 "GET", file.location, headers=headers, timeout=HUB_TIMEOUT
             ) as response:
                 response.raise_for_status()
-                for piece in response.iter_bytes(2**20):
+                for piece in response.iter_bytes(PIECE):
                     digest.update(piece)
                     yield piece
                     received, failures, is_begun = received + len(piece), 0, True
