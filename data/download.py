@@ -55,7 +55,7 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
         missing = [name for name in names if not (part / name).exists()]
         total, left = SHARD_BYTES * len(names), SHARD_BYTES * len(missing)
         if problem := lack_of_space(part, left):
-            raise Unreachable(problem)
+            raise Unreachable(f"{problem}; make room, then repeat the command")
         say(
             f"data: downloading {left / 1e9:.1f} GB of FineWeb to {folder.absolute()}; "
             "if that is interrupted, the same command continues"
