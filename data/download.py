@@ -101,16 +101,15 @@ def fetch(name: str, folder: Path, is_begun: bool) -> Iterator[int]:
 def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
     """
     Yield a hub file's bytes in pieces. If the network fails, wait and then continue at the same
-    byte. Raises WrongBytes at the end, UserError, and Unreachable: after an hour of waiting, after
-    half a minute if nothing has arrived yet, and at once if nobody answers. `is_begun`: another
-    file has arrived.
+    byte. Raises UserError, WrongBytes at the end, and Unreachable after an hour of waiting. Before
+    the first piece of the first file (`is_begun` is False), waits half a minute if the hub answers
+    with an error, and not at all if nobody answers.
     """
     digest = hashlib.sha256()
-    received, failures, is_online = 0, 0, is_begun
+    received = failures = 0
     while True:
         try:
             file = get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
-            is_online = True
             headers = {"Range": f"bytes={received}-", "Accept-Encoding": "identity"}
             with get_session().stream(
                 "GET", file.location, headers=headers, timeout=HUB_TIMEOUT
@@ -125,7 +124,7 @@ def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
             problem = f"{url}: {one_line(error)}"
             if is_refused(error):
                 raise UserError(problem) from None
-            if not is_online and not hasattr(error, "response"):
+            if not is_begun and not hasattr(error, "response"):
                 hint = "docs/fast_recipe.md says how to get the files on another machine"
                 raise Unreachable(f"{problem}; check the network; {hint}") from None
             wait_or_raise(url, error, failures, is_begun)
