@@ -108,7 +108,7 @@ SCRIPTS: dict[str, set[str]] = {
         *OPTIONAL,
         "transformers",
         "pyarrow",
-        "tqdm",
+        "data.text",  # imports tqdm
         "reports",
         "compare",
         "bench",
