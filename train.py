@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import (
+    RunError,
     Unreachable,
     UserError,
     explain_errors,
@@ -294,7 +295,7 @@ def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Rank
 
 def open_one(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
-    ranks.machine_first(make_or_explain, c, key)
+    ranks.machine_first(make_or_explain(c, key))
     data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size, c.stream)
     ranks.check_same(key, data.fingerprint, "give all machines the same files")
     ranks.on_main(check_dataset, data, c.block_size)
@@ -980,7 +981,8 @@ def error_code(error: UserError | OSError) -> int:
     script may launch the run again, because a disk, a network or a GPU may recover by itself.
     """
     may_come_back = launch.is_resume and isinstance(error, OSError | Unreachable)
-    return 1 if launch.is_running or may_come_back else 2
+    has_begun = launch.is_running or isinstance(error, RunError)  # a download
+    return 1 if has_begun or may_come_back else 2
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 # A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
-# Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
-# the download of 10B tokens in docs/training.md
+# Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here, which
+# train.py downloads; docs/training.md has the other flags
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 

@@ -2,8 +2,8 @@
 # Estimated, not measured (docs/status.md): 11.6 hours (10.3 to 13.3) for 10B tokens, by
 # python bench.py plan config/gpt124m_a100.py --gpu=a100
 out_dir = "out/gpt124m"
-# Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here after running
-# the download of 10B tokens in docs/training.md
+# Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here, which
+# train.py downloads; docs/training.md has the other flags
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 

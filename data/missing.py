@@ -3,47 +3,40 @@ Help where a dataset is missing: make the quickstart's, download the fast recipe
 another, and name the vocabulary size to plan and measure with until then.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 import time
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from common.console import (
     COMMAND,
+    RunError,
     Unreachable,
     UserError,
     command_line,
     count,
     did_you_mean,
-    one_line,
+    duration,
     say,
 )
-from common.files import lack_of_space, patiently, try_lock
 from configurator import Config
-from data.files import is_refused
 from data.shards import dataset_folder, read_manifest, split_of
-from data.text import with_retries
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 # The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
 # and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
-# FineWeb's validation shard and its training shards, 103 of 100M tokens or the first 19
-DOWNLOADED_ON_DEMAND = "fineweb_records"
-REPOSITORY = "kjj0/fineweb10B-gpt2"
-SHARDS, FIRST_SHARDS, SHARD_BYTES = 103, 19, 2 * 10**8
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
+DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py downloads
 
 
-def make_or_explain(config: Config, key: str = "dataset") -> None:
+def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
     """
     Make the dataset that this key names if it is the quickstart's, download the fast recipe's, or
-    raise Unreachable if another is missing, with the commands that get or make it.
+    raise Unreachable if another is missing, with the commands that get or make it. Yields while
+    it downloads, at least every 20 minutes, so that other ranks can wait for longer than an hour.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
@@ -58,7 +51,17 @@ def make_or_explain(config: Config, key: str = "dataset") -> None:
     elif folder.is_symlink() and not folder.exists():
         raise Unreachable(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     elif name == DOWNLOADED_ON_DEMAND and not folder.is_dir():
-        download(folder, run_tokens(config))
+        # Imported here, because training on shards that are there needs none of its packages
+        from data.download import download
+
+        began = time.monotonic()
+        try:
+            yield from download(folder, run_tokens(config))
+        except Unreachable as error:
+            raise RunError(*error.problems) from None  # exit code 1: a script may try again
+        seconds = time.monotonic() - began
+        of_hours = f"{seconds / 3600:.1f} of {config.hours:.1f} hours"
+        say(f"data: the download took {of_hours if config.hours else duration(seconds)}")
     elif not folder.is_dir() or (config.stream and not is_begun(folder)):
         raise Unreachable(f"{key}: {explanation(config, key, folder)}")
 
@@ -66,52 +69,6 @@ def make_or_explain(config: Config, key: str = "dataset") -> None:
 def run_tokens(config: Config) -> int:
     """Return how many tokens a run reads; with hours, a guess."""
     return HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
-
-
-def download(folder: Path, tokens: int) -> None:
-    """
-    Download as many of the records as `tokens` need. The folder appears once it is complete; until
-    then the files are in a folder beside it, where the next call continues. Raises UserError.
-    """
-    shards = FIRST_SHARDS if tokens <= HOURS_TOKENS else SHARDS
-    names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
-    part = folder.with_name(f"{folder.name}.part")
-    size = SHARD_BYTES * sum(not (part / name).exists() for name in names)
-    if problem := lack_of_space(part, size):
-        raise UserError(problem)
-    say(
-        f"data: downloading {size / 1e9:.1f} GB of FineWeb to {folder.absolute()}; "
-        "if that is interrupted, the same command continues"
-    )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f"{folder.name}.tmp"), "wb") as lock:
-        while not try_lock(lock):  # another run downloads, for another GPU
-            time.sleep(1)
-        if folder.exists():
-            return
-        for name in names:
-            if not (part / name).exists():
-                url = f"hf://datasets/{REPOSITORY}/{name}"
-                with_retries(url, partial(fetch, name, part), (part / names[0]).exists)
-        shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
-        patiently(os.rename, part, folder)
-
-
-def fetch(name: str, part: Path) -> None:
-    """Download one file of the records. Raises UserError if asking again cannot help."""
-    # Xet, the library's other way to download, hangs behind some firewalls
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils.logging import set_verbosity_error
-
-    set_verbosity_error()  # it also retries by itself, with three lines each time
-    try:
-        hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=part)
-    except Exception as error:
-        reason: Any = error.__cause__ or error  # the library's own may say only that it failed
-        if is_refused(reason):
-            raise UserError(f"{name}: {one_line(reason)}") from None
-        raise reason from None
 
 
 def is_begun(folder: Path) -> bool:

@@ -215,7 +215,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def send_file(self, name: str, content: bytes) -> None:
         if not self.headers.get("Range"):
-            self.answer(200, content, ETag='"etag"')
+            self.answer(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
         elif Hub.allowed.get(name) == 0:
             self.answer(410)
         else:
@@ -227,8 +227,11 @@ class Hub(BaseHTTPRequestHandler):
                 return
             if trouble == "slow":
                 time.sleep(3)
-            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            begin, _, end = self.headers["Range"].removeprefix("bytes=").partition("-")
+            first, last = int(begin), int(end or len(content))
             part = content[first : last + 1]
+            if trouble == "spoil":
+                part = b"?" + part[1:]
             where = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
             if trouble == "break":
                 self.send_response(206)

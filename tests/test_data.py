@@ -4,6 +4,7 @@ that do not answer.
 """
 
 import builtins
+import filecmp
 import json
 import os
 import pickle
@@ -20,12 +21,22 @@ import torch
 from documents import Hub, serve_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import assert_same_run, finish, flags, run, start, train, write_tokens
+from program import (
+    ROOT,
+    assert_same_run,
+    finish,
+    flags,
+    refused,
+    run,
+    start,
+    train,
+    write_tokens,
+)
 
-from common.console import UserError
+from common.console import Unreachable, UserError
 from configurator import Config
+from data.download import download
 from data.loader import ShuffledWindows, eval_batches, to_batch
-from data.missing import download
 from data.shards import ShardTokens, check_dataset, open_dataset, open_shard
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
@@ -315,24 +326,64 @@ def test_a_run_in_the_order_of_the_shards_refuses_a_missing_one_too(tmp_path):
     assert "get fineweb_train_000002.bin" in refusal_of(tmp_path, stream=True)
 
 
-def test_downloads_all_the_records_or_none(tmp_path, monkeypatch):
-    """Let the hub lack the last file at first. The second call fetches only that one."""
-    source, folder = write_tokens(tmp_path / "hub", [99] * 19, [99]), tmp_path / "fineweb_records"
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Serve small records, with no pause before a retry. Returns their folder."""
+    source = write_tokens(tmp_path / "hub", [99] * 20, [99])
     for path in [*source.glob("*.bin")]:
         path.rename(source / f"fineweb_{path.name}")
     with serve_hub(source, inside="") as address:
         url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
-        last = {name: Hub.files.pop(name) for name in ["fineweb_train_000019.bin"]}
-        with pytest.raises(UserError, match="000019.bin: .*404 Not Found"):
-            download(folder, 10**9)
-        assert not folder.exists()
-        monkeypatch.setattr(Hub, "files", last)
-        download(folder, 10**9)
-    assert {path.name for path in folder.iterdir()} == {p.name for p in source.glob("*.bin")}
-    monkeypatch.setattr("data.missing.SHARD_BYTES", 10**15)
-    with pytest.raises(UserError, match="needs 104,000,000.00 GB of disk"):  # all 10B tokens
-        download(tmp_path / "more", 3 * 10**9)
+        monkeypatch.setattr("data.text.PAUSES", (0, 0))
+        monkeypatch.setattr("data.download.PIECE", 500)  # of 1,222 bytes
+        yield source
+
+
+def test_downloads_all_the_records_or_none(hub, tmp_path):
+    """Let the hub lack the last file at first. The second call fetches only that one."""
+    folder = tmp_path / "fineweb_records"
+    last = {name: Hub.files.pop(name) for name in ["fineweb_train_000020.bin"]}
+    Hub.troubles = {2: "break", 3: "break", 5: 503, 7: "spoil"}
+    with pytest.raises(UserError, match="000020.bin: .*404"):
+        [*download(folder, 10**9)]
+    assert not folder.exists()
+    Hub.files = last
+    [*download(folder, 10**9)]
+    names = [path.name for path in hub.glob("*.bin")]
+    assert filecmp.cmpfiles(hub, folder, names, shallow=False)[0] == names
+    assert Hub.ranges == 25  # only the spoilt file began twice
+    assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
+
+
+@pytest.mark.parametrize(
+    "trouble, words", {503: "503.*network", "spoil": "SHA-256", "break": "closed"}.items()
+)
+def test_a_download_that_does_not_work_ends_with_one_line(trouble, words, hub, tmp_path):
+    Hub.troubles = dict.fromkeys(range(2, 99), trouble)
+    with pytest.raises(Unreachable, match=f"000001.bin: .*{words}"):
+        [*download(tmp_path / "fineweb_records", 10**9)]
+    assert os.listdir(tmp_path / "fineweb_records.part") == ["fineweb_val_000000.bin"]
+
+
+def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.download.SHARD_BYTES", 10**15)
+    for tokens, gb in [(1, 21), (2.1e9, 22), (9e10, 104)]:
+        with pytest.raises(Unreachable, match=f"needs {gb},000,000.00 GB of disk"):
+            [*download(tmp_path / "fineweb_records", int(tokens))]
+
+
+def test_a_run_without_a_network_ends_at_once_and_may_be_started_again(tmp_path, monkeypatch):
+    """A link to a disk that is not there is refused, so that its data do not go to another disk."""
+    monkeypatch.chdir(tmp_path)
+    url = "http://127.0.0.1:1/{repo_id}/{revision}/{filename}"  # nobody listens
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
+    command = ["train.py", f"{ROOT}/config/fast124m.py", "--device=cpu", "--compile=False"]
+    result = run(*command)
+    assert result.code == 1 and "check the network" in result.err.splitlines()[-1], result
+    folder = Path("data/fineweb_records")
+    folder.symlink_to(tmp_path / "unmounted", target_is_directory=True)
+    refused(run(*command), "is its disk mounted")
 
 
 def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, capsys):

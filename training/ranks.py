@@ -14,8 +14,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +27,8 @@ from common.console import Unreachable, UserError, explain_errors, print_err
 from configurator import launched
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
-# For all other collectives. The ranks wait in one while rank 0 downloads a dataset, for example.
-HOST_TIMEOUT = timedelta(hours=12)
+# For all other collectives. The ranks wait in one while rank 0 downloads weights, for example.
+HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
 SLOW_START = 10.0  # seconds before a line says what this process is waiting for
 # NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
@@ -156,15 +157,18 @@ class Ranks:
         self.on_main(lambda: mine.append(function(*args)))
         return mine[0] if self.is_main else function(*args)
 
-    def machine_first(self, function: Callable[..., Any], *args) -> None:
+    def machine_first(self, steps: Iterator) -> None:
         """
-        Call function(*args) on rank 0, and then on one rank of each other machine, which may share
-        its files. Returns on every rank when all are done. An error ends all ranks.
+        Run a generator on rank 0, and then on one rank of each other machine, which may share its
+        files. The ranks meet after every step, so all of them together may take longer than a
+        collective may. An error ends all ranks.
         """
-        self.on_main(function, *args)
-        if self.local_rank == 0 and not self.is_main:
-            function(*args)
-        self.gather(None)
+        while self.on_main(lambda: [*islice(steps, 1)]):
+            pass
+        if self.local_rank > 0:
+            steps = iter(())
+        while any(self.gather([*islice(steps, 1)])):
+            pass
 
     def fail(self, line: str) -> NoReturn:
         """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""

@@ -149,7 +149,7 @@ def test_the_notebooks_cells_run_in_order_in_a_fresh_folder(fresh_folder, monkey
 @pytest.mark.slow
 def test_the_night_on_two_gpus_continues_in_a_second_session(fresh_folder, monkeypatch):
     """Replace the GPUs with two processes on the CPU, and the download with small shards."""
-    for path in write_tokens(fresh_folder / "shards", [3000] * 19, [3000]).glob("*.bin"):
+    for path in write_tokens(fresh_folder / "shards", [3000] * 20, [3000]).glob("*.bin"):
         path.rename(path.with_name(f"fineweb_{path.name}"))
     changed(fresh_folder / "nightshift", {})
     monkeypatch.chdir(fresh_folder / "nightshift")

@@ -109,6 +109,28 @@ def assert_same_numbers(left: Path, ran: Run) -> None:
             assert ran.column(kind, name)[: len(iterations)] == expected
 
 
+# Each rank is the first one of its machine.
+LONG = """
+import os, sys, time
+from datetime import timedelta
+from training import ranks
+os.environ["LOCAL_RANK"] = "0"
+ranks.HOST_TIMEOUT = timedelta(seconds=4)
+def steps():
+    for _ in range(6):
+        yield time.sleep(1)
+    print("has its files", file=sys.stderr)
+ranks.Ranks().machine_first(steps())
+ranks.end_process(0)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_steps_that_together_take_longer_than_a_collective_may():
+    for result in finish_ranks(start_ranks(2, script=("-c", LONG))):
+        assert result.code == 0 and "has its files" in result.err, result
+
+
 # -----------------------------------------------------------------------------
 # The same training
 
