@@ -31,7 +31,7 @@ min_lr = 0.0
 lr_floor = 0.2
 
 eval_interval = 125
-eval_tokens = 32768
+eval_tokens = 131072  # half of the validation split: its first files are harder than the rest
 log_interval = 10
 sample_tokens = 300
 keep_checkpoints = 1
