@@ -227,12 +227,12 @@ def missed_best(out_dir: Path) -> Path | None:
     Return the best checkpoint of the run in out_dir, if it is there and best.pt holds another or is
     missing: a kill, a full disk or somebody's copy came between. Otherwise return None.
     """
-    for newest in list_checkpoints(out_dir)[-1:]:
-        path = checkpoint_path(out_dir, progress_in(newest).get("best_iter", -1))
-        best = progress_in(path)
-        if best and best != progress_in(out_dir / "best.pt"):
-            return path
-    return None
+    paths = list_checkpoints(out_dir)
+    if not paths:
+        return None
+    path = checkpoint_path(out_dir, progress_in(paths[-1]).get("best_iter", -1))
+    best = progress_in(path)
+    return path if best and best != progress_in(out_dir / "best.pt") else None
 
 
 def link_best(out_dir: Path) -> None:
@@ -422,9 +422,11 @@ class Saver:
         Delete old checkpoints. Keeps the newest `keep`, and also the best one if best.pt could not
         be linked to it.
         """
-        for path in list_checkpoints(self.out_dir)[:-keep]:
+        old = list_checkpoints(self.out_dir)[:-keep]
+        best = missed_best(self.out_dir) if old else None
+        for path in old:
             try:
-                if path != missed_best(self.out_dir):
+                if path != best:
                     patiently(path.unlink, True)  # True: missing_ok
             except PermissionError as error:  # on Windows, if another program has it open
                 warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")

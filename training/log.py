@@ -88,10 +88,11 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, resumed: dict | None, weights: dict | None) -> None:
+    def begin(self, resumed: dict | None, weights: dict | None, chosen: str) -> None:
         """
         Start the tracker, describe the run, and warn about likely mistakes. `resumed` is the
-        checkpoint and `weights` the weights from which it starts, if any.
+        checkpoint and `weights` the weights from which it starts, if any; `chosen` says why the run
+        has its micro-batch, if it took one that fits.
         """
         c = self.config
         self.start_tracker(is_new=not resumed)
@@ -104,7 +105,7 @@ class Log:
             self.hw.line(),
             describe(self.model, self.data.vocab),
             self.data.line(),
-            batch_line(c),
+            batch_line(c) + chosen,
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.ranks.is_main:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +29,7 @@ TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averagi
 # For all other collectives. The ranks wait in one while rank 0 downloads weights, for example.
 HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
+DONE = object()  # what next() returns at the end of a generator
 SLOW_START = 10.0  # seconds before a line says what this process is waiting for
 # NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
 # in Docker, whose shared memory is only 64 MB by default.
@@ -161,13 +161,17 @@ class Ranks:
         """
         Run a generator on rank 0, and then on one rank of each other machine, which may share its
         files. The ranks meet after every step, so all of them together may take longer than a
-        collective may. An error ends all ranks.
+        collective may. An error on rank 0 ends all ranks, as in on_main.
         """
-        while self.on_main(lambda: [*islice(steps, 1)]):
+
+        def step() -> bool:
+            return next(steps, DONE) is not DONE
+
+        while self.on_main(step):
             pass
         if self.local_rank > 0:
             steps = iter(())
-        while any(self.gather([*islice(steps, 1)])):
+        while any(self.gather(step())):
             pass
 
     def fail(self, line: str) -> NoReturn:
