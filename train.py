@@ -829,7 +829,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     measures: dict[str, Callable[[GPT], float]] = {}
     check_names(splits, measures, ranks)
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
-    c = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # the micro-batch that fits
+    c, fitted = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # the micro-batch that fits
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
@@ -854,7 +854,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     saver.claim(resumed)
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model, optimizer, progress, saver)
-    log.begin(resumed, loaded)  # also starts the tracker
+    log.begin(resumed, loaded, fitted)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)

@@ -179,7 +179,7 @@ def test_a_files_batch_size_is_a_maximum(gib, free, processes, argv, saved, take
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", None, None, compiles=True)
     ranks = SimpleNamespace(world_size=processes, max=lambda *values: values)
-    c = fit_run(c, 50257, hw, ranks, resumed, None)
+    c, _ = fit_run(c, 50257, hw, ranks, resumed, None)
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
     assert c.eval_size == asked.eval_size
@@ -190,7 +190,8 @@ def test_the_gpu_with_the_least_free_memory_decides(monkeypatch):
     c, _ = resolve(read_config([f"{ROOT}/config/fast124m.py"]), 2)
     hw = Hardware(torch.device("cuda"), torch.bfloat16, "", None, None, compiles=True)
     ranks = SimpleNamespace(world_size=2, max=lambda *values: [-6.2 * GIB, -8 * GIB])
-    assert fit_run(c, 50257, hw, ranks, None, None).batch_size == 4
+    c, lines = fit_run(c, 50257, hw, ranks, None, None)
+    assert c.batch_size == 4 and len(lines) == 1
 
 
 # -----------------------------------------------------------------------------

@@ -88,10 +88,11 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, resumed: dict | None, weights: dict | None) -> None:
+    def begin(self, resumed: dict | None, weights: dict | None, fitted: list[str]) -> None:
         """
         Start the tracker, describe the run, and warn about likely mistakes. `resumed` is the
-        checkpoint and `weights` the weights from which it starts, if any.
+        checkpoint and `weights` the weights from which it starts, if any. `fitted` are fit_run()'s
+        lines about the micro-batch.
         """
         c = self.config
         self.start_tracker(is_new=not resumed)
@@ -105,6 +106,7 @@ class Log:
             describe(self.model, self.data.vocab),
             self.data.line(),
             batch_line(c),
+            *fitted,
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.ranks.is_main:

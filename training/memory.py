@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from common.console import say, warn
+from common.console import warn
 from configurator import MICRO_BATCH, Config, micro_batches, with_batch
 from model import GPT, GPTConfig
 from model_fast import MOST_CHUNKS, FastConfig, FastGPT, build_model, model_config
@@ -219,25 +219,26 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
 
 def fit_run(
     c: Config, vocab: int, hw: Hardware, ranks: Ranks, resumed: dict | None, weights: dict | None
-) -> Config:
+) -> tuple[Config, list[str]]:
     """
-    Return the run's config with the micro-batch that it takes, if batch_size is a maximum. The GPU
-    with the least free memory decides for all ranks. A resumed run keeps its micro-batch, unless
-    that does not fit even an idle GPU; with deterministic, free memory decides nothing.
+    Choose the run's micro-batch, if batch_size is a maximum. Returns the config with it, and a line
+    for the log if a micro-batch was chosen here. The GPU with the least free memory decides for all
+    ranks. A resumed run keeps its micro-batch, unless that would not fit even an idle GPU. With
+    deterministic, a GPU takes the maximum, because free memory may differ in the next run.
     """
     is_gpu = hw.device.type == "cuda"
     if not c.batch_is_maximum or (c.deterministic and is_gpu) or (resumed and not is_gpu):
-        return c
+        return c, []
     sizes = torch.cuda.mem_get_info(hw.device) if is_gpu else (0, 0)
     free, total = (-most for most in ranks.max(*(-size for size in sizes)))
     model = model_config(c, vocab, flash=hw.flash(c), compiled=hw.compiles, weights=weights)
     if resumed and memory_needed(c, model, hw.dtype_name, c.batch_size) <= USABLE_MEMORY * total:
-        return c
+        return c, []
     memory = min(USABLE_MEMORY * free, CHOSEN_MEMORY * total)
     size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
-    say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
-    return with_batch(c, size, c.iter_sequences)
+    line = f"batch_size: {size} of at most {c.batch_size} sequences, {limit}"
+    return with_batch(c, size, c.iter_sequences), [line]
 
 
 # -----------------------------------------------------------------------------
