@@ -114,7 +114,7 @@ class Log:
             if self.train_tokens and not c.by_clock and c.max_iters != UNREACHED:
                 warn_of_epochs(self.last_tokens() / self.train_tokens)
             if unused := unused_weights(self.model.config):
-                hint = "use or freeze such weights, or several ranks will fail"
+                hint = "use or freeze these weights, or training on several GPUs will fail"
                 warn(f"model: no gradient reaches {', '.join(unused)}; {hint}")
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")

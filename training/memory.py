@@ -31,8 +31,8 @@ FRAGMENTATION = 0.06 if WINDOWS_DRIVER else 0.01
 # reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).
 USABLE_MEMORY = 0.9
 # The fraction of a GPU's memory that a run fills if it chooses its micro-batch. A browser or a game
-# that is opened later must not end a night: on 12 GB, 8 sequences leave 5 GiB and 16 leave 2.3, and
-# nobody has measured that 16 is faster there.
+# that is opened later must not end the run. On 12 GB, the fast recipe leaves 5 GiB with 8 sequences
+# and 2.3 GiB with 16, and nobody has measured that 16 is faster there.
 CHOSEN_MEMORY = 0.75
 # A block's two dropout masks, per token and channel. Compiled code keeps none and draws them again.
 DROPOUT_BYTES = 2
@@ -208,9 +208,9 @@ def fitting_batch(
 
 def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> int:
     """
-    Return the micro-batch that a run takes of its maximum, batch_size, if it may fill this many
-    bytes of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. One sequence is taken
-    even if it does not fit, because the estimate may be too high.
+    Return the largest micro-batch, up to batch_size, with which a run takes at most `memory` bytes
+    of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. Returns 1 even if one
+    sequence does not fit, because the estimate may be too high.
     """
     most = c.batch_size if memory else min(c.batch_size, MICRO_BATCH)
     sizes = micro_batches(c.iter_sequences, processes, most)
