@@ -485,14 +485,12 @@ def count_micro_batches(
     elif c.tokens_per_iter:
         accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
     if accum % world_size:
-        hint = f"use a multiple of {world_size}"
+        key, hint = "gradient_accumulation_steps", f"use a multiple of {world_size}"
         if c.tokens_per_iter:
             tokens = max(1, round(accum / world_size)) * world_size * micro_batch
-            hint = f"use --tokens_per_iter={tokens}"
-        return accum, [
-            f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
-            f"{world_size} processes (WORLD_SIZE); {hint}"
-        ]
+            key, hint = "tokens_per_iter", f"use --tokens_per_iter={tokens}"
+        among = f"among {world_size} processes (WORLD_SIZE)"
+        return accum, [f"{key}: {accum} micro-batches cannot be divided {among}; {hint}"]
     return accum, []
 
 
