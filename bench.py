@@ -158,7 +158,7 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
         values["log_interval"] = min(config.log_interval, every)
         if config.batch_is_maximum:
-            values["tokens_per_iter"] = config.iter_tokens  # so that it is one in the run too
+            values["tokens_per_iter"] = config.iter_tokens  # keeps batch_size a maximum in the run
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
         file = Path(folder, "config.py")
@@ -310,8 +310,8 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
     """
     Measure CONFIG with the flags of each row, a pair of name and flags, and return what --json
     writes: in each row, `gain` is the speedup over the row above, `total_gain` over the first row.
-    A row that ran out of memory has no speed, and is passed over. Prints the table, even after
-    Ctrl-C, SIGTERM or an error.
+    A row that ran out of memory has no speed, and no row's gain refers to it. Prints the table,
+    even after Ctrl-C, SIGTERM or an error.
     """
     configs = [load_config([*options.keys, *flags.split()]) for _, flags in rows]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -335,7 +335,7 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
                 row |= measure(config, options.seconds)
                 peaks[kind] = row["machine"]["peak_tflops"]
                 rates.append(row["tokens_per_sec"])
-                above = rates[-2:][0]  # in the first row, its own
+                above = rates[-2:][0]  # the first row's gain is 1
                 row |= dict(gain=rates[-1] / above, total_gain=rates[-1] / rates[0])
                 say(f"{rates[-1]:,.0f} tokens/s")
             except OutOfMemory:

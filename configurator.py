@@ -43,8 +43,9 @@ from common.files import read_text
 MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
-# The largest micro-batch that a run without CUDA chooses. tokens_per_iter is rounded to as many
-# sequences per process, so that the iterations of all GPUs and CPUs are the same.
+# The largest micro-batch that a run without CUDA chooses. Where batch_size is a maximum,
+# tokens_per_iter is rounded to a multiple of this many sequences per process, so that an iteration
+# has the same tokens on every GPU and CPU.
 MICRO_BATCH = 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
@@ -190,7 +191,8 @@ AT_LEAST_1 = """
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
-# Keys that nothing reads unless another key has this value. A file may set them, a flag may not
+# Keys that nothing reads unless another key has this value. A file may set them anyway; a flag with
+# a value other than the default is refused
 ONLY_WITH = dict(
     head_lr=("optimizer", "muon"),
     muon_momentum=("optimizer", "muon"),
@@ -428,7 +430,7 @@ def resolve(
     problems = check_model(c)
 
     most = unit = c.batch_size
-    if c.batch_is_maximum:  # count smaller micro-batches; then join as many as the maximum allows
+    if c.batch_is_maximum:  # count in small micro-batches, then join as many as the maximum allows
         unit = min(most, MICRO_BATCH)
         if saved:  # a resumed run keeps its micro-batch
             most, unit = min(most, saved["batch_size"]), math.gcd(saved["batch_size"], MICRO_BATCH)
@@ -483,14 +485,12 @@ def count_micro_batches(
     elif c.tokens_per_iter:
         accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
     if accum % world_size:
-        hint = f"use a multiple of {world_size}"
+        key, hint = "gradient_accumulation_steps", f"use a multiple of {world_size}"
         if c.tokens_per_iter:
             tokens = max(1, round(accum / world_size)) * world_size * micro_batch
-            hint = f"use --tokens_per_iter={tokens}"
-        return accum, [
-            f"gradient_accumulation_steps: {accum} micro-batches cannot be divided among "
-            f"{world_size} processes (WORLD_SIZE); {hint}"
-        ]
+            key, hint = "tokens_per_iter", f"use --tokens_per_iter={tokens}"
+        among = f"among {world_size} processes (WORLD_SIZE)"
+        return accum, [f"{key}: {accum} micro-batches cannot be divided {among}; {hint}"]
     return accum, []
 
 

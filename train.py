@@ -76,9 +76,9 @@ from training.speed import describe
 
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
-# the dtype unless the command sets them, and the tokens per iteration if batch_size is a flag but
-# neither tokens_per_iter nor gradient_accumulation_steps is. Other keys take the command's values,
-# or their defaults
+# the dtype unless the command sets them, the micro-batch if batch_size is a maximum, and the tokens
+# per iteration if batch_size is a flag but neither tokens_per_iter nor gradient_accumulation_steps
+# is. Other keys take the command's values, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before it has timed any
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
@@ -87,7 +87,7 @@ MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 m
 FEW_SKIPS = 3  # skips in a row that forbid a save; float16 makes one or two now and then
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
-# here also needs a line in why_stop(), is_done() and say_done()
+# here also needs a line in why_stop() and is_done()
 COMPLETE = ("max_iters", "hours")
 
 
@@ -612,7 +612,7 @@ def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) ->
             number = function(model)
             # a tensor or numpy array of one number, such as np.array([0.25]), has item()
             return float(number.item() if hasattr(number, "item") else number)
-    except (Exception, SystemExit) as error:  # evaluators of the command line call sys.exit()
+    except (Exception, SystemExit) as error:  # command-line evaluators call sys.exit()
         warn(f"measures: {name} failed ({one_line(error)}); continuing without this number")
         return math.nan
     finally:
@@ -634,8 +634,9 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
     why the run must stop.
     """
     counts = []
-    # One tensor, made before the loop. On a CPU, a small tensor per micro-batch would lie between
-    # the freed logits, and memory would grow by gigabytes (see keep_freed_memory in hardware.py)
+    # Allocate one tensor before the loop. On a CPU, a small tensor per micro-batch would lie
+    # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
+    # hardware.py)
     means = torch.empty(len(micro_batches), device=hw.device)
     for n, (x, y) in enumerate(micro_batches):  # as many on every rank, as agree() requires
         with hw.autocast():
@@ -824,12 +825,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
     keep_awake()
-    data = open_data(c, resumed, loaded, ranks)  # may download it
+    data = open_data(c, resumed, loaded, ranks)  # may download the tokens first
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     check_names(splits, measures, ranks)
     hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
-    c, chosen = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # the micro-batch that fits
+    c, fitted = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # the micro-batch that fits
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
@@ -854,7 +855,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     saver.claim(resumed)
     clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model, optimizer, progress, saver)
-    log.begin(resumed, loaded, chosen)  # also starts the tracker
+    log.begin(resumed, loaded, fitted)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
@@ -865,7 +866,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         clock.lap("start-up")  # book the seconds since the last lap
         compile_or_end(model, c, data.vocab, hw, ranks)
         clock.lap("compile")
-    # From here on, an error that ends a resume has exit code 1, and a script may start it again
+    # From here on, an error ends a resume with exit code 1, so that a script may launch it again
     launch.is_running = launch.is_resume
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
@@ -981,7 +982,7 @@ def error_code(error: UserError | OSError) -> int:
     script may launch the run again, because a disk, a network or a GPU may recover by itself.
     """
     may_come_back = launch.is_resume and isinstance(error, OSError | Unreachable)
-    has_begun = launch.is_running or isinstance(error, RunError)  # a download
+    has_begun = launch.is_running or isinstance(error, RunError)  # RunError: a download failed
     return 1 if has_begun or may_come_back else 2
 
 

@@ -1,7 +1,7 @@
 """
-Set the environment variables that libraries read as they load, and say in one line if torch is
-missing. Scripts import this module first. A variable that the user has set keeps its value.
-hardware.set_up() sets two more, which depend on the configuration.
+Set the environment variables that libraries read as they load, and end a script with one line if
+torch, numpy or tqdm is missing. Scripts import this module first. A variable that the user has set
+keeps its value. hardware.set_up() sets two more, which depend on the configuration.
 """
 
 import importlib.metadata
@@ -77,7 +77,10 @@ def torch_version() -> tuple[int, int]:
 
 
 def explain_missing_package(kind: type, error: BaseException, trace) -> None:
-    """Print one line, as sys.excepthook, if this Python has not the packages to start a script."""
+    """
+    Print one line if this Python lacks a package without which no script starts. Takes the place of
+    sys.excepthook, so other errors keep their traceback.
+    """
     name = getattr(error, "name", None)
     if kind is not ModuleNotFoundError or name not in ("torch", "numpy", "tqdm"):
         return sys.__excepthook__(kind, error, trace)

@@ -80,8 +80,9 @@ class WrongBytes(Exception):
 
 def fetch(name: str, folder: Path, is_begun: bool) -> Iterator[int]:
     """
-    Download a file, which appears once it is complete and has the hub's SHA-256. Yields the bytes
-    of each piece. Raises UserError and Unreachable.
+    Download a file, which appears once it is complete and has the hub's SHA-256. If the SHA-256
+    differs, download it once more. Yields each piece's size in bytes. Raises UserError and
+    Unreachable.
     """
     url, path = hf_hub_url(REPOSITORY, name, repo_type="dataset"), folder / name
     try:
@@ -102,8 +103,8 @@ def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
     """
     Yield a hub file's bytes in pieces. If the network fails, wait and then continue at the same
     byte. Raises UserError, WrongBytes at the end, and Unreachable after an hour of waiting. Before
-    the first piece of the first file (`is_begun` is False), waits half a minute if the hub answers
-    with an error, and not at all if nobody answers.
+    the first piece of the first file (`is_begun` is False), gives up after half a minute if the hub
+    answers with an error, and at once if nobody answers.
     """
     digest = hashlib.sha256()
     received = failures = 0
@@ -122,10 +123,10 @@ def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
             break
         except Exception as error:
             problem = f"{url}: {one_line(error)}"
+            hint = "docs/fast_recipe.md says how to get the files on another machine"
             if is_refused(error):
-                raise UserError(problem) from None
+                raise UserError(f"{problem}; {hint}") from None
             if not is_begun and not hasattr(error, "response"):
-                hint = "docs/fast_recipe.md says how to get the files on another machine"
                 raise Unreachable(f"{problem}; check the network; {hint}") from None
             wait_or_raise(url, error, failures, is_begun)
             failures += 1

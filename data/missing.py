@@ -34,9 +34,9 @@ DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py do
 
 def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
     """
-    Make the dataset that this key names if it is the quickstart's, download the fast recipe's, or
-    raise Unreachable if another is missing, with the commands that get or make it. Yields while
-    it downloads, at least every 20 minutes, so that other ranks can wait for longer than an hour.
+    If the dataset that this key names is missing, make it if it is the quickstart's, download it if
+    it is the fast recipe's, or else raise Unreachable with the commands that get or make it. Yields
+    at least every 20 minutes of a download, so that other ranks can wait for longer than an hour.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
@@ -51,7 +51,7 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
     elif folder.is_symlink() and not folder.exists():
         raise Unreachable(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     elif name == DOWNLOADED_ON_DEMAND and not folder.is_dir():
-        # Imported here, because training on shards that are there needs none of its packages
+        # imported lazily, because training on prepared shards needs none of its packages
         from data.download import download
 
         began = time.monotonic()
@@ -97,7 +97,7 @@ def explanation(config: Config, key: str, folder: Path) -> str:
 
 def both_commands(name: str, folder: Path, tokens: int) -> str:
     """Return how to train on a folder while it is being prepared, for the end of a message."""
-    how = "prepare shards in one terminal, and after the first one train in another"
+    how = "prepare shards in one terminal, and train in another a few minutes later"
     flags = ["data/prepare_fineweb.py", f"--tokens={count(min(tokens, MOST_TOKENS))}"]
     stream = ["--stream=True"]
     if Path(name).exists():  # files of text, whose validation text is spread over all of them

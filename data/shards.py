@@ -28,8 +28,8 @@ SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
 NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
-PROBE = 1024  # so many tokens in a row are all 0 only where a download has left a hole
-PROBE_EVERY = 2**21  # tokens: 4 MB, so 50 short reads for a shard of 100M tokens
+PROBE = 1024  # this many tokens in a row are all 0 only where a download has left a hole
+PROBE_EVERY = 2**21  # tokens from one probe to the next: 50 short reads for a shard of 100M tokens
 
 # -----------------------------------------------------------------------------
 # Shards
@@ -262,7 +262,7 @@ def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
         if not data.manifest:
             check_numbers(held.shards)
     known = data.val
-    if stream:  # A resume must find the same, whatever has been added.
+    if stream:  # A resume must find the same fingerprints, however many shards were added.
         needed = bisect.bisect_right(data.val.ends, eval_tokens) + 1
         data.train = ShardTokens(data.train.shards[:1], data.vocab)
         data.val = ShardTokens(data.val.shards[:needed], data.vocab)
@@ -298,8 +298,9 @@ def check_ends(shard: Shard, ends: np.ndarray, seen: dict[bytes, str]) -> None:
 
 def find_hole(shard: Shard, split: ShardTokens, end: int) -> list[str]:
     """
-    Return the problem, if there is one, that a part of a shard was not downloaded: a program that
-    loads several parts at once begins with a file of zeros. `end` is the shard's end in `split`.
+    Return a list with the problem if a part of a shard was not downloaded, else an empty list.
+    Programs that download several parts at once begin with a file of zeros. `end` is the shard's
+    end in `split`.
     """
     starts = [*range(end - shard.tokens, end - PROBE, PROBE_EVERY), end - PROBE]
     empty = ~split.read_windows(starts, PROBE).any(axis=1)

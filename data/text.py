@@ -47,8 +47,8 @@ PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 FIRST_PAUSES = PAUSES[:3]  # before a folder is begun, while somebody is waiting at the keyboard
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # all but tab, newline and page break
 MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
-# Characters of one document that are held out at once: short, to take from many places, but longer
-# than most web pages, so that these are held out whole.
+# The characters that one document gives to validation: few, so that many documents give some, but
+# more than most web pages have, so that these are held out whole.
 HELD_OUT_PIECE = 20_000
 MOST_HELD_OUT = 50_000_000  # characters; about 11M GPT-2 tokens
 
@@ -56,7 +56,7 @@ MOST_HELD_OUT = 50_000_000  # characters; about 11M GPT-2 tokens
 class Place(NamedTuple):
     """
     Locate a row in the order of reading: how many row groups, and how many rows of the next one,
-    come before it. divide() adds how many characters it has read, and held out of them.
+    come before it. divide() also notes how many characters it has read and held out before that.
     """
 
     group: int = 0
@@ -358,13 +358,13 @@ def divide(
     source: Source, begin: Place, fraction: float, piece: float, most: float = math.inf
 ) -> Iterator[Document]:
     """
-    Turn the rows from a place on into documents, and hold out about `fraction` of the text, spread
-    evenly over it, for validation, until validation has `most` characters. What is held out depends
-    only on the text before it.
+    Turn the rows from a place on into documents. Hold out about `fraction` of the text for
+    validation, spread evenly over the text, until validation has `most` characters. What is held
+    out depends only on the text before it.
 
-    A document is held out when validation has no more than `fraction` of the text before it: its
-    last `piece` characters, or all of a shorter one. So the first document always is. A document so
-    long that validation then lacks more than a piece gives all of that.
+    If validation has at most `fraction` of the text before a document, as it has before the first,
+    that document gives its last `piece` characters, or all of them if it is shorter. If validation
+    lacks more than a piece after a very long document, the document gives all that is lacking.
     """
     read, held = begin.read, begin.held
     for after, text in source.rows(begin):

@@ -311,9 +311,9 @@ class Encoded(NamedTuple):
 
 def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     """
-    Write the shards that follow the finished ones. finish() lists the last ones in manifest.json,
-    so that a folder with more tokens continues after full shards only. Raises UserError and
-    RunError.
+    Write the shards that follow the finished ones. The last ones may be short. Only finish() lists
+    these in manifest.json, so that an unfinished folder that is continued with more --tokens has no
+    short shard in its middle. Raises UserError and RunError.
     """
     totals = tokens_of(manifest)
     most = plan.train_tokens or 2**63

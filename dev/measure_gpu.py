@@ -110,9 +110,9 @@ def rows(options: argparse.Namespace, device: str, work: Path) -> dict[str, tupl
         # the rows below do not fit into ten minutes
         "real_shapes": (420, [*pytest, REAL_SHAPES]),
         "gpu_tests": (420, [*pytest, f"not ({EXACT} or {REAL_SHAPES})"]),
-        "compiled_sweep": (600, bench(*classic, *batches)),
+        "compiled_batches": (600, bench(*classic, *batches)),
         "plan": (120, bench("plan", *classic)),
-        "sweep": (300, bench(*classic, "--compile=False", *batches)),
+        "batches": (300, bench(*classic, "--compile=False", *batches)),
     }
 
 

@@ -128,7 +128,7 @@ def read_csv(file: Path) -> list[dict]:
     facts = {}
     for line in lines:
         if fact := re.fullmatch(r"# (\w+) = (.+)", line):
-            with contextlib.suppress(ValueError, SyntaxError):  # a remark, such as a date
+            with contextlib.suppress(ValueError, SyntaxError):  # skip remarks, such as a date
                 facts[fact[1]] = ast.literal_eval(fact[2])
     records = [dict(facts, kind="start", program=PUBLISHED, config=facts)]
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):

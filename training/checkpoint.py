@@ -224,8 +224,8 @@ def progress_in(path: Path) -> dict:
 
 def missed_best(out_dir: Path) -> Path | None:
     """
-    Return the best checkpoint of the run in out_dir, if it is there and best.pt holds another or is
-    missing: a kill, a full disk or somebody's copy came between. Otherwise return None.
+    Return the best checkpoint of the run in out_dir, if it is still there and best.pt is missing or
+    holds another one, for example after a kill or on a full disk. Otherwise return None.
     """
     paths = list_checkpoints(out_dir)
     if not paths:
@@ -247,7 +247,7 @@ def link_best(out_dir: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            best.unlink(missing_ok=True)  # it is older; without hard links, a copy needs its room
+            best.unlink(missing_ok=True)  # without hard links, the copy needs the old one's room
             link(path, best)
     except OSError as error:
         hint = f"{path} is kept, and the next save or launch tries again"
@@ -256,7 +256,7 @@ def link_best(out_dir: Path) -> None:
 
 def finish(out_dir: Path) -> None:
     """Link best.pt and delete temporary files if a kill came at the end of a finished run."""
-    # while another run writes there, or if the folder is read-only, leave it as it is
+    # leave the folder as it is while another run writes there, or if it is read-only
     with contextlib.suppress(OSError), open(out_dir / "lock", "ab") as lock:
         if try_lock(lock):
             remove_temporaries(out_dir, *TEMPORARIES)

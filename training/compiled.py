@@ -99,7 +99,8 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
         return reason_of(error)
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
-    headers = Path(default_cache_dir(), "precompiled_headers")  # here, whatever CACHE says
+    # torch keeps precompiled headers in the default folder, even if CACHE names another
+    headers = Path(default_cache_dir(), "precompiled_headers")
     folders = [Path(os.environ.get(CACHE) or headers.parent), headers]
     used = [str(folder) for folder in folders if any(folder.glob("*"))]
     try:

@@ -88,11 +88,11 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, resumed: dict | None, weights: dict | None, chosen: str) -> None:
+    def begin(self, resumed: dict | None, weights: dict | None, fitted: list[str]) -> None:
         """
         Start the tracker, describe the run, and warn about likely mistakes. `resumed` is the
-        checkpoint and `weights` the weights from which it starts, if any; `chosen` says why the run
-        has its micro-batch, if it took one that fits.
+        checkpoint and `weights` the weights from which it starts, if any. `fitted` are fit_run()'s
+        lines about the micro-batch.
         """
         c = self.config
         self.start_tracker(is_new=not resumed)
@@ -105,7 +105,8 @@ class Log:
             self.hw.line(),
             describe(self.model, self.data.vocab),
             self.data.line(),
-            batch_line(c) + chosen,
+            batch_line(c),
+            *fitted,
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.ranks.is_main:
@@ -113,7 +114,7 @@ class Log:
             if self.train_tokens and not c.by_clock and c.max_iters != UNREACHED:
                 warn_of_epochs(self.last_tokens() / self.train_tokens)
             if unused := unused_weights(self.model.config):
-                hint = "use or freeze such weights, or several ranks will fail"
+                hint = "use or freeze these weights, or training on several GPUs will fail"
                 warn(f"model: no gradient reaches {', '.join(unused)}; {hint}")
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")

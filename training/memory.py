@@ -31,8 +31,8 @@ FRAGMENTATION = 0.06 if WINDOWS_DRIVER else 0.01
 # reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).
 USABLE_MEMORY = 0.9
 # The fraction of a GPU's memory that a run fills if it chooses its micro-batch. A browser or a game
-# that is opened later must not end a night: on 12 GB, 8 sequences leave 5 GiB and 16 leave 2.3, and
-# nobody has measured that 16 is faster there.
+# that is opened later must not end the run. On 12 GB, the fast recipe leaves 5 GiB with 8 sequences
+# and 2.3 GiB with 16, and nobody has measured that 16 is faster there.
 CHOSEN_MEMORY = 0.75
 # A block's two dropout masks, per token and channel. Compiled code keeps none and draws them again.
 DROPOUT_BYTES = 2
@@ -208,9 +208,9 @@ def fitting_batch(
 
 def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> int:
     """
-    Return the micro-batch that a run takes of its maximum, batch_size, if it may fill this many
-    bytes of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. One sequence is taken
-    even if it does not fit, because the estimate may be too high.
+    Return the largest micro-batch, up to batch_size, with which a run takes at most `memory` bytes
+    of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. Returns 1 even if one
+    sequence does not fit, because the estimate may be too high.
     """
     most = c.batch_size if memory else min(c.batch_size, MICRO_BATCH)
     sizes = micro_batches(c.iter_sequences, processes, most)
@@ -219,26 +219,26 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
 
 def fit_run(
     c: Config, vocab: int, hw: Hardware, ranks: Ranks, resumed: dict | None, weights: dict | None
-) -> tuple[Config, str]:
+) -> tuple[Config, list[str]]:
     """
-    Return the run's config with the micro-batch that it takes, if batch_size is a maximum, and the
-    end of batch_line() about that choice. The GPU with the least free memory decides for all ranks.
-    A resumed run keeps its micro-batch, unless that does not fit even an idle GPU. With
-    deterministic, a GPU takes the maximum, because another choice would change the bits.
+    Choose the run's micro-batch, if batch_size is a maximum. Returns the config with it, and a line
+    for the log if a micro-batch was chosen here. The GPU with the least free memory decides for all
+    ranks. A resumed run keeps its micro-batch, unless that would not fit even an idle GPU. With
+    deterministic, a GPU takes the maximum, because free memory may differ in the next run.
     """
     is_gpu = hw.device.type == "cuda"
     if not c.batch_is_maximum or (c.deterministic and is_gpu) or (resumed and not is_gpu):
-        return c, ""
-    mine = torch.cuda.mem_get_info(hw.device) if is_gpu else (0, 0)
-    free, total = (-most for most in ranks.max(*(-memory for memory in mine)))
+        return c, []
+    sizes = torch.cuda.mem_get_info(hw.device) if is_gpu else (0, 0)
+    free, total = (-most for most in ranks.max(*(-size for size in sizes)))
     model = model_config(c, vocab, flash=hw.flash(c), compiled=hw.compiles, weights=weights)
     if resumed and memory_needed(c, model, hw.dtype_name, c.batch_size) <= USABLE_MEMORY * total:
-        return c, ""
+        return c, []
     memory = min(USABLE_MEMORY * free, CHOSEN_MEMORY * total)
     size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
-    chosen = f"; batch_size {size} of at most {c.batch_size}, {limit}"
-    return with_batch(c, size, c.iter_sequences), chosen
+    line = f"batch_size: {size} of at most {c.batch_size} sequences, {limit}"
+    return with_batch(c, size, c.iter_sequences), [line]
 
 
 # -----------------------------------------------------------------------------

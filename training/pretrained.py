@@ -83,8 +83,9 @@ def load_weights(model, state: dict) -> None:
 def find_weights(name_or_path: str, best: bool = False) -> Path:
     """
     Find the file that a name or path means: for a run its newest checkpoint, or with `best` its
-    best.pt, or the best checkpoint if a full disk or a kill has kept best.pt from it, with a
-    warning; for a Hugging Face model its folder. Raises UserError if there is none.
+    best.pt; for a Hugging Face model its folder. If a full disk or a kill has kept best.pt from
+    being linked to the best checkpoint, warns and returns that checkpoint. Raises UserError if
+    there is none.
     """
     path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
     if name_or_path in HUB_MODELS and not path.exists():

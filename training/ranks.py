@@ -159,9 +159,9 @@ class Ranks:
 
     def machine_first(self, steps: Iterator) -> None:
         """
-        Run a generator on rank 0, and then on one rank of each other machine, which may share its
-        files. The ranks meet after every step, so all of them together may take longer than a
-        collective may. An error on rank 0 ends all ranks, as in on_main.
+        Run a generator on rank 0, and then on one rank of each other machine, which may share rank
+        0's files. All ranks meet after every step, so the whole generator may take longer than
+        HOST_TIMEOUT. An error on rank 0 ends all ranks, as in on_main.
         """
 
         def step() -> bool:

@@ -40,7 +40,8 @@ class Tracker:
             if self.kind == "wandb":
                 from wandb import init  # fails for a mere folder named wandb
 
-                # without a login, wandb would ask in a terminal, and wait all night for an answer
+                # In a terminal, wandb without a login would ask for one and wait all night. In a
+                # dumb terminal it fails instead
                 os.environ["TERM"] = "dumb"
                 id_file = Path(c.out_dir, "wandb_id.txt")
                 run_id = id_file.read_text() if purge_from and id_file.exists() else ""
