@@ -85,6 +85,8 @@ def explanation(config: Config, key: str, folder: Path) -> str:
     problem = f"there is no folder {folder}"
     if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
         problem += f" in {Path.cwd()}; cd to where it is"
+    if Path(name).name == DOWNLOADED_ON_DEMAND:  # under this name compare.py knows the data
+        return f"{problem}; --{key}={DOWNLOADED_ON_DEMAND} downloads it to data/"
     if name == "openwebtext":  # the default, so most likely nobody asked for it
         problem += ", the default; config/quickstart.py needs no data"
     made = [path.parent.name for path in Path("data").glob("*/*.bin")]
