@@ -70,7 +70,7 @@ from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
 from training.log import EVAL_FIELDS, Log, change_lines, evaluation_line, origin_lines
 from training.memory import fit_run
-from training.pretrained import ARCHITECTURE, load_pretrained, load_weights
+from training.pretrained import ARCHITECTURE, check_fields, load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
 from training.speed import describe
 
@@ -174,6 +174,8 @@ def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
     if not wants_run:
         return None, None
     path, state = checkpoint.find_newest(Path(c.out_dir))
+    if path and state:
+        check_fields(path, state)
     if not path and c.init_from == "resume":
         problem = f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume"
         if (Path(c.out_dir) / "ckpt.pt").exists():

@@ -175,7 +175,7 @@ class Log:
             epoch=tokens / self.train_tokens if self.train_tokens else None,
             loss=loss,
             lr=lr,
-            **{name: number.item() for name, number in numbers.items()},
+            **{name: float(number) for name, number in numbers.items()},
             step_ms=1000 * speed.iter_seconds,
             tokens_per_sec=speed.tokens_per_sec,
             mfu=mfu,

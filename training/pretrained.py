@@ -257,6 +257,14 @@ def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
 # Checkpoints
 
 
+def check_fields(path: Path, state: dict) -> None:
+    """Raise UserError if a checkpoint's model has fields that this program does not know."""
+    known = {"model", *(f.name for f in fields(FastConfig))}
+    if strange := [f"{n}={v!r}" for n, v in state["model_config"].items() if n not in known]:
+        hint = "use the model.py that it was trained with"
+        raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
+
+
 def read_checkpoint(path: Path) -> dict:
     """
     Read a checkpoint of this program or of nanoGPT, and return its state under this program's
@@ -264,10 +272,7 @@ def read_checkpoint(path: Path) -> dict:
     """
     state = checkpoint.load(path)
     if "model_config" in state:
-        known = {"model", *(f.name for f in fields(FastConfig))}
-        if strange := [f"{n}={v!r}" for n, v in state["model_config"].items() if n not in known]:
-            hint = "use the model.py that it was trained with"
-            raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
+        check_fields(path, state)
         if state["tokenizer"]["kind"] == "unknown":
             state["vocab"], state["tokenizer"] = find_tokenizer(path, state["vocab"], state)
         return state

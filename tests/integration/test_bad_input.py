@@ -153,6 +153,7 @@ TOOLS = [
     ("sample.py --init_from=evil.pt --device=cpu", "evil.pt getattr run code"),
     ("sample.py --init_from=lora.pt --device=cpu", "lora.pt lora_rank=0 model.py"),
     ("train.py tiny.py --init_from=lora.pt --out_dir=new", "lora.pt lora_rank=0 model.py"),
+    ("train.py tiny.py --init_from=auto --out_dir=lora_run --max_iters=9", "lora_rank=0 model.py"),
     ("bench.py lader", "lader ladder"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
     ("bench.py tiny.py --row=--batch_sise=4", "batch_sise batch_size"),
@@ -256,7 +257,7 @@ def write_runs() -> None:
     assert result.code == 0, result.err
     Path("console.txt").write_text(result.out)
     newest = Path("run/ckpt-00000002.pt").read_bytes()
-    for name in ("damaged_run", "best_alone", "nanogpt_run", "evil_run", "downloaded"):
+    for name in ("damaged_run", "best_alone", "nanogpt_run", "evil_run", "downloaded", "lora_run"):
         Path(name).mkdir()
     for name in ("ckpt-00000001.pt", "ckpt-00000002.pt"):
         Path("damaged_run", name).write_bytes(newest[: len(newest) // 2])
@@ -271,6 +272,7 @@ def write_runs() -> None:
     torch.save(state, "nan.pt")
     lora = dict(model_config=state["model_config"] | dict(lora_rank=0))  # by another model.py
     torch.save(state | lora, "lora.pt")
+    torch.save(state | lora, "lora_run/ckpt-00000002.pt")
     torch.save(Evil(), "evil.pt")
     shutil.copy("evil.pt", "evil_run/ckpt-00000002.pt")
     Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)
