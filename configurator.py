@@ -43,9 +43,9 @@ from common.files import read_text
 MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
-# The largest micro-batch that a run without CUDA chooses. Where batch_size is a maximum,
-# tokens_per_iter is rounded to a multiple of this many sequences per process, so that an iteration
-# has the same tokens on every GPU and CPU.
+# The largest micro-batch that a run without CUDA chooses. Where batch_size is a maximum, and
+# tokens_per_iter cannot be divided into whole sequences for each process, it is rounded to a
+# multiple of this many per process, so that an iteration has the same tokens on every GPU and CPU.
 MICRO_BATCH = 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
@@ -431,7 +431,8 @@ def resolve(
 
     most = unit = c.batch_size
     if c.batch_is_maximum:  # count in small micro-batches, then join as many as the maximum allows
-        unit = min(most, MICRO_BATCH)
+        is_exact = c.tokens_per_iter % (c.block_size * world_size) == 0
+        unit = 1 if is_exact else min(most, MICRO_BATCH)
         if saved:  # a resumed run keeps its micro-batch
             most, unit = min(most, saved["batch_size"]), math.gcd(saved["batch_size"], MICRO_BATCH)
     accum, uneven = count_micro_batches(replace(c, batch_size=unit), world_size, saved)

@@ -279,6 +279,8 @@ def is_done(c: Config, resumed: dict | None) -> bool:
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
     time_is_up = c.by_clock and c.hours == before.hours and resumed["clock"]["share"] >= 1
+    if it >= before.max_iters:  # that ended it, not the time
+        time_is_up = False
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 

@@ -10,7 +10,7 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 
-batch_size = 8  # at most; estimated: 5.8 GiB, and 16 would need 8.3 GiB
+batch_size = 8  # estimated: 5.8 GiB; at most this many, because 16 would need 8.3 GiB
 block_size = 1024
 tokens_per_iter = 524288  # as in GPT-3 at this size, whatever the batch_size
 gradient_accumulation_steps = 64  # 64 x 8 x 1024 = 524,288 tokens per iteration

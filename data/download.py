@@ -124,7 +124,8 @@ def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
         except Exception as error:
             problem = f"{url}: {one_line(error)}"
             hint = "docs/fast_recipe.md says how to get the files on another machine"
-            if is_refused(error):
+            # an address expires in the middle of a download; asking again gets a new one
+            if is_refused(error) and (failures or not is_begun):
                 raise UserError(f"{problem}; {hint}") from None
             if not is_begun and not hasattr(error, "response"):
                 raise Unreachable(f"{problem}; check the network; {hint}") from None

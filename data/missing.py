@@ -28,6 +28,7 @@ from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 # and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
+MOST_OF_HOURS = 0.9  # the fraction of a run's hours after whose download training is not begun
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py downloads
 
@@ -61,6 +62,9 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
             raise RunError(*error.problems) from None  # exit code 1: a script may try again
         seconds = time.monotonic() - began
         of_hours = f"{seconds / 3600:.1f} of {config.hours:.1f} hours"
+        if config.hours and seconds > MOST_OF_HOURS * 3600 * config.hours:
+            hint = "repeat the command, with the hours that are left for training"
+            raise UserError(f"hours: the download took {of_hours}; {hint}")
         say(f"data: the download took {of_hours if config.hours else duration(seconds)}")
     elif not folder.is_dir() or (config.stream and not is_begun(folder)):
         raise Unreachable(f"{key}: {explanation(config, key, folder)}")

@@ -83,6 +83,7 @@ BEST = {
     "an older one, copied later": (lambda best, path: saved(best, 2, 5.0), 3),
     "the same": (lambda best, path: best.write_bytes(path.read_bytes()), 3),
     "the same iteration, trained otherwise": (lambda best, path: saved(best, 3, 5.0), 3),
+    "a better one, whose checkpoint is gone": (lambda best, path: saved(best, 9, 3.0), 9),
     "a damaged one": (lambda best, path: best.write_bytes(path.read_bytes()[:-100]), 3),
     "none": (lambda best, path: None, 3),
     "an older one beside a damaged checkpoint": (
@@ -103,7 +104,8 @@ def test_best_pt_follows_what_the_files_hold_and_not_their_times(prepare, held, 
     assert capsys.readouterr().err.count("warning: ") == is_behind
     checkpoint.link_best(tmp_path)
     state = checkpoint.read(best)
-    assert state["progress"]["iter_num"] == held and state["model"][0] == (4.0 if held == 3 else 5)
+    loss = {2: 5.0, 3: 4.0, 9: 3.0}[held]
+    assert state["progress"]["iter_num"] == held and state["model"][0] == loss
     assert find_weights(str(tmp_path), best=True) == best
     assert not capsys.readouterr().err
 

@@ -231,8 +231,11 @@ def missed_best(out_dir: Path) -> Path | None:
     if not paths:
         return None
     path = checkpoint_path(out_dir, progress_in(paths[-1]).get("best_iter", -1))
-    best = progress_in(path)
-    return path if best and best != progress_in(out_dir / "best.pt") else None
+    best, held = progress_in(path), progress_in(out_dir / "best.pt")
+    if not best or best == held:
+        return None
+    # a lower loss is from a later checkpoint, which has been deleted or damaged since
+    return None if held and held["best_val_loss"] < best["best_val_loss"] else path
 
 
 def link_best(out_dir: Path) -> None:

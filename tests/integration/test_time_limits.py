@@ -185,6 +185,13 @@ def test_a_finished_run_resumes_only_if_it_is_given_more_time(trainer, tiny, ran
     assert sum(hours > 0.1 for hours in ran.evals("hours")) == pytest.approx(10, abs=1)
 
 
+def test_a_run_that_ended_before_its_hours_resumes_with_more_iterations(trainer, tiny, ran):
+    keys = tiny | dict(hours=HOURS)
+    for iterations in (10, 10, 20):
+        result = trainer.launch(**keys | dict(max_iters=iterations, init_from="auto"))
+        assert result.code == 0 and len(ran.steps("lr")) == iterations
+
+
 def test_a_stop_changes_neither_the_hours_nor_the_number_of_evaluations(trainer, tiny, ran):
     """Do not count the time between launches. Make 21 evaluations, as an unbroken run does."""
     trainer.at["iteration", 42] = sigterm
