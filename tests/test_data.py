@@ -37,6 +37,7 @@ from common.console import Unreachable, UserError
 from configurator import Config
 from data.download import download
 from data.loader import ShuffledWindows, eval_batches, to_batch
+from data.missing import make_or_explain
 from data.shards import ShardTokens, check_dataset, open_dataset, open_shard
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
@@ -344,7 +345,7 @@ def test_downloads_all_the_records_or_none(hub, tmp_path):
     """Let the hub lack the last file at first. The second call fetches only that one."""
     folder = tmp_path / "fineweb_records"
     last = {name: Hub.files.pop(name) for name in ["fineweb_train_000020.bin"]}
-    Hub.troubles = {2: "break", 3: "break", 5: 503, 7: "spoil"}
+    Hub.troubles = {2: "break", 3: "break", 5: 503, 7: "spoil", 9: 403}
     with pytest.raises(UserError, match="000020.bin: .*404"):
         [*download(folder, 10**9)]
     assert not folder.exists()
@@ -352,8 +353,15 @@ def test_downloads_all_the_records_or_none(hub, tmp_path):
     [*download(folder, 10**9)]
     names = [path.name for path in hub.glob("*.bin")]
     assert filecmp.cmpfiles(hub, folder, names, shallow=False)[0] == names
-    assert Hub.ranges == 25  # only the spoilt file began twice
+    assert Hub.ranges == 26  # only the spoilt file began twice
     assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
+
+
+def test_a_download_that_used_up_the_hours_trains_nothing(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.missing.dataset_folder", tmp_path.joinpath)
+    with pytest.raises(UserError, match="hours: the download took 0.0 of 0.0 hours"):
+        [*make_or_explain(Config(dataset="fineweb_records", hours=1e-6))]
+    assert (tmp_path / "fineweb_records").is_dir()
 
 
 @pytest.mark.parametrize(
