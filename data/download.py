@@ -4,7 +4,6 @@ Download the fast recipe's dataset: FineWeb in GPT-2's tokens, the shards of the
 
 import contextlib
 import hashlib
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -23,12 +22,11 @@ from common.files import (
     warn_once,
 )
 from data.files import HUB_TIMEOUT, is_refused
+from data.missing import shards_to_download
 from data.text import wait_or_raise
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
-SHARDS = 103  # for training; there is one more for validation
-LEAST_SHARDS = 20  # enough for a night, which may follow a short trial
-SHARD_TOKENS, SHARD_BYTES = 10**8, 2 * 10**8
+SHARD_BYTES = 2 * 10**8
 PIECE = 2**20  # bytes
 
 
@@ -39,7 +37,7 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
     call continues. Yields after every piece and every second of waiting for another process.
     Raises UserError, and Unreachable if a later call may succeed.
     """
-    shards = min(SHARDS, max(LEAST_SHARDS, math.ceil(tokens / SHARD_TOKENS)))
+    shards = shards_to_download(tokens)
     names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
     part = folder.with_name(f"{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)

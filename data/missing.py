@@ -3,6 +3,7 @@ Help where a dataset is missing: make the quickstart's, download the fast recipe
 another, and name the vocabulary size to plan and measure with until then.
 """
 
+import math
 import subprocess
 import sys
 import time
@@ -29,6 +30,9 @@ from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
 MOST_OF_HOURS = 0.9  # the fraction of a run's hours after whose download training is not begun
+# FineWeb's training shards, of which a download gets at least enough for a night, because the night
+# may follow a short trial; there is one more shard for validation
+SHARDS, LEAST_SHARDS, SHARD_TOKENS = 103, 20, 10**8
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py downloads
 
@@ -73,6 +77,11 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
 def run_tokens(config: Config) -> int:
     """Return how many tokens a run reads; with hours, a guess."""
     return HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
+
+
+def shards_to_download(tokens: int) -> int:
+    """Return how many training shards of the fast recipe's dataset hold this many tokens."""
+    return min(SHARDS, max(LEAST_SHARDS, math.ceil(tokens / SHARD_TOKENS)))
 
 
 def is_begun(folder: Path) -> bool:

@@ -36,7 +36,15 @@ from configurator import (
     resolve,
     with_batch,
 )
-from data.missing import DOWNLOADED_ON_DEMAND, MOST_TOKENS, preparation, vocab_where_missing
+from data.missing import (
+    DOWNLOADED_ON_DEMAND,
+    MOST_TOKENS,
+    SHARD_TOKENS,
+    preparation,
+    run_tokens,
+    shards_to_download,
+    vocab_where_missing,
+)
 from data.shards import open_dataset
 from data.tokenizer import GPT2_VOCAB
 from model import GPTConfig
@@ -307,6 +315,8 @@ def make_plan(config: Config, model: GPTConfig, card: Card, pace: Pace, options:
 
     # Without a dataset, or while it grows, assume shards with as many tokens as the run can read.
     disk_tokens = options.dataset_tokens or min(fastest["total_tokens"], MOST_TOKENS)
+    if config.dataset == DOWNLOADED_ON_DEMAND and not options.dataset_tokens:
+        disk_tokens = SHARD_TOKENS * (1 + shards_to_download(run_tokens(config)))
     shards_gb = 2 * disk_tokens / 1e9
     kept = config.checkpoint_files
     kilowatts = n * options.watts / 1000 if options.watts else None

@@ -290,12 +290,13 @@ def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_ma
 
 def test_a_plan_by_hours_gives_a_range_of_tokens_if_the_speed_is_a_range():
     """Plan the disk for the fastest speed, at which a run reads the most tokens."""
-    p = plan("fast124m", "--batch_size=32", "--gpu=4090", "--hours=2")
+    p = plan("fast124m", "--dataset=fineweb_edu", "--gpu=4090", "--hours=2")
     low, high = p["tokens_range"]
     assert low < p["total_tokens"] < high
     # evaluations take the same share of the time, checkpoints a larger one at a higher speed
     assert high / low == pytest.approx(0.75 / 0.57, rel=0.02)
     assert p["shards_gb"] == pytest.approx(2 * high / 1e9)
+    assert plan("fast124m", "--gpu=4090", "--hours=2")["shards_gb"] == 4.2  # what is downloaded
 
 
 def test_the_time_of_a_tiny_model_is_not_shown_as_zero():
