@@ -67,7 +67,9 @@ def describe(model, vocab: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     rows, flops = model.config.vocab_size, count_flops(model.config)
     vocabulary = f"vocabulary {vocab}" if rows == vocab else f"vocabulary {vocab}, padded to {rows}"
-    work = f"{count(flops)} FLOPs per token, counted by PyTorch" if flops else "FLOPs not counted"
+    work = "FLOPs and unused weights not known, because it does not run on fake tensors"
+    if flops:
+        work = f"{count(flops)} FLOPs per token, counted by PyTorch"
     name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"
     return f"model: {name}, {vocabulary}, {work}"
 
