@@ -63,7 +63,7 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
         with bar:
             for number, name in enumerate(missing, 1 + len(names) - len(missing)):
                 bar.set_description(f"file {number} of {len(names)}")
-                for size in fetch(name, part, is_begun=name != missing[0]):
+                for size in fetch(name, part, has_received=name != missing[0]):
                     bar.update(size)
                     yield
                 if bar.disable:
@@ -76,7 +76,7 @@ class WrongBytes(Exception):
     """Raised for a file whose SHA-256 is not the hub's."""
 
 
-def fetch(name: str, folder: Path, is_begun: bool) -> Iterator[int]:
+def fetch(name: str, folder: Path, has_received: bool) -> Iterator[int]:
     """
     Download a file, which appears once it is complete and has the hub's SHA-256. If the SHA-256
     differs, download it once more. Yields each piece's size in bytes. Raises UserError and
@@ -86,7 +86,7 @@ def fetch(name: str, folder: Path, is_begun: bool) -> Iterator[int]:
     try:
         for _ in range(2):
             with contextlib.suppress(WrongBytes), replacing(path) as file:
-                for piece in pieces(url, is_begun):
+                for piece in pieces(url, has_received):
                     file.write(piece)
                     yield len(piece)
                 return
@@ -97,12 +97,12 @@ def fetch(name: str, folder: Path, is_begun: bool) -> Iterator[int]:
     raise Unreachable(f"{url}: what arrives is not the hub's file (SHA-256); {hint}")
 
 
-def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
+def pieces(url: str, has_received: bool) -> Iterator[bytes]:
     """
     Yield a hub file's bytes in pieces. If the network fails, wait and then continue at the same
     byte. Raises UserError, WrongBytes at the end, and Unreachable after an hour of waiting. Before
-    the first piece of the first file (`is_begun` is False), gives up after half a minute if the hub
-    answers with an error, and at once if nobody answers.
+    this launch `has_received` anything, gives up after half a minute if the hub answers with an
+    error, and at once if nobody answers.
     """
     digest = hashlib.sha256()
     received = failures = 0
@@ -117,17 +117,17 @@ def pieces(url: str, is_begun: bool) -> Iterator[bytes]:
                 for piece in response.iter_bytes(PIECE):
                     digest.update(piece)
                     yield piece
-                    received, failures, is_begun = received + len(piece), 0, True
+                    received, failures, has_received = received + len(piece), 0, True
             break
         except Exception as error:
             problem = f"{url}: {one_line(error)}"
             hint = "docs/fast_recipe.md says how to get the files on another machine"
             # an address expires in the middle of a download; asking again gets a new one
-            if is_refused(error) and (failures or not is_begun):
+            if is_refused(error) and (failures or not has_received):
                 raise UserError(f"{problem}; {hint}") from None
-            if not is_begun and not hasattr(error, "response"):
+            if not has_received and not hasattr(error, "response"):
                 raise Unreachable(f"{problem}; check the network; {hint}") from None
-            wait_or_raise(url, error, failures, is_begun)
+            wait_or_raise(url, error, failures, has_received)
             failures += 1
             yield b""  # let the ranks that wait for this one hear of it
     if digest.hexdigest() != file.etag:

@@ -102,7 +102,7 @@ def read(path: Path) -> dict:
     """
     state = open_state(path)
     if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
-        raise UserError(f"{path}: another version wrote it, and only that can finish the run")
+        raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
     return state
 
 
