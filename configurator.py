@@ -85,7 +85,7 @@ class Config:
     # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
     stream: bool = False  # read the shards in order, unshuffled, even while they are being written
-    batch_size: int = 12  # sequences in a micro-batch; in a file with tokens_per_iter, at most
+    batch_size: int = 12  # sequences in a micro-batch; a maximum in a file with tokens_per_iter
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
@@ -112,7 +112,7 @@ class Config:
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
-    hours: float = 0.0  # train for at most this many hours, with the whole schedule; 0: off
+    hours: float = 0.0  # end within this many hours, with the schedule fitted to them; 0: off
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup

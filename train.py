@@ -76,9 +76,9 @@ from training.speed import describe
 
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
-# the dtype unless the command sets them, the micro-batch if batch_size is a maximum, and the tokens
-# per iteration if batch_size is a flag but neither tokens_per_iter nor gradient_accumulation_steps
-# is. Other keys take the command's values, or their defaults
+# the dtype unless the command sets them, and the micro-batch if batch_size is a maximum. If
+# batch_size is a flag, it keeps the tokens per iteration, unless a flag sets those too. Other keys
+# get the command's values, or their defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
 FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before it has timed any
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
@@ -96,7 +96,9 @@ class Launch:
     """Records how far this process has come, which decides the exit code for an error."""
 
     is_resume: bool = False  # there should be a run to resume
-    is_running: bool = False  # a resume has compiled, or a new run has made its first update
+    is_running: bool = (
+        False  # set when a resume has compiled, or a new run has made its first update
+    )
 
 
 launch = Launch()  # error_code() reads this after main() has raised
@@ -278,9 +280,9 @@ def is_done(c: Config, resumed: dict | None) -> bool:
         return False
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
-    time_is_up = c.by_clock and c.hours == before.hours and resumed["clock"]["share"] >= 1
-    if it >= before.max_iters:  # that ended it, not the time
-        time_is_up = False
+    # at max_iters, too, the last update has share 1
+    ended_by_time = resumed["clock"]["share"] >= 1 and it < before.max_iters
+    time_is_up = ended_by_time and c.hours == before.hours
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
@@ -642,7 +644,7 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
     # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
     # hardware.py)
     means = torch.empty(len(micro_batches), device=hw.device)
-    for n, (x, y) in enumerate(micro_batches):  # as many on every rank, as agree() requires
+    for n, (x, y) in enumerate(micro_batches):  # every rank has as many, so all ask the signals
         with hw.autocast():
             means[n] = model(x.to(hw.device), y.to(hw.device))
         if signals.stop_asked():

@@ -107,7 +107,8 @@ def command_line(*arguments) -> str:
     Quote a command line for this system's shell. On Windows every shell takes double quotes. If uv
     started this program, `uv run` takes the place of a leading `python`.
     """
-    if arguments[0] == "python" and "UV_RUN_RECURSION_DEPTH" in os.environ:  # which `uv run` sets
+    is_uv = "UV_RUN_RECURSION_DEPTH" in os.environ  # `uv run` sets this
+    if arguments[0] == "python" and is_uv:
         arguments = ("uv", "run", *arguments[1:])
     if sys.platform != "win32":
         return shlex.join(map(str, arguments))

@@ -170,7 +170,7 @@ class Dataset:
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
     manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
     fingerprint: str = ""  # differs if the tokens or the files' names do
-    val_fingerprint: str = ""  # changes when the validation tokens that a run evaluates do
+    val_fingerprint: str = ""  # a hash of the validation tokens that a run evaluates
     train_tokens: int | None = None  # None: unknown, because the folder is still growing
 
     def line(self) -> str:

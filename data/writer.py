@@ -39,8 +39,8 @@ BATCH_CHARACTERS = 2**20
 # document of nine characters takes as much memory as one of several hundred.
 READ_AHEAD = 2**24
 LEAST_CHARACTERS = 500
-# Take the validation text of a short text, and a tokenizer's training text, from this many places,
-# so that no single topic dominates them.
+# From how many places a tokenizer's sample comes, and a short text's validation text. With fewer, a
+# single topic could dominate.
 PLACES = 16
 LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
 LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
@@ -328,7 +328,7 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))
             totals = tokens_of(manifest)
-        documents.close()  # stops the threads
+        documents.close()  # otherwise the threads would tokenize on
 
 
 def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str, Part]:

@@ -110,7 +110,7 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     # put the legend below the panels, where it covers nothing
     figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(groups) < 4 else 2)
     names = textwrap.shorten(", ".join(map(seeds.name_of, groups)), 100, placeholder=" ...")
-    last_launch = max(run.start.get("time") or "" for run in runs)  # "" for published runs
+    last_launch = max(run.start.get("time") or "" for run in runs)  # a published run has no time
     title = f"{names}, {last_launch[:10]}".rstrip(", ")
     if problem:
         title += f"\nLosses are not comparable: {problem}"

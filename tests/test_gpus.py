@@ -158,7 +158,14 @@ FITTED = [  # GiB of a GPU, free GiB, processes, flags, batch_size of a run to r
     (80, 79, 64, [], None, 8),
     (24, 23, 3, [], None, 28),  # divides a third of 504 sequences
     (12, 11.4, 1, ["--batch_size=16"], None, 16),
-    (12, 11.4, 1, ["--gradient_accumulation_steps=2"], None, 32),  # no tokens_per_iter any more
+    (
+        12,
+        11.4,
+        1,
+        ["--gradient_accumulation_steps=2"],
+        None,
+        32,
+    ),  # this flag switches tokens_per_iter off
     (12, 11.4, 1, ["--deterministic"], None, 32),
     (0, 0, 1, ["--device=cpu"], None, 8),
     (12, 9.2, 1, [], 16, 16),  # a resume computes the same bits

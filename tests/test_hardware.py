@@ -82,7 +82,7 @@ def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
 
 
 def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypatch):
-    """Count forward and backward passes of what trains, and name what no gradient reaches."""
+    """Count the passes of a model with a frozen part, and name the weights without a gradient."""
 
     class Changed(GPT):
         def __init__(self, config):
@@ -99,7 +99,7 @@ def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypa
             return loss
 
     monkeypatch.setattr(speed, "build_model", Changed)
-    # sizes of no other test, whose counts are cached
+    # counts are cached by config, so use sizes that no other test has
     sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=48, vocab_size=100)
     config = GPTConfig(**sizes, bias=False, tie_weights=False)
     # frozen blocks run forward alone, and the heads send no gradient to their input

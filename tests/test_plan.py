@@ -95,8 +95,8 @@ FIGURES = {
     ),
     "the hours hold fewer iterations for evaluations and checkpoints": (
         # 2,750 iterations of 10 s would have 12 evaluations of 2 * 10,485,760 / 3 tokens, 133.33 s,
-        # and 55 checkpoints of 4.517 s, 1848.4 s in all: 28800 / 29348.4 of them fit, which have 12
-        # evaluations and 54 checkpoints
+        # and 55 checkpoints of 4.517 s, 1848.4 s in all. 28800 / 29348.4 of the iterations fit, and
+        # have 12 evaluations and 54 checkpoints
         ("fast124m", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
         dict(max_iters=2698, hours=7.4944, hours_total=8.0066, total_tokens=2698 * 524_288),
     ),

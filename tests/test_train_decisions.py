@@ -177,7 +177,7 @@ def test_the_learning_rates_of_each_schedule(keys, expected):
 
 @pytest.mark.parametrize("peak", [1e-4, 7e-2])
 def test_each_group_decays_to_the_same_fraction_of_its_peak(peak):
-    """Scale min_lr too: a group whose peak is below it would otherwise get a rate that rises."""
+    """Scale min_lr with the peak. Otherwise the rate of a group with a small peak would rise."""
     rates = [get_lr(it, RATES, 14, peak) for it in range(14)]
     assert rates == pytest.approx([peak / 1e-2 * get_lr(it, RATES, 14, 1e-2) for it in range(14)])
 

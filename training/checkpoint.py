@@ -38,7 +38,7 @@ from common.files import (
 # One file
 
 
-FORMAT = 2  # raise this when the previous version cannot resume new checkpoints
+FORMAT = 2  # raise this when checkpoints change; a run of another format is refused
 TEMPORARIES = ("ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")  # files that replacing() writes
 
 
@@ -250,7 +250,7 @@ def link_best(out_dir: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            best.unlink(missing_ok=True)  # without hard links, the copy needs the old one's room
+            best.unlink(missing_ok=True)  # make room for the copy that replaces it
             link(path, best)
     except OSError as error:
         hint = f"{path} is kept, and the next save or launch tries again"

@@ -212,9 +212,10 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. Returns 1 even if one
     sequence does not fit, because the estimate may be too high.
     """
-    most = c.batch_size if memory else min(c.batch_size, MICRO_BATCH)
-    sizes = micro_batches(c.iter_sequences, processes, most)
-    return (fitting_batch(c, model, dtype, sizes, memory) or 1) if memory else max(sizes)
+    if not memory:
+        return max(micro_batches(c.iter_sequences, processes, min(c.batch_size, MICRO_BATCH)))
+    sizes = micro_batches(c.iter_sequences, processes, c.batch_size)
+    return fitting_batch(c, model, dtype, sizes, memory) or 1
 
 
 def fit_run(
