@@ -235,7 +235,7 @@ def batch_keys(config: Config, batch_size: int) -> dict:
 # One configuration
 
 
-def bare(config: Config, options: Namespace) -> dict:
+def measure_config(config: Config, options: Namespace) -> dict:
     if options.row:
         return measure_in_turn([(flags or "CONFIG", flags) for flags in options.row], options)
     return single(config, options)
@@ -369,7 +369,7 @@ def print_rows(rows: list[dict]) -> None:
 
 MODES = {
     "check": check,
-    "": bare,
+    "": measure_config,
     "ladder": ladder,
     "plan": lambda config, options: plan.plan(config, options, measure),
 }

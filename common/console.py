@@ -165,6 +165,14 @@ def parse_count(text: str) -> int:
     raise argparse.ArgumentTypeError(problem)
 
 
+def parse_fraction(text: str) -> float:
+    """Parse a number above 0 and at most 0.5. Raises ArgumentTypeError, as parse_count() does."""
+    with contextlib.suppress(ValueError):
+        if 0 < (fraction := float(text)) <= 0.5:
+            return fraction
+    raise argparse.ArgumentTypeError(f"needs a number between 0 and 0.5, got {text!r}")
+
+
 def duration(seconds: float) -> str:
     """Format seconds as hours and minutes: 11520 -> 3h12m."""
     seconds = round(seconds)

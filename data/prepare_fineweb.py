@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from common.console import Parser, parse_count, run_main
+from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import hub_files
 from data.text import (
     FIELD,
@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
     held_out = "fraction held out, up to 50M characters (default: %(default)s)"
-    add("--val_fraction", type=float, default=VAL_FRACTION, help=held_out)
+    add("--val_fraction", type=parse_fraction, default=VAL_FRACTION, help=held_out)
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
@@ -70,8 +70,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.dataset not in NAMED and "/" not in arguments.dataset:
         parser.error(f"--dataset={arguments.dataset}: unknown; give {hub}")
-    if not 0 < arguments.val_fraction <= 0.5:
-        parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     if arguments.name and arguments.dataset in NAMED:
         parser.error(f"--name: use --sample for {arguments.dataset}, such as --sample=10B")
     if arguments.sample and arguments.dataset not in NAMED:

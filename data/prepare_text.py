@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from tqdm import tqdm
 
-from common.console import Parser, command_line, parse_count, run_main
+from common.console import Parser, command_line, parse_count, parse_fraction, run_main
 from common.files import replacing
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
@@ -101,13 +101,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
     held_out = f"fraction held out (default: {VAL_FRACTION}, at most 50M characters)"
-    add("--val_fraction", type=float, help=held_out)
+    add("--val_fraction", type=parse_fraction, help=held_out)
     add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     arguments = parser.parse_args(argv)
-    if arguments.val_fraction is not None and not 0 < arguments.val_fraction <= 0.5:
-        parser.error(f"--val_fraction: {arguments.val_fraction} is not between 0 and 0.5")
     if arguments.write and arguments.write.suffix != ".py":
         parser.error(f"--write={arguments.write}: give the name of a .py file")
     if arguments.write and arguments.write.exists():
