@@ -53,7 +53,7 @@ class SampleConfig:
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, FILE:name, or - for stdin; may contain <|endoftext|>
-    num_samples: int = 10  # samples of this prompt
+    num_samples: int = 10  # how many samples of the prompt
     max_new_tokens: int = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 200  # draw from the k likeliest tokens only; 0: from all

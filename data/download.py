@@ -1,5 +1,8 @@
 """
 Download the fast recipe's dataset: FineWeb in GPT-2's tokens, the shards of the public runs.
+
+The hub's library finds the files, but we fetch them: its own downloads compare only sizes, take two
+minutes to say that there is no network, and would keep other ranks waiting in one collective.
 """
 
 import contextlib
