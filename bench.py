@@ -44,7 +44,6 @@ import torch
 from common.child import keep_awake, start_child
 from common.console import (
     Parser,
-    RunError,
     UserError,
     command_line,
     did_you_mean,
@@ -112,7 +111,7 @@ OVERRIDES: dict[str, Any] = dict(
 Command = Sequence[str | Path]
 
 
-class OutOfMemory(RunError):
+class OutOfMemory(UserError):
     """Raised if the micro-batch does not fit."""
 
 
@@ -126,7 +125,7 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
     `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
-    reports/bench_child.py does. Raises the UserError or RunError that ended the run.
+    reports/bench_child.py does. Raises the UserError that ended the run.
     """
     run = run_train(config, seconds, command)
     step_ms = run.step["step_ms"][UNCOUNTED:]
@@ -200,8 +199,8 @@ def error_of(config: Config, lines: list[str], code: int) -> UserError:
         return OutOfMemory(*errors or [hardware.out_of_memory_line(config)])
     if not errors:
         print_err(*lines)
-        return RunError(f"train.py ended with exit code {code}; see its output above")
-    return UserError(*errors) if code == UserError.exit_code else RunError(*errors)
+        return UserError(f"train.py ended with exit code {code}; see its output above")
+    return UserError(*errors)
 
 
 def pass_warnings_on(lines: list[str]) -> None:

@@ -10,9 +10,8 @@ configurator.py, the tokens in data/, and the machinery around a run in training
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done, 1 failed, 2 bad configuration or data, 128 + N stopped by signal N. In the last
-case the run has saved, unless it had --eval_only, or the signal came twice or before the training
-loop began. If a stopped run cannot save, it exits as after an error.
+Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. In the last case the run has saved,
+unless it had --eval_only, or the signal came twice or before the training loop began.
 """
 
 import math
@@ -36,8 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
 from common.console import (
-    RunError,
-    Unreachable,
     UserError,
     explain_errors,
     one_line,
@@ -92,19 +89,6 @@ COMPLETE = ("max_iters", "hours")
 
 
 @dataclass
-class Launch:
-    """Records how far this process has come, which decides the exit code for an error."""
-
-    is_resume: bool = False  # there should be a run to resume
-    is_running: bool = (
-        False  # set when a resume has compiled, or a new run has made its first update
-    )
-
-
-launch = Launch()  # error_code() reads this after main() has raised
-
-
-@dataclass
 class Progress:
     """Records how far a run has come. The loop updates this, and checkpoints store it."""
 
@@ -155,14 +139,10 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
 
     def find() -> Path | None:
         nonlocal state
-        if c.init_from == "resume" or checkpoint.list_checkpoints(Path(c.out_dir)):
-            launch.is_resume = True
         path, state = newest_checkpoint(c)
         return path
 
     path = ranks.on_main(find)
-    if path:
-        launch.is_resume = True
     return state if ranks.is_main or path is None else checkpoint.read(path)
 
 
@@ -184,7 +164,7 @@ def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
             hint = f"--init_from={c.out_dir} --out_dir=NEW starts a run from its ckpt.pt's weights"
             raise UserError(f"{problem}; {hint}")
         hint = "is its disk mounted? --init_from=auto begins a new run"
-        raise Unreachable(f"{problem}; {hint}")
+        raise UserError(f"{problem}; {hint}")
     return path, state
 
 
@@ -243,8 +223,6 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
             preflight.check_device(c)
             preflight.check_gpu(c)
     except UserError as error:
-        if not problems:
-            raise  # Unreachable if only the GPU is missing, which may come back
         problems += error.problems
     raise_if_any(problems)
     if c.dtype == "auto":
@@ -872,8 +850,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         clock.lap("start-up")  # book the seconds since the last lap
         compile_or_end(model, c, data.vocab, hw, ranks)
         clock.lap("compile")
-    # From here on, an error ends a resume with exit code 1, so that a script may launch it again
-    launch.is_running = launch.is_resume
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
@@ -945,7 +921,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         loss_sum, step_numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        launch.is_running = True
         skips.count(step_numbers["grad_norm"])
         tokens_before = progress.tokens
         progress.iter_num += 1
@@ -982,19 +957,8 @@ def exit_code(stop: str, batches: Batches, signals: StopSignals) -> int:
     return 128 + signal.Signals[stop] if stop == signals.name else 0
 
 
-def error_code(error: UserError | OSError) -> int:
-    """
-    Return the exit code for an error: 2 if the user must fix the command or the data first, 1 if a
-    script may launch the run again, because a disk, a network or a GPU may recover by itself.
-    """
-    may_come_back = launch.is_resume and isinstance(error, OSError | Unreachable)
-    has_begun = launch.is_running or isinstance(error, RunError)  # RunError: a download failed
-    return 1 if has_begun or may_come_back else 2
-
-
 if __name__ == "__main__":
     run_main(
         lambda argv: main(argv, time.perf_counter() - STARTED),
         end_process,
-        error_code,
     )

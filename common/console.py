@@ -192,27 +192,14 @@ COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it c
 class UserError(Exception):
     """
     Raised for an error that the user can fix. `problems` has one line per problem, perhaps with a
-    command below the line. Scripts print them and exit with `exit_code`; train.py decides the exit
-    code in error_code().
+    command below the line. Scripts print them and exit with 1.
     """
-
-    exit_code = 2  # for errors found before the work began
 
     @property
     def problems(self) -> list[str]:
         # messages from other libraries may span several lines
         parts = [problem.split(COMMAND) for problem in self.args]
         return [COMMAND.join(" ".join(part.splitlines()) for part in ps) for ps in parts]
-
-
-class RunError(UserError):
-    """Raised for an error after the work began. In train.py, error_code() decides the exit code."""
-
-    exit_code = 1
-
-
-class Unreachable(UserError):
-    """Raised for a file, folder or GPU that is not there or does not answer, but may come back."""
 
 
 def error_lines(error: UserError | OSError) -> list[str]:
@@ -227,13 +214,6 @@ def one_line(error: BaseException) -> str:
     """Return a library's error and its message, which may have several lines, in one line."""
     message = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {message[:300].rstrip('.')}"
-
-
-def code_of(error: UserError | OSError) -> int:
-    """Return the exit code for an error, unless a script knows better."""
-    if isinstance(error, UserError):
-        return error.exit_code
-    return 2 if error.filename else 1  # the user may have given that file
 
 
 def raise_if_any(problems: list[str]) -> None:
@@ -273,13 +253,12 @@ def explain_errors(explain: Callable[[Exception], str]) -> None:
 def run_main(
     main: Callable[[list[str]], int | None],
     end_process: Callable[[int], NoReturn] = sys.exit,
-    error_code: Callable[[UserError | OSError], int] = code_of,
 ) -> None:
     """
-    Run a script's main(argv) and exit. A UserError or an OSError prints one `error:` line per
-    problem, and error_code() returns its exit code. Another error that explain_errors() was told to
-    explain prints one line too, and the rest print a traceback. `end_process` gets the exit code,
-    unless stdout is a closed pipe.
+    Run a script's main(argv) and exit: with 0 or what main() returns, with 1 after any error. A
+    UserError or an OSError prints one `error:` line per problem. Another error that
+    explain_errors() was told to explain prints one line too, and the rest print a traceback.
+    `end_process` gets the exit code, unless stdout is a closed pipe.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
@@ -298,7 +277,7 @@ def run_main(
     except (UserError, OSError) as error:
         for line in error_lines(error):  # none if rank 0 reports for all ranks
             print_err(f"error: {line}")
-        code = error_code(error)
+        code = 1
     except Exception as error:
         line = next(filter(None, (explain(error) for explain in explanations)), "")
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))

@@ -86,7 +86,7 @@ def explain_missing_package(kind: type, error: BaseException, trace) -> None:
         return sys.__excepthook__(kind, error, trace)
     ways = "activate the venv that has it, or begin the command with `uv run` instead of `python`"
     print(f"error: {name} is not installed for {sys.executable}; {ways}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(1)
 
 
 sys.excepthook = explain_missing_package

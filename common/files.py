@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.console import Unreachable, UserError, error_lines, warn
+from common.console import UserError, error_lines, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Seconds from a failed read to the next attempt. In an evaluation other ranks wait for this one, up
@@ -69,12 +69,12 @@ def patiently(function: Callable, *arguments) -> Any:
 def retrying(wait: Callable[[float], bool], function: Callable, *arguments) -> Any:
     """
     Call function(*arguments). If a disk fails or is missing, warn and try again for six minutes, or
-    until wait(seconds), which does the waiting, returns True. Raises OSError and Unreachable.
+    until wait(seconds), which does the waiting, returns True. Raises OSError.
     """
     for seconds in READ_PAUSES:
         try:
             return function(*arguments)
-        except (OSError, Unreachable) as error:
+        except OSError as error:
             warn(f"{'; '.join(error_lines(error))}; trying again in {seconds} s")
             if wait(seconds):
                 raise
@@ -146,11 +146,9 @@ def read_text(path: Path, errors: str = "replace") -> str:
 
 
 def read_json(path: Path, hint: str) -> dict:
-    """Read a JSON object from a file. Raises Unreachable or UserError; both end with `hint`."""
+    """Read a JSON object from a file. Raises OSError, and UserError, which ends with `hint`."""
     try:
         return dict(json.loads(patiently(path.read_text, "utf-8")))
-    except OSError as error:
-        raise Unreachable(f"{path}: {error.strerror}; {hint}") from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); {hint}") from None
 

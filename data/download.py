@@ -15,7 +15,7 @@ from pathlib import Path
 from huggingface_hub import get_hf_file_metadata, get_session, hf_hub_url
 from tqdm import tqdm
 
-from common.console import Unreachable, UserError, one_line, say
+from common.console import UserError, one_line, say
 from common.files import (
     lack_of_space,
     patiently,
@@ -38,7 +38,7 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
     Download the validation shard and as many training shards as `tokens` need. The folder appears
     once it is complete. Until then the finished files are in a folder beside it, where the next
     call continues. Yields after every piece and every second of waiting for another process.
-    Raises UserError, and Unreachable if a later call may succeed.
+    Raises UserError.
     """
     shards = shards_to_download(tokens)
     names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
@@ -56,7 +56,7 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
         missing = [name for name in names if not (part / name).exists()]
         total, left = SHARD_BYTES * len(names), SHARD_BYTES * len(missing)
         if problem := lack_of_space(part, left):
-            raise Unreachable(f"{problem}; make room, then repeat the command")
+            raise UserError(f"{problem}; make room, then repeat the command")
         say(
             f"data: downloading {left / 1e9:.1f} GB of FineWeb to {folder.absolute()}; "
             "if that is interrupted, the same command continues"
@@ -82,8 +82,7 @@ class WrongBytes(Exception):
 def fetch(name: str, folder: Path, has_received: bool) -> Iterator[int]:
     """
     Download a file, which appears once it is complete and has the hub's SHA-256. If the SHA-256
-    differs, download it once more. Yields each piece's size in bytes. Raises UserError and
-    Unreachable.
+    differs, download it once more. Yields each piece's size in bytes. Raises UserError.
     """
     url, path = hf_hub_url(REPOSITORY, name, repo_type="dataset"), folder / name
     try:
@@ -95,15 +94,15 @@ def fetch(name: str, folder: Path, has_received: bool) -> Iterator[int]:
                 return
     except OSError as error:
         fixed = "once that is fixed, the same command continues"
-        raise Unreachable(f"{path}: {error.strerror}; {fixed}") from None
+        raise UserError(f"{path}: {error.strerror}; {fixed}") from None
     hint = "log in to the network if it asks for that, then repeat the command"
-    raise Unreachable(f"{url}: what arrives is not the hub's file (SHA-256); {hint}")
+    raise UserError(f"{url}: what arrives is not the hub's file (SHA-256); {hint}")
 
 
 def pieces(url: str, has_received: bool) -> Iterator[bytes]:
     """
     Yield a hub file's bytes in pieces. If the network fails, wait and then continue at the same
-    byte. Raises UserError, WrongBytes at the end, and Unreachable after an hour of waiting. Before
+    byte. Raises UserError, also after an hour of waiting, and WrongBytes at the end. Before
     this launch `has_received` anything, gives up after half a minute if the hub answers with an
     error, and at once if nobody answers.
     """
@@ -129,7 +128,7 @@ def pieces(url: str, has_received: bool) -> Iterator[bytes]:
             if is_refused(error) and (failures or not has_received):
                 raise UserError(f"{problem}; {hint}") from None
             if not has_received and not hasattr(error, "response"):
-                raise Unreachable(f"{problem}; check the network; {hint}") from None
+                raise UserError(f"{problem}; check the network; {hint}") from None
             wait_or_raise(url, error, failures, has_received)
             failures += 1
             yield b""  # let the ranks that wait for this one hear of it

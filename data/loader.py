@@ -17,6 +17,7 @@ splits the same sequence of windows differently.
 """
 
 import atexit
+import errno
 import threading
 import time
 from collections import deque
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.console import Unreachable, UserError, say
+from common.console import UserError, say
 from common.files import retrying
 from configurator import Config
 from data.shards import Dataset, ShardTokens, is_being_prepared, read_folder
@@ -95,7 +96,7 @@ class WindowsInOrder:
     def has(self, sequences: int) -> bool:
         """
         Return whether the first `sequences` sequences can be read already. Raises UserError if they
-        cannot, and nobody is preparing the folder, and OSError or Unreachable while it is missing.
+        cannot, and nobody is preparing the folder, and OSError while it is missing.
         """
         tokens = sequences * self.block_size + 1
         if self.data.complete or len(self.data.train) >= tokens:
@@ -104,7 +105,8 @@ class WindowsInOrder:
         goes_on = is_being_prepared(self.folder)
         data = read_folder(self.folder)
         if not data.manifest:
-            raise Unreachable(f"{self.folder}: its manifest.json is gone; restore it")
+            gone = "its manifest.json is gone; restore it"
+            raise FileNotFoundError(errno.ENOENT, gone, str(self.folder))
         self.data = data
         if self.data.complete or len(self.data.train) >= tokens:
             return True

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from common.console import (
     COMMAND,
-    RunError,
-    Unreachable,
     UserError,
     command_line,
     count,
@@ -40,7 +38,7 @@ DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py do
 def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
     """
     If the dataset that this key names is missing, make it if it is the quickstart's, download it if
-    it is the fast recipe's, or else raise Unreachable with the commands that get or make it. Yields
+    it is the fast recipe's, or else raise UserError with the commands that get or make it. Yields
     at least every 20 minutes of a download, so that other ranks can wait for longer than an hour.
     """
     name = getattr(config, key)
@@ -54,16 +52,13 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
             raise UserError(f"{key}: {script} failed; see its message above")
     elif folder.is_symlink() and not folder.exists():
-        raise Unreachable(f"{key}: {folder} is a link to nothing; is its disk mounted?")
+        raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     elif name == DOWNLOADED_ON_DEMAND and not folder.is_dir():
         # imported lazily, because training on prepared shards needs none of its packages
         from data.download import download
 
         began = time.monotonic()
-        try:
-            yield from download(folder, run_tokens(config))
-        except Unreachable as error:
-            raise RunError(*error.problems) from None  # exit code 1: a script may try again
+        yield from download(folder, run_tokens(config))
         seconds = time.monotonic() - began
         of_hours = f"{seconds / 3600:.1f} of {config.hours:.1f} hours"
         if config.hours and seconds > MOST_OF_HOURS * 3600 * config.hours:
@@ -71,7 +66,7 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
             raise UserError(f"hours: the download took {of_hours}; {hint}")
         say(f"data: the download took {of_hours if config.hours else duration(seconds)}")
     elif not folder.is_dir() or (config.stream and not is_begun(folder)):
-        raise Unreachable(f"{key}: {explanation(config, key, folder)}")
+        raise UserError(f"{key}: {explanation(config, key, folder)}")
 
 
 def run_tokens(config: Config) -> int:

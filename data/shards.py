@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import Unreachable, UserError, count, raise_if_any, warn
+from common.console import UserError, count, raise_if_any, warn
 from common.files import read_json, replacing, try_lock
 from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
@@ -258,7 +258,7 @@ def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
         if not len(held):
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
-            raise Unreachable(f"{folder}: has no {split} tokens; {hint}")
+            raise UserError(f"{folder}: has no {split} tokens; {hint}")
         if not data.manifest:
             check_numbers(held.shards)
     known = data.val

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from common.console import Unreachable, UserError, one_line, warn
+from common.console import UserError, one_line, warn
 from common.files import UTF16_MARKS
 from data.files import TEXT_FILES, is_parquet, parse_line, read_lines
 
@@ -267,7 +267,7 @@ def wait_or_raise(name: str, error: Exception, failures: int, is_begun: bool) ->
     if is_final or "://" not in name:
         raise UserError(problem) from None
     if failures >= len(pauses):
-        raise Unreachable(f"{problem}; check the network, then repeat the command") from None
+        raise UserError(f"{problem}; check the network, then repeat the command") from None
     warn(f"{problem}; trying again in {pauses[failures]} s")
     time.sleep(pauses[failures])
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from common.console import Unreachable, UserError, error_lines, say
+from common.console import UserError, error_lines, say
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
 # SHA-256 of GPT-2's vocabulary: see identity()
@@ -172,7 +172,7 @@ def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
         file = path / "tokenizer.json" if path.is_dir() else path
         return dict(kind="bpe", json=file.read_bytes().decode(errors="replace"))
     except OSError as error:
-        raise Unreachable(f"{error_lines(error)[0]}; {hint}") from None
+        raise UserError(f"{error_lines(error)[0]}; {hint}") from None
 
 
 def load_bpe(content: str, path: str | Path):

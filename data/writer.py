@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.child import keep_awake
-from common.console import RunError, UserError, command_line, count, print_err, say, warn
+from common.console import UserError, command_line, count, print_err, say, warn
 from common.files import lack_of_space, remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
 from data.text import Document, Place
@@ -88,7 +88,7 @@ def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -
 def prepare(plan: Plan, workers: int) -> dict:
     """
     Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads.
-    Returns the manifest. Raises UserError, and RunError if reading or writing fails on the way.
+    Returns the manifest. Raises UserError, also if reading or writing fails on the way.
     """
     check_folder(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def prepare(plan: Plan, workers: int) -> dict:
         raise
     except OSError as error:  # a full disk, whose error names no file, or a deleted source
         path = error.filename or plan.folder
-        raise RunError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
+        raise UserError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
     return manifest
 
 
@@ -313,7 +313,7 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     """
     Write the shards that follow the finished ones. The last ones may be short. Only finish() lists
     these in manifest.json, so that an unfinished folder that is continued with more --tokens has no
-    short shard in its middle. Raises UserError and RunError.
+    short shard in its middle. Raises UserError.
     """
     totals = tokens_of(manifest)
     most = plan.train_tokens or 2**63
@@ -381,7 +381,7 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
     Tokenize on `workers` threads (BPE libraries release the GIL). Yields for each document, in
     order, the place after it, its text and its held-out text, both Encoded. Reads far enough ahead
     to keep the threads busy while the source downloads or a shard is written; memory use does not
-    grow with the source. Raises RunError if reading the source fails.
+    grow with the source. Raises UserError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending: deque[tuple[Future, int]] = deque()
@@ -397,7 +397,7 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
         for future, _ in pending:
             yield from future.result()
     except UserError as error:
-        raise RunError(
+        raise UserError(
             *(f"{problem}; once that is fixed, {CONTINUE}" for problem in error.problems)
         ) from None
     finally:

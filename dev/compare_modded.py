@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.console import Parser, RunError, UserError, command_line, run_main, say
+from common.console import Parser, UserError, command_line, run_main, say
 from configurator import Config, load_config
 from data.loader import Batch, to_batch
 from model_fast import build_model, model_config
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> None:
         )
         options.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     if not results["float32"]["loss_difference"] <= TOLERANCE:
-        raise RunError(f"the losses in float32 differ by more than {TOLERANCE:g}")
+        raise UserError(f"the losses in float32 differ by more than {TOLERANCE:g}")
 
 
 if __name__ == "__main__":

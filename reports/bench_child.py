@@ -18,7 +18,7 @@ from common.console import run_main
 
 def main() -> None:
     end_with_parent()
-    run_main(train.main, error_code=train.error_code)
+    run_main(train.main)
 
 
 if __name__ == "__main__":

@@ -614,7 +614,7 @@ def test_a_pattern_names_the_runs_of_each_side(tmp_path):
     assert json.loads((tmp_path / "a/b.json").read_text())["base"].keys() == {"base-1", "base-2"}
     assert (tmp_path / "c").read_bytes().startswith(b"\x89PNG")
     both = run("compare.py", *sides, tmp_path / "idea-2")
-    assert both.code == 2 and "idea-2 is on both sides" in both.err
+    assert both.code == 1 and "idea-2 is on both sides" in both.err
 
 
 EMPTY = """
@@ -644,7 +644,7 @@ def test_draws_a_run_with_a_single_record_whose_loss_is_nan(tmp_path):
 
 
 def test_prints_the_table_without_matplotlib(tmp_path):
-    """Say how to install matplotlib, and exit with code 2 only if --png asked for a picture."""
+    """Say how to install matplotlib, and exit with code 1 only if --png asked for a picture."""
     a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0})
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
         result = run("compare.py", a)
@@ -653,7 +653,7 @@ def test_prints_the_table_without_matplotlib(tmp_path):
         assert "pip install matplotlib" in result.err
         assert run("compare.py", a, "--png=a.pdf").err.startswith("error: png: a.pdf")
         asked_for = run("compare.py", a, f"--png={tmp_path / 'a.png'}")
-        assert asked_for.code == 2
+        assert asked_for.code == 1
         assert "best val loss" in asked_for.out
 
 
@@ -665,5 +665,5 @@ def test_an_unwritable_path_gives_one_error_line_after_the_table(flag, tmp_path,
     result = run("compare.py", "a", flag)
     assert "best val loss" in result.out
     (said,) = result.err.splitlines()
-    assert result.code == 2 and said.startswith(f"error: {flag.partition('=')[2]}")
+    assert result.code == 1 and said.startswith(f"error: {flag.partition('=')[2]}")
     assert sorted(tmp_path.rglob("*")) == before

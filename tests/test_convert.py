@@ -470,7 +470,7 @@ def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
 
 
 def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
-    """Say that gpt2 cannot be fetched, and exit with code 2."""
+    """Say that gpt2 cannot be fetched, and exit with code 1."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused(run("sample.py", "--init_from=gpt2"), "gpt2: cannot be fetched")

@@ -156,6 +156,6 @@ def test_says_in_one_line_that_a_package_is_not_installed(script):
     """Leave out the folder of installed packages, as another Python does."""
     command = [sys.executable, "-S", "-E", script]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stdout == ""
+    assert result.returncode == 1 and result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and f" is not installed for {sys.executable}; " in line

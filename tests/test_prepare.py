@@ -405,7 +405,7 @@ def test_a_source_file_may_get_a_new_date_but_not_another_size(complete, tmp_pat
     with open([*stamps][0], "ab") as file:
         file.write(b"\n")
     before = contents(Path("out"))
-    assert run(script, *arguments).code == 2 and contents(Path("out")) == before
+    assert run(script, *arguments).code == 1 and contents(Path("out")) == before
 
 
 def test_a_source_that_is_too_small_to_be_divided_is_refused():
@@ -543,7 +543,7 @@ def test_flags_choose_the_hubs_dataset_and_the_default_folder(flags, asked):
 def test_without_a_network_nothing_is_begun_and_the_hub_is_asked_four_times(tmp_path):
     code, said, err = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
     *warnings, error = err.splitlines()
-    assert code == 2 and len(warnings) == said.count("slept") == 3
+    assert code == 1 and len(warnings) == said.count("slept") == 3
     assert all("trying again in " in line for line in warnings)
     assert error.startswith("error: hf://datasets/org/name: ") and "check the network" in error
     assert not (tmp_path / "out").exists()

@@ -23,7 +23,7 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 from torch.utils._pytree import tree_leaves
 
-from common.console import Unreachable, UserError, error_lines, keep_transcript, warn
+from common.console import UserError, error_lines, keep_transcript, warn
 from common.files import (
     fsync_folder,
     lack_of_space,
@@ -145,22 +145,20 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     """
     Return the newest valid checkpoint's path and state, or (None, None) if out_dir has none. Warns
     about each damaged checkpoint, and looks again if a run that saves there has deleted one. Raises
-    UserError if all are damaged, so that a run never silently starts again, Unreachable if one of
-    them cannot be read, and UserError for a checkpoint whose name and content give different
-    iterations.
+    UserError if all are damaged or unreadable, so that a run never silently starts again, and for a
+    checkpoint whose name and content give different iterations.
     """
     paths = list_checkpoints(out_dir)
-    kind = UserError
     for path in reversed(paths):
         state: dict = {}
         try:
             problem = damage(path)
             state = {} if problem else read(path)
         except OSError as error:  # a failing disk, a dead link or a folder
-            problem, kind = f"cannot be read ({error.strerror})", Unreachable
+            problem = f"cannot be read ({error.strerror})"
         if not os.path.lexists(path):
             if not list_checkpoints(out_dir):  # a run that saves there would have left one
-                raise Unreachable(f"{out_dir}: its checkpoints have just disappeared; restore them")
+                raise UserError(f"{out_dir}: its checkpoints have just disappeared; restore them")
             return find_newest(out_dir)
         if problem:
             warn(f"{path}: {problem}; trying the checkpoint before it")
@@ -173,7 +171,7 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     if paths:
         problem = "none of its checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
-        raise kind(f"{out_dir}: {problem}; {hint}")
+        raise UserError(f"{out_dir}: {problem}; {hint}")
     return None, None
 
 

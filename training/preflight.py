@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from common.console import COMMAND, Unreachable, UserError, warn
+from common.console import COMMAND, UserError, warn
 from configurator import Config, launched
 from training.hardware import choose_device, emulates_bfloat16
 
@@ -18,8 +18,7 @@ CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytor
 
 def check_device(config: Config) -> None:
     """
-    Raise UserError if this machine cannot train with the configured device and dtype. The error is
-    Unreachable if torch sees no GPU, perhaps because the driver is still loading.
+    Raise UserError if this machine cannot train with the configured device and dtype.
     """
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
@@ -28,7 +27,7 @@ def check_device(config: Config) -> None:
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
         anyway = "--device=cpu trains without one"
-        raise Unreachable(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
+        raise UserError(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
     here = launched("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count()
     if kind != "cpu" and gpus and here > gpus:
@@ -66,7 +65,7 @@ def has_kernels(device: torch.device) -> bool:
 
 def check_gpu(config: Config) -> None:
     """
-    Raise Unreachable if a run for a GPU would train on the CPU because torch sees no GPU. Warn if a
+    Raise UserError if a run for a GPU would train on the CPU because torch sees no GPU. Warn if a
     small run uses the CPU because the GPU's driver is too old.
     """
     if config.device != "auto" or choose_device(config, local_rank=0).type != "cpu":
@@ -74,7 +73,7 @@ def check_gpu(config: Config) -> None:
     if config.iter_tokens > CPU_TOKENS and not config.eval_only:
         tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
         anyway = "--device=cpu trains anyway"
-        raise Unreachable(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
+        raise UserError(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
     if hint := old_driver():
         warn(f"device: this runs on the CPU, very slowly, because torch sees no GPU; {hint}")
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import Unreachable, UserError, explain_errors, print_err
+from common.console import UserError, explain_errors, print_err
 from configurator import launched
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
@@ -144,7 +144,7 @@ class Ranks:
         if isinstance(box[0], SystemExit) or (isinstance(box[0], Exception) and self.is_main):
             raise box[0]
         if isinstance(box[0], Exception):
-            raise Unreachable() if isinstance(box[0], (OSError, Unreachable)) else UserError()
+            raise UserError()
         return box[0]
 
     def main_first(self, function: Callable[..., Any], *args) -> Any:

@@ -3,7 +3,7 @@ Check how the scripts refuse bad input: mistyped or missing arguments, and damag
 
 A row of the tables is a command and one text per expected error; all words of the text must occur
 in that error. They are the fix if the error names one, never only words of the command. Each
-command exits with code 2, prints only these errors and warnings, and changes no file. The commands
+command exits with code 1, prints only these errors and warnings, and changes no file. The commands
 run in a folder with a few good and many bad files: see `world`.
 """
 
@@ -364,7 +364,7 @@ def check(folder: Path, monkeypatch, command: str, *expected: str) -> None:
         monkeypatch.setenv(*words.pop(0).split("="))
     script, *arguments = words
     result = run(script, *arguments)
-    assert result.code == 2, result
+    assert result.code == 1, result
     assert result.out == ""
     assert_refused(result.err.splitlines(), expected)
     assert listing(folder) == before
@@ -401,7 +401,7 @@ def test_a_folder_without_permission_gives_one_error(key, world, tmp_path):
     keys |= {key: tmp_path / "private" / "x"}
     words = [*watched(before=UNPRIVILEGED), str(world / "tiny.py"), *flags(**keys)]
     result = finish(start(*words))
-    assert result.code == 2
+    assert result.code == 1
     assert_refused(result.err.splitlines(), ("private/x Permission denied",))
     assert not (tmp_path / "new").exists()
 

@@ -160,7 +160,7 @@ def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_can_be_comp
     killed = started(PREPARE, "000003", *flags(**words, out="killed"))
     wait_for_line(killed, "waiting")
     _, out, err = finish(started(PREPARE, "none", *flags(**words, out="killed")))
-    assert "code: 2" in out and "another preparation is writing to it" in err
+    assert "code: 1" in out and "another preparation is writing to it" in err
     killed.kill()
     killed.communicate()
     _, out, err = finish(started(PREPARE, "none", *flags(**words, out="killed")))
