@@ -284,7 +284,7 @@ class Saver:
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
     Only rank 0 writes, but every rank must call claim() and save(). While the disk is full or
     missing, new records and lines are kept in memory. Only the lock stays open, because a handle on
-    a share dies with its connection.
+    a share dies with its connection. If the lock dies with it, nothing takes it again.
     """
 
     def __init__(self, out_dir: Path, keep: int, facts: dict, ranks):
@@ -294,9 +294,7 @@ class Saver:
         self.facts = facts  # what every checkpoint of this launch holds, besides its state
         self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
         self.failed = False  # whether the last attempt to save failed
-        self.folder: os.stat_result  # out_dir as claim() found it
         self.lock: BinaryIO | None = None
-        self.mark = b""  # what the lock holds: each launch adds bytes of its own
         self.unwritten = {"metrics.jsonl": b"", "log.txt": b""}  # what the disk has not taken yet
         self.telling = threading.Lock()  # the thread that answers signals writes lines too
         self.has_saved = False  # whether this launch has saved a checkpoint
@@ -318,8 +316,7 @@ class Saver:
         """
         out_dir, it = self.out_dir, resumed["progress"]["iter_num"] if resumed else -1
         out_dir.mkdir(parents=True, exist_ok=True)
-        self.folder = out_dir.stat()
-        self.lock = open(out_dir / "lock", "a+b", buffering=0)
+        self.lock = open(out_dir / "lock", "ab")
         if not try_lock(self.lock):
             hint = "stop that one first, or choose another --out_dir"
             raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
@@ -330,11 +327,6 @@ class Saver:
                     hint = "give the command again, or another --out_dir"
                     problem = f"another run has just written to {out_dir}"
                     raise UserError(f"out_dir: {problem}; {hint}")
-        with contextlib.suppress(OSError):  # a full disk
-            self.lock.write(os.urandom(8).hex().encode())
-            os.fsync(self.lock.fileno())
-        self.lock.seek(0)
-        self.mark = self.lock.read()
         for path in newer:
             set_aside(path)  # damaged; prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
@@ -347,42 +339,6 @@ class Saver:
         for name in ("metrics.jsonl", "log.txt"):
             open(out_dir / name, "ab").close()  # create it, or find that it cannot be written
         keep_transcript(self.write_line)
-
-    def has_lock(self) -> bool:
-        """Return whether out_dir is there, and its lock is the file that this run has locked."""
-        assert self.lock
-        try:
-            # Compare without opening the file, because closing it would drop the lock
-            held = os.stat(self.out_dir / "lock")
-            is_same = os.path.samestat(held, os.fstat(self.lock.fileno()))
-            # on a share without locks, another run may have added its bytes
-            return is_same and held.st_size == len(self.mark)
-        except (OSError, ValueError):  # the disk is missing, or the handle died with its connection
-            return False
-
-    def check_lock(self) -> None:
-        """
-        Lock out_dir again if its disk was missing since the last call, or if somebody has deleted
-        the lock. Raises OSError if the disk is missing now, and UserError if another run has taken
-        the folder.
-        """
-        assert self.lock
-        if self.has_lock():
-            return
-        path = self.out_dir / "lock"
-        if os.path.samestat(self.out_dir.stat(), self.folder) and not path.exists():
-            with replacing(path) as file:
-                file.write(self.mark)
-        lock = open(path, "r+b", buffering=0)
-        if lock.read() != self.mark:
-            hint = "put this run's folder back and resume it, or give another --out_dir"
-            problem = f"{self.out_dir} or its lock was taken by another run"
-            raise UserError(f"out_dir: {problem}; {hint}")
-        with contextlib.suppress(OSError):  # close the old one first: it may be the same file
-            self.lock.close()
-        if not try_lock(lock):
-            raise OSError("the server still holds the lock of the lost connection")
-        self.lock = lock
 
     def save(self, state: dict) -> str:
         """
@@ -404,7 +360,6 @@ class Saver:
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
         try:
-            self.check_lock()
             self.prune(max(1, self.keep - 1))
             save(state, path)
             if not self.has_saved and (problem := damage(path)):
@@ -437,19 +392,17 @@ class Saver:
         has_failed = bool(self.unwritten["metrics.jsonl"])
         self.unwritten["metrics.jsonl"] += json.dumps(record).encode() + b"\n"
         try:
-            self.check_lock()
             self.append("metrics.jsonl")
-        except (OSError, UserError) as error:  # only a save may end the run
+        except OSError as error:
             if not has_failed:
                 rest = "keeping its records in memory until they can be written"
-                warn(f"metrics.jsonl: {'; '.join(error_lines(error))}; {rest}")
+                warn(f"metrics.jsonl: {error_lines(error)[0]}; {rest}")
 
     def write_line(self, text: str) -> None:
         """Copy what the console got to log.txt, now or once the disk has room and is back."""
         with self.telling, contextlib.suppress(OSError):
             self.unwritten["log.txt"] += f"{text}\n".encode(errors="replace")
-            if self.has_lock():
-                self.append("log.txt")
+            self.append("log.txt")
 
     def append(self, name: str) -> None:
         """Append what is unwritten to a file in out_dir, which must be there. Raises OSError."""

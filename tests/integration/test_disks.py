@@ -549,27 +549,14 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     assert content in contents(ran.out_dir).values()
 
 
-def lose_handle(path: Path) -> None:
-    """Let this process's handle of a file name another one, as if its connection had died."""
-    (number,) = (
-        fd
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)
-    )
-    with open(os.devnull) as file:
-        os.dup2(file.fileno(), int(number))
-
-
-@pytest.mark.parametrize("back", ["itself", "as a copy", "with a dead handle"])
+@pytest.mark.parametrize("back", ["itself", "as a copy"])
 def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tiny, ran, straight, tmp_path):
-    """Save nothing below another name. Then lock the folder again, and lose no record."""
+    """Save nothing below another name, and lose no record."""
     out_dir, away = ran.out_dir, tmp_path / "away"
     trainer = InProcessRun()
 
     def come_back():
         shutil.copytree(away, out_dir) if back == "as a copy" else away.rename(out_dir)
-        if back == "with a dead handle":
-            lose_handle(out_dir / "lock")
 
     trainer.at |= {("update", 3): lambda: out_dir.rename(away), ("update", 6): come_back}
     result = launch(trainer, **tiny)
@@ -581,35 +568,14 @@ def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tiny, ran, strai
     assert not leftovers(out_dir)
 
 
-@pytest.mark.parametrize("name", ["lock", "log.txt", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
 def test_a_run_goes_on_if_one_of_its_files_is_deleted(name, tiny, ran, straight):
-    """Write the file anew, as after a `git clean`, and lock the folder again."""
+    """Write the file anew, as after a `git clean`."""
     trainer, file = InProcessRun(), ran.out_dir / name
     trainer.at["update", 6] = file.unlink
     assert not lines(launch(trainer, **tiny).err, "warning:")
     assert file.stat().st_size and not leftovers(ran.out_dir)
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
-
-
-@pytest.mark.parametrize("has_locks", [True, False])
-def test_a_run_ends_in_one_line_if_another_one_has_taken_its_folder(has_locks, tiny, ran, tmp_path):
-    """Write nothing more, also where a share without locks let the other run in."""
-    out_dir, there, trainer = ran.out_dir, [], InProcessRun()
-
-    def take():
-        if has_locks:
-            out_dir.rename(tmp_path / "old")
-            out_dir.mkdir()
-        with open(out_dir / "lock", "a") as lock:
-            lock.write("another run's")
-        there.append(contents(out_dir))
-
-    trainer.at["update", 6] = take
-    result = trainer.launch(**tiny)
-    assert result.code == 1
-    (error,) = lines(result.err, "error:")
-    assert f"{out_dir} or its lock was taken" in error
-    assert there == [contents(out_dir)]
 
 
 # what a share cannot do, the error, and the calls that give it; Lustre has no locks without its
