@@ -205,11 +205,10 @@ def error_of(config: Config, lines: list[str], code: int) -> UserError:
 
 def pass_warnings_on(lines: list[str]) -> None:
     """
-    Print the run's warnings once for all rows of a table. The one about disk space is left out,
-    because a measured run saves no checkpoint.
+    Print the run's warnings once for all rows of a table.
     """
     for line in lines:
-        if line.startswith("warning: ") and "checkpoints of" not in line:
+        if line.startswith("warning: "):
             warn_once(line.removeprefix("warning: "))
 
 

@@ -944,7 +944,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(stop, stop in COMPLETE, progress, batches.waited)
+    log.finish(stop, progress)
     saver.close()
     signals.close()
     return exit_code(stop, batches, signals)

@@ -60,7 +60,6 @@ from training.gpus import (
     row_peak,
     short_name,
 )
-from training.log import warn_of_epochs
 from training.memory import (
     CHOSEN_MEMORY,
     USABLE_MEMORY,
@@ -494,7 +493,6 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         size = choose_batch(config, model, card.dtype, options.gpus, memory)
         config = with_batch(config, size, config.iter_sequences)
     p = make_plan(config, model, card, pace, options)
-    warn_of_epochs(p["epochs"] or 0)
     say(*plan_lines(p))
     if config.dataset == DOWNLOADED_ON_DEMAND and not options.dataset_tokens:
         print_err("note: no dataset yet, so epochs are unknown; train.py downloads it")

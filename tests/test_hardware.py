@@ -82,13 +82,12 @@ def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
 
 
 def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypatch):
-    """Count the passes of a model with a frozen part, and name the weights without a gradient."""
+    """Count the passes of a model with a frozen part."""
 
     class Changed(GPT):
         def __init__(self, config):
             super().__init__(config)
             self.second = nn.Linear(96, 100)
-            self.unwired = nn.Linear(96, 100)
             self.transformer.requires_grad_(False)
 
         def forward(self, idx, targets=None):
@@ -104,7 +103,6 @@ def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypa
     config = GPTConfig(**sizes, bias=False, tie_weights=False)
     # frozen blocks run forward alone, and the heads send no gradient to their input
     assert count_flops(config) == 2 * 2 * (12 * 96**2 + 2 * 96 * 48) + 2 * 4 * 96 * 100
-    assert speed.unused_weights(config) == ["second.bias", "unwired.weight", "unwired.bias"]
 
 
 def test_counting_flops_keeps_the_random_state_of_a_model_that_seeds_itself(monkeypatch):
@@ -383,7 +381,7 @@ def test_refuses_to_train_a_large_config_on_a_cpu_unless_asked_to(keys, tiny, ma
     machine(cuda=None)
     is_refused = keys is MANY
     result = run("train.py", *flags(**tiny | dict(device="auto", max_iters=0) | keys))
-    assert result.code == (2 if is_refused else 0), result.err
+    assert result.code == (1 if is_refused else 0), result.err
     assert ("--device=cpu" in result.err) == (CUDA_BUILD in result.err) == is_refused
     assert tiny["out_dir"].exists() != (is_refused or "eval_only" in keys)
 

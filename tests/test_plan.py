@@ -350,9 +350,3 @@ def test_plan_reads_the_sizes_of_a_datasets_vocabulary_and_splits(tokens):
     assert p["epochs"] == pytest.approx(p["total_tokens"] / 1237)
     # both splits are evaluated on as many tokens as the smaller has, in a third of the time
     assert p["eval_seconds"] == pytest.approx(2 * 400 / p["tokens_per_sec"] / 3)
-
-
-def test_plan_warns_of_more_than_20_epochs():
-    words = ("--gpu=4070", "--max_iters=1000", "--dataset_tokens=200k")  # reads 524,288,000
-    err = run("bench.py", "plan", ROOT / "config/gpt124m_4070.py", *words).err
-    assert "2,621 epochs: " in err

@@ -9,7 +9,6 @@ import contextlib
 import math
 import subprocess
 import sys
-import tomllib
 from datetime import datetime
 from pathlib import Path
 
@@ -17,26 +16,20 @@ import torch
 
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
-from common.files import lack_of_space, plain
+from common.files import plain
 from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, config_values
 from data.shards import Dataset
-from training.checkpoint import Saver, checkpoint_path, size_of
+from training.checkpoint import Saver, checkpoint_path
 from training.clock import PAUSES, Clock, Speed, clock_time
-from training.gpus import PUBLISHED_WIDTH, assumed_mfus, published_mfus
 from training.hardware import Hardware
-from training.speed import count_flops, describe, unused_weights
+from training.speed import count_flops, describe
 from training.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
-MANY_EPOCHS = 20  # warn above that; prepare_text.py's configs reach up to 16 on a tiny text
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 PATIENCE = 20.0  # seconds to wait for loss.png
-# A run is slow if its MFU, after SLOW_AFTER iterations, is below SLOW times the lowest known one.
-# Muon takes 4%, and runs of one card differ by a few percent more.
-SLOW_AFTER, SLOW = 50, 0.85
 # The fields of an evaluation besides its numbers; published runs have a band, from low to high
 EVAL_FIELDS = "kind time iter tokens hours seconds perplexity bits_per_byte low high".split()
-LEDGER_NAMES = {"start-up": "startup", "steps": "training"}  # friendlier than the clock's
 
 
 class Log:
@@ -73,8 +66,6 @@ class Log:
         self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
         self.saver = saver
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
-        self.last_loss: tuple[float, int] | None = None  # the last line's loss, and its iteration
-        self.is_slow = False  # whether the log has warned that the run is slow
 
     def start_tracker(self, is_new: bool) -> None:
         """Start the tracker. If it does not start, a new run ends, and a resumed one continues."""
@@ -90,14 +81,14 @@ class Log:
 
     def begin(self, resumed: dict | None, weights: dict | None, fitted: list[str]) -> None:
         """
-        Start the tracker, describe the run, and warn about likely mistakes. `resumed` is the
+        Start the tracker and describe the run. `resumed` is the
         checkpoint and `weights` the weights from which it starts, if any. `fitted` are fit_run()'s
         lines about the micro-batch.
         """
         c = self.config
         self.start_tracker(is_new=not resumed)
         commit = git_commit() if self.ranks.is_main else None
-        program = f"nightshift {version()}" + (f" ({commit})" if commit else "")
+        program = "nightshift" + (f" {commit}" if commit else "")
         say(
             *origin_lines(c, resumed, weights),
             f"command: {launch_command(self.world_size)}",
@@ -109,13 +100,6 @@ class Log:
             *fitted,
             f"run: {self.length()}, in {c.out_dir}",
         )
-        if self.ranks.is_main:
-            # bench.py sets no last iteration
-            if self.train_tokens and not c.by_clock and c.max_iters != UNREACHED:
-                warn_of_epochs(self.last_tokens() / self.train_tokens)
-            if unused := unused_weights(self.model.config):
-                hint = "use or freeze these weights, or training on several GPUs will fail"
-                warn(f"model: no gradient reaches {', '.join(unused)}; {hint}")
         if self.world_size > 1:
             say(f"processes: {self.world_size}, each with its share of the micro-batches")
         self.record(
@@ -185,44 +169,6 @@ class Log:
             compile_seconds=self.clock.seconds["compile"],
             hours=self.clock.training_hours(),
         )
-        if self.last_loss is None and self.ranks.is_main:
-            self.warn_of_space()
-        self.last_loss = (loss, it)
-        self.warn_if_slow(it, tokens_after)
-
-    def warn_of_space(self) -> None:
-        """
-        Warn if the disk cannot hold all of the run's checkpoints. Called after this launch's first
-        update, which has created the optimizer's state.
-        """
-        files, out_dir = self.config.checkpoint_files, Path(self.config.out_dir)
-        state = dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
-        size = size_of(state)
-        with contextlib.suppress(OSError):  # the disk is away; saves will wait for it
-            # best.pt is usually a hard link to a checkpoint, so count each inode once
-            there = {path.stat().st_ino: path.stat().st_size for path in out_dir.glob("*.pt")}
-            if shortage := lack_of_space(out_dir, files * size - sum(there.values())):
-                of_what = f"{files} checkpoints of {size / 1e9:.2f} GB (docs/recovery.md)"
-                warn(f"{shortage}, for {of_what}")
-
-    def warn_if_slow(self, it: int, tokens: int) -> None:
-        """
-        Warn once if this launch's MFU is below all that are known for this GPU. Those were measured
-        on one GPU, with models at least PUBLISHED_WIDTH wide.
-        """
-        c, hw = self.config, self.hw
-        row = hw.row if hw.peak_source == "gpus.csv" and c.n_embd >= PUBLISHED_WIDTH else None
-        is_unusual = c.recompute or self.world_size > 1
-        if self.is_slow or it < self.first_iter + SLOW_AFTER or row is None or is_unusual:
-            return
-        _, mfu = self.launch_speed(tokens)
-        lowest = min(published_mfus(row) or assumed_mfus(hw.name))
-        if mfu is not None and mfu < SLOW * lowest:
-            self.is_slow = True
-            known = f"{mfu:.0%} so far, but a {hw.name} should reach {lowest:.0%}"
-            causes = "another program on the GPU, a power limit, heat, or --compile=False"
-            page = "docs/first_hour.md#2-how-fast-is-it"
-            self.warn(it, f"mfu: {known}; look for {causes} ({page})")
 
     def launch_speed(self, tokens: int) -> tuple[float | None, float | None]:
         """Return this launch's mean tokens per second and MFU; None if they are unknown."""
@@ -308,58 +254,33 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, complete: bool, progress, waited: float) -> None:
-        """
-        Print where the time went, the results, why the run ended, and which command comes next.
-        `progress` is a train.Progress; `waited` is how many seconds this launch waited for data.
-        """
+    def finish(self, reason: str, progress) -> None:
+        """Print where the time went, why the run ended, and the results of its train.Progress."""
         # the final evaluation and save may have used more memory than the iterations did
         (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
         it, tokens = progress.iter_num, progress.tokens
         seconds = self.clock.seconds
         total = sum(seconds.values())
         launch = duration(self.clock.since_launch())
-        names, used = LEDGER_NAMES, {k: s for k, s in seconds.items() if s}
-        shares = [f"{names.get(k, k)} {s:.1f}s ({s / total:.1%})" for k, s in used.items()]
+        shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s]
         say(f"time: {duration(total)} wall (this launch {launch}) = {', '.join(shares)}")
-        if waited > 0.01 * (seconds["steps"] - self.first_steps):
-            say(f"waiting for data: {waited:.1f}s of this launch's training")
         said = "the schedule is complete" if reason == "hours" else reason
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
-        if not progress.is_evaluated:
-            losses = self.last_losses(progress)
-            say(f"last measured: {losses}" if losses else "no loss was measured")
-        say(*self.results(tokens, progress.val_loss, mem_gib))
+        say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        if complete and self.data.tokenizer["kind"] != "unknown":
-            out_dir = f"--out_dir={self.config.out_dir}"
-            say(f"sample: {command_line('python', 'sample.py', out_dir)}")
-        if not complete:
-            more = ["--init_from=resume"] if self.config.init_from == "scratch" else []
-            say(f"to continue: {launch_command(self.world_size, *more)}")
         self.tracker.close()
-        if reason.startswith("SIG"):  # exit without waiting for loss.png
-            say(f"picture: {command_line('python', 'compare.py', self.config.out_dir)}")
-        else:
+        if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
             self.draw()
         keep_transcript(None)
 
-    def last_losses(self, progress) -> str:
-        """Return the losses that were measured last, and when. `progress` is a train.Progress."""
-        parts = []
-        if self.last_loss:
-            loss, it = self.last_loss
-            parts.append(f"loss {loss:.4f} at iteration {it:,}")
-        if math.isfinite(progress.val_loss):
-            parts.append(f"val loss {progress.val_loss:.4f} at iteration {progress.evaluated_at:,}")
-        return ", ".join(parts)
-
-    def results(self, tokens: int, val_loss: float, mem_gib: float) -> list[str]:
+    def results(self, tokens: int, progress, mem_gib: float) -> list[str]:
         """
-        Return the `name: value` lines that scripts read at the end of a run. mfu, tokens_per_sec
-        and mem_gib describe this launch; the other values describe the whole run.
+        Return the `name: value` lines that scripts read at the end of a run. val_loss is that of
+        the last weights, or n/a if they were not evaluated. mfu, tokens_per_sec and mem_gib
+        describe this launch; the other values describe the whole run.
         """
+        val_loss = progress.val_loss if progress.is_evaluated else math.inf
         clock = self.clock
         rate, mfu = self.launch_speed(tokens)
         hours_per_epoch = None
@@ -397,11 +318,11 @@ class Log:
             warn(f"loss.png was not drawn; {draw} draws it, or says why not")
 
 
-def launch_command(world_size: int, *more: str) -> str:
-    """Return the command that launched this run, with more flags at its end."""
+def launch_command(world_size: int) -> str:
+    """Return the command that launched this run."""
     if world_size == 1:
-        return command_line("python", *sys.argv, *more)
-    return f"torchrun ... {command_line(*sys.argv, *more)}"
+        return command_line("python", *sys.argv)
+    return f"torchrun ... {command_line(*sys.argv)}"
 
 
 def origin_lines(c: Config, resumed: dict | None, weights: dict | None) -> list[str]:
@@ -453,18 +374,3 @@ def git_commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, **options).stdout.strip()
     return None
-
-
-def version() -> str:
-    """Return this program's version, read from pyproject.toml."""
-    with contextlib.suppress(OSError):
-        text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text)["project"]["version"]
-    return "(no pyproject.toml)"
-
-
-def warn_of_epochs(epochs: float) -> None:
-    """Warn of a run that reads its text so often that the model memorises it."""
-    if epochs > MANY_EPOCHS:
-        hint = "train on more text, or for fewer iterations"
-        warn(f"{epochs:,.0f} epochs: the model will memorise the text; {hint}")

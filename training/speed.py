@@ -20,13 +20,12 @@ MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 
 @functools.cache
-def trial_step(config: GPTConfig) -> tuple[float | None, list[str]]:
+def count_flops(config: GPTConfig) -> float | None:
     """
-    Run one sequence forward and backward without data or memory. Returns the FLOPs per token, and
-    the names of trained weights that no gradient reaches; None and [] if the model does not run on
-    fake tensors. torch counts all matmuls, and attention as if it had no mask. What recompute
-    repeats is not counted. For GPT-2 the result is the PaLM paper's 6 N + 12 L H Q T (appendix B)
-    without the norms.
+    Return the FLOPs of training on one token, by running one sequence forward and backward without
+    data or memory; None if the model does not run on fake tensors. torch counts all matmuls, and
+    attention as if it had no mask. What recompute repeats is not counted. For GPT-2 the result is
+    the PaLM paper's 6 N + 12 L H Q T (appendix B) without the norms.
     """
     # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,20 +41,8 @@ def trial_step(config: GPTConfig) -> tuple[float | None, list[str]]:
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 torch.autograd.backward(model(idx, idx))
     except Exception:  # a modified model can raise anything
-        return None, []
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    unused = [name for name, p in trained if p.grad is None]
-    return counter.get_total_flops() / config.block_size, unused
-
-
-def count_flops(config: GPTConfig) -> float | None:
-    """Return the FLOPs of training on one token, or None if they cannot be counted."""
-    return trial_step(config)[0]
-
-
-def unused_weights(config: GPTConfig) -> list[str]:
-    """Return the names of trained weights that no gradient reaches."""
-    return trial_step(config)[1]
+        return None
+    return counter.get_total_flops() / config.block_size
 
 
 def describe(model, vocab: int) -> str:
@@ -67,7 +54,7 @@ def describe(model, vocab: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     rows, flops = model.config.vocab_size, count_flops(model.config)
     vocabulary = f"vocabulary {vocab}" if rows == vocab else f"vocabulary {vocab}, padded to {rows}"
-    work = "FLOPs and unused weights not known, because it does not run on fake tensors"
+    work = "FLOPs not known, because it does not run on fake tensors"
     if flops:
         work = f"{count(flops)} FLOPs per token, counted by PyTorch"
     name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"

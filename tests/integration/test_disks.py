@@ -231,17 +231,6 @@ def test_best_pt_that_did_not_fit_is_made_once_there_is_room(tiny, ran):
     assert best_iter(ran) == 8 and not leftovers(ran.out_dir)
 
 
-@pytest.mark.parametrize("files", [1, 4])
-def test_warns_if_the_disk_is_too_small_for_the_run_besides_what_its_files_use(
-    files, tiny, on_disk
-):
-    on_disk(files)
-    keys = [dict(max_iters=1)] if files == 1 else [dict(), dict(init_from="resume", max_iters=9)]
-    for more in keys:
-        warnings = lines(train(**tiny | more).err, "warning:")
-        assert any("disk" in line for line in warnings) == (files == 1), warnings
-
-
 def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
     """Save None as the checkpoint's loss, because the last evaluation was of other weights."""
     train(**tiny, checkpoint_interval=3, keep_checkpoints=9)

@@ -4,18 +4,12 @@ log's lines say.
 """
 
 import contextlib
-import re
 import subprocess
 from unittest.mock import patch
 
 import pytest
-from cases import slow, slow_but
-from program import FAST, ROOT, InProcessRun, Run, same, sigterm, train, write_tokens
+from program import ROOT, Run, same, train
 
-from configurator import Config
-from training import hardware
-from training.checkpoint import size_of
-from training.gpus import find_row
 from training.log import git_commit
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
@@ -49,71 +43,10 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
     assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
 
 
-@pytest.mark.parametrize("recipe", slow_but(FAST, of=[{}, FAST]), ids=["gpt2", "fast"])
-def test_the_disk_space_that_a_run_asks_for_is_that_of_its_checkpoints(recipe, tiny, ran):
-    """Allow 0.5% for random states."""
-    asked: list[int] = []
-    keys = tiny | recipe | dict(n_embd=128, max_iters=1, keep_checkpoints=2)
-    with patch("training.log.lack_of_space", lambda folder, size: asked.append(size)):
-        train(**keys)
-    files = Config(keep_checkpoints=2).checkpoint_files
-    assert asked == [pytest.approx(files * size_of(ran.state()), rel=0.005)]
-
-
-def test_a_stopped_run_names_its_last_losses_first_and_a_finished_run_the_sample_command(tiny, ran):
-    keys = tiny | dict(init_from="auto")
-    trainer = InProcessRun()
-    trainer.at["iteration", 6] = sigterm
-    stopped = trainer.launch(**keys)
-    (line,) = re.findall("^last measured: .*\nval_loss: ", stopped.out, re.MULTILINE)
-    loss, val_loss = ran.steps("loss")[-1], ran.evals("val_loss")[-1]
-    assert f" {loss:.4f} at iteration 5, " in line and f" {val_loss:.4f} at iteration 4" in line
-    assert "\nsample: python" not in stopped.out
-    assert "\nto continue: python " in stopped.out
-    result = train(**keys)
-    assert result.out.startswith(f"resume: {ran.out_dir / 'ckpt-0000000'}")
-    assert "last measured: " not in result.out
-    assert f"\nsample: python sample.py --out_dir={ran.out_dir}\n" in result.out
-
-
 def test_a_run_that_uv_started_names_the_next_command_with_uv(tiny, ran, monkeypatch):
     monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
     result = train(**tiny)
     assert result.out.startswith("command: uv run ")
-    assert f"\nsample: uv run sample.py --out_dir={ran.out_dir}\n" in result.out
-
-
-@pytest.mark.parametrize("train_tokens, warns", [(75, True), (77, False)])
-def test_warns_of_more_than_20_epochs(train_tokens, warns, tiny, tmp_path):
-    """Train on 12 * 8 windows of 16 tokens, which is 1,536 tokens."""
-    data = write_tokens(tmp_path / "data", train=[train_tokens], val=[200])
-    result = train(**tiny | dict(dataset=data))
-    assert ("warning: 20 epochs: " in result.err) == warns
-
-
-@pytest.mark.parametrize(
-    "share, keys, warns",
-    [  # of the peak; an RTX 4090 reaches 57 to 75%, and 85% of 57% is 48%
-        (0.46, {}, True),
-        slow((0.50, {}, False)),
-        slow((0.46, dict(n_embd=384), False)),
-        slow((0.46, dict(recompute=True), False)),
-    ],
-)
-def test_warns_once_if_a_run_is_slower_than_all_known_ones_of_its_gpu(share, keys, warns, tiny):
-    keys = tiny | dict(n_embd=768, batch_size=1, sample_tokens=0, max_iters=52) | keys
-    keys |= dict(gradient_accumulation_steps=1, eval_interval=52)
-    hw = hardware.set_up(Config(device="cpu", dtype="float32", compile=False))
-    hw.name, hw.row = "RTX 4090", find_row("NVIDIA GeForce RTX 4090", 128)
-    # an iteration has 16 tokens and takes 10 seconds; FLOPs as in the PaLM paper
-    width = keys["n_embd"]
-    flops = 6 * (12 * width**2 + 128 * width) + 12 * width * 16
-    hw.peak_tflops, hw.peak_source = 1.6 * flops / share / 1e12, "gpus.csv"
-    trainer = InProcessRun(fake_clock=True)
-    with patch("training.hardware.set_up", lambda *_, **__: hw):
-        result = trainer.launch(**keys)
-    found = re.findall(r"^warning: iter (\d+): mfu: (\d+)%", result.err, re.MULTILINE)
-    assert found == [("50", f"{100 * share:.0f}")] * warns
 
 
 def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):

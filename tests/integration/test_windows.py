@@ -92,7 +92,7 @@ def test_a_run_on_windows_is_stopped_resumed_sampled_and_compared(started, tmp_p
     assert "codes: [149, 0, 0, 0]" in out, out + err
     assert "calls: [(2147483649,), (2147483649,)]" in out  # each launch kept the machine awake
     # in double quotes, which cmd and PowerShell both know
-    assert '"--out_dir=my run"' in out.partition("to continue: python train.py ")[2]
+    assert '"--out_dir=my run"' in out.partition("command: python train.py ")[2]
     # sample.py holds no file open, and the console cannot print a snowman
     assert "held: []" in out and "caf\u00e9 ?" in out and "mem n/a" in out
     assert "warning" not in err and list(tmp_path.rglob("*.tmp")) == []
