@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -111,6 +111,14 @@ OVERRIDES: dict[str, Any] = dict(
 Command = Sequence[str | Path]
 
 
+def load(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
+    """Load a config. A batch_size among the flags is measured as it is, not as a maximum."""
+    config = load_config(argv, other_flags)
+    if any(word.startswith("--batch_size=") for word in argv):
+        config = replace(config, tokens_per_iter=0)
+    return config
+
+
 class OutOfMemory(UserError):
     """Raised if the micro-batch does not fit."""
 
@@ -156,7 +164,7 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
         every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
         values["log_interval"] = min(config.log_interval, every)
-        if config.batch_is_maximum:
+        if config.tokens_per_iter:
             values["tokens_per_iter"] = config.iter_tokens  # keeps batch_size a maximum in the run
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
@@ -311,7 +319,7 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
     A row that ran out of memory has no speed, and no row's gain refers to it. Prints the table,
     even after Ctrl-C, SIGTERM or an error.
     """
-    configs = [load_config([*options.keys, *flags.split()]) for _, flags in rows]
+    configs = [load([*options.keys, *flags.split()]) for _, flags in rows]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     say(f"{len(rows)} rows; Ctrl-C stops, and prints the table of those so far")
     measured: list[dict] = []
@@ -417,7 +425,7 @@ def main(argv: list[str]) -> int:
         asked = read_config(keys, other_flags=vars(options))
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
-    config = load_config(keys, other_flags=vars(options))
+    config = load(keys, other_flags=vars(options))
     options.command = command_line("python", "bench.py", *argv)
     options.keys = keys
     if mode != "plan":  # a plan needs no device, because the run may be for another machine

@@ -22,7 +22,6 @@ import re
 import sys
 import textwrap
 import traceback
-from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from common.console import (
     UserError,
     command_line,
     did_you_mean,
-    print_err,
     raise_if_any,
     run_main,
 )
@@ -43,10 +41,6 @@ from common.files import read_text
 MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 # An iteration that no run reaches, for keys like max_iters when the clock decides instead
 UNREACHED = 2**40
-# The largest micro-batch that a run without CUDA chooses. Where batch_size is a maximum, and
-# tokens_per_iter cannot be divided into whole sequences for each process, it is rounded to a
-# multiple of this many per process, so that an iteration has the same tokens on every GPU and CPU.
-MICRO_BATCH = 8
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that accept only a few
@@ -85,7 +79,7 @@ class Config:
     # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
     stream: bool = False  # read the shards in order, unshuffled, even while they are being written
-    batch_size: int = 12  # sequences in a micro-batch; a maximum in a file with tokens_per_iter
+    batch_size: int = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
@@ -129,18 +123,11 @@ class Config:
     peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up, or measure it
     # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
-    # Not a key: the names of the keys that a flag set
-    typed: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def by_clock(self) -> bool:
         """Return True if the schedule follows the clock instead of the iteration count."""
         return bool(self.hours)
-
-    @property
-    def batch_is_maximum(self) -> bool:
-        """Return whether a run takes as many sequences as fit, up to batch_size."""
-        return bool(self.tokens_per_iter) and "batch_size" not in self.typed
 
     @property
     def checkpoint_files(self) -> int:
@@ -191,25 +178,6 @@ AT_LEAST_1 = """
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
-# Keys that nothing reads unless another key has this value. A file may set them anyway; a flag with
-# a value other than the default is refused
-ONLY_WITH = dict(
-    head_lr=("optimizer", "muon"),
-    muon_momentum=("optimizer", "muon"),
-    beta2=("optimizer", "adamw"),
-    decay_fraction=("lr_schedule", "wsd"),
-)
-# What other trainers call these keys, for suggestions
-OTHER_NAMES = dict(
-    lr="learning_rate",
-    bs="batch_size",
-    wd="weight_decay",
-    seq_len="block_size",
-    grad_accum="gradient_accumulation_steps",
-    steps="max_iters",
-    epochs="max_iters",
-    vocab_size="pad_vocab_multiple",
-)
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
 HELP_COLUMN = 44  # column at which --help explains a flag
@@ -245,8 +213,6 @@ def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     config = read_config(argv, other_flags=other_flags)
     config, problems = resolve(config, launched("WORLD_SIZE", 1))
     raise_if_any(problems)
-    if config.tokens_per_iter not in (0, config.iter_tokens):
-        print_err(batch_line(config))
     return config
 
 
@@ -260,7 +226,6 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         sys.exit(0)
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     values: dict[str, Any] = {}
-    typed: set[str] = set()
     problems: list[str] = []
     left = list(argv)
     while left:
@@ -268,7 +233,6 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         try:
             if argument.startswith("-") or "=" in argument:
                 found = from_nanogpt(read_flag(argument, known, left, other_flags))
-                typed |= found.keys()
             else:
                 found = from_nanogpt(read_file(Path(argument), known, values))
         except UserError as error:
@@ -281,7 +245,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
     if values.get("hours"):
         # The defaults are for runs without a time limit, and would end this one too early.
         values = dict(max_iters=UNREACHED, eval_interval=UNREACHED) | values
-    return keys(**values, set_keys=frozenset(values), typed=frozenset(typed))
+    return keys(**values, set_keys=frozenset(values))
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +277,7 @@ def read_flag(
         text = left.pop(0)
     if name not in known:
         names = [*known, *other_flags]
-        meant = did_you_mean(OTHER_NAMES.get(name, name), names, "--")
+        meant = did_you_mean(name, names, "--")
         raise UserError(f"--{name}: unknown key{meant}")
     kind: Any = known[name].type
     if not equals and (text or kind is not bool):
@@ -362,7 +326,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
             except UserError as error:
                 problems.append(f"{path}: {error}")
         elif not (is_code or name in defaults or name in used or name.startswith("_")):
-            meant = did_you_mean(OTHER_NAMES.get(name, name), known)
+            meant = did_you_mean(name, known)
             hint = "start names of your own with _"
             problems.append(f"{path}: {name}: unknown key{meant or f'; {hint}'}")
     raise_if_any(problems)
@@ -420,89 +384,64 @@ def resolve(
 ) -> tuple[Config, list[str]]:
     """
     Fill in the values that follow from other keys. Returns that Config and the problems: keys that
-    cannot be combined. For `world_size` and `saved` see count_micro_batches().
+    cannot be combined. `saved` is the configuration of a run to resume.
     """
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
     if c.optimizer == "muon":
         unset = {name: value for name, value in MUON_RATES.items() if name not in c.set_keys}
         c = replace(c, **unset)  # type: ignore[arg-type]
-    problems = check_model(c)
-
-    most = unit = c.batch_size
-    if c.batch_is_maximum:  # count in small micro-batches, then join as many as the maximum allows
-        is_exact = c.tokens_per_iter % (c.block_size * world_size) == 0
-        unit = 1 if is_exact else min(most, MICRO_BATCH)
-        if saved:  # a resumed run keeps its micro-batch
-            most, unit = min(most, saved["batch_size"]), math.gcd(saved["batch_size"], MICRO_BATCH)
-    accum, uneven = count_micro_batches(replace(c, batch_size=unit), world_size, saved)
-    problems += uneven
-    if c.batch_is_maximum and not uneven:
-        sequences = accum * unit
-        c = with_batch(c, max(micro_batches(sequences, world_size, most)), sequences)
-    else:
-        c = replace(c, gradient_accumulation_steps=accum)
-
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
-    return c, problems
+    c, uneven = share_iteration(c, world_size, saved)
+    return c, check_model(c) + uneven
 
 
-def count_micro_batches(
+def share_iteration(
     c: Config, world_size: int, saved: dict[str, Any] | None = None
-) -> tuple[int, list[str]]:
+) -> tuple[Config, list[str]]:
     """
-    Return the number of micro-batches per iteration, across all ranks, and a list of problems.
+    Share an iteration's sequences among the processes. Returns the Config with the micro-batch and
+    gradient_accumulation_steps, and the problems.
 
-    A resumed run, whose configuration is `saved`, keeps its tokens per iteration unless the command
-    line asks for another number. Otherwise, a typed tokens_per_iter must be met exactly, and one
-    from a file as closely as batch_size and world_size allow. Without tokens_per_iter,
-    gradient_accumulation_steps decides.
+    Without tokens_per_iter both stay as they are set. With it, the micro-batch is the largest that
+    divides a process's sequences, up to batch_size. So it is on a resume, which keeps the sequences
+    per iteration of the run, whose configuration is `saved`.
     """
-    accum = c.gradient_accumulation_steps
-    micro_batch = c.batch_size * c.block_size  # tokens
-    is_typed = not c.typed.isdisjoint(("tokens_per_iter", "gradient_accumulation_steps"))
-    same_tokens = saved and 0 < c.tokens_per_iter == saved.get("tokens_per_iter")
-    if saved and not is_typed and ("batch_size" in c.typed or same_tokens):
-        sequences = saved["gradient_accumulation_steps"] * saved["batch_size"]
-        accum, rest = divmod(sequences, c.batch_size)
-        if rest:
-            sizes = divisors(sequences)
-            i = bisect(sizes, c.batch_size)
-            nearest = " or ".join(map(str, sizes[i - 1 : i + 1]))
-            return accum, [
-                f"batch_size: {c.batch_size} does not divide this run's {sequences} sequences "
-                f"per iteration; use {nearest}"
-            ]
-    elif "tokens_per_iter" in c.typed and c.tokens_per_iter:
-        accum, rest = divmod(c.tokens_per_iter, micro_batch)
-        if rest:
-            nearest = f"{accum * micro_batch} or " if accum else ""
-            return accum, [
-                f"tokens_per_iter: {c.tokens_per_iter:,} is not a multiple of {c.batch_size} x "
-                f"{c.block_size} = {micro_batch:,}; use {nearest}{(accum + 1) * micro_batch}"
-            ]
+    most = c.batch_size
+    if saved:
+        sequences = saved["batch_size"] * saved["gradient_accumulation_steps"]
+        if c.tokens_per_iter not in (0, sequences * c.block_size):
+            kept = f"this run has {sequences * c.block_size}, you asked for {c.tokens_per_iter}"
+            return c, [f"tokens_per_iter: {kept}; leave it out, or give another --out_dir"]
+        if c.tokens_per_iter:  # keep the micro-batch, too, unless batch_size is smaller now
+            most = min(most, saved["batch_size"])
     elif c.tokens_per_iter:
-        accum = max(1, round(c.tokens_per_iter / (micro_batch * world_size))) * world_size
-    if accum % world_size:
-        key, hint = "gradient_accumulation_steps", f"use a multiple of {world_size}"
-        if c.tokens_per_iter:
-            tokens = max(1, round(accum / world_size)) * world_size * micro_batch
-            key, hint = "tokens_per_iter", f"use --tokens_per_iter={tokens}"
-        among = f"among {world_size} processes (WORLD_SIZE)"
-        return accum, [f"{key}: {accum} micro-batches cannot be divided {among}; {hint}"]
-    return accum, []
+        unit = c.block_size * world_size
+        sequences = c.tokens_per_iter // c.block_size
+        if c.tokens_per_iter % unit:
+            nearest = max(1, round(c.tokens_per_iter / unit)) * unit
+            among = f"{world_size} processes (WORLD_SIZE) with block_size {c.block_size}"
+            given = f"{c.tokens_per_iter} cannot be shared equally by {among}"
+            return c, [f"tokens_per_iter: {given}; use {nearest}"]
+    else:
+        accum = c.gradient_accumulation_steps
+        among = f"{accum} micro-batches cannot be divided among {world_size} processes (WORLD_SIZE)"
+        hint = f"use a multiple of {world_size}"
+        uneven = [f"gradient_accumulation_steps: {among}; {hint}"]
+        return c, uneven if accum % world_size else []
+    if sequences % world_size:
+        given = f"this run's {sequences} sequences per iteration"
+        return c, [f"WORLD_SIZE: {given} cannot be divided among {world_size} processes"]
+    return with_batch(c, max(micro_batches(sequences, world_size, most)), sequences), []
 
 
 def batch_line(c: Config) -> str:
     """Return the line that a run prints about its batch. Takes a resolved Config."""
     sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
     of_what = "micro-batches x sequences x tokens"
-    line = f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
-    if c.tokens_per_iter not in (0, c.iter_tokens):
-        line += f", the nearest to {c.tokens_per_iter:,}"
-    return line
+    return f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
 
 
 def micro_batches(sequences: int, processes: int, most: int) -> list[int]:
@@ -529,10 +468,6 @@ def check_model(c: Config) -> list[str]:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")
     if not re.fullmatch(r"auto|off|[1-9][0-9]{0,8}", c.loss_chunk):
         problems.append(f"loss_chunk: {c.loss_chunk!r} is not auto, off or a number like 1024")
-    for name, (key, value) in ONLY_WITH.items():
-        is_default = getattr(c, name) == FIELDS[name].default
-        if name in c.typed and not is_default and getattr(c, key) != value:
-            problems.append(f"{name}: only {key}={value} reads it; leave it out")
     if c.model == "fast":
         if not rest and head_size % 4:
             problem = f"n_head: the heads have {head_size} channels each"

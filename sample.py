@@ -65,7 +65,6 @@ class SampleConfig:
     # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
     # Not a key: the names of the keys that a flag set
-    typed: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def read_prompt(start: str) -> str:

@@ -488,7 +488,7 @@ def plan(config: Config, options: Namespace, measure: Callable[[Config], dict]) 
         config, vocab, flash=config.flash, compiled=config.compile, weights=weights
     )
     card, pace = card_and_pace(config, model, options, measure)
-    if config.batch_is_maximum:
+    if config.tokens_per_iter:
         memory = CHOSEN_MEMORY * (card.memory_gib or 0) * GIB
         size = choose_batch(config, model, card.dtype, options.gpus, memory)
         config = with_batch(config, size, config.iter_sequences)

@@ -13,7 +13,6 @@ from configurator import (
     FIELDS,
     Config,
     config_text,
-    count_micro_batches,
     load_config,
     parse_value,
     read_config,
@@ -288,13 +287,6 @@ BAD_FILES = {
 def test_a_bad_config_file_gives_one_line_that_names_the_file(text, tmp_path):
     (line,) = problems_of(write(tmp_path, text))
     assert "\n" not in line and line.startswith(str(tmp_path / "c.py"))
-
-
-def test_a_resume_uses_the_accumulation_of_the_config_file(tmp_path):
-    """Use the file's accumulation if neither the file nor the run has tokens_per_iter."""
-    asked = read_config([write(tmp_path, "batch_size = 8\ngradient_accumulation_steps = 5")])
-    saved = dict(batch_size=8, gradient_accumulation_steps=9, tokens_per_iter=0)
-    assert count_micro_batches(asked, 1, saved) == (5, [])
 
 
 def test_min_lr_becomes_a_tenth_of_a_peak_rate_that_is_below_it():

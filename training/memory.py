@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from common.console import warn
-from configurator import MICRO_BATCH, Config, micro_batches, with_batch
+from configurator import Config, micro_batches, with_batch
 from model import GPT, GPTConfig
 from model_fast import MOST_CHUNKS, FastConfig, FastGPT, build_model, model_config
 from optimizer import build_optimizer
@@ -34,6 +34,7 @@ USABLE_MEMORY = 0.9
 # that is opened later must not end the run. On 12 GB, the fast recipe leaves 5 GiB with 8 sequences
 # and 2.3 GiB with 16, and nobody has measured that 16 is faster there.
 CHOSEN_MEMORY = 0.75
+MICRO_BATCH = 8  # the largest micro-batch that a run without CUDA chooses
 # A block's two dropout masks, per token and channel. Compiled code keeps none and draws them again.
 DROPOUT_BYTES = 2
 
@@ -222,19 +223,16 @@ def fit_run(
     c: Config, vocab: int, hw: Hardware, ranks: Ranks, resumed: dict | None, weights: dict | None
 ) -> tuple[Config, list[str]]:
     """
-    Choose the run's micro-batch, if batch_size is a maximum. Returns the config with it, and a line
+    Choose the micro-batch of a new run with tokens_per_iter. Returns the config with it, and a line
     for the log if a micro-batch was chosen here. The GPU with the least free memory decides for all
-    ranks. A resumed run keeps its micro-batch, unless that would not fit even an idle GPU. With
-    deterministic, a GPU takes the maximum, because free memory may differ in the next run.
+    ranks.
     """
-    is_gpu = hw.device.type == "cuda"
-    if not c.batch_is_maximum or (c.deterministic and is_gpu) or (resumed and not is_gpu):
+    if resumed or not c.tokens_per_iter:
         return c, []
+    is_gpu = hw.device.type == "cuda"
     sizes = torch.cuda.mem_get_info(hw.device) if is_gpu else (0, 0)
     free, total = (-most for most in ranks.max(*(-size for size in sizes)))
     model = model_config(c, vocab, flash=hw.flash(c), compiled=hw.compiles, weights=weights)
-    if resumed and memory_needed(c, model, hw.dtype_name, c.batch_size) <= USABLE_MEMORY * total:
-        return c, []
     memory = min(USABLE_MEMORY * free, CHOSEN_MEMORY * total)
     size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from program import ROOT, flags, refused, run
 
+from common.console import UserError
 from configurator import load_config
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=64)
@@ -30,11 +31,9 @@ def config(tmp_path) -> Path:
     [
         ([], 1, 8),
         (["--batch_size=8"], 1, 4),
-        (["--batch_size=3"], 1, 11),  # 512 / 48 = 10.67
-        (["--batch_size=3"], 4, 12),
-        (["--batch_size=32"], 4, 4),  # a micro-batch each, though that is four times the tokens
+        (["--batch_size=3"], 1, 16),  # 2 is the largest divisor of 32 sequences up to 3
+        (["--batch_size=32"], 4, 4),  # 8 sequences for each process
         (["--gradient_accumulation_steps=3", "--batch_size=3"], 1, 3),
-        ([], 3, 9),  # 528 tokens, the nearest
     ],
 )
 def test_recomputes_accumulation_for_flags_after_a_config(
@@ -45,16 +44,20 @@ def test_recomputes_accumulation_for_flags_after_a_config(
     assert loaded.gradient_accumulation_steps == accumulation
 
 
+def test_tokens_that_the_processes_cannot_share_are_refused(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match="tokens_per_iter: 512 .* use 528"):
+        load_config([str(config)])
+
+
 def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys, ran):
-    first = run("train.py", config, "--batch_size=3", *flags(**keys | dict(max_iters=2)))
-    lines = [line for line in first.out.splitlines() if ": 528 = 11 x 3 x 16 " in line]
-    assert lines and "512" in lines[0]
+    assert run("train.py", config, *flags(**keys | dict(max_iters=2))).code == 0
     resume = flags(**keys, init_from="resume")
-    refused(run("train.py", config, "--batch_size=5", *resume), "use 3 or 11")
-    again = run("train.py", config, "--batch_size=11", *resume)
+    refused(run("train.py", config, "--tokens_per_iter=256", *resume), "this run has 512")
+    again = run("train.py", config, "--batch_size=3", *resume)
     assert again.code == 0, again.err
-    assert ran.column("start", "tokens_per_iter") == [528, 528]
-    assert ran.steps("tokens_after")[-1] == 4 * 528
+    assert ran.column("start", "tokens_per_iter") == [512, 512]
+    assert [c["batch_size"] for c in ran.column("start", "config")] == [4, 2]
 
 
 def test_a_resume_keeps_the_tokens_per_iteration_that_its_accumulation_gave(config, keys, ran):
