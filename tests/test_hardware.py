@@ -505,25 +505,6 @@ def test_torchs_compiler_obeys_the_switch_that_train_sets():
     assert finish(switched).out == f"{is_fixed}\n"
 
 
-@pytest.mark.parametrize("home", ["home", "my home", "o'brien", "none", "noexec"])
-def test_caches_compiled_code_in_the_home_folder_if_it_is_usable(
-    home, machine, tmp_path, monkeypatch
-):
-    """
-    Let torch choose the cache's folder if the home folder is missing, as in some containers, has a
-    space or quote in its path, which torch's compiler cannot use, or is mounted with noexec.
-    """
-    for name in ("home", "my home", "o'brien", "noexec"):
-        (tmp_path / name).mkdir()
-    mount = SimpleNamespace(f_flag=8 if home == "noexec" else 0)
-    monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
-    monkeypatch.setattr(os, "statvfs", lambda path: mount, raising=False)
-    machine(system="linux", variables=dict.fromkeys(("HOME", "USERPROFILE"), f"{tmp_path}/{home}"))
-    set_environment()
-    expected = f"{tmp_path}/home/.cache/torchinductor" if home == "home" else None
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == expected
-
-
 @pytest.mark.parametrize(
     "system, release, is_integrated, limits",
     [

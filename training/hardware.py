@@ -67,9 +67,6 @@ class Hardware:
         is_cpu, memory = self.device.type == "cpu", self.memory_gib()
         parts = [f"CPU ({self.name})" if is_cpu else self.name]
         parts += [f"{memory:.1f}GiB"] if memory else []
-        if is_cpu and os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            # set by environment.py or by the user
-            parts.append("idle threads sleep (better on busy cores)")
         parts += [self.dtype_name] if self.compiles else [self.dtype_name, "not compiled"]
         is_measured = self.peak_source == MEASURED
         how = "measured with a matmul" if is_measured else f"dense ({self.peak_source})"
