@@ -192,18 +192,6 @@ KIND_NAMES = {
 # Files and flags
 
 
-def launched(name: str, default: int) -> int:
-    """
-    Return one of the numbers that torchrun puts into the environment. Raises UserError for a value
-    that another launcher has left there.
-    """
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or (text == "0" and name.endswith("SIZE")):
-        hint = f"unset {name}, or start with torchrun"
-        raise UserError(f"{name}={text!r} in the environment was not set by torchrun; {hint}")
-    return int(text)
-
-
 def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     """
     Read a command line into a Config and fill in the values that follow from other keys.
@@ -211,7 +199,7 @@ def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     problem.
     """
     config = read_config(argv, other_flags=other_flags)
-    config, problems = resolve(config, launched("WORLD_SIZE", 1))
+    config, problems = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
     raise_if_any(problems)
     return config
 

@@ -566,7 +566,7 @@ def estimate_loss(
     try:
         for name, split in splits.items():
             micro_batches = batches.read_eval(
-                split, tokens, spread=name == "train", wait=signals.answered.wait
+                split, tokens, spread=name == "train", wait=signals.comes_within
             )
             (failed,) = signals.agree(micro_batches is None)
             if failed or micro_batches is None:
@@ -645,7 +645,6 @@ def evaluate_only(
     began = time.perf_counter()
     numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
     batches.close()
-    signals.close()
     if isinstance(numbers, str):
         return exit_code(numbers, batches, signals)
     it = resumed["progress"]["iter_num"] if resumed else 0
@@ -946,7 +945,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(stop, progress)
     saver.close()
-    signals.close()
     return exit_code(stop, batches, signals)
 
 

@@ -52,15 +52,19 @@ def print_err(*lines: str) -> None:
     tell("stderr", lines)
 
 
+def print_in_handler(line: str) -> None:
+    """Print a line to stderr from a signal handler, which must not wait for the transcript."""
+    with contextlib.suppress(RuntimeError, OSError):  # RuntimeError: while a line is being printed
+        write(sys.stderr, line)
+
+
 def tell(console: str, lines: tuple[str, ...]) -> None:
     """Print and copy to the transcript. A closed console does not stop the run."""
     text = printable("\n".join(lines))
-    # A signal handler that prints while a line is being printed raises RuntimeError. Drop its line.
-    with contextlib.suppress(RuntimeError):
-        try:
-            write(getattr(sys, console), text)
-        except OSError:
-            setattr(sys, console, open(os.devnull, "w"))
+    try:
+        write(getattr(sys, console), text)
+    except OSError:
+        setattr(sys, console, open(os.devnull, "w"))
     if transcript:
         transcript(text)
 

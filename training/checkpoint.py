@@ -296,7 +296,7 @@ class Saver:
         self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
         self.unwritten = {"metrics.jsonl": b"", "log.txt": b""}  # what the disk has not taken yet
-        self.telling = threading.Lock()  # the thread that answers signals writes lines too
+        self.telling = threading.Lock()  # the thread that reads data writes lines too
         self.has_saved = False  # whether this launch has saved a checkpoint
         self.size = 0  # bytes of the newest checkpoint
 

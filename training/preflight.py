@@ -8,7 +8,7 @@ import sys
 import torch
 
 from common.console import COMMAND, UserError, warn
-from configurator import Config, launched
+from configurator import Config
 from training.hardware import choose_device, emulates_bfloat16
 
 CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
@@ -28,11 +28,6 @@ def check_device(config: Config) -> None:
         seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
         anyway = "--device=cpu trains without one"
         raise UserError(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
-    here = launched("LOCAL_WORLD_SIZE", 1)
-    gpus = torch.cuda.device_count()
-    if kind != "cpu" and gpus and here > gpus:
-        few = f"{gpus} GPUs here are too few for {here} processes"
-        raise UserError(f"nproc_per_node: {few}; start {gpus}")
     device = choose_device(config, local_rank=0)
     if device.type == "cuda" and not has_kernels(device):
         name = torch.cuda.get_device_name(device)

@@ -8,11 +8,10 @@ With a single process nothing is sent, and the same calls return the process's o
 """
 
 import faulthandler
+import math
 import os
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,18 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import UserError, explain_errors, print_err
-from configurator import launched
+from common.console import UserError, print_in_handler
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
 # For all other collectives. The ranks wait in one while rank 0 downloads weights, for example.
 HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
 DONE = object()  # what next() returns at the end of a generator
-SLOW_START = 10.0  # seconds before a line says what this process is waiting for
-# NCCL often fails or hangs if GPUs cannot read each other's memory (GeForce, some mainboards), or
-# in Docker, whose shared memory is only 64 MB by default.
-NCCL_HINT = "try NCCL_P2P_DISABLE=1 or, in Docker, --shm-size=1g; NCCL_DEBUG=INFO says more"
 
 
 class Ranks:
@@ -44,38 +38,14 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.world_size = launched("WORLD_SIZE", 1)
-        self.rank = launched("RANK", 0)
-        self.local_rank = launched("LOCAL_RANK", 0)
-        if self.rank >= self.world_size:
-            given = f"RANK={self.rank} in the environment, but WORLD_SIZE={self.world_size}"
-            raise UserError(f"{given}; unset both, or start with torchrun")
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0  # the process that decides, logs and saves
         if self.world_size > 1:
             self.join()
 
     def join(self) -> None:
-        explain_errors(lost_rank)
-        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                given = f"WORLD_SIZE={self.world_size} is set, but {name} is not"
-                raise UserError(f"{given}; unset WORLD_SIZE, or start with torchrun")
-        place = f"{os.environ['MASTER_ADDR']}:{launched('MASTER_PORT', 0)}"
-        line = f"waiting for {self.world_size} processes at {place}"
-        hint = "if this is the only one, unset WORLD_SIZE"
-        waiting = threading.Timer(SLOW_START, print_err, [f"{line}; {hint}"])
-        waiting.start()
-        try:
-            self.meet()
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(f"{line} failed ({reason}); start all of them, or {hint}") from None
-        finally:
-            waiting.cancel()
-        if self.rank > 0:
-            sys.stdout = open(os.devnull, "w")
-
-    def meet(self) -> None:
         # torchrun keeps one store across restarts, and that store still holds the addresses of dead
         # processes. A prefix per restart hides them; without it, restarts occasionally fail.
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
@@ -87,6 +57,8 @@ class Ranks:
             world_size=self.world_size,
             timeout=HOST_TIMEOUT,
         )
+        if self.rank > 0:
+            sys.stdout = open(os.devnull, "w")
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """
@@ -213,16 +185,6 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def lost_rank(error: BaseException) -> str:
-    """Return the error line if `error` says that another rank is gone, else ""."""
-    lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-    if not (lost and isinstance(error, RuntimeError)):
-        return ""
-    reason = str(error).partition("\n")[0]
-    line = f"another rank is gone ({reason}): read its last lines, or check the network"
-    return f"{line}; {NCCL_HINT}" if "NCCL" in str(error) else line
-
-
 # -----------------------------------------------------------------------------
 # Signals
 
@@ -246,47 +208,25 @@ class StopSignals:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.received = 0  # number of the first signal, or 0
-        self.answered = threading.Event()  # set once the first signal is confirmed on the console
+        self.stopped_at: float | None = None  # when the first of STOP_AT_ONCE came
         self.name: str | None = None  # the signal that all ranks have agreed on
-        self.numbers = [getattr(signal, n) for n in ASK_TO_STOP if hasattr(signal, n)]
-        # Python runs a signal handler only once the main thread returns from its kernel or
-        # collective, which may take minutes. A second thread, woken through a socket, answers now.
-        reader, self.writer = socket.socketpair()
-        self.writer.setblocking(False)
-        signal.set_wakeup_fd(self.writer.fileno())
-        for number in self.numbers:
+        for name in ASK_TO_STOP:
+            number = getattr(signal, name, None)
             # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
-        threading.Thread(target=self.answer, args=(reader,), daemon=True).start()
 
     def receive(self, number: int, frame=None) -> None:
+        """Confirm the first signal, and exit on a second request to stop."""
+        if self.ranks.is_main and not self.received:
+            hint = "a second signal stops at once and saves nothing"
+            print_in_handler(f"stopping after this iteration; {hint}")
         self.received = self.received or number
-
-    def answer(self, reader: socket.socket) -> None:
-        """Confirm the first signal at once, and exit on a second request to stop."""
-        stopped_at = None
-        while received := reader.recv(1):  # empty once the other end is closed
-            number = received[0]
-            if number not in self.numbers:  # another handler's
-                continue
-            self.receive(number)
-            if self.ranks.is_main and not self.answered.is_set():
-                print_err(
-                    "stopping after this iteration; a second signal stops at once and saves nothing"
-                )
-            self.answered.set()
-            if signal.Signals(number).name in STOP_AT_ONCE:
-                now = time.monotonic()
-                if stopped_at is not None and now - stopped_at > SAME_STOP:
-                    os._exit(128 + number)
-                stopped_at = stopped_at or now
-        reader.close()
-
-    def close(self) -> None:
-        """Stop answering signals. Called after the run."""
-        signal.set_wakeup_fd(-1)
-        self.writer.close()
+        if signal.Signals(number).name in STOP_AT_ONCE:
+            now = time.monotonic()
+            self.stopped_at = self.stopped_at or now
+            if now - self.stopped_at > SAME_STOP:
+                os._exit(128 + number)
 
     def agree(self, *values: float) -> list[float]:
         """
@@ -296,14 +236,20 @@ class StopSignals:
         number, *most = self.ranks.max(self.received, *values)
         if number and not self.name:
             self.name = signal.Signals(int(number)).name
-            if self.received:
-                self.answered.wait(1)  # print the confirmation before the closing lines of the log
         return most
 
     def stop_asked(self) -> bool:
         """Return whether any rank has received a signal. Every rank must call this."""
         self.agree()
         return self.name is not None
+
+    def comes_within(self, seconds: float) -> bool:
+        """Wait for `seconds`, or until this rank receives a signal. Returns whether it has."""
+        for _ in range(math.ceil(5 * seconds)):
+            if self.received:
+                break
+            time.sleep(0.2)
+        return bool(self.received)
 
     def wait(self, seconds: int) -> None:
         """Wait for `seconds`, or until any rank receives a signal. Every rank must call this."""
