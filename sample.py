@@ -25,7 +25,6 @@ from common.console import (
     UserError,
     explain_errors,
     print_err,
-    printable,
     run_main,
     warn,
 )
@@ -127,11 +126,11 @@ def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[T
                 samples[row].append(token)
         # leave out an incomplete character, because its other bytes may be in the next token
         whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(printable(whole[len(printed) :]), end="", flush=True)
+        print(whole[len(printed) :], end="", flush=True)
         printed = max(printed, whole, key=len)
         if not growing:
             break
-    print(printable(text.decode(samples[0])[len(printed) :]))
+    print(text.decode(samples[0])[len(printed) :])
 
 
 def main(argv: list[str]) -> int:
@@ -161,7 +160,7 @@ def main(argv: list[str]) -> int:
     chosen = (c.temperature, c.top_k, c.top_p, generator)
     print_growing(text, samples, generate_tokens(model, idx, c.max_new_tokens, vocab, *chosen))
     for sample in samples[1:]:
-        print(f"{RULER}\n{printable(text.decode(sample))}")
+        print(f"{RULER}\n{text.decode(sample)}")
     print(RULER)
     return 0
 

@@ -24,9 +24,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch counts towards the run's time
-    from common.console import end_on_signals
-
-    end_on_signals()  # until the loop handles them; Ctrl-C during imports prints no traceback
 
 import common.environment  # before torch  # noqa: F401  isort: skip
 import torch

@@ -23,17 +23,6 @@ from typing import NoReturn, TextIO
 # -----------------------------------------------------------------------------
 # Lines
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, except newline and tab
-
-
-def printable(text: str) -> str:
-    """
-    Escape control characters other than newline and tab, so that a terminal shows them instead of
-    obeying them.
-    """
-    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-
-
 transcript: Callable[[str], None] | None = None  # writes a copy of every line to a run's log.txt
 
 
@@ -43,12 +32,12 @@ def keep_transcript(write_line: Callable[[str], None] | None) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines to stdout, with control characters escaped."""
+    """Print lines to stdout."""
     tell("stdout", lines)
 
 
 def print_err(*lines: str) -> None:
-    """Print lines to stderr, with control characters escaped."""
+    """Print lines to stderr."""
     tell("stderr", lines)
 
 
@@ -60,7 +49,7 @@ def print_in_handler(line: str) -> None:
 
 def tell(console: str, lines: tuple[str, ...]) -> None:
     """Print and copy to the transcript. A closed console does not stop the run."""
-    text = printable("\n".join(lines))
+    text = "\n".join(lines)
     try:
         write(getattr(sys, console), text)
     except OSError:
@@ -107,13 +96,7 @@ def opened_anew(console: TextIO) -> int | None:
 
 
 def command_line(*arguments) -> str:
-    """
-    Quote a command line for this system's shell. On Windows every shell takes double quotes. If uv
-    started this program, `uv run` takes the place of a leading `python`.
-    """
-    is_uv = "UV_RUN_RECURSION_DEPTH" in os.environ  # `uv run` sets this
-    if arguments[0] == "python" and is_uv:
-        arguments = ("uv", "run", *arguments[1:])
+    """Quote a command line for this system's shell. On Windows every shell takes double quotes."""
     if sys.platform != "win32":
         return shlex.join(map(str, arguments))
     safe = re.compile(r"[\w.:=/\\-]+")
@@ -262,12 +245,10 @@ def run_main(
     Run a script's main(argv) and exit: with 0 or what main() returns, with 1 after any error. A
     UserError or an OSError prints one `error:` line per problem. Another error that
     explain_errors() was told to explain prints one line too, and the rest print a traceback.
-    `end_process` gets the exit code, unless stdout is a closed pipe.
+    `end_process` gets the exit code.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main(sys.argv[1:]) or 0
     except SystemExit as error:  # --help
@@ -276,8 +257,6 @@ def run_main(
             print_err(error.code)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader has gone, as in train.py --help | head
-        os._exit(1)
     except (UserError, OSError) as error:
         for line in error_lines(error):  # none if rank 0 reports for all ranks
             print_err(f"error: {line}")
@@ -287,19 +266,3 @@ def run_main(
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
     end_process(code)
-
-
-def end_on_signals() -> None:
-    """
-    Let signals end this process at once and quietly, until the training loop handles them. Process
-    1 of a container needs handlers for that. A signal that was ignored at the start stays ignored,
-    such as Ctrl-C after `&` in a script.
-    """
-    for name in ("SIGINT", "SIGTERM", "SIGHUP") if os.getpid() == 1 else ("SIGINT",):
-        number = getattr(signal, name)
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, exit_now if os.getpid() == 1 else signal.SIG_DFL)
-
-
-def exit_now(number: int, frame) -> NoReturn:
-    os._exit(128 + number)

@@ -198,14 +198,6 @@ def test_a_word_vocabulary_encodes_a_prompt_by_longest_match_or_refuses_it():
         encode("\u2581the cat", pieces)
 
 
-def test_samples_print_control_characters_as_escapes_even_into_a_pipe(made, tmp_path):
-    """Protect the terminal, which an ESC in a sample could recolour, retitle or reprogram."""
-    two = ("--num_samples=2", "--max_new_tokens=2", "--device=cpu")
-    parrot = write_parrot(made, tmp_path / "parrot.pt", token=27)
-    result = run("sample.py", f"--init_from={parrot}", "--start=a\tb\r", *two)
-    assert result.code == 0 and result.out == 2 * (r"a	b\x0d\x1b\x1b" + RULER)
-
-
 def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):
     defaults = dict(init_from="resume", out_dir="out", start="\n", num_samples=10, compile=False)
     defaults |= dict(max_new_tokens=500, temperature=0.8, top_k=200, seed=1337)
