@@ -78,8 +78,8 @@ FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before 
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
-FEW_SKIPS = 3  # skips in a row that forbid a save; float16 makes one or two now and then
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
+RESUME = "--init_from=resume continues from the newest checkpoint"
 # Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
 # here also needs a line in why_stop() and is_done()
 COMPLETE = ("max_iters", "hours")
@@ -498,14 +498,12 @@ def train_step(
 class Skips:
     """Counts, on the device, the updates that train_step() skips: the same number on all ranks."""
 
-    def __init__(self, c: Config, hw: Hardware, ranks: Ranks):
-        self.c, self.hw, self.ranks = c, hw, ranks
-        self.counted = 0  # iterations of this launch
+    def __init__(self, hw: Hardware, ranks: Ranks):
+        self.ranks = ranks
         self.in_a_row = torch.zeros((), device=hw.device)  # since the last applied update
         self.since_line = torch.zeros((), device=hw.device)  # since the last log line
 
     def count(self, grad_norm: Tensor) -> None:
-        self.counted += 1
         is_skipped = ~grad_norm.isfinite()
         self.in_a_row = (self.in_a_row + 1) * is_skipped
         self.since_line = self.since_line + is_skipped
@@ -518,10 +516,7 @@ class Skips:
             self.since_line = torch.zeros_like(self.since_line)
         if int(self.in_a_row) >= MAX_SKIPS:
             hint = "try a lower learning_rate or --dtype=float32"
-            if self.hw.device.type == "cuda":
-                hint += f"; on an H100 or B200 also set {hardware.NO_CUDNN_ATTENTION}"
-            hint += f"; {checkpoint.resume_hint(self.c.out_dir)}"
-            self.ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}")
+            self.ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}; {RESUME}")
 
 
 def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | None:
@@ -688,20 +683,14 @@ def print_sample(
 # Saving and resuming
 
 
-def end_if_diverged(model, progress: Progress, skips: Skips, c: Config, ranks: Ranks) -> None:
-    """
-    End the run if it has diverged, before a save could replace a good checkpoint. In float16 a
-    launch may begin with many skips; they do no harm, because the weights stay unchanged.
-    """
-    it, in_a_row = progress.iter_num, int(skips.in_a_row)
+def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
+    """End the run if it has diverged, before a save could replace a good checkpoint."""
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
         signs.append(f"the val loss is {progress.val_loss:.4g}")
-    if FEW_SKIPS <= in_a_row < skips.counted:
-        signs.append(f"the last {in_a_row} updates were skipped")
     if signs:
-        problem = f"iter {it}: {signs[0]}, so the weights are not saved"
-        ranks.fail(f"{problem}; use a lower learning_rate; {checkpoint.resume_hint(c.out_dir)}")
+        problem = f"iter {progress.iter_num}: {signs[0]}, so the weights are not saved"
+        ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
 def facts_to_save(c: Config, data: Dataset, model, hw: Hardware) -> dict:
@@ -740,8 +729,7 @@ def save(state: dict, stop: str | None, saver: Saver, signals: StopSignals, log:
                 log.warn(it, f"{problem}; trying again within a minute")
             return False
         if signals.stop_asked():
-            hint = checkpoint.resume_hint(saver.out_dir)
-            saver.ranks.fail(f"{problem}; {hint}")
+            saver.ranks.fail(f"{problem}; {RESUME}")
         hint = "trying again every minute; Ctrl-C gives up and frees the device"
         log.warn(it, f"{problem}; {hint}")
         signals.wait(FINAL_RETRY_SECONDS)
@@ -850,7 +838,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
-    skips = Skips(c, hw, ranks)
+    skips = Skips(hw, ranks)
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
     # Measure speed from here on. In a new run, the schedule begins too: the time so far counts for
     # hours, but not for the learning rate
@@ -892,7 +880,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # at the end, wait until it has room or a signal comes
         if save_due(c, now, progress, saver, stop):
             with clock.pause("checkpoints"):
-                end_if_diverged(model, progress, skips, c, ranks)
+                end_if_diverged(model, progress, ranks)
                 to_save = progress
                 if is_best(progress):  # best.pt too, and the best so far if this save works
                     to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)

@@ -41,11 +41,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # On macOS, fsync leaves the data in the drive's cache; only F_FULLFSYNC flushes it.
-            with contextlib.suppress(ImportError, AttributeError, OSError):
-                import fcntl
-
-                fcntl.fcntl(file, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]  # Macs only
         patiently(os.replace, temporary, path)
         fsync_folder(path.parent)
     except BaseException:

