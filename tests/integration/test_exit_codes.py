@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -51,12 +50,6 @@ ASKED = {
         mock.patch("tiktoken.get_encoding", side_effect=ConnectionError),
         ("sample_tokens", 0),
         0,
-    ),
-    ("dtype", "bfloat16"): (
-        ExitStack(),
-        mock.patch("training.preflight.emulates_bfloat16", lambda device: True),
-        ("dtype", "float16"),
-        1,
     ),
 }
 
