@@ -15,7 +15,6 @@ unless it had --eval_only, or the signal came twice or before the training loop 
 """
 
 import math
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -62,7 +61,7 @@ from training.checkpoint import Saver
 from training.clock import Clock, Position
 from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
-from training.log import EVAL_FIELDS, Log, change_lines, evaluation_line, origin_lines
+from training.log import EVAL_FIELDS, Log, evaluation_line, origin_lines
 from training.memory import fit_run
 from training.pretrained import ARCHITECTURE, check_fields, load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
@@ -70,10 +69,9 @@ from training.speed import describe
 
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
-# the dtype unless the command sets them, and the micro-batch if batch_size is a maximum. If
-# batch_size is a flag, it keeps the tokens per iteration, unless a flag sets those too. Other keys
-# get the command's values, or their defaults
-FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream")
+# the dtype unless the command sets them, and share_iteration() the sequences per iteration. Other
+# keys get the command's values, or their defaults
+FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream", "init_from")
 FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before it has timed any
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
@@ -132,37 +130,26 @@ def read_run(c: Config, ranks: Ranks) -> dict | None:
     Return the state of the run that this command resumes or evaluates, or None for a new run. Rank
     0 finds the checkpoint and verifies its checksums; then all ranks read it. Raises UserError.
     """
-    state = None
-
-    def find() -> Path | None:
-        nonlocal state
-        path, state = newest_checkpoint(c)
-        return path
-
-    path = ranks.on_main(find)
-    return state if ranks.is_main or path is None else checkpoint.read(path)
+    path = ranks.on_main(newest_checkpoint, c)
+    return checkpoint.read(path) if path else None
 
 
-def newest_checkpoint(c: Config) -> tuple[Path | None, dict | None]:
-    """Return what read_run() looks for: a checkpoint's path and state. Raises UserError."""
+def newest_checkpoint(c: Config) -> Path | None:
+    """Return the path of the checkpoint that read_run() looks for. Raises UserError."""
     # --eval_only evaluates the weights that init_from names or, without init_from, out_dir's run
     if c.eval_only:
         wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
     else:
         wants_run = c.init_from != "scratch"
     if not wants_run:
-        return None, None
+        return None
     path, state = checkpoint.find_newest(Path(c.out_dir))
     if path and state:
         check_fields(path, state)
-    if not path and c.init_from == "resume":
-        problem = f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume"
-        if (Path(c.out_dir) / "ckpt.pt").exists():
-            hint = f"--init_from={c.out_dir} --out_dir=NEW starts a run from its ckpt.pt's weights"
-            raise UserError(f"{problem}; {hint}")
+    elif c.init_from == "resume":
         hint = "is its disk mounted? --init_from=auto begins a new run"
-        raise UserError(f"{problem}; {hint}")
-    return path, state
+        raise UserError(f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+    return path
 
 
 def initial_weights(c: Config) -> dict | None:
@@ -174,8 +161,7 @@ def initial_weights(c: Config) -> dict | None:
     out_dir = Path(c.out_dir)
     others = sorted(out_dir.glob("*.pt"))
     if others and (from_scratch or not c.eval_only):
-        way = "--init_from=auto resumes it, " if checkpoint.list_checkpoints(out_dir) else ""
-        hint = f"{way}another --out_dir starts a new run"
+        hint = "--init_from=auto resumes it, another --out_dir starts a new run"
         raise UserError(f"out_dir: {others[-1]} is from an earlier run; {hint}")
     if from_scratch:
         return None
@@ -190,18 +176,15 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     """
     problems: list[str] = []
     if resumed:
+        before = config_before(resumed)
+        if c.init_from in NOT_WEIGHTS:  # the run keeps the one that began it
+            c = replace(c, init_from=before.init_from)
         other = "--out_dir for a new run"
         c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
-        first = resumed["config"]["init_from"]  # from the command that began the run
-        is_other = os.path.abspath(c.init_from) != os.path.abspath(first)
-        if is_other and c.init_from not in NOT_WEIGHTS:
-            hint = "--init_from=auto resumes it, another --out_dir starts a new run"
-            problems.append(f"init_from: {c.out_dir} holds a run with init_from={first}; {hint}")
-        kept = ["init_from"] if "dataset" in c.set_keys else ["init_from", "dataset"]
+        if "dataset" not in c.set_keys:
+            c = replace(c, dataset=before.dataset)
         if c.dtype == "auto":
-            kept.append("dtype")
-        c = replace(c, **{name: resumed["config"][name] for name in kept})
-        before = config_before(resumed)
+            c = replace(c, dtype=before.dtype)
         is_unasked = not c.eval_tokens and c.eval_iters == before.eval_iters
         if is_unasked and c.eval_size != before.eval_size:
             # otherwise a new batch_size would change which tokens are evaluated
@@ -216,9 +199,8 @@ def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
     c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
     problems += impossible
     try:
-        if not is_done(c, resumed):
-            preflight.check_device(c)
-            preflight.check_gpu(c)
+        preflight.check_device(c)
+        preflight.check_gpu(c)
     except UserError as error:
         problems += error.problems
     raise_if_any(problems)
@@ -259,12 +241,6 @@ def is_done(c: Config, resumed: dict | None) -> bool:
     ended_by_time = resumed["clock"]["share"] >= 1 and it < before.max_iters
     time_is_up = ended_by_time and c.hours == before.hours
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
-
-
-def say_done(c: Config, resumed: dict) -> None:
-    done = f"all {resumed['progress']['iter_num']:,} iterations are done"
-    say(*change_lines(c, resumed))
-    say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
 
 
 def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
@@ -585,10 +561,8 @@ def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) ->
     states = hw.get_rng_states()
     try:
         with hw.autocast(), torch.compiler.set_stance("force_eager"):
-            number = function(model)
-            # a tensor or numpy array of one number, such as np.array([0.25]), has item()
-            return float(number.item() if hasattr(number, "item") else number)
-    except (Exception, SystemExit) as error:  # command-line evaluators call sys.exit()
+            return float(function(model))
+    except Exception as error:
         warn(f"measures: {name} failed ({one_line(error)}); continuing without this number")
         return math.nan
     finally:
@@ -784,10 +758,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
     if resumed and is_done(c, resumed):
-        if c.dataset != resumed["config"]["dataset"]:
-            open_data(c, resumed, loaded, ranks)  # other tokens would need another run
         ranks.on_main(checkpoint.finish, Path(c.out_dir))
-        say_done(c, resumed)
+        done = f"all {resumed['progress']['iter_num']:,} iterations are done"
+        say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
 
     # Data and device. An evaluation measures the loss of each split named here, and the number that

@@ -332,14 +332,8 @@ def origin_lines(c: Config, resumed: dict | None, weights: dict | None) -> list[
         return [*began, f"weights: {weights['source']}"] if weights else began
     it = resumed["progress"]["iter_num"]
     begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    first = f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}"
-    return [first, *change_lines(c, resumed)]
-
-
-def change_lines(c: Config, resumed: dict) -> list[str]:
-    """Say which keys differ from the checkpoint's."""
-    lines = []
-    for name, value in config_values(c).items():
+    lines = [f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}"]
+    for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
         before = resumed["config"].get(name, FIELDS[name].default)
         if value != before and name != "wandb_run_name" and UNREACHED not in (value, before):
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")

@@ -101,13 +101,9 @@ FOLDERS = [
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run: --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --out_dir"),
-    (
-        "train.py tiny.py --init_from=resume --out_dir=nanogpt_run",
-        "--init_from=nanogpt_run ckpt.pt",
-    ),
+    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "no checkpoint"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3", "another"),
-    # another text or model means another run, even if the run in the folder is finished
-    ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other", "tokens --out_dir"),
+    # another model means another run, even if the run in the folder is finished
     ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "--n_layer=2 --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bare --max_iters=3", "(gpt2)"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "another"),
