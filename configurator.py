@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from common.console import (
-    COMMAND,
     UserError,
-    command_line,
     did_you_mean,
     raise_if_any,
     run_main,
@@ -178,11 +176,9 @@ AT_LEAST_1 = """
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
 AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
-TRUE = ("true", "1", "yes", "on")
-FALSE = ("false", "0", "no", "off")
 HELP_COLUMN = 44  # column at which --help explains a flag
 KIND_NAMES = {
-    bool: "true or false",
+    bool: "True or False",
     int: "a whole number",
     float: "a finite number",
     str: "text",
@@ -215,12 +211,10 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     values: dict[str, Any] = {}
     problems: list[str] = []
-    left = list(argv)
-    while left:
-        argument = left.pop(0)
+    for argument in argv:
         try:
             if argument.startswith("-") or "=" in argument:
-                found = from_nanogpt(read_flag(argument, known, left, other_flags))
+                found = from_nanogpt(read_flag(argument, known, other_flags))
             else:
                 found = from_nanogpt(read_file(Path(argument), known, values))
         except UserError as error:
@@ -251,27 +245,14 @@ def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def read_flag(
-    argument: str, known: dict[str, Field], left: list[str], other_flags: Iterable[str]
-) -> dict[str, Any]:
-    """
-    Parse one flag into {key: value}; `--key` alone means True. If a value was typed without the =,
-    remove it from `left`, the remaining arguments, and quote it in the error. Raises UserError.
-    """
-    name, equals, text = argument.lstrip("-").partition("=")
-    if not argument.startswith("--"):
+def read_flag(argument: str, known: dict[str, Field], other_flags: Iterable[str]) -> dict[str, Any]:
+    """Parse one flag into {key: value}. Raises UserError."""
+    name, equals, text = argument.removeprefix("--").partition("=")
+    if not argument.startswith("--") or not equals:
         raise UserError(f"{argument}: flags are written --key=value")
-    if not equals and left and not left[0].startswith("--") and not left[0].endswith(".py"):
-        text = left.pop(0)
     if name not in known:
-        names = [*known, *other_flags]
-        meant = did_you_mean(name, names, "--")
-        raise UserError(f"--{name}: unknown key{meant}")
-    kind: Any = known[name].type
-    if not equals and (text or kind is not bool):
-        example = text or repr(known[name].default)
-        raise UserError(f"--{name}: needs = and a value, as in --{name}={example}")
-    value: Any = parse_value(text, kind) if equals else True
+        raise UserError(f"--{name}: unknown key{did_you_mean(name, [*known, *other_flags], '--')}")
+    value: Any = parse_value(text, known[name].type)
     if name in PATHS:
         value = os.path.expanduser(value)  # because shells do not expand the ~ in --key=~/x
     return {name: check_value(value, known[name], f"--{name}")}
@@ -285,10 +266,6 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     if not path.is_file():
         there = ", ".join(sorted(map(str, Path("config").glob("*.py"))))
         raise UserError(f"{path}: no such config file; there are {there or 'none in config/'}")
-    if path.suffix != ".py":
-        make = ["python", "data/prepare_text.py", path, f"--write=config/{path.stem}.py"]
-        problem = f"{path}: not a config file; if it is text, make a config for it with"
-        raise UserError(f"{problem}{COMMAND}{command_line(*make)}")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # Pass the values so far as builtins, so that `variables` will hold only what the file sets.
     variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}
@@ -323,11 +300,9 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 def parse_value(text: str, kind: Any) -> Any:
     """Parse a flag's text as a Python value; text that is not one stays text."""
-    if kind is bool and text.lower() in TRUE + FALSE:
-        return text.lower() in TRUE
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)  # as in nanoGPT, for --start='"\n"'
-        if isinstance(value, str) or kind in (int, float):
+        if isinstance(value, str) or kind in (int, float, bool):
             return value
     return text
 
@@ -342,8 +317,6 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    if isinstance(value, int) and value >= 2**63:  # the limit of numpy and torch
-        raise UserError(f"{where}: must be below 2^63")
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
     choices = get_args(f.type)
@@ -358,8 +331,6 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         raise UserError(f"{where}: must be below 1, got {value}")
     if f.name in AT_MOST_1 and value > 1:
         raise UserError(f"{where}: must be 1 or less, got {value}")
-    if kind is str and not value.strip() and str(f.default).strip():
-        raise UserError(f"{where}: must not be empty")
     return value
 
 
