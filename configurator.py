@@ -66,7 +66,6 @@ class Config:
     eval_tokens: int = 0  # tokens per evaluation; 0: use eval_iters micro-batches
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
-    always_save_checkpoint: bool = True  # save after every evaluation; False: only after the best
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
     keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt
     # Logging
@@ -153,9 +152,10 @@ class Config:
 
 @dataclass
 class NanoGPTKeys:
-    """Lists nanoGPT's keys that have other names here. from_nanogpt() translates them."""
+    """Lists nanoGPT's keys that are no keys here. from_nanogpt() translates or ignores them."""
 
     backend: str = "nccl"  # ignored, because the device determines it
+    always_save_checkpoint: bool = True  # ignored: best.pt is kept beside the newest checkpoints
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
     decay_lr: bool = True  # lr_schedule=cosine; False: lr_schedule=constant
 

@@ -407,7 +407,7 @@ def save_due(c: Config, now: Position, progress: Progress, saver: Saver, stop: s
         return True
     if it == 0 or not now.has_spare_time:  # the final save must fit afterwards
         return False
-    if is_best(progress) or (c.always_save_checkpoint and progress.is_evaluated):
+    if progress.is_evaluated:
         return True
     if c.checkpoint_interval:
         return it % c.checkpoint_interval == 0

@@ -154,7 +154,7 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
     each run.
     """
     defaults = dict(out_dir="out", eval_interval=2000, log_interval=1, eval_iters=200)
-    defaults |= dict(eval_only=False, always_save_checkpoint=True, init_from="scratch")
+    defaults |= dict(eval_only=False, init_from="scratch")
     defaults |= dict(wandb_project="owt", wandb_run_name="gpt2", dataset="openwebtext")
     defaults |= dict(gradient_accumulation_steps=40, batch_size=12, block_size=1024)
     defaults |= dict(n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=False)
@@ -163,6 +163,7 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
     assert load_config([]) == Config(**defaults)
     defaults |= dict(lr_decay_iters=600000, device="cuda", dtype="bfloat16")
     all_keys = defaults | dict(wandb_log=False, decay_lr=True, backend="nccl")
+    all_keys |= dict(always_save_checkpoint=True)
     lines = [f"{name} = {value!r}" for name, value in all_keys.items()]
     assert load_config([write(tmp_path, "\n".join(lines))]) == Config(**defaults)
     assert load_config(flags(**all_keys)) == Config(**defaults)

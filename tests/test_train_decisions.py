@@ -102,20 +102,16 @@ def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far(
     assert not best(4.0, 4.0, it=0, evaluated_at=0, best_iter=0)  # nothing to beat yet
 
 
-def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
-    """
-    Save after other evaluations only with always_save_checkpoint. Retry a failed save after 30
-    seconds.
-    """
+def test_a_run_saves_at_intervals_after_an_evaluation_and_at_its_end():
+    """Save after each evaluation. Retry a failed save after 30 seconds."""
 
     def due(it=20, now=IN_TIME, stop=None, failed=False, newest=(10, 10), keys=(), **progress):
         values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
-        c = Config(**dict(checkpoint_interval=15, always_save_checkpoint=False) | dict(keys))
+        c = Config(**dict(checkpoint_interval=15) | dict(keys))
         saver = SimpleNamespace(newest=newest, failed=failed)
         return asked(save_due, c, now, Progress(iter_num=it, **values), saver, stop)
 
     by_time = dict(checkpoint_interval=0)
-    always = dict(always_save_checkpoint=True)
     after = {
         seconds: replace(IN_TIME, seconds_since_save=seconds) for seconds in (29, 30, 599, 600)
     }
@@ -130,12 +126,10 @@ def test_a_run_saves_at_intervals_at_a_new_best_loss_and_at_its_end():
     assert not due(now=after[600])  # an interval in iterations takes the place of the ten minutes
     assert not due(now=late_after, keys=by_time)
 
-    assert due(evaluated_at=20, val_loss=1.0)  # the best so far
-    assert not due(evaluated_at=20)
-    assert due(evaluated_at=20, keys=always)
-    assert not due(evaluated_at=19, val_loss=1.0, keys=always)
+    assert due(evaluated_at=20)
+    assert not due(evaluated_at=19, val_loss=1.0)
     assert not due(evaluated_at=20, val_loss=1.0, now=LATE)
-    assert not due(0, evaluated_at=0, best_iter=0, keys=always)
+    assert not due(0, evaluated_at=0, best_iter=0)
 
     assert not due(failed=True) and not due(now=after[29], failed=True)
     assert due(now=after[30], failed=True) and not due(now=after[30])
@@ -251,7 +245,6 @@ class Night(InProcessRun):
         if choice([False, False, True]):
             keys = dict(max_iters=choice([0, 1, 20]), eval_interval=4)
         keys |= dict(checkpoint_interval=choice([0, 0, 1, 7]), sample_tokens=choice([0, 4]))
-        keys |= dict(always_save_checkpoint=choice([False, True]))
         return {name: value for name, value in keys.items() if value is not None}
 
     def run(self, **keys) -> float:

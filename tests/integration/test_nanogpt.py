@@ -29,7 +29,7 @@ FILES = {
         "import time\nwandb_log = False\nwandb_run_name = 'ft-' + str(time.time())[:0]\n"
         "init_from = 'gpt2-xl'\nalways_save_checkpoint = False\ndecay_lr = False\n",
         dict(tracker="none", wandb_run_name="ft-", init_from="gpt2-xl", warmup_iters=0)
-        | dict(always_save_checkpoint=False, lr_schedule="constant"),
+        | dict(lr_schedule="constant"),
     ),
     "eval_gpt2": (
         "eval_iters = 500\neval_only = True\ninit_from = 'gpt2'\n",

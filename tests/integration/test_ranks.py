@@ -512,7 +512,7 @@ def train_py(**keys) -> list[str]:
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone, tmp_path):
     log = tmp_path / "log"
-    keys = tiny | dict(max_iters=10**6, always_save_checkpoint=False)
+    keys = tiny | dict(max_iters=10**6)
     process = start_torchrun(2, log, "--standalone", *train_py(**keys))
     try:
         wait_for_record(ran.out_dir, 30, process)
