@@ -231,10 +231,8 @@ def config_before(resumed: dict) -> Config:
     return Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
 
 
-def is_done(c: Config, resumed: dict | None) -> bool:
+def is_done(c: Config, resumed: dict) -> bool:
     """Return whether this launch resumes a finished run and adds no time or iterations to it."""
-    if not resumed or c.eval_only:
-        return False
     it = resumed["progress"]["iter_num"]
     before = config_before(resumed)
     # at max_iters, too, the last update has share 1
@@ -757,7 +755,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # and all ranks get its result or its error
     ranks = Ranks()
     c, resumed, loaded = choose_run(argv, ranks)
-    if resumed and is_done(c, resumed):
+    if resumed and not c.eval_only and is_done(c, resumed):
         ranks.on_main(checkpoint.finish, Path(c.out_dir))
         done = f"all {resumed['progress']['iter_num']:,} iterations are done"
         say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")

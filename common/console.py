@@ -228,13 +228,13 @@ def did_you_mean(name: str, known, dashes: str = "") -> str:
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
-# The functions that run_main() asks to explain an error, the newest first
-explanations: list[Callable[[Exception], str]] = []
+explanation: Callable[[Exception], str] | None = None  # what run_main() asks to explain an error
 
 
 def explain_errors(explain: Callable[[Exception], str]) -> None:
     """Let run_main() print the line explain(error) instead of a traceback, unless it is ""."""
-    explanations.insert(0, explain)
+    global explanation
+    explanation = explain
 
 
 def run_main(
@@ -262,7 +262,7 @@ def run_main(
             print_err(f"error: {line}")
         code = 1
     except Exception as error:
-        line = next(filter(None, (explain(error) for explain in explanations)), "")
+        line = explanation(error) if explanation else ""
         print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
         code = 1
     end_process(code)

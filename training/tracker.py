@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.console import say, warn
+from common.console import one_line, say, warn
 from configurator import Config, config_values
 
 # Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
@@ -67,10 +67,7 @@ class Tracker:
 
     def give_up(self, error: Exception) -> str:
         """Send nothing more. Returns why, as one line."""
-        reason = " ".join(str(error).splitlines()).rstrip(".")
-        if isinstance(error, ImportError):
-            reason += f"; type pip install {self.kind}"
-        line = f"tracker: {self.kind} does not work here ({reason})"
+        line = f"tracker: {self.kind} does not work here ({one_line(error)})"
         self.kind = "none"
         return line
 

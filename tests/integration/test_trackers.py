@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cases import slow_but
 from fault_injection import watched
-from program import InProcessRun, Result, Run, finish, flags, refused, run, start, train
+from program import InProcessRun, Result, Run, finish, flags, start, train
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, warmup_iters=2)
 TINY |= dict(eval_interval=4, eval_tokens=160)
@@ -132,17 +132,6 @@ def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny
     assert "no network" in line
     assert line in (ran.out_dir / "log.txt").read_text()
     assert ran.saved[-1] == 8
-
-
-@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])  # the second: a folder wandb/
-@pytest.mark.parametrize("tracker", slow_but("wandb", of=["wandb", "tensorboard"]))
-def test_the_error_of_a_tracker_that_is_not_installed_names_the_package(
-    tracker, found, tiny, monkeypatch
-):
-    for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, "wandb", found)
-    refused(run("train.py", *flags(**tiny, tracker=tracker)), f"pip install {tracker}")
 
 
 def train_long(**keys) -> Result:
