@@ -258,16 +258,7 @@ def open_one(c: Config, key: str, ranks: Ranks) -> Dataset:
 
 
 def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | None) -> None:
-    """
-    Raise UserError if the data do not match the checkpoint or the weights, or if a new run cannot
-    print the samples that it was asked for.
-    """
-    if c.sample_tokens and not resumed and not c.eval_only:
-        try:
-            Tokenizer(data.tokenizer)
-        except UserError as error:
-            hint = "--sample_tokens=0 trains without samples"
-            raise UserError(f"sample_tokens: {error}; {hint}") from None
+    """Raise UserError if the data do not match the checkpoint or the weights."""
     if not weights:
         return
     check_tokens("dataset", data, weights, c.out_dir if resumed else c.init_from)
@@ -618,7 +609,7 @@ def evaluate_only(
 
 
 def sample_tokenizer(c: Config, data: Dataset, progress, log: Log) -> Tokenizer | None:
-    """Open the tokenizer of samples, if the run prints any. Warn if it is missing on a resume."""
+    """Open the tokenizer of samples, if the run prints any. Warn if it is missing."""
     try:
         return Tokenizer(data.tokenizer) if c.sample_tokens else None
     except UserError as error:  # offline, and the vocabulary is not cached
@@ -633,8 +624,6 @@ def print_sample(
     Print sample_tokens tokens from the model, always drawn with the same random numbers. If memory
     runs out, warn and leave the sample out.
     """
-    if not math.isfinite(progress.val_loss):
-        return
     prompt = text.start_ids()
     model.eval()
     try:

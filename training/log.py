@@ -67,15 +67,6 @@ class Log:
         self.saver = saver
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
 
-    def start_tracker(self, is_new: bool) -> None:
-        """Start the tracker. If it does not start, a new run ends, and a resumed one continues."""
-        # keep the evaluation at the resumed iteration; the run repeats everything after it
-        purge_from = self.first_iter + 1 if self.first_iter else 0
-        if problem := self.ranks.on_main(self.tracker.start, self.config, purge_from):
-            if is_new:
-                self.ranks.fail(f"{problem}; --tracker=none trains without it")
-            self.warn(self.first_iter, f"{problem}; continuing without it")
-
     # -------------------------------------------------------------------------
     # The beginning
 
@@ -86,7 +77,10 @@ class Log:
         lines about the micro-batch.
         """
         c = self.config
-        self.start_tracker(is_new=not resumed)
+        # keep the evaluation at the resumed iteration; the run repeats everything after it
+        purge_from = self.first_iter + 1 if self.first_iter else 0
+        if problem := self.ranks.on_main(self.tracker.start, c, purge_from):
+            self.warn(self.first_iter, f"{problem}; continuing without it")
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
         say(
