@@ -29,9 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from common.console import (
-    COMMAND,
     UserError,
-    command_line,
     did_you_mean,
     print_err,
     raise_if_any,
@@ -334,9 +332,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         there = ", ".join(sorted(map(str, Path("config").glob("*.py"))))
         raise UserError(f"{path}: no such config file; there are {there or 'none in config/'}")
     if path.suffix != ".py":
-        make = ["python", "data/prepare_text.py", path, f"--write=config/{path.stem}.py"]
-        problem = f"{path}: not a config file; if it is text, make a config for it with"
-        raise UserError(f"{problem}{COMMAND}{command_line(*make)}")
+        raise UserError(f"{path}: not a config file, which is Python and ends in .py")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
     # Pass the values so far as builtins, so that `variables` will hold only what the file sets.
     variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}

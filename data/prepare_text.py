@@ -5,8 +5,7 @@ library, which needs no download.
     python data/prepare_text.py                                   4.7M byte tokens, in seconds
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; whole folders
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: field `text`
-    python data/prepare_text.py book.txt --write=config/book.py   with a config: docs/own_text.md
-    python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
+    python data/prepare_text.py book.txt --tokenizer=bpe:4096     trains a tokenizer on the text
 
 Each text file is one document (above 64 MB, each piece of about 1 MB), and so is each row of a
 .jsonl or .parquet file. Text files are UTF-8, or UTF-16 with a byte-order mark; others need
@@ -35,8 +34,7 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from tqdm import tqdm
 
-from common.console import Parser, command_line, parse_count, parse_fraction, run_main
-from common.files import replacing
+from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
 from data.text import (
@@ -49,7 +47,7 @@ from data.text import (
     Source,
     divide,
 )
-from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
+from data.tokenizer import TOKENIZERS, check_lossless, pick_tokenizer, train_bpe
 from data.writer import (
     PLACES,
     Plan,
@@ -58,14 +56,10 @@ from data.writer import (
     read_begun,
     sample_text,
     say_what_it_holds,
-    tokens_of,
 )
-
-TEMPLATE = Path(__file__).with_name("own_config.template")
 
 VAL_FRACTION = 0.05  # held out, unless --val_fraction says otherwise
 LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
-LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
 
 # -----------------------------------------------------------------------------
 # Documents
@@ -94,30 +88,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("files", nargs="*", help="files, folders, patterns (default: Python's standard library)")
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
-    add(
-        "--out",
-        type=Path,
-        help="folder to write to (default: data/NAME, named after the config or text)",
-    )
-    add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
+    add("--out", type=Path, help="folder to write to (default: data/NAME, named after the text)")
     held_out = f"fraction held out (default: {VAL_FRACTION}, at most 50M characters)"
     add("--val_fraction", type=parse_fraction, help=held_out)
     add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
-    arguments = parser.parse_args(argv)
-    if arguments.write and arguments.write.suffix != ".py":
-        parser.error(f"--write={arguments.write}: give the name of a .py file")
-    if arguments.write and arguments.write.exists():
-        parser.error(f"--write={arguments.write}: exists; give another name, or leave out --write")
-    # The config file's comments name its own path.
-    if arguments.write and not str(arguments.write).isprintable():
-        parser.error(f"--write={arguments.write}: has characters that cannot be printed")
-    if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error(
-            "--write: does not work with --tokenizer=gpt2; to fine-tune, see docs/own_text.md"
-        )
-    return arguments
+    return parser.parse_args(argv)
 
 
 def find_files(names: list[str]) -> tuple[str, list[str], str]:
@@ -132,26 +109,10 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
 
 
-def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
-    """
-    Write a config file for a dataset with `tokens` training tokens. own_config.template computes
-    the model's size and the rest from that. Raises OSError.
-    """
-    out_dir = f"out/{path.stem}"
-    values = dict(path=command_line(path), out_dir=out_dir, tokens=tokens)
-    values |= dict(out_dir_flag=command_line(f"--out_dir={out_dir}"))
-    values |= dict(dataset=dataset.as_posix(), tokenizer=tokenizer)
-    text = TEMPLATE.read_text("utf-8").format(**values, is_bytes=tokenizer.kind == "byte")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(text.encode())
-
-
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    config = arguments.write
     title, files, name = find_files(arguments.files)
-    out = arguments.out or Path("data", config.stem if config else name)
+    out = arguments.out or Path("data", name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     source = Source(files, arguments.text_field, arguments.encoding)
     settings = dict(encoding=arguments.encoding, text_field=arguments.text_field)
@@ -175,21 +136,18 @@ def main(argv: list[str]) -> None:
         sample = sample_text(lambda group: documents(Place(group)), sizes)
         tokenizer = train_bpe(arguments.tokenizer, sample)
     bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
-    least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
-    least_in_all = 100 * math.ceil(least / fraction / 100)
+    least_in_all = 100 * math.ceil(LEAST_TOKENS / fraction / 100)
     plan = Plan(
         folder=out,
         made_from=made_from(title, files, tokenizer, val_fraction=fraction, **settings),
         documents=documents,
         tokenizer=tokenizer,
         expected_tokens=sum(sizes) // bytes_per_token,
-        least_tokens=least,
+        least_tokens=LEAST_TOKENS,
         hint=f"give more text, about {least_in_all:,} tokens in all",
     )
     manifest = prepare(plan, arguments.workers)
-    if config:
-        write_config(config, out, tokenizer, tokens_of(manifest)["train"])
-    say_what_it_holds(out, manifest, config)
+    say_what_it_holds(out, manifest)
 
 
 if __name__ == "__main__":

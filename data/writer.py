@@ -232,11 +232,10 @@ def discard(folder: Path, manifest: dict) -> None:
         folder.rmdir()
 
 
-def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) -> None:
+def say_what_it_holds(folder: Path, manifest: dict) -> None:
     """
-    Print what a data folder holds, and the command that trains on it: with `config` if one was
-    written, else with a config that suits the dataset's size and tokenizer, or a page that names
-    one.
+    Print what a data folder holds, and the command that trains on it, with a config that suits the
+    dataset's size and tokenizer, or the page that names one.
     """
     tokens, shards = tokens_of(manifest), manifest["shards"]
     total = sum(tokens.values())
@@ -254,19 +253,15 @@ def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) 
     is_gpt2 = manifest["tokenizer"] == "gpt2"
     if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
         say("this is more text than a small model needs; docs/own_text.md names a model for it")
-        if config is None:
-            return
-    arguments: list[object] = [config]
-    if config is None:
-        recipe = "fast124m.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
-        if total < SMALL_DATASET:  # GPT-2's ids are far too many for the quickstart's model
-            recipe = "finetune_gpt2.py" if is_gpt2 else "quickstart.py"
-        config = Path("config", recipe)
-        name: object = folder.name if folder.parent == Path("data") else folder
-        if Path("data", folder).is_dir() and not folder.is_absolute():
-            name = f"./{folder}"  # without ./ this would name data/FOLDER
-        arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
-    say(f"next: {command_line('python', 'train.py', *arguments)}")
+        return
+    recipe = "fast124m" if total < MEDIUM_DATASET else "gpt124m_4070"
+    if total < SMALL_DATASET:  # GPT-2's ids are far too many for the quickstart's model
+        recipe = "finetune_gpt2" if is_gpt2 else "quickstart"
+    name: object = folder.name if folder.parent == Path("data") else folder
+    if Path("data", folder).is_dir() and not folder.is_absolute():
+        name = f"./{folder}"  # without ./ this would name data/FOLDER
+    flags = [f"--dataset={name}", f"--out_dir=out/{recipe}_{folder.name}"]
+    say(f"next: {command_line('python', 'train.py', f'config/{recipe}.py', *flags)}")
 
 
 # -----------------------------------------------------------------------------
