@@ -17,7 +17,6 @@ TEXT_FILES = (".txt", ".md", ".py")
 PACKED = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in (".gz", ".zst"))
 ROW_FILES = (".parquet", ".jsonl", ".ndjson", *PACKED)
 HUB_TIMEOUT = 20  # seconds
-REFUSALS = (401, 403, 404)  # the hub's answers if a dataset is private or does not exist
 
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
@@ -124,8 +123,7 @@ def file_id(name: str) -> tuple:
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
     """
     Return the URLs of a hub dataset's training files, in the dataset's order, and their revision:
-    the one given, or else the newest. Raises UserError if asking again cannot help, and otherwise
-    the libraries' errors.
+    the one given, or else the newest. Raises UserError.
     """
     import datasets
     from huggingface_hub import HfApi, get_session
@@ -136,27 +134,15 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
     try:
         revision = revision or HfApi().dataset_info(dataset).sha
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
-    except Exception as error:
-        if is_refused(error):
-            hint = "check the names, and set HF_TOKEN if the dataset asks for it"
-            raise UserError(f"{dataset}: {one_line(error)}; {hint}") from None
-        raise
+    except Exception as error:  # a wrong name, no network, or no permission
+        hint = "check the names and the network, and set HF_TOKEN if the dataset asks for it"
+        raise UserError(f"{dataset}: {one_line(error)}; {hint}") from None
     files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     if not files or not all(file.endswith(ROW_FILES) for file in files):
         problem = f"{dataset}: has no training split of parquet or jsonl files"
         hint = "give another --dataset=ORG/NAME, or prepare files of your own with prepare_text.py"
         raise UserError(f"{problem}; {hint}")
     return files, revision
-
-
-def is_refused(error: Exception) -> bool:
-    """Return whether asking the hub again cannot help."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status in REFUSALS or isinstance(
-        error, ValueError | FileNotFoundError | OfflineModeIsEnabled
-    )
 
 
 def limit_waiting(request) -> None:

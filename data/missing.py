@@ -6,7 +6,6 @@ another, and name the vocabulary size to plan and measure with until then.
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from common.console import (
     command_line,
     count,
     did_you_mean,
-    duration,
     say,
 )
 from configurator import Config
@@ -29,7 +27,6 @@ from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 # and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
-MOST_OF_HOURS = 0.9  # the fraction of a run's hours after whose download training is not begun
 # FineWeb's training shards, of which a download gets at least enough for a night, because the night
 # may follow a short trial; there is one more shard for validation
 SHARDS, LEAST_SHARDS, SHARD_TOKENS = 103, 20, 10**8
@@ -59,17 +56,10 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
         # imported lazily, because training on prepared shards needs none of its packages
         from data.download import download
 
-        began = time.monotonic()
         try:
             yield from download(folder, run_tokens(config))
         except Unreachable as error:
             raise RunError(*error.problems) from None  # exit code 1: a script may try again
-        seconds = time.monotonic() - began
-        of_hours = f"{seconds / 3600:.1f} of {config.hours:.1f} hours"
-        if config.hours and seconds > MOST_OF_HOURS * 3600 * config.hours:
-            hint = "repeat the command, with the hours that are left for training"
-            raise UserError(f"hours: the download took {of_hours}; {hint}")
-        say(f"data: the download took {of_hours if config.hours else duration(seconds)}")
     elif not folder.is_dir() or (config.stream and not is_begun(folder)):
         raise Unreachable(f"{key}: {explanation(config, key, folder)}")
 

@@ -39,7 +39,6 @@ from data.text import (
     Place,
     Source,
     divide,
-    with_retries,
 )
 from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, read_begun, sample_text, say_what_it_holds
@@ -111,16 +110,11 @@ def main(argv: list[str]) -> None:
     title = dataset if name is None else f"{dataset} {name}"
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     begun = read_begun(out, source=title, **settings)
-    # The hub may have a newer revision by now.
-    revision, counts = begun.get("revision"), begun.get("row_groups")
-    is_begun = (out / "manifest.json").exists
+    revision = begun.get("revision")  # the hub may have a newer one by now
     files: list[str] = []
     if not (tokenizer and begun.get("complete")):  # a finished folder needs no network
-        address = f"hf://datasets/{dataset}"
-        files, revision = with_retries(
-            address, lambda: hub_files(dataset, name, revision), is_begun
-        )
-    source = Source(files, arguments.text_field, None, arguments.seed, counts, is_begun)
+        files, revision = hub_files(dataset, name, revision)
+    source = Source(files, arguments.text_field, None, arguments.seed)
 
     def documents(begin: Place) -> Iterator[Document]:
         return divide(source, begin, arguments.val_fraction, HELD_OUT_PIECE, MOST_HELD_OUT)
@@ -131,7 +125,7 @@ def main(argv: list[str]) -> None:
     if not tokenizer:  # train one
         sample = sample_text(lambda group: documents(Place(group)), source.group_bytes())
         tokenizer = train_bpe(arguments.tokenizer, sample)
-    settings |= dict(revision=revision, row_groups=source.counts)
+    settings |= dict(revision=revision)
     plan = Plan(
         folder=out,
         made_from=made_from(title, [], tokenizer, **settings),

@@ -13,12 +13,12 @@ import random
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from functools import cached_property, partial
-from itertools import count, islice
-from typing import Any, NamedTuple
+from functools import cached_property
+from itertools import islice
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -44,7 +44,6 @@ END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
 # Seconds to wait before each retry of a request to the hub, an hour in all. Reading resumes at the
 # row where it failed. The hub's own library has retried several times before that.
 PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
-FIRST_PAUSES = PAUSES[:3]  # before a folder is begun, while somebody is waiting at the keyboard
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")  # all but tab, newline and page break
 MOST_CONTROLS = 0.001  # largest fraction of control characters in a text
 # The characters that one document gives to validation: few, so that many documents give some, but
@@ -87,17 +86,12 @@ class Source:
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     encoding: str | None = None  # for text files that are neither UTF-8 nor UTF-16
     seed: int | None = None  # shuffles the row groups; None: in the order of the files
-    known_counts: list[int] | None = None  # row groups in each file; None: read all footers
-    # whether the data folder is begun; if so, retry the hub for an hour, else only a few times
-    is_begun: Callable[[], bool] = lambda: True
     # compressed footers of parquet files, by name
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)
 
     @cached_property
     def counts(self) -> list[int]:
         """Count the row groups of each file, reading only the footers of parquet files."""
-        if self.known_counts is not None:
-            return self.known_counts
         # disable=None shows the bar on a terminal only
         files = tqdm(self.files, desc="row groups", unit="file", disable=None)
         return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
@@ -161,7 +155,7 @@ class Source:
                 for number in range(footer.num_row_groups):
                     sizes[name, number] = text_bytes(footer.row_group(number), self.field)
             else:
-                sizes[name, 0] = with_retries(name, partial(file_size, name), self.is_begun)
+                sizes[name, 0] = file_size(name)
         return [sizes[group] for group in self.groups]
 
     def footer(self, name: str):
@@ -169,7 +163,7 @@ class Source:
         import pyarrow.parquet
 
         if name not in self.footers:
-            self.footers[name] = with_retries(name, partial(read_footer, name), self.is_begun)
+            self.footers[name] = read_footer(name)
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read_with_retries(self, number: int, row: int) -> Iterator[Row]:
@@ -186,7 +180,11 @@ class Source:
             except UserError:
                 raise
             except Exception as error:
-                wait_or_raise(name, error, failures, self.is_begun())
+                # Waiting does not repair a damaged file or create a missing one.
+                is_final = isinstance(error, ValueError | EOFError | FileNotFoundError)
+                if is_final or "://" not in name:
+                    raise UserError(f"{name}: {one_line(error)}") from None
+                wait_or_raise(name, error, failures)
                 failures += 1
 
     def read(self, number: int, row: int) -> Iterator[str | None]:
@@ -255,31 +253,15 @@ def text_bytes(row_group, field: str) -> int:
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
 
 
-def wait_or_raise(name: str, error: Exception, failures: int, is_begun: bool) -> None:
+def wait_or_raise(name: str, error: Exception, failures: int) -> None:
     """
-    Wait before asking the hub for `name` again. Raises UserError if waiting cannot help, or
-    if the hub has failed often enough.
+    Wait before asking the hub for `name` again. Raises Unreachable if it has failed for an hour.
     """
-    pauses = PAUSES if is_begun else FIRST_PAUSES
     problem = f"{name}: {one_line(error)}"  # the library's message
-    # Waiting does not repair a damaged file or create a missing one.
-    is_final = isinstance(error, ValueError | EOFError | FileNotFoundError | ImportError)
-    if is_final or "://" not in name:
-        raise UserError(problem) from None
-    if failures >= len(pauses):
+    if failures >= len(PAUSES):
         raise Unreachable(f"{problem}; check the network, then repeat the command") from None
-    warn(f"{problem}; trying again in {pauses[failures]} s")
-    time.sleep(pauses[failures])
-
-
-def with_retries(name: str, read: Callable[[], Any], is_begun: Callable[[], bool]) -> Any:
-    for failures in count():
-        try:
-            return read()
-        except UserError:
-            raise
-        except Exception as error:
-            wait_or_raise(name, error, failures, is_begun())
+    warn(f"{problem}; trying again in {PAUSES[failures]} s")
+    time.sleep(PAUSES[failures])
 
 
 def open_ranges(name: str):
