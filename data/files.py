@@ -3,7 +3,6 @@
 import glob
 import gzip
 import io
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -153,11 +152,6 @@ def limit_waiting(request) -> None:
 
 def is_parquet(name: str) -> bool:
     return name.lower().endswith(".parquet")
-
-
-def parse_line(line: bytes) -> Any:
-    """Parse a line of jsonl. Lines of files from Windows may begin with byte-order marks."""
-    return json.loads(line.decode().lstrip("\ufeff").strip())
 
 
 def read_lines(name: str) -> Iterator[tuple[int, bytes]]:

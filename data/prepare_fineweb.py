@@ -18,7 +18,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from itertools import chain, islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -31,8 +30,6 @@ from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import hub_files
 from data.text import (
     FIELD,
-    FIRST_CHARACTERS,
-    FIRST_ROWS,
     HELD_OUT_PIECE,
     MOST_HELD_OUT,
     Document,
@@ -40,7 +37,7 @@ from data.text import (
     Source,
     divide,
 )
-from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
+from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, read_begun, sample_text, say_what_it_holds
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
@@ -83,23 +80,6 @@ def default_folder(arguments: argparse.Namespace) -> Path:
     return Path("data", name)
 
 
-def check_first(
-    documents: Iterator[Document], tokenizer: Tokenizer | None, name: str
-) -> Iterator[Document]:
-    """
-    Read and encode some documents, to fail before anything is written. Returns all documents.
-    Raises UserError.
-    """
-    first: list[Document] = []
-    for document in islice(documents, FIRST_ROWS):
-        first.append(document)
-        if document.after.read > FIRST_CHARACTERS:
-            break
-    if tokenizer:
-        check_lossless(tokenizer, name, (document.text or document.held_out for document in first))
-    return chain(first, documents)
-
-
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     out = arguments.out or default_folder(arguments)
@@ -114,14 +94,11 @@ def main(argv: list[str]) -> None:
     files: list[str] = []
     if not (tokenizer and begun.get("complete")):  # a finished folder needs no network
         files, revision = hub_files(dataset, name, revision)
-    source = Source(files, arguments.text_field, None, arguments.seed)
+    source = Source(files, arguments.text_field, arguments.seed)
 
     def documents(begin: Place) -> Iterator[Document]:
         return divide(source, begin, arguments.val_fraction, HELD_OUT_PIECE, MOST_HELD_OUT)
 
-    checked = documents(Place())
-    if not begun:
-        checked = check_first(checked, tokenizer, arguments.tokenizer)
     if not tokenizer:  # train one
         sample = sample_text(lambda group: documents(Place(group)), source.group_bytes())
         tokenizer = train_bpe(arguments.tokenizer, sample)
@@ -129,7 +106,7 @@ def main(argv: list[str]) -> None:
     plan = Plan(
         folder=out,
         made_from=made_from(title, [], tokenizer, **settings),
-        documents=lambda place: checked if place == Place() else documents(place),
+        documents=documents,
         tokenizer=tokenizer,
         expected_tokens=int(arguments.tokens / (1 - arguments.val_fraction)),
         train_tokens=arguments.tokens,

@@ -8,10 +8,10 @@ library, which needs no download.
     python data/prepare_text.py book.txt --tokenizer=bpe:4096     trains a tokenizer on the text
 
 Each text file is one document (above 64 MB, each piece of about 1 MB), and so is each row of a
-.jsonl or .parquet file. Text files are UTF-8, or UTF-16 with a byte-order mark; others need
---encoding. 5% of the text is held out for validation, but no more than 50 million characters unless
-you give --val_fraction: short documents and the ends of long ones, spread over the text. With a
-single document its end is held out. bpe:N trains a tokenizer on the text.
+.jsonl or .parquet file. Text files must be UTF-8, or UTF-16 with a byte-order mark. 5% of the text
+is held out for validation, but no more than 50 million characters unless you give --val_fraction:
+short documents and the ends of long ones, spread over the text. With a single document its end is
+held out. bpe:N trains a tokenizer on the text.
 
 The text may have any size: it is read twice, first only to measure and check it. If it is
 interrupted, run the same command again: it continues after the last finished shard.
@@ -23,7 +23,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -39,7 +38,6 @@ from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
 from data.text import (
     FIELD,
-    FIRST_ROWS,
     HELD_OUT_PIECE,
     MOST_HELD_OUT,
     Document,
@@ -47,7 +45,7 @@ from data.text import (
     Source,
     divide,
 )
-from data.tokenizer import TOKENIZERS, check_lossless, pick_tokenizer, train_bpe
+from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import (
     PLACES,
     Plan,
@@ -74,8 +72,8 @@ def measure(source: Source) -> tuple[int, list[int]]:
     characters, sizes = 0, [0] * len(source.groups)
     # disable=None shows the bar on a terminal only
     for after, text in tqdm(source.rows(Place()), desc="measuring", unit="row", disable=None):
-        characters += len(text or "")
-        sizes[after.group] += len((text or "").encode(errors="replace"))
+        characters += len(text)
+        sizes[after.group] += len(text.encode(errors="replace"))
     return characters, sizes
 
 
@@ -91,7 +89,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, help="folder to write to (default: data/NAME, named after the text)")
     held_out = f"fraction held out (default: {VAL_FRACTION}, at most 50M characters)"
     add("--val_fraction", type=parse_fraction, help=held_out)
-    add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     return parser.parse_args(argv)
@@ -114,8 +111,8 @@ def main(argv: list[str]) -> None:
     title, files, name = find_files(arguments.files)
     out = arguments.out or Path("data", name)
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
-    source = Source(files, arguments.text_field, arguments.encoding)
-    settings = dict(encoding=arguments.encoding, text_field=arguments.text_field)
+    source = Source(files, arguments.text_field)
+    settings = dict(text_field=arguments.text_field)
     begun, fraction = read_begun(out, source=title, **settings), arguments.val_fraction
     if tokenizer and begun.get("complete"):  # read nothing
         characters, sizes = 0, [0]
@@ -123,9 +120,6 @@ def main(argv: list[str]) -> None:
     else:
         characters, sizes = measure(source)
         fraction = fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(characters, 1))
-        if tokenizer:
-            first = (text for _, text in islice(source.rows(Place()), FIRST_ROWS))
-            check_lossless(tokenizer, arguments.tokenizer, first)
 
     piece = min(fraction * characters / PLACES, HELD_OUT_PIECE)
 

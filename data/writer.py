@@ -46,7 +46,6 @@ LOCK_SECONDS = 10  # how long to wait for another preparation that may be just e
 LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
 SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
 MEDIUM_DATASET = 8_000_000_000  # the fast recipe trains on 1.44B, the GPT-2 recipe on 10B
-FFFD = "\ufffd".encode()  # the character that stands for broken UTF-8
 
 CONTINUE = "the same command continues after the last finished shard"
 
@@ -171,7 +170,6 @@ def begin_or_continue(plan: Plan) -> dict:
             warn(f"{shortage}; if the disk fills up, make room, and {CONTINUE}")
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
-        manifest["rows_with_fffd"] = 0
     if manifest["complete"]:
         if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
             other = f"{folder}_{count(plan.train_tokens) if plan.train_tokens else 'all'}"
@@ -207,7 +205,7 @@ def finish(plan: Plan, manifest: dict) -> None:
     totals, left_out = tokens_of(manifest), manifest["left_out"]
     if left_out["no text"]:
         held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text"
-        warn(f"{manifest['source']}: {held} in their text field and are left out")
+        warn(f"{manifest['source']}: {held} in their field --text_field, and are left out")
     if min(totals.values()) < plan.least_tokens:
         discard(plan.folder, manifest)
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
@@ -248,8 +246,6 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     in_files = sum(stamps[0] for stamps in manifest["files"].values())
     part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
     say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
-    if broken := manifest.get("rows_with_fffd"):
-        say(f"text: rows with U+FFFD, which replaces bytes that are not UTF-8: {broken:,}")
     is_gpt2 = manifest["tokenizer"] == "gpt2"
     if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
         say("this is more text than a small model needs; docs/own_text.md names a model for it")
@@ -289,7 +285,7 @@ def sample_text(documents: Callable[[int], Iterator[Document]], sizes: list[int]
     groups = {bisect.bisect(ends, ends[-1] * n // number, hi=len(ends) - 1) for n in range(number)}
     for group in sorted(groups):
         taken = 0
-        texts = (document.text or "" for document in documents(group))
+        texts = (document.text for document in documents(group))
         for chunk in chain.from_iterable(map(split_long, texts)):
             if taken >= most // len(groups):
                 break
@@ -329,14 +325,13 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
 def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
     Take documents until those for training have `room` tokens. Notes in the manifest where the
-    following documents begin, how many rows were left out or hold U+FFFD, and the hash of the
+    following documents begin, how many rows were left out, and the hash of the
     validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
     for after, whole, held_out in documents:
         manifest["left_out"]["rows"] += 1
         manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
-        manifest["rows_with_fffd"] += FFFD in whole.text or FFFD in held_out.text
         for name, encoded in (("train", whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens
@@ -405,7 +400,7 @@ def batches(documents: Iterator[Document]) -> Iterator[tuple[list[Document], int
     size = 0
     for document in documents:
         batch.append(document)
-        size += max(len(document.text or "") + len(document.held_out), LEAST_CHARACTERS)
+        size += max(len(document.text) + len(document.held_out), LEAST_CHARACTERS)
         if len(batch) == BATCH or size >= BATCH_CHARACTERS:
             yield batch, size
             batch, size = [], 0
@@ -419,7 +414,7 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
     ]
 
 
-def encode_text(text: str | None, tokenizer: Tokenizer) -> Encoded:
+def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
     if not text:
         return Encoded(b"", b"")
     content = text.encode(errors="replace")

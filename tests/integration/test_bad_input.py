@@ -204,7 +204,7 @@ LEFTOVERS = [
 ]
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt .md", "book.docx .md"),
-    ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "line 3 --encoding=cp1252"),
+    ("data/prepare_text.py latin1.txt --out=out", "latin1.txt utf-8 position"),
     ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl 0 more text 2,600"),
     ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
     ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "val_fraction between 0 and 0.5"),
@@ -216,7 +216,7 @@ PREPARATION = [
     (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
     ("data/prepare_fineweb.py --token=1M", "unrecognized"),
-    ("data/prepare_text.py lists.parquet --out=out", "text (list<element: string>) --text_field"),
+    ("data/prepare_text.py lists.parquet --out=out", "lists.parquet Unsupported cast"),
 ]
 
 
