@@ -20,7 +20,6 @@ import numpy as np
 
 from common.console import Unreachable, UserError, count, raise_if_any, warn
 from common.files import read_json, replacing, try_lock
-from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
@@ -54,7 +53,6 @@ def split_of(name: str) -> str | None:
 def open_shard(path: Path) -> Shard:
     """Read a shard's header and check it against the file size. Raises UserError."""
     size = path.stat().st_size
-    refuse_lfs_pointer(path)
     with open(path, "rb") as file:
         begins = file.read(12)
     if not begins:

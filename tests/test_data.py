@@ -267,7 +267,6 @@ BAD_FILES = {
     "a vocabulary in manifest.json": ("manifest.json", b'{"vocab": 65537}', "65,537"),
     "ids that have wrapped": ("meta.pkl", meta_pkl(70_000), "70,000"),
     "another program's shard": ("train_1.npy", b"", "train.bin or a shard such as"),
-    "git-lfs pointer": ("train.bin", b"version https://git-lfs.github.com/spec/v1\n", "git lfs"),
     "token beyond vocab": ("train_1.bin", shard([65535] * 40), "vocabulary"),
     "meta cut short": ("meta.pkl", meta_pkl(3)[:-4], "nanoGPT's prepare.py"),
 }

@@ -203,7 +203,7 @@ LEFTOVERS = [
     ("RANK=-1", "RANK '-1' unset RANK"),
 ]
 PREPARATION = [
-    ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt .md", "book.docx .md"),
+    ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt .md"),
     ("data/prepare_text.py latin1.txt --out=out", "latin1.txt utf-8 position"),
     ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl 0 more text 2,600"),
     ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
