@@ -82,7 +82,7 @@ DATA = [
     ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=my_fineweb", "prepare_fineweb.py --out=data/my_fineweb"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),
-    ("train.py tiny.py --dataset=cut", "train_000002.bin delete cut prepare"),
+    ("train.py tiny.py --dataset=cut", "train_000002.bin 2,014 prepare"),
     ("train.py tiny.py --dataset=lost_shard", "train_000002.bin No such file"),
     ("train.py tiny.py --dataset=bad_manifest", "manifest.json prepare"),
     ("train.py tiny.py --dataset=evil_meta", "meta.pkl prepare.py"),
