@@ -100,8 +100,7 @@ def main(argv: list[str]) -> None:
         return divide(source, begin, arguments.val_fraction, HELD_OUT_PIECE, MOST_HELD_OUT)
 
     if not tokenizer:  # train one
-        sample = sample_text(lambda group: documents(Place(group)), source.group_bytes())
-        tokenizer = train_bpe(arguments.tokenizer, sample)
+        tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, len(source.groups)))
     settings |= dict(revision=revision)
     plan = Plan(
         folder=out,

@@ -13,13 +13,12 @@ is held out for validation, but no more than 50 million characters unless you gi
 short documents and the ends of long ones, spread over the text. With a single document its end is
 held out. bpe:N trains a tokenizer on the text.
 
-The text may have any size: it is read twice, first only to measure and check it. If it is
-interrupted, run the same command again: it continues after the last finished shard.
+The text may have any size. If it is interrupted, run the same command again: it continues after the
+last finished shard.
 """
 
 import argparse
 import glob
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from tqdm import tqdm
 
 from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import ROW_FILES, TEXT_FILES, local_files
@@ -51,34 +49,11 @@ from data.writer import (
     Plan,
     made_from,
     prepare,
-    read_begun,
     sample_text,
     say_what_it_holds,
 )
 
 VAL_FRACTION = 0.05  # held out, unless --val_fraction says otherwise
-LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
-
-# -----------------------------------------------------------------------------
-# Documents
-
-
-def measure(source: Source) -> tuple[int, list[int]]:
-    """
-    Read all rows, so that nothing is written if one of them is broken. Returns their
-    number of characters, and the bytes of text in each row group. Raises UserError as
-    Source.rows() does.
-    """
-    characters, sizes = 0, [0] * len(source.groups)
-    # disable=None shows the bar on a terminal only
-    for after, text in tqdm(source.rows(Place()), desc="measuring", unit="row", disable=None):
-        characters += len(text)
-        sizes[after.group] += len(text.encode(errors="replace"))
-    return characters, sizes
-
-
-# -----------------------------------------------------------------------------
-# Command line
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -110,35 +85,24 @@ def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     title, files, name = find_files(arguments.files)
     out = arguments.out or Path("data", name)
-    tokenizer = pick_tokenizer(arguments.tokenizer, out)
     source = Source(files, arguments.text_field)
-    settings = dict(text_field=arguments.text_field)
-    begun, fraction = read_begun(out, source=title, **settings), arguments.val_fraction
-    if tokenizer and begun.get("complete"):  # read nothing
-        characters, sizes = 0, [0]
-        fraction = fraction or begun.get("val_fraction", VAL_FRACTION)
-    else:
-        characters, sizes = measure(source)
-        fraction = fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(characters, 1))
-
-    piece = min(fraction * characters / PLACES, HELD_OUT_PIECE)
+    size = sum(map(os.path.getsize, files))  # bytes, which are about as many as the characters
+    fraction = arguments.val_fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(size, 1))
+    piece = min(fraction * size / PLACES, HELD_OUT_PIECE)
 
     def documents(begin: Place) -> Iterator[Document]:
         return divide(source, begin, fraction, piece)
 
+    tokenizer = pick_tokenizer(arguments.tokenizer, out)
     if not tokenizer:  # train one
-        sample = sample_text(lambda group: documents(Place(group)), sizes)
-        tokenizer = train_bpe(arguments.tokenizer, sample)
-    bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
-    least_in_all = 100 * math.ceil(LEAST_TOKENS / fraction / 100)
+        tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, len(source.groups)))
+    settings = dict(text_field=arguments.text_field, val_fraction=fraction)
     plan = Plan(
         folder=out,
-        made_from=made_from(title, files, tokenizer, val_fraction=fraction, **settings),
+        made_from=made_from(title, files, tokenizer, **settings),
         documents=documents,
         tokenizer=tokenizer,
-        expected_tokens=sum(sizes) // bytes_per_token,
-        least_tokens=LEAST_TOKENS,
-        hint=f"give more text, about {least_in_all:,} tokens in all",
+        expected_tokens=size if tokenizer.kind == "byte" else size // 4,
     )
     manifest = prepare(plan, arguments.workers)
     say_what_it_holds(out, manifest)

@@ -126,21 +126,6 @@ class Source:
                 wait_or_raise(name, error, failures)
                 failures += 1
 
-    def group_bytes(self) -> list[int]:
-        """
-        Return the approximate bytes of text in each row group, in the order of reading. Files that
-        are not parquet count with their file size.
-        """
-        sizes: dict[tuple[str, int], int] = {}
-        for name in tqdm(self.files, desc="sizes", unit="file", disable=None):
-            if is_parquet(name):
-                footer = self.footer(name)  # parsed once, for up to a thousand row groups
-                for number in range(footer.num_row_groups):
-                    sizes[name, number] = text_bytes(footer.row_group(number), self.field)
-            else:
-                sizes[name, 0] = file_size(name)
-        return [sizes[group] for group in self.groups]
-
     def footer(self, name: str):
         """Return a parquet file's metadata, downloaded once and kept compressed in memory."""
         import pyarrow.parquet
@@ -197,12 +182,6 @@ def text_of(value: object) -> str:
     return value if isinstance(value, str) and not value.isspace() else ""
 
 
-def text_bytes(row_group, field: str) -> int:
-    """Return the uncompressed bytes of a field in a parquet row group; 0 without that field."""
-    columns = map(row_group.column, range(row_group.num_columns))
-    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
-
-
 def wait_or_raise(name: str, error: Exception, failures: int) -> None:
     """
     Wait before asking the hub for `name` again. Raises Unreachable if it has failed for an hour.
@@ -222,11 +201,6 @@ def open_ranges(name: str):
         return open(name, "rb")
     system, path = fsspec.url_to_fs(name)
     return system.open(path, cache_type="none")
-
-
-def file_size(name: str) -> int:
-    with open_ranges(name) as file:
-        return file.seek(0, io.SEEK_END)
 
 
 def read_footer(name: str) -> bytes:

