@@ -12,7 +12,6 @@ import json
 import math
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.child import keep_awake
-from common.console import RunError, UserError, command_line, count, print_err, say, warn
+from common.console import RunError, UserError, command_line, say, warn
 from common.files import remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
 from data.text import Document, Place
@@ -41,10 +40,6 @@ LEAST_CHARACTERS = 500
 # From how many places a tokenizer's sample comes, and a short text's validation text. With fewer, a
 # single topic could dominate.
 PLACES = 16
-LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
-LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
-SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
-MEDIUM_DATASET = 8_000_000_000  # the fast recipe trains on 1.44B, the GPT-2 recipe on 10B
 
 CONTINUE = "the same command continues after the last finished shard"
 
@@ -91,14 +86,13 @@ def prepare(plan: Plan, workers: int) -> dict:
     keep_awake()
     try:
         with open(plan.folder / "lock", "ab") as lock:
-            wait_for_lock(lock, plan.folder)
+            if not try_lock(lock):
+                problem = f"{plan.folder}: another preparation is writing to it"
+                raise UserError(f"{problem}; wait for that one, or give another --out")
             manifest = begin_or_continue(plan)
             if not manifest["complete"]:
                 write_shards(plan, manifest, workers)
                 finish(plan, manifest)
-    except KeyboardInterrupt:
-        print_err(f"stopped: {CONTINUE}")
-        raise
     except OSError as error:  # a full disk, whose error names no file, or a deleted source
         path = error.filename or plan.folder
         raise RunError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
@@ -125,20 +119,9 @@ def read_begun(folder: Path, **asked) -> dict:
     return manifest
 
 
-def wait_for_lock(lock, folder: Path) -> None:
-    began = time.monotonic()
-    while not try_lock(lock):
-        if time.monotonic() - began > LOCK_SECONDS:
-            problem = f"{folder}: another preparation is writing to it"
-            raise UserError(f"{problem}; wait for that one, or give another --out")
-        time.sleep(0.2)
-
-
 def check_folder(plan: Plan) -> None:
     """Raise UserError if the folder holds anything but what this plan makes."""
     folder = plan.folder
-    if folder.resolve() == Path(__file__).resolve().parent:
-        raise UserError(f"{folder}: holds this program's own files; give --out=data/NAME")
     if read_begun(folder, **plan.made_from):
         return
     has_files = any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists()
@@ -157,8 +140,7 @@ def begin_or_continue(plan: Plan) -> dict:
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
     if manifest["complete"]:
         if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
-            other = f"{folder}_{count(plan.train_tokens) if plan.train_tokens else 'all'}"
-            raise UserError(f"{folder}: is finished and takes no more tokens; give --out={other}")
+            raise UserError(f"{folder}: is finished and takes no more tokens; give another --out")
         say(f"{folder}: complete, nothing to do")
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
@@ -202,33 +184,15 @@ def finish(plan: Plan, manifest: dict) -> None:
 
 
 def say_what_it_holds(folder: Path, manifest: dict) -> None:
-    """
-    Print what a data folder holds, and the command that trains on it, with a config that suits the
-    dataset's size and tokenizer, or the page that names one.
-    """
+    """Print what a data folder holds, and the command that trains on it."""
     tokens, shards = tokens_of(manifest), manifest["shards"]
-    total = sum(tokens.values())
     documents, size = (sum(shard[key] for shard in shards) for key in ("documents", "bytes"))
     held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
-    files = len(manifest["files"])  # local files only
-    source = f" from {files:,} files" if files > 1 else ""
-    say(f"{folder}: {documents:,} documents{source}, {held} in {len(shards)} shards")
-    on_disk = f"{2 * total / 1e6:,.1f} MB on disk"
-    in_files = sum(stamps[0] for stamps in manifest["files"].values())
-    part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
-    say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
-    is_gpt2 = manifest["tokenizer"] == "gpt2"
-    if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
-        say("this is more text than a small model needs; docs/own_text.md names a model for it")
-        return
-    recipe = "fast124m" if total < MEDIUM_DATASET else "gpt124m_4070"
-    if total < SMALL_DATASET:  # GPT-2's ids are far too many for the quickstart's model
-        recipe = "finetune_gpt2" if is_gpt2 else "quickstart"
-    name: object = folder.name if folder.parent == Path("data") else folder
-    if Path("data", folder).is_dir() and not folder.is_absolute():
-        name = f"./{folder}"  # without ./ this would name data/FOLDER
-    flags = [f"--dataset={name}", f"--out_dir=out/{recipe}_{folder.name}"]
-    say(f"next: {command_line('python', 'train.py', f'config/{recipe}.py', *flags)}")
+    say(f"{folder}: {documents:,} documents, {held} in {len(shards)} shards")
+    total = sum(tokens.values())
+    say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total:,} bytes on disk")
+    say("docs/own_text.md says which config suits how many tokens; then type")
+    say(command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--out_dir=OUT"))
 
 
 # -----------------------------------------------------------------------------

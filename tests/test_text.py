@@ -261,15 +261,6 @@ def test_the_text_field_flag_reads_the_text_from_another_field():
     assert manifest_of(Path("out"))["text_field"] == "body"
 
 
-def test_a_field_with_little_of_the_files_text_is_told_from_one_with_most():
-    story = "It was a dark and stormy night. " * 40
-    rows = [dict(text=f"title {n}", story=story) for n in range(400)]
-    write_lines("a.jsonl", [json.dumps(row).encode() for row in rows])
-    assert "text: 3,490 bytes of 0.5 MB in the files, " in prepare_text("a.jsonl").out
-    result = run("data/prepare_text.py", "a.jsonl", "--text_field=story", "--out=2")
-    assert result.code == 0 and "in the files" not in result.out
-
-
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), "dictionary"])
 def test_parquet_text_is_read_from_string_binary_and_dictionary_columns(kind):
     texts = ["café", None, *FILLING]

@@ -211,7 +211,6 @@ PREPARATION = [
     ("data/prepare_text.py book.txt --out=tokens", "give another --out"),
     ("data/prepare_text.py book.txt --out=chars", "another program --out"),
     ("data/prepare_text.py book.txt --out=book.txt", "File exists"),
-    (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
     ("data/prepare_fineweb.py --token=1M", "unrecognized"),
 ]
