@@ -75,12 +75,8 @@ COMMAND_LINE = [
 
 DATA = [
     ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
-    # the validation text of your own files is finished last, so no run can begin before
-    ("train.py tiny.py --stream=True --dataset=no", "prepare_fineweb.py --dataset=data/no"),
-    ("train.py tiny.py --stream=True --dataset=book.txt", "--dataset=data/book_tokens without"),
-    ("train.py tiny.py --stream=True --dataset=config", "prepare_text.py data/config_tokens"),
+    ("train.py tiny.py --stream=True --dataset=config", "config no train tokens"),
     ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
-    ("train.py tiny.py --dataset=my_fineweb", "prepare_fineweb.py --out=data/my_fineweb"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),
     ("train.py tiny.py --dataset=cut", "train_000002.bin 2,014 prepare"),
     ("train.py tiny.py --dataset=lost_shard", "train_000002.bin No such file"),
