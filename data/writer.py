@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +31,9 @@ from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 
 # The most that a thread tokenizes at once: documents, and characters
 BATCH = 64
-BATCH_CHARACTERS = 2**20
-# Characters in flight: several of FineWeb's row groups, to keep tokenizing during a download. A
-# document of nine characters takes as much memory as one of several hundred.
-READ_AHEAD = 2**24
-LEAST_CHARACTERS = 500
+BATCH_CHARACTERS = 2**18
+# Batches in flight: several of FineWeb's row groups, to keep tokenizing during a download
+READ_AHEAD = 64
 # From how many places a tokenizer's sample comes, and a short text's validation text. With fewer, a
 # single topic could dominate.
 PLACES = 16
@@ -216,14 +213,12 @@ def sample_text(documents: Callable[[Place], Iterator[Document]], groups: int) -
     stretch = math.ceil(groups / PLACES)
     begins = range(0, groups, stretch)
     for begin in begins:
-        taken = 0
-        end = begin + stretch
-        inside = takewhile(lambda d, end=end: d.after.group < end, documents(Place(begin)))
-        for chunk in chain.from_iterable(split_long(document.text) for document in inside):
-            if taken >= SAMPLE_MB * 1_000_000 // len(begins):
+        left = SAMPLE_MB * 1_000_000 // len(begins)
+        for document in documents(Place(begin)):
+            if left <= 0 or document.after.group >= begin + stretch:
                 break
-            yield chunk
-            taken += len(chunk.encode())
+            yield from split_long(document.text)
+            left -= len(document.text.encode(errors="replace"))
 
 
 class Encoded(NamedTuple):
@@ -309,17 +304,13 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
     grow with the source. Raises RunError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
-    pending: deque[tuple[Future, int]] = deque()
-    ahead = 0  # characters
+    pending: deque[Future] = deque()
     try:
-        for batch, size in batches(documents):
-            pending.append((pool.submit(encode_batch, batch, tokenizer), size))
-            ahead += size
-            while ahead > READ_AHEAD and len(pending) > workers:
-                future, size = pending.popleft()
-                ahead -= size
-                yield from future.result()
-        for future, _ in pending:
+        for batch in batches(documents):
+            pending.append(pool.submit(encode_batch, batch, tokenizer))
+            if len(pending) > READ_AHEAD:
+                yield from pending.popleft().result()
+        for future in pending:
             yield from future.result()
     except UserError as error:
         raise RunError(
@@ -329,17 +320,17 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def batches(documents: Iterator[Document]) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents in batches for one thread, each with the characters it counts as."""
+def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yield the documents in batches for one thread."""
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
-        size += max(len(document.text) + len(document.held_out), LEAST_CHARACTERS)
+        size += len(document.text) + len(document.held_out)
         if len(batch) == BATCH or size >= BATCH_CHARACTERS:
-            yield batch, size
+            yield batch
             batch, size = [], 0
-    yield batch, size
+    yield batch
 
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
