@@ -3,7 +3,7 @@ Tokenize FineWeb, FineWeb-Edu, or another parquet or jsonl dataset of the Huggin
 token shards. For files of your own, see prepare_text.py.
 
     python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
-    python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
+    python data/prepare_fineweb.py --dataset=fineweb --name=sample-100BT --tokens=20B
 
 The row groups of all the dataset's parquet files are read in an order that --seed shuffles. 1.25%
 of the text, up to 50 million characters, is held out for validation: whole documents, and the ends
@@ -41,7 +41,6 @@ from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, read_begun, sample_text, say_what_it_holds
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
-SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
 SETTINGS = ("text_field", "val_fraction", "shard_tokens", "seed")  # flags that change the dataset
 # With --tokens=1B, the 10.5M validation tokens that config/fast124m.py evaluates, and some to spare
 VAL_FRACTION = 0.0125
@@ -52,8 +51,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     hub = "fineweb, fineweb_edu, or ORG/NAME on the hub"
     add("--dataset", default="fineweb_edu", help=f"{hub} (default: %(default)s)")
-    add("--sample", choices=SAMPLES, help="size of fineweb or fineweb_edu to use (default: 10B)")
-    add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
+    add("--name", help="configuration (default: the dataset's default, of FineWeb sample-10BT)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
     held_out = "fraction held out, up to 50M characters (default: %(default)s)"
@@ -63,30 +61,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
-    arguments = parser.parse_args(argv)
-    if arguments.dataset not in NAMED and "/" not in arguments.dataset:
-        parser.error(f"--dataset={arguments.dataset}: unknown; give {hub}")
-    if arguments.name and arguments.dataset in NAMED:
-        parser.error(f"--name: use --sample for {arguments.dataset}, such as --sample=10B")
-    if arguments.sample and arguments.dataset not in NAMED:
-        parser.error("--sample: works only with fineweb and fineweb_edu; leave it out")
-    return arguments
-
-
-def default_folder(arguments: argparse.Namespace) -> Path:
-    name = arguments.dataset.rpartition("/")[2]
-    if arguments.sample not in (None, "10B"):
-        name += f"_{arguments.sample}"
-    return Path("data", name)
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    out = arguments.out or default_folder(arguments)
+    out = arguments.out or Path("data", arguments.dataset.rpartition("/")[2])
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     dataset = NAMED.get(arguments.dataset, arguments.dataset)
-    is_named = arguments.dataset in NAMED
-    name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
+    name = arguments.name or ("sample-10BT" if arguments.dataset in NAMED else None)
     title = dataset if name is None else f"{dataset} {name}"
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     begun = read_begun(out, source=title, **settings)

@@ -11,8 +11,6 @@ import hashlib
 import json
 import pickle
 import re
-import signal
-import sys
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -218,12 +216,9 @@ def train_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
     from tokenizers import ByteLevelBPETokenizer
 
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
-    bpe, vocab, bars = ByteLevelBPETokenizer(), int(name.partition(":")[2]), sys.stderr.isatty()
+    bpe, vocab = ByteLevelBPETokenizer(), int(name.partition(":")[2])
     sample = [part for text in texts for part in LONG_WORD.split(text)]
-    # Python cannot handle Ctrl-C until the library returns, so let it kill the process instead.
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    bpe.train_from_iterator(sample, vocab, show_progress=bars, special_tokens=[ENDS[0]])
-    signal.signal(signal.SIGINT, handler)
+    bpe.train_from_iterator(sample, vocab, show_progress=False, special_tokens=[ENDS[0]])
     if (ids := bpe.get_vocab_size()) < vocab:
         problem = f"the training text is enough for only {ids} ids"
         raise UserError(f"{name}: {problem}; give a smaller N, or more text")

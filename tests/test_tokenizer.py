@@ -8,12 +8,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cases import slow_but
 from char_dataset import SHORT_RUN, train_short
@@ -31,13 +29,9 @@ from hypothesis import strategies as st
 from program import (
     Result,
     checkpoint,
-    finish,
     flags,
-    needs_signals,
     refused,
     run,
-    start,
-    wait_for_line,
 )
 
 from data import tokenizer as tokenizer_module
@@ -167,22 +161,6 @@ def test_training_a_tokenizer_on_one_endless_word_is_not_slow(letters):
 
     short = seconds([text[at : at + 1000] for at in range(0, len(text), 1000)])
     assert seconds([text]) < 5 * short + 1
-
-
-@needs_signals
-@pytest.mark.slow
-def test_ctrl_c_while_a_tokenizer_trains_ends_the_preparation_at_once(tmp_path):
-    """End within ten seconds, although the library would continue for minutes."""
-    letters = np.random.default_rng(0).integers(97, 123, 20_000_000, dtype=np.uint8)
-    letters[::9] = 32
-    (tmp_path / "words.txt").write_bytes(letters.tobytes())
-    flags = [f"--out={tmp_path / 'out'}", "--tokenizer=bpe:60000"]
-    process = start(TEXT, str(tmp_path / "words.txt"), *flags)
-    wait_for_line(process, "tokenizer: training")
-    time.sleep(4)
-    process.send_signal(signal.SIGINT)
-    assert finish(process, timeout=10) == (-signal.SIGINT, "", "")
-    assert not (tmp_path / "out").exists()
 
 
 # -----------------------------------------------------------------------------
