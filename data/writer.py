@@ -78,7 +78,7 @@ def prepare(plan: Plan, workers: int) -> dict:
     Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads.
     Returns the manifest. Raises UserError, and RunError if reading or writing fails on the way.
     """
-    check_folder(plan)
+    check_folder(plan.folder)
     plan.folder.mkdir(parents=True, exist_ok=True)
     keep_awake()
     try:
@@ -108,7 +108,7 @@ def read_begun(folder: Path, **asked) -> dict:
     if not (folder / "manifest.json").exists():
         return {}
     manifest = read_manifest(folder)
-    if not manifest.get("shards"):
+    if manifest.get("complete") is False and not manifest["shards"]:
         return {}
     if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"was made from other text or with other flags ({', '.join(differs)})"
@@ -116,11 +116,8 @@ def read_begun(folder: Path, **asked) -> dict:
     return manifest
 
 
-def check_folder(plan: Plan) -> None:
-    """Raise UserError if the folder holds anything but what this plan makes."""
-    folder = plan.folder
-    if read_begun(folder, **plan.made_from):
-        return
+def check_folder(folder: Path) -> None:
+    """Raise UserError if the folder holds files of another program."""
     has_files = any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists()
     if has_files and not (folder / "manifest.json").exists():
         raise UserError(f"{folder}: holds files from another program; give another --out")
@@ -129,9 +126,8 @@ def check_folder(plan: Plan) -> None:
 def begin_or_continue(plan: Plan) -> dict:
     """Load or create the manifest of a folder that this process has locked."""
     folder = plan.folder
-    check_folder(plan)  # again, because another process may have written to it before the lock
     remove_temporaries(folder, "*.bin", "*.json")
-    manifest = read_begun(folder)
+    manifest = read_begun(folder, **plan.made_from)
     if not manifest:
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
@@ -174,8 +170,6 @@ def finish(plan: Plan, manifest: dict) -> None:
     if not all(totals.values()):
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
         raise UserError(f"{manifest['source']}: {held}; give more text")
-    if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
-        say(f"the source has no more text; you asked for {plan.train_tokens:,} tokens")
     manifest["complete"] = True
     write_manifest(plan.folder, manifest)
 

@@ -148,7 +148,7 @@ def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(shard_tok
     write_jsonl(Path("a.jsonl"), texts)
     flags = [*HUB, "--out=out", "--val_fraction=0.25", f"--shard_tokens={shard_tokens}"]
     with on_hub("a.jsonl"):
-        said = prepare(*flags, *([f"--tokens={tokens}"] if tokens else [])).out
+        prepare(*flags, *([f"--tokens={tokens}"] if tokens else []))
     expected: dict[str, list[list[int]]] = dict(val=[[]], train=[[]])
     left = tokens or 10**9
     for text, held in zip(texts, held_out(texts, 0.25), strict=True):
@@ -163,7 +163,6 @@ def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(shard_tok
         shards = sorted(Path("out").glob(f"{split}_*.bin"))
         held = [np.fromfile(shard, dtype="<u2", offset=1024).tolist() for shard in shards]
         assert held == [shard for shard in made if shard]
-    assert ("the source has no more" in said) == (tokens in (None, 10**6))
 
 
 # The shards that these files and flags have always made. A checkpoint knows its dataset by the
