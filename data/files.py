@@ -98,7 +98,7 @@ def read_lines(name: str) -> Iterator[tuple[int, bytes]]:
         if packed:
             import pyarrow
 
-            # fsspec's own readers of zstd ends a truncated file without an error.
+            # fsspec's own reader of zstd ends a truncated file without an error.
             lines = pyarrow.CompressedInputStream(pyarrow.PythonFile(lines, "r"), packed)
         # Without this buffer, every line of a file on the hub would copy megabytes.
         lines = io.BufferedReader(lines, 2**20)
