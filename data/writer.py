@@ -78,7 +78,7 @@ def prepare(plan: Plan, workers: int) -> dict:
     Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads.
     Returns the manifest. Raises UserError, and RunError if reading or writing fails on the way.
     """
-    check_folder(plan.folder)
+    check_folder(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
     keep_awake()
     try:
@@ -116,8 +116,11 @@ def read_begun(folder: Path, **asked) -> dict:
     return manifest
 
 
-def check_folder(folder: Path) -> None:
-    """Raise UserError if the folder holds files of another program."""
+def check_folder(plan: Plan) -> None:
+    """Raise UserError if the folder holds anything but what this plan makes."""
+    folder = plan.folder
+    if read_begun(folder, **plan.made_from):
+        return
     has_files = any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists()
     if has_files and not (folder / "manifest.json").exists():
         raise UserError(f"{folder}: holds files from another program; give another --out")

@@ -241,6 +241,7 @@ REFUSED = [  # a file, what it holds, words of the error
     ("latin1.jsonl", among_rows('{"text": "café"}'.encode("latin-1")), "line 62 utf-8"),
     ("cut_short.jsonl.gz", gzip.compress(among_rows(b""))[:-1], "Truncated"),
     ("cut_short.jsonl.zst", zstd(among_rows(b""))[:-1], "Truncated"),
+    ("garbage.parquet", bytes(range(200)), "Parquet"),
     ("another_field.parquet", parquet_of([b"words"] * 60, "body"), "--text_field=NAME body"),
 ]
 
