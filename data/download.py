@@ -24,8 +24,8 @@ SHARD_BYTES = 2 * 10**8
 def download(folder: Path, tokens: int) -> Iterator[None]:
     """
     Download the validation shard and as many training shards as `tokens` need. The folder appears
-    once it is complete. Until then the files are in a folder beside it, where the next call
-    continues. Yields after every file, every failure, and every second of waiting for another
+    once it is complete. Until then the finished files are in a folder beside it, where the next
+    call continues. Yields after every file, every failure, and every second of waiting for another
     process. Raises OSError, and Unreachable after an hour without the hub.
     """
     shards = shards_to_download(tokens)
@@ -58,8 +58,9 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
 
 def fetch(name: str, folder: Path) -> Iterator[None]:
     """
-    Download a file, which appears once it is complete; the library continues one that it had begun.
-    If the hub fails, wait and ask again. Yields after each attempt.
+    Download a file, which appears once it is complete. If the hub fails, the library tries again
+    for half a minute, at the same byte; after that, wait and fetch the file anew. Yields after each
+    attempt.
     """
     for failures in count():
         try:
