@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from char_dataset import train_short
 from doc_pages import README, command_lines
-from documents import check_folder, write_parquet
+from documents import check_folder, write_jsonl
 from hf_reference import random_gpt2
 from program import ROOT, Run, run, write_tokens
 
@@ -69,7 +69,7 @@ TEXTS = {
 def test_validation_is_spread_over_the_whole_text(name):
     texts = TEXTS[name]
     if "rows" in name:
-        write_parquet(Path("in/a.parquet"), texts)
+        write_jsonl(Path("in/a.jsonl"), texts)
     else:
         Path("in").mkdir()
         for i, text in enumerate(texts):
