@@ -6,7 +6,6 @@ another, and name the vocabulary size to plan and measure with until then.
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,19 +14,16 @@ from common.console import (
     UserError,
     command_line,
     count,
-    did_you_mean,
-    duration,
     say,
 )
 from configurator import Config
-from data.shards import dataset_folder, read_manifest, split_of
+from data.shards import dataset_folder, read_manifest
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 # The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
 # and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
-MOST_OF_HOURS = 0.9  # the fraction of a run's hours after whose download training is not begun
 # FineWeb's training shards, of which a download gets at least enough for a night, because the night
 # may follow a short trial; there is one more shard for validation
 SHARDS, LEAST_SHARDS, SHARD_TOKENS = 103, 20, 10**8
@@ -38,8 +34,8 @@ DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py do
 def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
     """
     If the dataset that this key names is missing, make it if it is the quickstart's, download it if
-    it is the fast recipe's, or else raise UserError with the commands that get or make it. Yields
-    at least every 20 minutes of a download, so that other ranks can wait for longer than an hour.
+    it is the fast recipe's, or else raise UserError with the commands that make it. Yields after
+    each file of a download, so that other ranks can wait for longer than an hour.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
@@ -57,15 +53,8 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
         # imported lazily, because training on prepared shards needs none of its packages
         from data.download import download
 
-        began = time.monotonic()
         yield from download(folder, run_tokens(config))
-        seconds = time.monotonic() - began
-        of_hours = f"{seconds / 3600:.1f} of {config.hours:.1f} hours"
-        if config.hours and seconds > MOST_OF_HOURS * 3600 * config.hours:
-            hint = "repeat the command, with the hours that are left for training"
-            raise UserError(f"hours: the download took {of_hours}; {hint}")
-        say(f"data: the download took {of_hours if config.hours else duration(seconds)}")
-    elif not folder.is_dir() or (config.stream and not is_begun(folder)):
+    elif not folder.is_dir():
         raise UserError(f"{key}: {explanation(config, key, folder)}")
 
 
@@ -79,52 +68,20 @@ def shards_to_download(tokens: int) -> int:
     return min(SHARDS, max(LEAST_SHARDS, math.ceil(tokens / SHARD_TOKENS)))
 
 
-def is_begun(folder: Path) -> bool:
-    """Return whether a folder holds shards, or will hold them."""
-    return any(p.name == "manifest.json" or split_of(p.name) for p in folder.iterdir())
-
-
 def explanation(config: Config, key: str, folder: Path) -> str:
     """Say that the dataset of this key is missing, and how to get it."""
-    name = getattr(config, key)
-    tokens = run_tokens(config)
-    if config.stream:
-        return f"{name} is not a folder of shards; {both_commands(name, folder, tokens)}"
-    problem = f"there is no folder {folder}"
-    if folder == Path(name) and not folder.is_absolute():  # the user may be in the wrong folder
-        problem += f" in {Path.cwd()}; cd to where it is"
-    if Path(name).name == DOWNLOADED_ON_DEMAND:  # under this name compare.py knows the data
-        return f"{problem}; --{key}={DOWNLOADED_ON_DEMAND} downloads it to data/"
-    if name == "openwebtext":  # the default, so most likely nobody asked for it
-        problem += ", the default; config/quickstart.py needs no data"
-    made = [path.parent.name for path in Path("data").glob("*/*.bin")]
-    if name == "shakespeare_char":
-        ways = f"docs/own_text.md says how to make it, or give nanoGPT's with --{key}=PATH"
-        return f"{problem}; {ways}"
-    ways = f"give another folder, such as nanoGPT's, with --{key}=PATH, or get it with"
-    return f"{problem}{did_you_mean(Path(name).name, made)}; {ways}{preparation(name, tokens)}"
-
-
-def both_commands(name: str, folder: Path, tokens: int) -> str:
-    """Return how to train on a folder while it is being prepared, for the end of a message."""
-    how = "prepare shards in one terminal, and train in another a few minutes later"
-    flags = ["data/prepare_fineweb.py", f"--tokens={count(min(tokens, MOST_TOKENS))}"]
-    stream = ["--stream=True"]
-    if Path(name).exists():  # files of text, whose validation text is spread over all of them
-        how = "prepare the text, then train without --stream"
-        flags, stream = ["data/prepare_text.py", name], []
-        folder = Path("data", f"{Path(name).stem}_tokens")
-    prepare = command_line("python", *flags, f"--out={folder}")
-    train = command_line("python", "train.py", "CONFIG", f"--dataset={folder}", *stream)
-    return f"{how}{COMMAND}{prepare}{COMMAND}{train}"
+    made = preparation(getattr(config, key), run_tokens(config))
+    hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"
+    return f"there is no folder {folder}; {hint}{made}"
 
 
 def preparation(name: str, tokens: int) -> str:
-    """Return the command that gets or makes a missing dataset, for the end of a message."""
-    fineweb = f"prepare_fineweb.py --tokens={count(min(tokens, MOST_TOKENS))}"
-    command = fineweb if "fineweb" in name else "prepare_text.py FILE"
+    """Return the two commands that make a missing dataset, for the end of a message."""
     out = f"--out={dataset_folder(name)}"
-    return COMMAND + command_line("python", *f"data/{command}".split(), out)
+    size = f"--tokens={count(min(tokens, MOST_TOKENS))}"
+    fineweb = command_line("python", "data/prepare_fineweb.py", size, out)
+    own = command_line("python", "data/prepare_text.py", "FILE", out)
+    return f"{COMMAND}{fineweb}{COMMAND}{own}"
 
 
 def vocab_where_missing(config: Config) -> int | None:

@@ -3,7 +3,7 @@ Tokenize FineWeb, FineWeb-Edu, or another parquet or jsonl dataset of the Huggin
 token shards. For files of your own, see prepare_text.py.
 
     python data/prepare_fineweb.py --tokens=1B                FineWeb-Edu -> data/fineweb_edu, 2 GB
-    python data/prepare_fineweb.py --dataset=fineweb --sample=100B --tokens=20B
+    python data/prepare_fineweb.py --dataset=fineweb --name=sample-100BT --tokens=20B
 
 The row groups of all the dataset's parquet files are read in an order that --seed shuffles. 1.25%
 of the text, up to 50 million characters, is held out for validation: whole documents, and the ends
@@ -18,7 +18,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from itertools import chain, islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -31,21 +30,17 @@ from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import hub_files
 from data.text import (
     FIELD,
-    FIRST_CHARACTERS,
-    FIRST_ROWS,
     HELD_OUT_PIECE,
     MOST_HELD_OUT,
     Document,
     Place,
     Source,
     divide,
-    with_retries,
 )
-from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
+from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Plan, made_from, prepare, read_begun, sample_text, say_what_it_holds
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
-SAMPLES = ("10B", "100B", "350B")  # sizes in tokens of the samples of FineWeb and FineWeb-Edu
 SETTINGS = ("text_field", "val_fraction", "shard_tokens", "seed")  # flags that change the dataset
 # With --tokens=1B, the 10.5M validation tokens that config/fast124m.py evaluates, and some to spare
 VAL_FRACTION = 0.0125
@@ -56,8 +51,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     hub = "fineweb, fineweb_edu, or ORG/NAME on the hub"
     add("--dataset", default="fineweb_edu", help=f"{hub} (default: %(default)s)")
-    add("--sample", choices=SAMPLES, help="size of fineweb or fineweb_edu to use (default: 10B)")
-    add("--name", help="configuration of ORG/NAME (default: the dataset's default)")
+    add("--name", help="configuration (default: the dataset's default, of FineWeb sample-10BT)")
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     add("--tokens", type=parse_count, default="1B", help="training tokens (default: 1B)")
     held_out = "fraction held out, up to 50M characters (default: %(default)s)"
@@ -67,75 +61,34 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
-    arguments = parser.parse_args(argv)
-    if arguments.dataset not in NAMED and "/" not in arguments.dataset:
-        parser.error(f"--dataset={arguments.dataset}: unknown; give {hub}")
-    if arguments.name and arguments.dataset in NAMED:
-        parser.error(f"--name: use --sample for {arguments.dataset}, such as --sample=10B")
-    if arguments.sample and arguments.dataset not in NAMED:
-        parser.error("--sample: works only with fineweb and fineweb_edu; leave it out")
-    return arguments
-
-
-def default_folder(arguments: argparse.Namespace) -> Path:
-    name = arguments.dataset.rpartition("/")[2]
-    if arguments.sample not in (None, "10B"):
-        name += f"_{arguments.sample}"
-    return Path("data", name)
-
-
-def check_first(
-    documents: Iterator[Document], tokenizer: Tokenizer | None, name: str
-) -> Iterator[Document]:
-    """
-    Read and encode some documents, to fail before anything is written. Returns all documents.
-    Raises UserError.
-    """
-    first: list[Document] = []
-    for document in islice(documents, FIRST_ROWS):
-        first.append(document)
-        if document.after.read > FIRST_CHARACTERS:
-            break
-    if tokenizer:
-        check_lossless(tokenizer, name, (document.text or document.held_out for document in first))
-    return chain(first, documents)
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    out = arguments.out or default_folder(arguments)
+    out = arguments.out or Path("data", arguments.dataset.rpartition("/")[2])
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     dataset = NAMED.get(arguments.dataset, arguments.dataset)
-    is_named = arguments.dataset in NAMED
-    name = f"sample-{arguments.sample or '10B'}T" if is_named else arguments.name
+    name = arguments.name or ("sample-10BT" if arguments.dataset in NAMED else None)
     title = dataset if name is None else f"{dataset} {name}"
     settings = {key: vars(arguments)[key] for key in SETTINGS}
     begun = read_begun(out, source=title, **settings)
-    # The hub may have a newer revision by now.
-    revision, counts = begun.get("revision"), begun.get("row_groups")
-    is_begun = (out / "manifest.json").exists
+    revision = begun.get("revision")  # the hub may have a newer one by now
     files: list[str] = []
     if not (tokenizer and begun.get("complete")):  # a finished folder needs no network
-        address = f"hf://datasets/{dataset}"
-        files, revision = with_retries(
-            address, lambda: hub_files(dataset, name, revision), is_begun
-        )
-    source = Source(files, arguments.text_field, None, arguments.seed, counts, is_begun)
+        files, revision = hub_files(dataset, name, revision)
+    source = Source(files, arguments.text_field, arguments.seed)
 
     def documents(begin: Place) -> Iterator[Document]:
         return divide(source, begin, arguments.val_fraction, HELD_OUT_PIECE, MOST_HELD_OUT)
 
-    checked = documents(Place())
-    if not begun:
-        checked = check_first(checked, tokenizer, arguments.tokenizer)
     if not tokenizer:  # train one
-        sample = sample_text(lambda group: documents(Place(group)), source.group_bytes())
-        tokenizer = train_bpe(arguments.tokenizer, sample)
-    settings |= dict(revision=revision, row_groups=source.counts)
+        tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, len(source.groups)))
+    settings |= dict(revision=revision)
     plan = Plan(
         folder=out,
         made_from=made_from(title, [], tokenizer, **settings),
-        documents=lambda place: checked if place == Place() else documents(place),
+        documents=documents,
         tokenizer=tokenizer,
         expected_tokens=int(arguments.tokens / (1 - arguments.val_fraction)),
         train_tokens=arguments.tokens,

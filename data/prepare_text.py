@@ -5,26 +5,23 @@ library, which needs no download.
     python data/prepare_text.py                                   4.7M byte tokens, in seconds
     python data/prepare_text.py book.txt notes/ --out=data/mine   .txt, .md, .py; whole folders
     python data/prepare_text.py posts.jsonl --tokenizer=gpt2      .jsonl, .parquet: field `text`
-    python data/prepare_text.py book.txt --write=config/book.py   with a config: docs/own_text.md
-    python data/prepare_text.py book.txt --tokenizer=bpe:4096 --write=config/book_bpe.py
+    python data/prepare_text.py book.txt --tokenizer=bpe:4096     trains a tokenizer on the text
 
 Each text file is one document (above 64 MB, each piece of about 1 MB), and so is each row of a
-.jsonl or .parquet file. Text files are UTF-8, or UTF-16 with a byte-order mark; others need
---encoding. 5% of the text is held out for validation, but no more than 50 million characters unless
-you give --val_fraction: short documents and the ends of long ones, spread over the text. With a
-single document its end is held out. bpe:N trains a tokenizer on the text.
+.jsonl or .parquet file. Text files must be UTF-8, or UTF-16 with a byte-order mark. 5% of the text
+is held out for validation, but no more than 50 million characters unless you give --val_fraction:
+short documents and the ends of long ones, spread over the text. With a single document its end is
+held out. bpe:N trains a tokenizer on the text.
 
-The text may have any size: it is read twice, first only to measure and check it. If it is
-interrupted, run the same command again: it continues after the last finished shard.
+The text may have any size. If it is interrupted, run the same command again: it continues after the
+last finished shard.
 """
 
 import argparse
 import glob
-import math
 import os
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -33,15 +30,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
-from tqdm import tqdm
 
-from common.console import Parser, command_line, parse_count, parse_fraction, run_main
-from common.files import replacing
+from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
 from data.text import (
     FIELD,
-    FIRST_ROWS,
     HELD_OUT_PIECE,
     MOST_HELD_OUT,
     Document,
@@ -49,44 +43,17 @@ from data.text import (
     Source,
     divide,
 )
-from data.tokenizer import TOKENIZERS, Tokenizer, check_lossless, pick_tokenizer, train_bpe
+from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import (
     PLACES,
     Plan,
     made_from,
     prepare,
-    read_begun,
     sample_text,
     say_what_it_holds,
-    tokens_of,
 )
 
-TEMPLATE = Path(__file__).with_name("own_config.template")
-
 VAL_FRACTION = 0.05  # held out, unless --val_fraction says otherwise
-LEAST_TOKENS = 128 + 1  # per split: one window of config/quickstart.py
-LEAST_TOKENS_WRITTEN = 256 + 1  # with --write: one window of the written config
-
-# -----------------------------------------------------------------------------
-# Documents
-
-
-def measure(source: Source) -> tuple[int, list[int]]:
-    """
-    Read all rows, so that nothing is written if one of them is broken. Returns their
-    number of characters, and the bytes of text in each row group. Raises UserError as
-    Source.rows() does.
-    """
-    characters, sizes = 0, [0] * len(source.groups)
-    # disable=None shows the bar on a terminal only
-    for after, text in tqdm(source.rows(Place()), desc="measuring", unit="row", disable=None):
-        characters += len(text or "")
-        sizes[after.group] += len((text or "").encode(errors="replace"))
-    return characters, sizes
-
-
-# -----------------------------------------------------------------------------
-# Command line
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -94,30 +61,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("files", nargs="*", help="files, folders, patterns (default: Python's standard library)")
     add("--tokenizer", default="byte", help=f"{TOKENIZERS} (default: %(default)s)")
-    add(
-        "--out",
-        type=Path,
-        help="folder to write to (default: data/NAME, named after the config or text)",
-    )
-    add("--write", type=Path, metavar="CONFIG.py", help="also write a config file for this text")
+    add("--out", type=Path, help="folder to write to (default: data/NAME, named after the text)")
     held_out = f"fraction held out (default: {VAL_FRACTION}, at most 50M characters)"
     add("--val_fraction", type=parse_fraction, help=held_out)
-    add("--encoding", help="encoding of text files that are not Unicode, such as cp1252")
     add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
-    arguments = parser.parse_args(argv)
-    if arguments.write and arguments.write.suffix != ".py":
-        parser.error(f"--write={arguments.write}: give the name of a .py file")
-    if arguments.write and arguments.write.exists():
-        parser.error(f"--write={arguments.write}: exists; give another name, or leave out --write")
-    # The config file's comments name its own path.
-    if arguments.write and not str(arguments.write).isprintable():
-        parser.error(f"--write={arguments.write}: has characters that cannot be printed")
-    if arguments.write and arguments.tokenizer == "gpt2":
-        parser.error(
-            "--write: does not work with --tokenizer=gpt2; to fine-tune, see docs/own_text.md"
-        )
-    return arguments
+    return parser.parse_args(argv)
 
 
 def find_files(names: list[str]) -> tuple[str, list[str], str]:
@@ -132,64 +81,31 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
 
 
-def write_config(path: Path, dataset: Path, tokenizer: Tokenizer, tokens: int) -> None:
-    """
-    Write a config file for a dataset with `tokens` training tokens. own_config.template computes
-    the model's size and the rest from that. Raises OSError.
-    """
-    out_dir = f"out/{path.stem}"
-    values = dict(path=command_line(path), out_dir=out_dir, tokens=tokens)
-    values |= dict(out_dir_flag=command_line(f"--out_dir={out_dir}"))
-    values |= dict(dataset=dataset.as_posix(), tokenizer=tokenizer)
-    text = TEMPLATE.read_text("utf-8").format(**values, is_bytes=tokenizer.kind == "byte")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(text.encode())
-
-
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    config = arguments.write
     title, files, name = find_files(arguments.files)
-    out = arguments.out or Path("data", config.stem if config else name)
-    tokenizer = pick_tokenizer(arguments.tokenizer, out)
-    source = Source(files, arguments.text_field, arguments.encoding)
-    settings = dict(encoding=arguments.encoding, text_field=arguments.text_field)
-    begun, fraction = read_begun(out, source=title, **settings), arguments.val_fraction
-    if tokenizer and begun.get("complete"):  # read nothing
-        characters, sizes = 0, [0]
-        fraction = fraction or begun.get("val_fraction", VAL_FRACTION)
-    else:
-        characters, sizes = measure(source)
-        fraction = fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(characters, 1))
-        if tokenizer:
-            first = (text for _, text in islice(source.rows(Place()), FIRST_ROWS))
-            check_lossless(tokenizer, arguments.tokenizer, first)
-
-    piece = min(fraction * characters / PLACES, HELD_OUT_PIECE)
+    out = arguments.out or Path("data", name)
+    source = Source(files, arguments.text_field)
+    size = sum(map(os.path.getsize, files))  # bytes, which are about as many as the characters
+    fraction = arguments.val_fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(size, 1))
+    piece = min(fraction * size / PLACES, HELD_OUT_PIECE)
 
     def documents(begin: Place) -> Iterator[Document]:
         return divide(source, begin, fraction, piece)
 
+    tokenizer = pick_tokenizer(arguments.tokenizer, out)
     if not tokenizer:  # train one
-        sample = sample_text(lambda group: documents(Place(group)), sizes)
-        tokenizer = train_bpe(arguments.tokenizer, sample)
-    bytes_per_token = 1 if tokenizer.kind == "byte" else 3  # 3 is low, to be safe with disk space
-    least = LEAST_TOKENS_WRITTEN if config else LEAST_TOKENS
-    least_in_all = 100 * math.ceil(least / fraction / 100)
+        tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, len(source.groups)))
+    settings = dict(text_field=arguments.text_field, val_fraction=fraction)
     plan = Plan(
         folder=out,
-        made_from=made_from(title, files, tokenizer, val_fraction=fraction, **settings),
+        made_from=made_from(title, files, tokenizer, **settings),
         documents=documents,
         tokenizer=tokenizer,
-        expected_tokens=sum(sizes) // bytes_per_token,
-        least_tokens=least,
-        hint=f"give more text, about {least_in_all:,} tokens in all",
+        expected_tokens=size if tokenizer.kind == "byte" else size // 4,
     )
     manifest = prepare(plan, arguments.workers)
-    if config:
-        write_config(config, out, tokenizer, tokens_of(manifest)["train"])
-    say_what_it_holds(out, manifest, config)
+    say_what_it_holds(out, manifest)
 
 
 if __name__ == "__main__":

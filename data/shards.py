@@ -18,18 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import UserError, count, raise_if_any, warn
+from common.console import UserError, count, raise_if_any
 from common.files import read_json, replacing, try_lock
-from data.files import refuse_lfs_pointer
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-LLAMA_MAGIC = 20240801  # llm.c's shards of uint32
-NUMBERED = re.compile(r"(.*\D|)(\d{6})(\.\w+)")  # a shard's name, as other programs number them
+GET_AGAIN = "move it away, and get or prepare it again"
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
-PROBE = 1024  # this many tokens in a row are all 0 only where a download has left a hole
-PROBE_EVERY = 2**21  # tokens from one probe to the next: 50 short reads for a shard of 100M tokens
 
 # -----------------------------------------------------------------------------
 # Shards
@@ -54,37 +50,22 @@ def split_of(name: str) -> str | None:
 def open_shard(path: Path) -> Shard:
     """Read a shard's header and check it against the file size. Raises UserError."""
     size = path.stat().st_size
-    refuse_lfs_pointer(path)
     with open(path, "rb") as file:
         begins = file.read(12)
-    if not begins:
-        raise UserError(f"{path}: is empty; {get_again(path)}")
-    if begins[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
-        raise UserError(f"{path}: is a web page, not a shard; {get_again(path)}")
     magic, version, tokens = np.frombuffer(begins.ljust(12, b"\0"), dtype="<i4").tolist()
     header_bytes = 4 * HEADER_INTS
-    is_wide = tokens and size == header_bytes + 4 * tokens
-    if magic == LLAMA_MAGIC or (magic == SHARD_MAGIC and is_wide):
-        raise UserError(f"{path}: holds 32-bit tokens; prepare the text with --tokenizer=gpt2")
     if magic != SHARD_MAGIC and path.name in ("train.bin", "val.bin"):  # nanoGPT's have no header
         header_bytes, tokens = 0, size // 2
     elif (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
         found = f"its first two numbers are {magic} and {version}"
         rule = f"but should be {SHARD_MAGIC} and {SHARD_VERSION}"
         rule += " (only train.bin and val.bin need no header)"
-        hint = f"move the file away, or {get_again(path)}"
-        raise UserError(f"{path}: is not a token shard: {found}, {rule}; {hint}")
+        raise UserError(f"{path}: is not a token shard: {found}, {rule}; {GET_AGAIN}")
     expected = header_bytes + 2 * tokens
     if size != expected:
         problem = f"{path}: has {size:,} bytes, but {tokens:,} tokens take {expected:,}"
-        raise UserError(f"{problem}; {get_again(path)}")
+        raise UserError(f"{problem}; {GET_AGAIN}")
     return Shard(path.absolute(), header_bytes, tokens)
-
-
-def get_again(path: Path) -> str:
-    """Return the hint for a bad shard. A dataset of our own must be prepared as a whole."""
-    is_ours = (path.parent / "manifest.json").exists()
-    return f"delete {path.parent} and prepare it again" if is_ours else "get it again"
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
@@ -259,8 +240,6 @@ def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
             raise UserError(f"{folder}: has no {split} tokens; {hint}")
-        if not data.manifest:
-            check_numbers(held.shards)
     known = data.val
     if stream:  # A resume must find the same fingerprints, however many shards were added.
         needed = bisect.bisect_right(data.val.ends, eval_tokens) + 1
@@ -272,43 +251,6 @@ def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
     data.val.read(0, evaluated)
     data.val_fingerprint = hashlib.sha256(evaluated).hexdigest()
     return data
-
-
-def check_numbers(shards: list[Shard]) -> None:
-    """Raise UserError if a shard is missing between others of the same series."""
-    series: dict[tuple[str, str], set[int]] = {}
-    for shard in shards:
-        if found := NUMBERED.fullmatch(shard.path.name):
-            series.setdefault((found[1], found[3]), set()).add(int(found[2]))
-    for (before, after), there in series.items():
-        missing = sorted({*range(min(there), max(there))} - there)
-        if missing:
-            names = [f"{before}{number:06}{after}" for number in missing]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            folder = shards[0].path.parent
-            raise UserError(f"{folder}: shards are missing in the middle; get {shown}")
-
-
-def check_ends(shard: Shard, ends: np.ndarray, seen: dict[bytes, str]) -> None:
-    """Raise UserError if a shard begins and ends like one already `seen`."""
-    twin = seen.setdefault(hashlib.sha256(ends.tobytes()).digest(), shard.path.name)
-    if twin != shard.path.name:
-        raise UserError(f"{shard.path}: holds the same tokens as {twin}; delete one of them")
-
-
-def find_hole(shard: Shard, split: ShardTokens, end: int) -> list[str]:
-    """
-    Return a list with the problem if a part of a shard was not downloaded, else an empty list.
-    Programs that download several parts at once begin with a file of zeros. `end` is the shard's
-    end in `split`.
-    """
-    starts = [*range(end - shard.tokens, end - PROBE, PROBE_EVERY), end - PROBE]
-    empty = ~split.read_windows(starts, PROBE).any(axis=1)
-    if not empty.any():
-        return []
-    offset = starts[empty.argmax()] - (end - shard.tokens)
-    problem = f"{PROBE:,} tokens from offset {offset:,} on are all 0, as in an unfinished download"
-    return [f"{shard.path}: {problem}; {get_again(shard.path)}"]
 
 
 def read_folder(folder: Path) -> Dataset:
@@ -359,59 +301,41 @@ def is_being_prepared(folder: Path) -> bool:
 
 def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
     """
-    Check the tokens at both ends of each shard and, without a manifest.json, look for holes in
-    between; training checks the rest as it reads them. Returns the dataset's fingerprint, a SHA-256
-    over the tokens at the ends and manifest.json's entries. Raises UserError and OSError.
+    Check the tokens at both ends of each shard; training checks the rest as it reads them. Returns
+    the dataset's fingerprint, a SHA-256 over the tokens at the ends and manifest.json's entries.
+    Raises UserError and OSError.
     """
-    problems = []
     # Leave out `bytes`, which says nothing about the tokens.
     listed = [entry for split in splits for entry in data.listed(split)]
     entries = {e["name"]: {k: v for k, v in e.items() if k != "bytes"} for e in listed}
     fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
     for split in splits:
-        seen: dict[bytes, str] = {}  # names by the tokens at both ends
         for shard, end in zip(split.shards, split.ends, strict=True):
             length = min(shard.tokens, CHECKED_TOKENS)
             if not shard.header_bytes:
-                check_width(shard.path, split, end - shard.tokens, length, data.tokenizer)
+                check_width(shard.path, split, end - shard.tokens, length)
             tokens = split.read_windows([end - shard.tokens, end - length], length)
-            if not data.manifest:
-                check_ends(shard, tokens, seen)
-                # Skip nanoGPT's files, which have no header: one character may rightly repeat.
-                if shard.header_bytes and shard.tokens >= PROBE:
-                    problems += find_hole(shard, split, end)
             fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
-    raise_if_any(problems)
     return fingerprint.hexdigest()
 
 
-def check_width(path: Path, split: ShardTokens, begin: int, length: int, tokenizer: dict) -> None:
+def check_width(path: Path, split: ShardTokens, begin: int, length: int) -> None:
     """
     Raise UserError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
-    tokens, every second token is an upper half, which is near zero. Where token 0 is the space
-    between words, every second token may also be 0, but then none of the others is.
+    tokens, every second token is an upper half, which is 0.
     """
     tokens = np.empty(length, dtype="<u2")
     split.read(begin, tokens)
-    table = tokenizer.get("itos") or [""]
-    if table[0].isspace() and max(map(len, table)) > 1 and tokens[::2].all():
-        return
-    if length > 1 and tokens[::2].max() > 4096 * int(tokens[1::2].max()):
-        raise UserError(
-            f"{path}: every second value is near 0, so this looks like int32 or int64; save the "
-            "file as uint16, if no id is above 65,535"
-        )
+    if length > 1 and tokens.any() and not tokens[1::2].any():
+        problem = f"{path}: every second value is 0, so this looks like int32 or int64"
+        raise UserError(f"{problem}; save the file as uint16, if no id is above 65,535")
 
 
 def check_dataset(data: Dataset, block_size: int) -> None:
-    """Raise UserError if a split is too short for one window; warn of shards of two kinds."""
+    """Raise UserError if a split is too short for one window."""
     problems = []
     for split, held in (("train", data.train), ("val", data.val)):
         if len(held) <= block_size:
             short = f"the {split} split of {data.source} has only {len(held):,} tokens"
             problems.append(f"block_size: {short}; use --block_size={max(len(held) - 1, 1)}")
-        names = [shard.path.name for shard in held.shards]
-        others = [name for name in names if not NUMBERED.fullmatch(name)]
-        if not data.manifest and others and others != names:
-            warn(f"{data.source}: also reading {', '.join(others)}, beside the numbered shards")
     raise_if_any(problems)

@@ -7,18 +7,15 @@ begins. Running the same command again continues after the last finished shard, 
 byte-identical however often it was interrupted and however many threads it used.
 """
 
-import bisect
-import contextlib
 import hashlib
 import json
+import math
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,27 +23,20 @@ import numpy as np
 from tqdm import tqdm
 
 from common.child import keep_awake
-from common.console import UserError, command_line, count, print_err, say, warn
-from common.files import lack_of_space, remove_temporaries, replacing, try_lock
+from common.console import UserError, command_line, say, warn
+from common.files import remove_temporaries, replacing, try_lock
 from data.shards import read_manifest, write_shard
 from data.text import Document, Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 
 # The most that a thread tokenizes at once: documents, and characters
 BATCH = 64
-BATCH_CHARACTERS = 2**20
-# Characters in flight: several of FineWeb's row groups, to keep tokenizing during a download. A
-# document of nine characters takes as much memory as one of several hundred.
-READ_AHEAD = 2**24
-LEAST_CHARACTERS = 500
+BATCH_CHARACTERS = 2**18
+# Batches in flight: several of FineWeb's row groups, to keep tokenizing during a download
+READ_AHEAD = 64
 # From how many places a tokenizer's sample comes, and a short text's validation text. With fewer, a
 # single topic could dominate.
 PLACES = 16
-LOCK_SECONDS = 10  # how long to wait for another preparation that may be just ending
-LITTLE_TEXT = 5_000_000  # tokens; all that the configs of prepare_text.py train on
-SMALL_DATASET = 100_000_000  # tokens; below that, suggest a small model or fine-tuning
-MEDIUM_DATASET = 8_000_000_000  # the fast recipe trains on 1.44B, the GPT-2 recipe on 10B
-FFFD = "\ufffd".encode()  # the character that stands for broken UTF-8
 
 CONTINUE = "the same command continues after the last finished shard"
 
@@ -66,8 +56,6 @@ class Plan:
     expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
-    least_tokens: int = 1  # in each split, or the preparation fails
-    hint: str = "give more text"  # if a split has too few
 
 
 def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -> dict:
@@ -95,14 +83,13 @@ def prepare(plan: Plan, workers: int) -> dict:
     keep_awake()
     try:
         with open(plan.folder / "lock", "ab") as lock:
-            wait_for_lock(lock, plan.folder)
+            if not try_lock(lock):
+                problem = f"{plan.folder}: another preparation is writing to it"
+                raise UserError(f"{problem}; wait for that one, or give another --out")
             manifest = begin_or_continue(plan)
             if not manifest["complete"]:
                 write_shards(plan, manifest, workers)
                 finish(plan, manifest)
-    except KeyboardInterrupt:
-        print_err(f"stopped: {CONTINUE}")
-        raise
     except OSError as error:  # a full disk, whose error names no file, or a deleted source
         path = error.filename or plan.folder
         raise UserError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
@@ -115,77 +102,52 @@ def prepare(plan: Plan, workers: int) -> dict:
 
 def read_begun(folder: Path, **asked) -> dict:
     """
-    Return the manifest of a folder that an earlier launch has begun, or {}. Raises UserError if the
-    manifest has other values than those asked for; `files` are compared by name and size alone.
+    Return the manifest of a folder in which an earlier launch has finished a shard, or {}. Raises
+    UserError if the manifest has other values than those asked for.
     """
     if not (folder / "manifest.json").exists():
         return {}
     manifest = read_manifest(folder)
-    noted = manifest | dict(files=sizes_of(manifest.get("files", {})))
-    if differs := [key for key, value in asked.items() if noted.get(key) != value]:
+    if manifest.get("complete") is False and not manifest["shards"]:
+        return {}
+    if differs := [key for key, value in asked.items() if manifest.get(key) != value]:
         problem = f"was made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{folder}: {problem}; give another --out")
     return manifest
 
 
-def sizes_of(files: dict) -> list[tuple[str, int]]:
-    return [(name, size) for name, (size, _) in files.items()]
-
-
-def wait_for_lock(lock, folder: Path) -> None:
-    began = time.monotonic()
-    while not try_lock(lock):
-        if time.monotonic() - began > LOCK_SECONDS:
-            problem = f"{folder}: another preparation is writing to it"
-            raise UserError(f"{problem}; wait for that one, or give another --out")
-        time.sleep(0.2)
-
-
 def check_folder(plan: Plan) -> None:
     """Raise UserError if the folder holds anything but what this plan makes."""
     folder = plan.folder
-    if folder.resolve() == Path(__file__).resolve().parent:
-        raise UserError(f"{folder}: holds this program's own files; give --out=data/NAME")
-    # begin_or_continue() warns if the files' times differ
-    asked = plan.made_from | dict(files=sizes_of(plan.made_from["files"]))
-    if read_begun(folder, **asked):
+    if read_begun(folder, **plan.made_from):
         return
-    if any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists():
+    has_files = any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists()
+    if has_files and not (folder / "manifest.json").exists():
         raise UserError(f"{folder}: holds files from another program; give another --out")
 
 
 def begin_or_continue(plan: Plan) -> dict:
     """Load or create the manifest of a folder that this process has locked."""
     folder = plan.folder
-    check_folder(plan)  # again, because another process may have written to it before the lock
     remove_temporaries(folder, "*.bin", "*.json")
-    if (folder / "manifest.json").exists():
-        manifest = read_manifest(folder)
-        noted = manifest["files"]
-        if changed := [n for n, s in plan.made_from["files"].items() if s != noted[n]]:
-            what = f"files whose date has changed since {folder} was begun: {len(changed):,}"
-            hint = f"if the text has changed, delete {folder} and begin again"
-            warn(f"{what}, such as {changed[0]}; finished shards are kept; {hint}")
-    else:
-        if shortage := lack_of_space(folder, 2 * plan.expected_tokens):  # 2 bytes per token
-            warn(f"{shortage}; if the disk fills up, make room, and {CONTINUE}")
+    manifest = read_begun(folder, **plan.made_from)
+    if not manifest:
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
-        manifest["rows_with_fffd"] = 0
     if manifest["complete"]:
         if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
-            other = f"{folder}_{count(plan.train_tokens) if plan.train_tokens else 'all'}"
-            raise UserError(f"{folder}: is finished and takes no more tokens; give --out={other}")
+            raise UserError(f"{folder}: is finished and takes no more tokens; give another --out")
         say(f"{folder}: complete, nothing to do")
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
-    manifest["files"] = plan.made_from["files"]
-    write_manifest(folder, manifest)
-    own_json = folder / "tokenizer.json"
-    if plan.tokenizer.kind == "bpe" and not own_json.exists():
-        with replacing(own_json) as file:
-            file.write(plan.tokenizer.spec["json"].encode())
     return manifest
+
+
+def write_tokenizer(plan: Plan) -> None:
+    """Write the tokenizer.json of a BPE, which the first shard needs."""
+    if plan.tokenizer.kind == "bpe":
+        with replacing(plan.folder / "tokenizer.json") as file:
+            file.write(plan.tokenizer.spec["json"].encode())
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -203,70 +165,28 @@ def tokens_of(manifest: dict) -> dict[str, int]:
 
 
 def finish(plan: Plan, manifest: dict) -> None:
-    """Mark a preparation as complete. Raises UserError if a split has too few tokens."""
+    """Mark a preparation as complete. Raises UserError if a split has no tokens."""
     totals, left_out = tokens_of(manifest), manifest["left_out"]
     if left_out["no text"]:
         held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text"
-        warn(f"{manifest['source']}: {held} in their text field and are left out")
-    if min(totals.values()) < plan.least_tokens:
-        discard(plan.folder, manifest)
+        warn(f"{manifest['source']}: {held} in their field --text_field, and are left out")
+    if not all(totals.values()):
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
-        needs = f"but each needs at least {plan.least_tokens}; {plan.hint}"
-        # twice what is needed, because a small text may miss its fraction
-        enough = 2 * plan.least_tokens / max(sum(totals.values()), 1)
-        if totals["val"] < plan.least_tokens and enough <= 0.5:
-            needs += f", or --val_fraction={enough:.2g}"
-        raise UserError(f"{manifest['source']}: {held}, {needs}")
-    if manifest["next"] is None and totals["train"] < (plan.train_tokens or 0):
-        say(f"the source has no more text; you asked for {plan.train_tokens:,} tokens")
+        raise UserError(f"{manifest['source']}: {held}; give more text")
     manifest["complete"] = True
     write_manifest(plan.folder, manifest)
 
 
-def discard(folder: Path, manifest: dict) -> None:
-    """Delete the dataset."""
-    shards = [shard["name"] for shard in manifest["shards"]]
-    with contextlib.suppress(OSError):  # Windows cannot delete the lock file while it is open
-        for name in ["manifest.json", "tokenizer.json", *shards, "lock"]:
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def say_what_it_holds(folder: Path, manifest: dict, config: Path | None = None) -> None:
-    """
-    Print what a data folder holds, and the command that trains on it: with `config` if one was
-    written, else with a config that suits the dataset's size and tokenizer, or a page that names
-    one.
-    """
+def say_what_it_holds(folder: Path, manifest: dict) -> None:
+    """Print what a data folder holds, and the command that trains on it."""
     tokens, shards = tokens_of(manifest), manifest["shards"]
-    total = sum(tokens.values())
     documents, size = (sum(shard[key] for shard in shards) for key in ("documents", "bytes"))
     held = f"{tokens['train']:,} tokens for training and {tokens['val']:,} for validation"
-    files = len(manifest["files"])  # local files only
-    source = f" from {files:,} files" if files > 1 else ""
-    say(f"{folder}: {documents:,} documents{source}, {held} in {len(shards)} shards")
-    on_disk = f"{2 * total / 1e6:,.1f} MB on disk"
-    in_files = sum(stamps[0] for stamps in manifest["files"].values())
-    part = f" of {in_files / 1e6:,.1f} MB in the files" if size < in_files / 10 else ""
-    say(f"text: {size:,} bytes{part}, {size / total:.3f} bytes per token; {on_disk}")
-    if broken := manifest.get("rows_with_fffd"):
-        say(f"text: rows with U+FFFD, which replaces bytes that are not UTF-8: {broken:,}")
-    is_gpt2 = manifest["tokenizer"] == "gpt2"
-    if not is_gpt2 and LITTLE_TEXT <= total < SMALL_DATASET:
-        say("this is more text than a small model needs; docs/own_text.md names a model for it")
-        if config is None:
-            return
-    arguments: list[object] = [config]
-    if config is None:
-        recipe = "fast124m.py" if total < MEDIUM_DATASET else "gpt124m_4070.py"
-        if total < SMALL_DATASET:  # GPT-2's ids are far too many for the quickstart's model
-            recipe = "finetune_gpt2.py" if is_gpt2 else "quickstart.py"
-        config = Path("config", recipe)
-        name: object = folder.name if folder.parent == Path("data") else folder
-        if Path("data", folder).is_dir() and not folder.is_absolute():
-            name = f"./{folder}"  # without ./ this would name data/FOLDER
-        arguments = [config, f"--dataset={name}", f"--out_dir=out/{config.stem}_{folder.name}"]
-    say(f"next: {command_line('python', 'train.py', *arguments)}")
+    say(f"{folder}: {documents:,} documents, {held} in {len(shards)} shards")
+    total = sum(tokens.values())
+    say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total:,} bytes on disk")
+    say("docs/own_text.md says which config suits how many tokens; then type")
+    say(command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--out_dir=OUT"))
 
 
 # -----------------------------------------------------------------------------
@@ -282,24 +202,20 @@ class Part:
     bytes: int = 0  # UTF-8 bytes of their text
 
 
-def sample_text(documents: Callable[[int], Iterator[Document]], sizes: list[int]) -> Iterator[str]:
+def sample_text(documents: Callable[[Place], Iterator[Document]], groups: int) -> Iterator[str]:
     """
-    Yield about SAMPLE_MB of text, nearly all of it for training, to train a tokenizer on: all of a
-    shorter text, else an equal part from some row groups, spread over the text. `sizes` are the
-    bytes of text in each row group, and `documents` yields the documents from a row group on.
+    Yield up to SAMPLE_MB of text, nearly all of it for training, to train a tokenizer on: an equal
+    part from the beginning of each of some stretches of the source's row groups.
     """
-    most = SAMPLE_MB * 1_000_000
-    ends = [*accumulate(sizes)]
-    number = PLACES if ends[-1] > most else 1
-    groups = {bisect.bisect(ends, ends[-1] * n // number, hi=len(ends) - 1) for n in range(number)}
-    for group in sorted(groups):
-        taken = 0
-        texts = (document.text or "" for document in documents(group))
-        for chunk in chain.from_iterable(map(split_long, texts)):
-            if taken >= most // len(groups):
+    stretch = math.ceil(groups / PLACES)
+    begins = range(0, groups, stretch)
+    for begin in begins:
+        left = SAMPLE_MB * 1_000_000 // len(begins)
+        for document in documents(Place(begin)):
+            if left <= 0 or document.after.group >= begin + stretch:
                 break
-            yield chunk
-            taken += len(chunk.encode())
+            yield from split_long(document.text)
+            left -= len(document.text.encode(errors="replace"))
 
 
 class Encoded(NamedTuple):
@@ -325,6 +241,8 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
             write_manifest(plan.folder, manifest)
             room = min(plan.shard_tokens, most - totals["train"])
             parts = take(documents, room, manifest, bar)
+            if not manifest["shards"]:
+                write_tokenizer(plan)
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))
             totals = tokens_of(manifest)
@@ -334,14 +252,13 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
 def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
     Take documents until those for training have `room` tokens. Notes in the manifest where the
-    following documents begin, how many rows were left out or hold U+FFFD, and the hash of the
+    following documents begin, how many rows were left out, and the hash of the
     validation text. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
     for after, whole, held_out in documents:
         manifest["left_out"]["rows"] += 1
         manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
-        manifest["rows_with_fffd"] += FFFD in whole.text or FFFD in held_out.text
         for name, encoded in (("train", whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens
@@ -384,17 +301,13 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
     grow with the source. Raises UserError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
-    pending: deque[tuple[Future, int]] = deque()
-    ahead = 0  # characters
+    pending: deque[Future] = deque()
     try:
-        for batch, size in batches(documents):
-            pending.append((pool.submit(encode_batch, batch, tokenizer), size))
-            ahead += size
-            while ahead > READ_AHEAD and len(pending) > workers:
-                future, size = pending.popleft()
-                ahead -= size
-                yield from future.result()
-        for future, _ in pending:
+        for batch in batches(documents):
+            pending.append(pool.submit(encode_batch, batch, tokenizer))
+            if len(pending) > READ_AHEAD:
+                yield from pending.popleft().result()
+        for future in pending:
             yield from future.result()
     except UserError as error:
         raise UserError(
@@ -404,17 +317,17 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def batches(documents: Iterator[Document]) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents in batches for one thread, each with the characters it counts as."""
+def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yield the documents in batches for one thread."""
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
-        size += max(len(document.text or "") + len(document.held_out), LEAST_CHARACTERS)
+        size += len(document.text) + len(document.held_out)
         if len(batch) == BATCH or size >= BATCH_CHARACTERS:
-            yield batch, size
+            yield batch
             batch, size = [], 0
-    yield batch, size
+    yield batch
 
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
@@ -424,7 +337,7 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
     ]
 
 
-def encode_text(text: str | None, tokenizer: Tokenizer) -> Encoded:
+def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
     if not text:
         return Encoded(b"", b"")
     content = text.encode(errors="replace")

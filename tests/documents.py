@@ -168,7 +168,6 @@ class Hub(BaseHTTPRequestHandler):
     troubles: dict[int, str | int] = {}  # what happens at the n-th range request
     ranges = 0  # the number of range requests so far
     allowed: dict[str, int] = {}  # range requests for a file until the hub refuses it
-    begins: list[int | str] = []  # the first answers about the dataset: statuses, or "stall"
 
     def log_message(self, *_):
         pass
@@ -186,12 +185,7 @@ class Hub(BaseHTTPRequestHandler):
         path = unquote(self.path.partition("?")[0])
         asked = re.match(r"/api/datasets/(org/name|kjj0/fineweb10B-gpt2)(?=/|$)", path)
         rest = path[asked.end() :] if asked else ""
-        if path.startswith("/api/datasets/") and Hub.begins:
-            status = Hub.begins.pop(0)
-            if status == "stall":
-                time.sleep(3)
-            self.answer(503 if status == "stall" else status)
-        elif asked and rest in ("", "/revision/main", f"/revision/{REVISION}"):
+        if asked and rest in ("", "/revision/main", f"/revision/{REVISION}"):
             sha = REVISION if path.endswith(REVISION) else self.newest
             siblings = [{"rfilename": name} for name in self.files]
             about = dict(id=asked[1], sha=sha, siblings=siblings, tags=[])
@@ -230,8 +224,6 @@ class Hub(BaseHTTPRequestHandler):
             begin, _, end = self.headers["Range"].removeprefix("bytes=").partition("-")
             first, last = int(begin), int(end or len(content))
             part = content[first : last + 1]
-            if trouble == "spoil":
-                part = b"?" + part[1:]
             where = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
             if trouble == "break":
                 self.send_response(206)
@@ -258,4 +250,4 @@ def serve_hub(source: Path, inside: str = "small/") -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    Hub.allowed, Hub.newest, Hub.troubles, Hub.begins = {}, REVISION, {}, []
+    Hub.allowed, Hub.newest, Hub.troubles = {}, REVISION, {}

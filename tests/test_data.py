@@ -37,8 +37,7 @@ from common.console import UserError
 from configurator import Config
 from data.download import download
 from data.loader import ShuffledWindows, eval_batches, to_batch
-from data.missing import make_or_explain
-from data.shards import ShardTokens, check_dataset, open_dataset, open_shard
+from data.shards import ShardTokens, open_dataset, open_shard
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
 TINY |= dict(max_iters=8, eval_interval=4, eval_tokens=64, keep_checkpoints=9, dropout=0.1)
@@ -171,7 +170,6 @@ def test_reading_a_shard_does_not_keep_it_in_memory(tmp_path):
 RAW = np.arange(40, dtype="<u2").tobytes()
 LETTERS = {i: chr(65 + i) for i in range(40)}
 GPT2 = (50257, "gpt2")
-WORDS = np.tile([3, 0, 1, 0, 2, 0], 20).astype("<u2").tobytes()
 
 
 def meta_pkl(vocab: int, itos: dict | None = None) -> bytes:
@@ -194,14 +192,6 @@ FOLDERS = {
         {"train.bin": RAW, "val.bin": RAW[:60], "meta.pkl": meta_pkl(40, LETTERS)},
         (40, 30, 40, "char"),
     ),
-    "words with a space after each": (
-        {
-            "train.bin": WORDS,
-            "val.bin": WORDS[:54],
-            "meta.pkl": meta_pkl(5, dict(enumerate([" ", "cat", "sat", "the", "."]))),
-        },
-        (120, 27, 5, "char"),
-    ),
     "the last word train or val in a name decides": (
         {
             "train_of_thought_val_000000.bin": shard(range(1)),
@@ -212,10 +202,6 @@ FOLDERS = {
             **dict.fromkeys(("retrieval.bin", "training_000000.bin"), b"?"),  # of no split
         },
         (4 + 8 + 16, 1 + 2, *GPT2),
-    ),
-    "one id for long": (
-        {"train_1.bin": shard([7] * 3000), "val_1.bin": shard([1, *[0] * 1500, 1])},
-        (3000, 1502, *GPT2),
     ),
     # with a known tokenizer, a sample would end in a traceback, hours into the run
     "an unknown tokenizer of one's own": (
@@ -249,26 +235,17 @@ def test_reads_datasets_made_by_other_programs(name, tmp_path):
 # each is beside a good val_0.bin; test_bad_input.py has more of them
 BAD_FILES = {
     "wrong version": ("train_1.bin", shard(range(10), 20240520, 7, 10), "20240520 and 7"),
-    "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "get it again"),
-    "header cut short": ("train_1.bin", shard(range(10))[:500], "get it again"),
-    "empty shard": ("train_1.bin", b"", "get it again"),
-    "web page": ("train_1.bin", b"<!DOCTYPE html>" * 200, "web page"),
-    "llm.c's tokens of Llama 3": ("train_1.bin", shard([0] * 80, 20240801, 7, 40), "32-bit"),
+    "count too large": ("train_1.bin", shard(range(10), 20240520, 1, 11), "1,044 bytes"),
+    "header cut short": ("train_1.bin", shard(range(10))[:500], "500 bytes"),
+    "empty shard": ("train_1.bin", b"", "not a token shard"),
+    "llm.c's tokens of Llama 3": ("train_1.bin", shard([0] * 80, 20240801, 7, 40), "20240801"),
     "raw file of another name": ("train_old.bin", RAW, "train.bin and val.bin"),
-    "end not downloaded": ("train_1.bin", shard([*range(500), *[0] * 1500]), "get it again"),
-    "middle not downloaded": (
-        "train_1.bin",
-        shard(np.r_[np.full(2**21, 7), np.zeros(1500), np.full(999, 7)]),
-        "get it again",
-    ),
     "no tokens at all": ("train_1.bin", shard([]), "no train tokens"),
     "odd bytes": ("train.bin", b"abc", "3 bytes"),
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "int32"),
-    "large uint32": ("train.bin", np.arange(0, 128_256, 900, dtype="<u4").tobytes(), "65,535"),
     "a vocabulary in manifest.json": ("manifest.json", b'{"vocab": 65537}', "65,537"),
     "ids that have wrapped": ("meta.pkl", meta_pkl(70_000), "70,000"),
     "another program's shard": ("train_1.npy", b"", "train.bin or a shard such as"),
-    "git-lfs pointer": ("train.bin", b"version https://git-lfs.github.com/spec/v1\n", "git lfs"),
     "token beyond vocab": ("train_1.bin", shard([65535] * 40), "vocabulary"),
     "meta cut short": ("meta.pkl", meta_pkl(3)[:-4], "nanoGPT's prepare.py"),
 }
@@ -290,41 +267,16 @@ def refusal_of(folder: Path, **options) -> str:
     return line
 
 
-def fineweb(*numbers: int) -> dict[str, bytes]:
-    """Return training shards of different tokens with these numbers, and one for validation."""
-    train = {f"fineweb_train_{n:06}.bin": shard(np.arange(n, n + 3000)) for n in numbers}
-    return train | {"fineweb_val_000000.bin": shard(range(3000))}
-
-
-@pytest.mark.parametrize("numbers", [range(20), range(1, 20), range(1, 11), [7]])
-def test_reads_the_first_shards_of_a_download(numbers, tmp_path):
-    """Begin at 0 or 1, and end anywhere."""
-    write_files(tmp_path, fineweb(*numbers))
-    assert len(open_dataset(str(tmp_path), 64).train) == 3000 * len(numbers)
-
-
-GAP = ["_train_000003.bin", "_train_000004.bin", "_train_000005.bin and 1 more"]
-
-
 @pytest.mark.parametrize(
     "files, words",
     [
-        (fineweb(1, 2, 7, 8), GAP),
-        (fineweb(1, 2) | {"fineweb_train_000002 (1).bin": shard(range(2, 3002))}, ["2.bin", "(1)"]),
-        (fineweb(1, 2) | {"fineweb_train_000003.bin": shard(range(2, 3002))}, ["2.bin", "3.bin"]),
         ({"train.bin": RAW}, ["no val tokens", "fineweb_val_000000.bin"]),
         ({"val.bin": RAW}, ["no train tokens", "train.bin", "fineweb_train_000001.bin"]),
     ],
 )
-def test_a_missing_or_repeated_shard_gives_one_line_that_names_it(files, words, tmp_path):
-    """Refuse an incomplete download, and a browser's second copy."""
+def test_a_missing_split_gives_one_line_that_names_it(files, words, tmp_path):
     write_files(tmp_path, files)
     assert all(word in refusal_of(tmp_path) for word in words)
-
-
-def test_a_run_in_the_order_of_the_shards_refuses_a_missing_one_too(tmp_path):
-    write_files(tmp_path, fineweb(1, 3))
-    assert "get fineweb_train_000002.bin" in refusal_of(tmp_path, stream=True)
 
 
 @pytest.fixture
@@ -333,11 +285,11 @@ def hub(tmp_path, monkeypatch):
     source = write_tokens(tmp_path / "hub", [99] * 20, [99])
     for path in [*source.glob("*.bin")]:
         path.rename(source / f"fineweb_{path.name}")
+    monkeypatch.setattr("data.text.PAUSES", (0, 0))
     with serve_hub(source, inside="") as address:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
-        monkeypatch.setattr("data.text.PAUSES", (0, 0))
-        monkeypatch.setattr("data.download.PIECE", 500)  # of 1,222 bytes
         yield source
 
 
@@ -345,33 +297,14 @@ def test_downloads_all_the_records_or_none(hub, tmp_path):
     """Let the hub lack the last file at first. The second call fetches only that one."""
     folder = tmp_path / "fineweb_records"
     last = {name: Hub.files.pop(name) for name in ["fineweb_train_000020.bin"]}
-    Hub.troubles = {2: "break", 3: "break", 5: 503, 7: "spoil", 9: 403}
-    with pytest.raises(UserError, match="000020.bin: .*404"):
+    with pytest.raises(UserError, match="000020.bin: .*404.*check the network"):
         [*download(folder, 10**9)]
     assert not folder.exists()
     Hub.files = last
     [*download(folder, 10**9)]
     names = [path.name for path in hub.glob("*.bin")]
     assert filecmp.cmpfiles(hub, folder, names, shallow=False)[0] == names
-    assert Hub.ranges == 26  # only the spoilt file began twice
     assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
-
-
-def test_a_download_that_used_up_the_hours_trains_nothing(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.missing.dataset_folder", tmp_path.joinpath)
-    with pytest.raises(UserError, match="hours: the download took 0.0 of 0.0 hours"):
-        [*make_or_explain(Config(dataset="fineweb_records", hours=1e-6))]
-    assert (tmp_path / "fineweb_records").is_dir()
-
-
-@pytest.mark.parametrize(
-    "trouble, words", {503: "503.*network", "spoil": "SHA-256", "break": "closed"}.items()
-)
-def test_a_download_that_does_not_work_ends_with_one_line(trouble, words, hub, tmp_path):
-    Hub.troubles = dict.fromkeys(range(2, 99), trouble)
-    with pytest.raises(UserError, match=f"000001.bin: .*{words}"):
-        [*download(tmp_path / "fineweb_records", 10**9)]
-    assert os.listdir(tmp_path / "fineweb_records.part") == ["fineweb_val_000000.bin"]
 
 
 def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):
@@ -381,26 +314,14 @@ def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):
             [*download(tmp_path / "fineweb_records", int(tokens))]
 
 
-def test_a_run_without_a_network_ends_at_once_and_may_be_started_again(tmp_path, monkeypatch):
-    """A link to a disk that is not there is refused, so that its data do not go to another disk."""
+def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    """Otherwise the data would go to another disk."""
     monkeypatch.chdir(tmp_path)
-    url = "http://127.0.0.1:1/{repo_id}/{revision}/{filename}"  # nobody listens
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
-    command = ["train.py", f"{ROOT}/config/fast124m.py", "--device=cpu", "--compile=False"]
-    result = run(*command)
-    assert result.code == 1 and "check the network" in result.err.splitlines()[-1], result
+    Path("data").mkdir()
     folder = Path("data/fineweb_records")
     folder.symlink_to(tmp_path / "unmounted", target_is_directory=True)
+    command = ["train.py", f"{ROOT}/config/fast124m.py", "--device=cpu", "--compile=False"]
     refused(run(*command), "is its disk mounted")
-
-
-def test_names_the_other_files_that_are_read_beside_numbered_shards(tmp_path, capsys):
-    """Warn once about nanoGPT's files in llm.c's folder, without refusing them."""
-    del (files := fineweb(1, 2))["fineweb_val_000000.bin"]
-    write_files(tmp_path, files | {"train.bin": RAW, "val.bin": RAW})
-    check_dataset(open_dataset(str(tmp_path), 64), block_size=8)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "train.bin" in line and "000001" not in line
 
 
 def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import doc_pages
 import pytest
 import yaml
-from doc_pages import GUIDES, PAGES, README, code_blocks, page_name, read, shows
+from doc_pages import GUIDES, PAGES, README, code_blocks, page_name, read
 from packaging.requirements import Requirement
 from program import ROOT
 
@@ -50,8 +50,7 @@ def test_every_relative_link_on_a_page_leads_to_a_file_and_heading_that_exist(pa
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
 def test_every_command_on_a_page_has_scripts_configs_and_flags_that_exist(page):
     commands = doc_pages.command_lines(page)
-    made = [word.partition("--write=")[2] for command in commands for word in command]
-    made += [file for c in commands for mark, file in itertools.pairwise(c) if mark == ">"]
+    made = [file for c in commands for mark, file in itertools.pairwise(c) if mark == ">"]
     made += re.findall(r"^cp \S+ (\S+)$", read(page), re.MULTILINE)
     for command in commands:
         script, *words = command
@@ -62,8 +61,7 @@ def test_every_command_on_a_page_has_scripts_configs_and_flags_that_exist(page):
         configs = [word for word in words if word.startswith("config/")]
         assert all(config in made or (ROOT / config).is_file() for config in configs), command
         if script == "train.py" and flags != ["--help"] and page.name != "hacking.md":
-            # a config that the page makes is one that prepare_text.py writes, much like
-            # shakespeare_char.py
+            # a config that the page makes is much like shakespeare_char.py
             files = [
                 "config/shakespeare_char.py" if config in made else config for config in configs
             ]
@@ -159,30 +157,3 @@ def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, mo
     assert len(data.train) == len(TEXT * 20) * 9 // 10
     meta = pickle.loads(Path("data/shakespeare_char/meta.pkl").read_bytes())
     assert meta["vocab_size"] == data.vocab
-
-
-RULE = read("data/own_config.template")
-# the text sizes, in tokens, at both ends of each row in own_text.md
-ROWS = [(315_000, 499_999), (500_000, 849_999), (4_000_000,)]
-
-
-def written(tokens: int, is_bytes: bool, path: Path):
-    """Return the config that is written for a text with so many training tokens."""
-    text = re.sub(r"^(_tokens, _is_bytes) = .*$", rf"\1 = {tokens}, {is_bytes}", RULE, flags=re.M)
-    path.write_text(re.sub(r'"?\{[^}\n]*\}"?', '"x"', text))
-    return load_config([str(path)])
-
-
-@pytest.mark.parametrize("sizes", ROWS)
-def test_the_own_text_page_shows_the_epochs_and_dropout_of_written_configs(sizes, tmp_path):
-    """
-    Compare the page with the config that data/prepare_text.py writes, for bytes and for tokens. For
-    a large text, the page shows the number of trained tokens instead of epochs.
-    """
-    figures = []
-    for is_bytes in (True, False):
-        made = [written(n, is_bytes, tmp_path / f"my{n}.py") for n in sizes]
-        trained = [c.max_iters * c.iter_tokens for c in made]
-        epochs = [round(n / size) for n, size in zip(trained, sizes, strict=True)]
-        figures += dict.fromkeys(epochs) if len(sizes) > 1 else [trained[0] / 1e6]
-    assert shows("docs/own_text.md", [*figures, *{c.dropout for c in made}])

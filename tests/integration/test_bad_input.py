@@ -68,13 +68,9 @@ COMMAND_LINE = [
 
 DATA = [
     ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
-    # the validation text of your own files is finished last, so no run can begin before
-    ("train.py tiny.py --stream=True --dataset=no", "prepare_fineweb.py --dataset=data/no"),
-    ("train.py tiny.py --stream=True --dataset=book.txt", "--dataset=data/book_tokens without"),
-    ("train.py tiny.py --stream=True --dataset=config", "prepare_text.py data/config_tokens"),
-    ("train.py tiny.py --dataset=my_fineweb", "prepare_fineweb.py --out=data/my_fineweb"),
+    ("train.py tiny.py --stream=True --dataset=config", "config no train tokens"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),
-    ("train.py tiny.py --dataset=cut", "train_000002.bin delete cut prepare"),
+    ("train.py tiny.py --dataset=cut", "train_000002.bin 2,014 prepare"),
     ("train.py tiny.py --dataset=lost_shard", "train_000002.bin No such file"),
     ("train.py tiny.py --dataset=bad_manifest", "manifest.json prepare"),
     ("train.py tiny.py --dataset=evil_meta", "meta.pkl prepare.py"),
@@ -182,23 +178,15 @@ if not torch.cuda.is_available():
     TOOLS += [("sample.py --out_dir=run --device=cuda", "--device=cpu")]
 
 PREPARATION = [
-    ("data/prepare_text.py nowhere.txt book.docx --out=out", "nowhere.txt .md", "book.docx .md"),
-    ("data/prepare_text.py latin1.txt --encoding=utf9 --out=out", "line 3 --encoding=cp1252"),
-    ("data/prepare_text.py empty.jsonl --out=out", "empty.jsonl 0 more text 2,600"),
-    ("data/prepare_text.py garbage.parquet --out=out", "garbage.parquet Parquet"),
+    ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt .md"),
     ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "val_fraction between 0 and 0.5"),
     ("data/prepare_fineweb.py --val_fraction=nan --out=out", "val_fraction between 0 and 0.5"),
-    ("data/prepare_text.py book.txt --write=tiny.py", "tiny.py exist"),
-    ("data/prepare_text.py book.txt --write=config", "name .py file"),
-    ("data/prepare_text.py book.txt --tokenizer=gpt2 --write=new.py", "--write own_text.md"),
     ("data/prepare_text.py book.txt --ouput=out", "unrecognized"),
     ("data/prepare_text.py book.txt --out=tokens", "give another --out"),
     ("data/prepare_text.py book.txt --out=chars", "another program --out"),
     ("data/prepare_text.py book.txt --out=book.txt", "File exists"),
-    (f"data/prepare_text.py book.txt --out={ROOT / 'data'}", "own files"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
     ("data/prepare_fineweb.py --token=1M", "unrecognized"),
-    ("data/prepare_text.py lists.parquet --out=out", "text (list<element: string>) --text_field"),
 ]
 
 
