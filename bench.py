@@ -371,7 +371,7 @@ MODES = {
     "check": check,
     "": measure_config,
     "ladder": ladder,
-    "plan": lambda config, options: plan.plan(config, options, measure),
+    "plan": plan.plan,
 }
 
 

@@ -22,7 +22,7 @@ from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, con
 from data.shards import Dataset
 from training.checkpoint import Saver, checkpoint_path, size_of
 from training.clock import PAUSES, Clock, Speed, clock_time
-from training.gpus import PUBLISHED_WIDTH, assumed_mfus, published_mfus
+from training.gpus import PUBLISHED_WIDTH, known_mfus
 from training.hardware import Hardware
 from training.speed import count_flops, describe, unused_weights
 from training.tracker import Tracker
@@ -216,7 +216,7 @@ class Log:
         if self.is_slow or it < self.first_iter + SLOW_AFTER or row is None or is_unusual:
             return
         _, mfu = self.launch_speed(tokens)
-        lowest = min(published_mfus(row) or assumed_mfus(hw.name))
+        lowest, *_ = known_mfus(hw.name, row)
         if mfu is not None and mfu < SLOW * lowest:
             self.is_slow = True
             known = f"{mfu:.0%} so far, but a {hw.name} should reach {lowest:.0%}"
