@@ -290,7 +290,8 @@ def plan_lines(p: dict) -> list[str]:
         f"{shown('flops_per_token', count)} FLOPs per token",
         f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
         f"{p['total_tokens']:,}",
-        f"epochs   {shown('epochs', '{:.2f}'.format)} of {shown('dataset_tokens', count)} tokens (--dataset_tokens)",
+        f"epochs   {shown('epochs', '{:.2f}'.format)} of {shown('dataset_tokens', count)} tokens "
+        "(--dataset_tokens)",
         f"compute  {shown('total_flops')} FLOPs",
         f"GPU      {p['gpus']} x {p['gpu']}, {shown('gpu_memory_gib')} GB, {p['dtype']}, "
         f"{shown('peak_tflops')} TFLOP/s dense peak",
