@@ -2,7 +2,7 @@
 Measure training on this machine, and plan a run. bench.py measures train.py itself: it starts a run
 for a few seconds, on random tokens if the dataset is missing, and reads the run's log.
 
-    python bench.py check            does this machine train correctly, and as fast as it should?
+    python bench.py check            does this machine train correctly?
     python bench.py                  measure GPT-2 124M: speed, MFU, memory
     python bench.py CONFIG           measure a configuration
     python bench.py CONFIG --row=FLAGS --row=FLAGS    a table: each row is CONFIG with its flags

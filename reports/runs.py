@@ -42,9 +42,9 @@ class Run:
     """
     Holds one run as its records describe it so far.
 
-    `start` is the last start record; `end` is empty while the run trains and after a kill. `step` and
-    `eval` are columns, ordered by iteration: one array per value, NaN if unknown.
-    Only published means of several runs have a band of val losses, from `low` to `high`.
+    `start` is the last start record; `end` is empty while the run trains and after a kill. `step`
+    and `eval` are columns, ordered by iteration: one array per value, NaN if unknown. Only
+    published means of several runs have a band of val losses, from `low` to `high`.
     `measures` names the numbers that only this run's evaluations have; they are columns too.
     `config` has the keys of the last launch, but says from which weights the first one began.
     `iterations`, `tokens` and `hours` are None if unknown; `hours` includes iterations,
