@@ -27,8 +27,6 @@ import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import pickle
 import re
-import signal
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -41,28 +39,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.child import keep_awake, start_child
+from common.child import start_child
 from common.console import (
     Parser,
     RunError,
-    UserError,
     command_line,
-    did_you_mean,
-    duration,
     percent,
     print_err,
     run_main,
     say,
     table_lines,
 )
-from common.files import replacing, warn_once
-from configurator import (
-    UNREACHED,
-    Config,
-    config_text,
-    load_config,
-    read_config,
-)
+from common.files import replacing
+from configurator import UNREACHED, Config, config_text, load_config, read_config
 from data.missing import vocab_where_missing
 from reports import plan
 from reports.check import check
@@ -74,14 +63,12 @@ POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.
 UNCOUNTED = 2
 LEAST_LINES = 3  # counted log lines to wait for; together they must also span --seconds
-MOST_SECONDS = 60.0  # after this many seconds, counting every line, one counted line is enough
 # At most this many micro-batches per log line, because the run waits for the device at each line. A
 # line covers at least one iteration.
 MICRO_BATCHES_PER_LINE = 10
 RANDOM_TOKENS = 2**22
 # the start record's values that a measurement keeps
 OF_THE_MACHINE = ("device", "device_type", "dtype", "peak_tflops", "peak_source", "torch")
-KILLED = -9  # exit code after SIGKILL, which Linux sends when memory runs out
 
 # Measured when no config file is given: GPT-2 124M with the settings of nanoGPT's bench.py. On a
 # CPU the model sees shorter sequences, so that an idle machine is done in two minutes.
@@ -112,8 +99,8 @@ OVERRIDES: dict[str, Any] = dict(
 Command = Sequence[str | Path]
 
 
-class OutOfMemory(RunError):
-    """Raised if the micro-batch does not fit."""
+class RunFailed(RunError):
+    """Raised if train.py ends on its own, for example because the micro-batch does not fit."""
 
 
 # -----------------------------------------------------------------------------
@@ -126,7 +113,7 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
     `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
-    reports/bench_child.py does. Raises the UserError or RunError that ended the run.
+    reports/bench_child.py does. Raises RunFailed.
     """
     run = run_train(config, seconds, command)
     step_ms = run.step["step_ms"][UNCOUNTED:]
@@ -164,8 +151,8 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         file = Path(folder, "config.py")
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
-        with open(Path(folder, "printed"), "wb") as output:
-            child = start_child(*command, file, stdout=output, stderr=output)
+        with open(Path(folder, "errors"), "wb") as errors:
+            child = start_child(*command, file, stderr=errors)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)
@@ -173,10 +160,10 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
             finally:
                 child.kill()
                 child.wait()
-        printed = Path(folder, "printed").read_text("utf-8", errors="replace").splitlines()
+        if said := Path(folder, "errors").read_text("utf-8", errors="replace").rstrip():
+            print_err(said)
         if not is_measured:
-            raise error_of(config, printed, child.returncode)
-        pass_warnings_on(printed)
+            raise RunFailed(f"train.py ended with exit code {child.returncode}; see above")
         return read_run(log)
 
 
@@ -188,30 +175,7 @@ def has_enough(log: Path, seconds: float) -> bool:
     # the first line is left out, because its iterations may include compilation
     line_seconds = np.diff(step["iter"]) * step["step_ms"][1:] / 1000
     counted = line_seconds[UNCOUNTED - 1 :]
-    if len(counted) >= LEAST_LINES and sum(counted) >= seconds:
-        return True
-    return len(counted) > 0 and sum(line_seconds) >= MOST_SECONDS
-
-
-def error_of(config: Config, lines: list[str], code: int) -> UserError:
-    """Build the exception for a run that ended on its own, from the error lines it printed."""
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if code == KILLED or any(line.startswith("out of memory") for line in errors):
-        return OutOfMemory(*errors or [hardware.out_of_memory_line(config)])
-    if not errors:
-        print_err(*lines)
-        return RunError(f"train.py ended with exit code {code}; see its output above")
-    return UserError(*errors) if code == UserError.exit_code else RunError(*errors)
-
-
-def pass_warnings_on(lines: list[str]) -> None:
-    """
-    Print the run's warnings once for all rows of a table. The one about disk space is left out,
-    because a measured run saves no checkpoint.
-    """
-    for line in lines:
-        if line.startswith("warning: ") and "checkpoints of" not in line:
-            warn_once(line.removeprefix("warning: "))
+    return len(counted) >= LEAST_LINES and sum(counted) >= seconds
 
 
 def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
@@ -310,42 +274,28 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
     """
     Measure CONFIG with the flags of each row, a pair of name and flags, and return what --json
     writes: in each row, `gain` is the speedup over the row above, `total_gain` over the first row.
-    A row that ran out of memory has no speed, and no row's gain refers to it. Prints the table,
-    even after Ctrl-C, SIGTERM or an error.
+    A row whose run failed has no speed, and no row's gain refers to it. Prints the table, even
+    after Ctrl-C.
     """
     configs = [load_config([*options.keys, *flags.split()]) for _, flags in rows]
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    say(f"{len(rows)} rows; Ctrl-C stops, and prints the table of those so far")
     measured: list[dict] = []
-    rates: list[float] = []  # tokens per second in the rows so far that fit into memory
-    # Peaks by dtype and tf32. Each is measured once and reused, so that rows' MFUs are comparable.
-    peaks: dict[tuple[str, bool], float] = {}
-    began = time.monotonic()
+    rates: list[float] = []  # tokens per second in the rows so far that were measured
     try:
         for (name, _), config in zip(rows, configs, strict=True):
-            done, left = len(measured), ""
-            if done:
-                seconds = (time.monotonic() - began) / done * (len(rows) - done)
-                left = f", about {duration(seconds)} left"
-            say(f"row {done + 1} of {len(rows)}{left}: {name}")
-            kind = (config.dtype, config.tf32)
-            config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
+            say(f"row {len(measured) + 1} of {len(rows)}: {name}")
             row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
             try:
                 row |= measure(config, options.seconds)
-                peaks[kind] = row["machine"]["peak_tflops"]
+            except RunFailed as error:
+                say(str(error))
+            else:
                 rates.append(row["tokens_per_sec"])
                 above = rates[-2:][0]  # the first row's gain is 1
                 row |= dict(gain=rates[-1] / above, total_gain=rates[-1] / rates[0])
-                say(f"{rates[-1]:,.0f} tokens/s")
-            except OutOfMemory:
-                say("out of memory")
             measured.append(row)
     finally:
         if rates:
             print_rows(measured)
-    if not rates:
-        raise OutOfMemory(hardware.out_of_memory_line(configs[0]))
     return dict(rows=measured)
 
 
@@ -354,7 +304,7 @@ def print_rows(rows: list[dict]) -> None:
     for row in rows:
         batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         if row["tokens_per_sec"] is None:
-            table.append([row["name"], batch, "out of memory", *[""] * 6])
+            table.append([row["name"], batch, "failed", *[""] * 6])
             continue
         machine = row["machine"]
         speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
@@ -405,14 +355,9 @@ def write_json(options: Namespace, result: dict) -> None:
 
 
 def main(argv: list[str]) -> int:
-    keep_awake()
     mode, rest = "", argv
-    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
+    if argv and argv[0] in MODES:
         mode, *rest = argv
-        if mode not in MODES:
-            configs = map(str, Path("config").glob("*.py"))
-            hint = did_you_mean(mode, [*MODES, *configs])
-            raise UserError(f"{mode}: no such mode; give check, ladder, plan or a config{hint}")
     options, keys = parse_arguments(mode, rest)
     no_config = all(key.startswith("-") for key in keys)
     if no_config and mode not in ("plan", "check"):

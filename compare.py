@@ -147,8 +147,8 @@ def compare_runs(runs: list[Run]) -> dict:
         for run in runs:
             if not has_band(run):
                 print(judge_by_band(run, band))
-    values = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
-    return dict(runs=values, verdicts=verdicts, problem=problem)
+    figures = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
+    return dict(runs=figures, verdicts=verdicts, problem=problem)
 
 
 def judge_by_band(run: Run, band: Run) -> str:

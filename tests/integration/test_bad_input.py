@@ -154,7 +154,7 @@ TOOLS = [
     ("sample.py --init_from=lora.pt --device=cpu", "lora.pt lora_rank=0 model.py"),
     ("train.py tiny.py --init_from=lora.pt --out_dir=new", "lora.pt lora_rank=0 model.py"),
     ("train.py tiny.py --init_from=auto --out_dir=lora_run --max_iters=9", "lora_rank=0 model.py"),
-    ("bench.py lader", "lader ladder"),
+    ("bench.py lader", "no such config"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
     ("bench.py tiny.py --row=--batch_sise=4", "batch_sise batch_size"),
     ("bench.py plan tiny.py --gpu=rtx9999", "'rtx9999' training/gpus.csv"),
