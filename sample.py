@@ -4,7 +4,7 @@ Sample from a trained model.
     python sample.py --out_dir=out/gpt124m                 a run's model with the best val loss
     python sample.py config/gpt124m_4070.py --start="The"  the run of this config, with a prompt
     python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights
-    python sample.py --init_from=out/gpt124m/best.pt       any checkpoint or Hugging Face folder
+    python sample.py --init_from=out/gpt124m/best.pt       any checkpoint
     python sample.py --help                                list all keys
 
 Keys are set as for train.py, in config files and by --key=value. Training keys in a config file are

@@ -152,7 +152,7 @@ TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the m
 
 def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (_, block) = code_blocks(ROOT / "docs/own_text.md", "python")
+    (block,) = code_blocks(ROOT / "docs/own_text.md", "python")
     Path("input.txt").write_text(TEXT * 20)
     exec(block, {})
     data = open_dataset("shakespeare_char", 64)

@@ -31,7 +31,6 @@ from program import (
     start_ranks,
     write_tokens,
 )
-from safetensors.torch import save_file
 
 TINY = TINY_RUN | dict(dataset="tokens", out_dir="new")
 TINY |= dict(max_iters=2, eval_interval=2, eval_tokens=64)
@@ -115,14 +114,12 @@ FOLDERS = [
     ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "--n_layer=2 --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bare --max_iters=3", "(gpt2)"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "another"),
-    ("train.py tiny.py --init_from=nowhere.pt", "gpt2 --local-dir=FOLDER"),
-    ("train.py tiny.py --init_from=scrath", "did you mean scratch"),
+    ("train.py tiny.py --init_from=nowhere.pt", "no such file gpt2-medium"),
     ("train.py tiny.py --init_from=evil.pt", "evil.pt contains getattr run code"),
     ("train.py tiny.py --init_from=unknown.pt", "model_args, but weights"),
     ("train.py tiny.py --init_from=cut.pt", "cut.pt damaged"),
     ("train.py tiny.py --init_from=flipped.pt", "flipped.pt damaged"),
     ("train.py tiny.py --init_from=nan.pt", "nan.pt finite"),
-    ("train.py tiny.py --init_from=llama", "llama gpt2-medium"),
     ("train.py tiny.py --init_from=run --dataset=chars", "(char) (byte)"),
     ("train.py tiny.py --init_from=run --dataset=wide", "dataset 99 61"),
     ("train.py tiny.py --init_from=run --n_layer=3 --n_embd=64", "--n_layer=2", "--n_embd=32"),
@@ -144,8 +141,8 @@ FIXED = [
 ]
 
 TOOLS = [
-    ("sample.py --out_dir=nowhere", "--out_dir=nowhere --local-dir=FOLDER"),
-    ("sample.py --out_dir=.", "--out_dir=. no checkpoint run"),
+    ("sample.py --out_dir=nowhere", "--out_dir=nowhere no such"),
+    ("sample.py --out_dir=.", "--out_dir=. no checkpoint"),
     ("sample.py --out_dir=run --device=cpu --temprature=1", "--temperature"),
     ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "No such file"),
@@ -178,12 +175,6 @@ TOOLS = [
     ("sample.py --init_from=evil_meta/ckpt.pt --device=cpu", "evil_meta/meta.pkl"),
     ("sample.py --init_from=numpy.pt --device=cpu", "numpy scalar run code"),
     ("sample.py --init_from=page.pt", "begins <!DOCTYPE"),
-    ("sample.py --init_from=a.safetensors", "give their folder"),
-    ("sample.py --init_from=fast_export", "nightshift_fast gpt2"),
-    ("sample.py --init_from=relu", "activation_function relu"),
-    ("sample.py --init_from=torn_config", "torn_config JSON"),
-    ("sample.py --init_from=old_format", "old_format model.safetensors"),
-    ("sample.py --init_from=cut_weights", "cut_weights model Safetensor"),
 ]
 
 if not torch.cuda.is_available():
@@ -277,25 +268,7 @@ def write_runs() -> None:
     torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
     torch.save(state | dict(val_loss=np.float64(2.5)), "numpy.pt")
     Path("page.pt").write_text("<!DOCTYPE html><html>404</html>")
-    save_file({"a": torch.zeros(3)}, "a.safetensors")
     Path("gone").symlink_to("/nowhere/runs")  # on a disk that is not mounted
-
-
-def write_hugging_faces_folders() -> None:
-    configs = dict(
-        llama=dict(model_type="llama"),
-        fast_export=dict(model_type="nightshift_fast"),
-        relu=dict(model_type="gpt2", activation_function="relu"),
-        old_format=dict(model_type="gpt2"),
-        cut_weights=dict(model_type="gpt2"),
-        torn_config={},
-    )
-    for name, config in configs.items():
-        Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(config))
-    Path("old_format/pytorch_model.bin").write_bytes(b"PK")
-    Path("cut_weights/model.safetensors").write_bytes(b"cut")
-    Path("torn_config/config.json").write_text('{"model_type": "gp')
 
 
 def write_texts() -> None:
@@ -324,7 +297,6 @@ def world(tmp_path_factory) -> Path:
         write_nanogpts_folders()
         write_texts()
         write_runs()
-        write_hugging_faces_folders()
     return folder
 
 

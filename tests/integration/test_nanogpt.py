@@ -62,8 +62,8 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, 
     instead of padding them to 128.
     """
     monkeypatch.chdir(tmp_path)
-    random_gpt2(tmp_path / "hf", vocab_size=61)
-    command = tiny | dict(n_layer=2, bias=True, out_dir="run", max_iters=8, init_from="hf")
+    write_nanogpts_checkpoint(tmp_path / "hf", vocab=61)
+    command = tiny | dict(n_layer=2, out_dir="run", max_iters=8, init_from="hf")
     out = stopped(**command).out
     assert "weights: hf" in out
     (again,) = re.findall(r"^to continue: python .*", out, re.MULTILINE)
@@ -137,12 +137,13 @@ def test_nanogpt_model_returns_logits_and_loss_for_batches_of_one_to_three(rows,
     assert model(idx, half)[1].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path):
-    random_gpt2(tmp_path / "hf")
-    model = calls.GPT.from_pretrained(tmp_path / "hf", dict(dropout=0.1))
+def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path, monkeypatch):
+    random_gpt2(tmp_path)
+    monkeypatch.setattr("training.pretrained.fetch", lambda name: tmp_path)
+    model = calls.GPT.from_pretrained("gpt2", dict(dropout=0.1))
     assert model.config.dropout == model.transformer.drop.p == 0.1
     idx = torch.randint(128, (2, 8))
-    model = calls.GPT.from_pretrained(tmp_path / "hf").eval()
+    model = calls.GPT.from_pretrained("gpt2").eval()
     before, _ = model(idx, idx)
     model.crop_block_size(8)
     with pytest.raises(AssertionError):
