@@ -30,7 +30,6 @@ import re
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -96,8 +95,6 @@ OVERRIDES: dict[str, Any] = dict(
     tracker="none",
 )
 
-Command = Sequence[str | Path]
-
 
 class RunFailed(RunError):
     """Raised if train.py ends on its own, for example because the micro-batch does not fit."""
@@ -107,15 +104,14 @@ class RunFailed(RunError):
 # One measurement
 
 
-def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -> dict:
+def measure(config: Config, seconds: float = 5.0) -> dict:
     """
     Measure the speed and memory of a configuration on this machine, from train.py's log.
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
-    `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
-    reports/bench_child.py does. Raises RunFailed.
+    `mem_gib`. The lines span about `seconds`. Raises RunFailed.
     """
-    run = run_train(config, seconds, command)
+    run = run_train(config, seconds)
     step_ms = run.step["step_ms"][UNCOUNTED:]
     start = run.start
     machine = {name: start[name] for name in OF_THE_MACHINE}
@@ -138,7 +134,7 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
     )
 
 
-def run_train(config: Config, seconds: float, command: Command) -> Run:
+def run_train(config: Config, seconds: float) -> Run:
     """Run train.py in a child process until its log has enough lines, then kill it."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
@@ -152,7 +148,7 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
         with open(Path(folder, "errors"), "wb") as errors:
-            child = start_child(*command, file, stderr=errors)
+            child = start_child(CHILD, file, stderr=errors)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)

@@ -139,11 +139,6 @@ def test_pip_uv_and_ci_install_and_test_the_same():
     assert project["requires-python"] == f">=3.{oldest},<3.{int(newest) + 1}"
 
 
-def test_the_form_for_measurements_names_scripts_that_exist():
-    form = read(".github/ISSUE_TEMPLATE/measurement.yml")
-    assert all((ROOT / name).is_file() for name in re.findall(r"python (\S+\.py)", form))
-
-
 # -----------------------------------------------------------------------------
 # Code on the pages. More of it runs in test_convert and in integration/.
 
