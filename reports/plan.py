@@ -42,7 +42,7 @@ from training.speed import count_flops
 
 # What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
 # take memory traffic and few FLOPs, and no published MFU includes them
-# (dev/simulate_gpu/results.md).
+# (docs/internals/simulated_gpus.md).
 MUON_OVERHEAD = 1.04
 # The GB/s to assume between GPUs: within a machine PCIe 4.0 without peer access, unless gpus.csv
 # has a faster link; between machines 100 Gbit/s. On a link, a byte takes ten bits.

@@ -28,8 +28,8 @@ from training.memory import CONTEXT_BYTES, checkpoint_bytes, fit_run, memory_byt
 PEAKS = ("bf16_tflops", "fp16_tflops")
 N = 124_373_760  # parameters of GPT-2 124M
 CONFIG_FILES = [path for path in sorted((ROOT / "config").glob("*.py")) if "GiB" in read(path)]
-# The rows of dev/simulate_gpu/run.py for our GPT-2 with AdamW. Those with Muon were simulated with
-# the recipe of 3,250 iterations, whose optimizer kept no averages.
+# The rows of simulated GPUs (docs/internals/simulated_gpus.md) for our GPT-2 with AdamW. Those with
+# Muon were simulated with the recipe of 3,250 iterations, whose optimizer kept no averages.
 SIMULATED = {
     name: row
     for name, row in json.loads(read("results/nullgpu.json"))["rows"].items()
