@@ -7,9 +7,7 @@ import json
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
-from unittest import mock
 
 import mpmath
 import numpy as np
@@ -20,7 +18,7 @@ from program import ROOT, InProcessRun, finish, run, start, write_tokens
 import compare
 from common.console import UserError
 from reports import seeds
-from reports.picture import draw, smooth
+from reports.picture import draw
 from reports.runs import Run, open_run
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=256)
@@ -425,18 +423,18 @@ def lines(axes) -> list[tuple[list, list]]:
 
 def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate():
     """
-    Draw six lines for each run: train loss, its mean and val loss over tokens, val loss over
-    minutes, speed, and learning rate. Say why losses do not compare.
+    Draw five lines for each run: train loss and val loss over tokens, val loss over hours, speed,
+    and learning rate. Say why losses do not compare.
     """
     a = make_run("a", {0: 8.0, 5: 4.0, 10: 3.0})
     b = make_run("b", {0: 8.0, 5: 3.0, 20: 2.0}, step_ms=200)
     figure = drawn(a, b, problem="of different tokens")
     assert figure.get_suptitle().endswith("not comparable: of different tokens")
     losses, over_time, speed, rate = map(lines, figure.axes)
-    assert [*map(len, (losses, over_time, speed, rate))] == [6, 2, 2, 2]
-    assert losses[2] == ([5000, 10_000], [4.0, 3.0])
+    assert [*map(len, (losses, over_time, speed, rate))] == [4, 2, 2, 2]
+    assert losses[1] == ([5000, 10_000], [4.0, 3.0])
     # 5 iterations of 0.1 s and 2 evaluations; then 5 more, a checkpoint and an evaluation
-    assert over_time[0] == (pytest.approx([4.5 / 60, 8 / 60]), [4.0, 3.0])  # minutes
+    assert over_time[0] == (pytest.approx([4.5 / 3600, 8 / 3600]), [4.0, 3.0])
     assert speed[0][1] == [10_000] * 10
     assert rate[0][1] == [0.1] * 10
 
@@ -457,18 +455,6 @@ def test_draws_the_band_and_the_difference_from_its_mean(band):
     for at, half in ((10_000, 0.1), (20_000, 0.05), (30_000, 0.02)):
         ys = corners[corners[:, 0] == at, 1]
         assert (ys.min(), ys.max()) == pytest.approx((-half, half))
-
-
-def test_smooths_the_train_loss_over_a_tenth_of_the_run_but_not_its_beginning():
-    """
-    Average 40 losses, 5, 3, 5, 3, ..., with up to two on either side: none for the first four, one
-    for the next four. Of 19 losses, average none.
-    """
-    mean = smooth(np.array([5, 3] * 20))
-    assert [*mean[:6]] == pytest.approx([5, 3, 5, 3, 11 / 3, 13 / 3])
-    assert mean[12] == pytest.approx((3 * 5 + 2 * 3) / 5)
-    assert mean[39] == pytest.approx((2 * 3 + 5) / 3)
-    assert [*smooth(np.arange(19))] == [*range(19)]
 
 
 # -----------------------------------------------------------------------------
@@ -546,14 +532,6 @@ def test_draws_a_run_with_a_single_record_whose_loss_is_nan(tmp_path):
     result = finish(start("compare.py", str(tmp_path), cold=True, MPLBACKEND="inlined"))
     assert result.code == 0, result.err
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_prints_the_table_without_matplotlib(tmp_path):
-    a = write_run(tmp_path / "a", {0: 8.0, 5: 3.0})
-    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
-        result = run("compare.py", a)
-    assert result.code == 2 and "best val loss" in result.out
-    assert "pip install matplotlib" in result.err
 
 
 @pytest.mark.parametrize("flag", ["--png=no/where.png", "--json=a"])

@@ -54,33 +54,16 @@ def compile_model(model, **options) -> None:
     model.compile(**options)
 
 
-def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> str:
-    """
-    Compile and check the model on all ranks, which must all call this. Returns why compiling does
-    not work on some rank, or "". Raises UserError if eager code is wrong on some rank.
-    """
-    wrong = problem = ""
-    try:
-        problem = try_compiling(model, c.batch_size, vocab, hw)
-    except WrongKernels as error:
-        wrong = str(error)
-    found = zip(*ranks.gather((wrong, problem)), strict=True)
-    wrong, problem = (next(filter(None, lines), "") for lines in found)
-    if wrong:
-        other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
-        wrong = f"wrong kernels in {hw.dtype_name}: {wrong}"
-        ranks.fail(f"{wrong}; python bench.py check names the kernels; {other} may avoid them")
-    failed = f"compile: torch.compile does not work here ({problem})"
-    return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
-
-
 def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     """
     Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
     Returns why compiled code cannot be used here, or "". Weights, gradients, buffers and random
     states stay as they were. Raises WrongKernels, and whatever eager code raises.
     """
-    compile_model(model)
+    try:
+        compile_model(model)
+    except Exception as error:  # for example, a Python that torch.compile does not support
+        return one_line(error)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
     except CompilerError as error:
@@ -196,10 +179,22 @@ def wrong_loss(losses: dict[str, float], wanted: dict[str, float], tolerance: fl
 
 
 def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> None:
-    """Compile the model and check it. If that fails, end the run."""
+    """
+    Compile the model and check it on all ranks, which must all call this. If compiled or eager code
+    is wrong on some rank, end the run.
+    """
     began = time.perf_counter()
     say("compiling: about a minute, or several minutes with few CPU cores")
-    if problem := compile_and_check(model, c, vocab, hw, ranks):
+    problem = ""
+    try:
+        if failed := try_compiling(model, c.batch_size, vocab, hw):
+            problem = f"compile: torch.compile does not work here ({failed})"
+            problem += "; --compile=False trains without it, more slowly"
+    except WrongKernels as error:
+        other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
+        problem = f"wrong kernels in {hw.dtype_name}: {error}"
+        problem += f"; python bench.py check names the kernels; {other} may avoid them"
+    if problem := next(filter(None, ranks.gather(problem)), ""):
         ranks.fail(problem)
     say(f"compile: {time.perf_counter() - began:.1f}s")
 
