@@ -123,7 +123,6 @@ def measure(config: Config, seconds: float = 5.0) -> dict:
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
         tokens_per_sec_range=[1000 * config.iter_tokens / f(step_ms) for f in (max, min)],
-        cpu_ms=float(np.median(run.step["cpu_ms"][UNCOUNTED:])),
         lines=len(step_ms),
         mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
         mem_gib=percentile(run.step["mem_gib"], 100),

@@ -23,7 +23,7 @@ from configurator import FIELDS, from_nanogpt
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {
     "step": """
-        iter tokens tokens_after hours loss lr step_ms cpu_ms tokens_per_sec mfu mem_gib
+        iter tokens tokens_after hours loss lr step_ms tokens_per_sec mfu mem_gib
         compile_seconds
     """.split(),
     "eval": """
@@ -97,8 +97,6 @@ def open_run(path: Path) -> Run:
         run = Run(file.stem, read_csv(file)) if file.suffix == ".csv" else read_run(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{file}: is not a published run's CSV ({error}); {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: holds no iteration and no evaluation; {hint}")
     return run

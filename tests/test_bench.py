@@ -95,7 +95,7 @@ def test_bench_reports_the_median_of_the_log_lines_from_the_third_on(recipe, chi
     subprocess.Popen.code = CLOCK
     found, out = bench(**TINY, **recipe, compile=False, peak_tflops=1e-3)
     assert found["lines"] >= 3 and found["tokens_per_iter"] == 128
-    assert (found["step_ms"], found["cpu_ms"]) == pytest.approx((250, 750))
+    assert found["step_ms"] == pytest.approx(250)
     assert found["tokens_per_sec"] == pytest.approx(512)
     assert found["tokens_per_sec_range"] == pytest.approx([128 / 5, 512])
     flops = 6 * (2 * 12 * 32**2 + 32 * 128) + 2 * 12 * 32 * 16
