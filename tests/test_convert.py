@@ -330,21 +330,6 @@ def test_an_exported_fast_model_ignores_padding_after_the_tokens(fast_export):
     assert (padded[1, :5] - exported(IDS[1:, :5]).logits[0]).abs().max() < 1e-4
 
 
-def test_an_exported_fast_model_computes_the_loss_and_gradients_for_fine_tuning(fast_export):
-    """Shift the labels and ignore those of -100, as transformers does."""
-    model, exported, _ = fast_export
-    labels = IDS.clone()
-    labels[0, :4] = -100
-    logits = model(IDS)[:, :-1, :100]
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-    loss = exported(IDS, labels=labels).loss
-    assert abs(loss - expected) < 1e-5  # float32 adds in a different order
-    loss.backward()
-    assert exported.get_output_embeddings().weight.grad.any()
-    assert exported.get_input_embeddings().weight.grad.any()
-    exported.zero_grad()
-
-
 def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
     """Leave the old logits alone, and save and load the larger model."""
     convert("ckpt-to-hf", save(random_fast(), tmp_path / "x.pt", 100, "unknown"), tmp_path / "hf")

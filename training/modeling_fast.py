@@ -48,15 +48,13 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: object = None,
-        labels: Tensor | None = None,
         logits_to_keep: int = 0,
         **kwargs,
     ) -> CausalLMOutput:
         """
         Compute logits (B, T, V) from input_ids (B, T), of the last `logits_to_keep` tokens only
-        unless that is 0. With labels (B, T), normally the input_ids themselves, also compute the
-        loss; labels of -100 are ignored. Raises ValueError for padding before a token, and for a
-        cache or positions, which would give wrong logits.
+        unless that is 0. Raises ValueError for padding before a token, and for a cache or
+        positions, which would give wrong logits.
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
@@ -68,11 +66,7 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.model.hidden(input_ids.long())
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
-        logits = self.model.logits(x)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutput(loss, logits)
+        return CausalLMOutput(logits=self.model.logits(x))
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.transformer.wte

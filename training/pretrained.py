@@ -125,9 +125,11 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
     try:
         state = read_gpt2(path) if path.is_dir() else read_checkpoint(path)
         return state | dict(source=describe_source(state, path))
-    except UserError:
-        raise
     except Exception as error:  # files of other programs or versions raise all kinds of errors
+        if not os.path.lexists(path):  # a run that saves there has deleted it, so look again
+            return read_weights(name_or_path, best)
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path}: is not a model ({type(error).__name__}: {error})") from None
 
 

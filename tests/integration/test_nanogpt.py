@@ -107,7 +107,7 @@ def test_a_nanogpt_checkpoint_is_sampled_with_the_characters_in_its_meta_pkl(giv
 
 def test_sampling_without_meta_pkl_is_refused_until_it_is_moved_beside_ckpt_pt(nanogpt):
     table = (nanogpt.parent / "data" / "letters" / "meta.pkl").rename(nanogpt / "kept.pkl")
-    refused(run("sample.py", f"--out_dir={nanogpt}", *SHORT), "data/NAME/meta.pkl beside it")
+    refused(run("sample.py", f"--out_dir={nanogpt}", *SHORT), "meta.pkl beside the checkpoint")
     table.rename(nanogpt / "meta.pkl")
     assert run("sample.py", f"--out_dir={nanogpt}", *SHORT).code == 0
 
