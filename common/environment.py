@@ -98,7 +98,7 @@ POLICY, SPINNING = how_threads_wait()
 
 # Each variable's reason, name and value; None leaves it unset
 VARIABLES = {
-    # Idle threads sleep at once if other programs need their cores (log.py reports this), and
+    # Idle threads sleep at once if other programs need their cores, and
     # otherwise after a moment.
     "OMP_WAIT_POLICY": POLICY,
     "GOMP_SPINCOUNT": SPINNING,

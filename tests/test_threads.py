@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cases import slow_but
-from program import finish, start, train
+from program import finish, start
 
 from common import environment
 
@@ -60,10 +60,3 @@ def test_every_script_that_trains_or_samples_sets_how_torchs_threads_wait(script
     ended = finish(start(script, "--help", cold=True, OMP_DISPLAY_ENV="verbose"))
     assert ended.code == 0
     assert re.findall("GOMP_SPINCOUNT = '(.*)'", ended.err) == ["10000"]
-
-
-@pytest.mark.parametrize("policy, said", [("passive", True), ("active", False)])
-def test_the_device_line_says_if_idle_threads_sleep(policy, said, tiny, monkeypatch):
-    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    (device,) = re.findall("^device: .*$", train(**tiny, max_iters=0).out, re.MULTILINE)
-    assert ("threads sleep" in device) is said
