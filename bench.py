@@ -2,7 +2,7 @@
 Measure training on this machine, and plan a run. bench.py measures train.py itself: it starts a run
 for a few seconds, on random tokens if the dataset is missing, and reads the run's log.
 
-    python bench.py check            does this machine train correctly, and as fast as it should?
+    python bench.py check            does this machine train correctly?
     python bench.py                  measure GPT-2 124M: speed, MFU, memory
     python bench.py CONFIG           measure a configuration
     python bench.py CONFIG --row=FLAGS --row=FLAGS    a table: each row is CONFIG with its flags
@@ -27,12 +27,10 @@ import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import pickle
 import re
-import signal
-import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -41,27 +39,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.child import keep_awake, start_child
+from common.child import start_child
 from common.console import (
     Parser,
     UserError,
     command_line,
-    did_you_mean,
-    duration,
     percent,
     print_err,
     run_main,
     say,
     table_lines,
 )
-from common.files import replacing, warn_once
-from configurator import (
-    UNREACHED,
-    Config,
-    config_text,
-    load_config,
-    read_config,
-)
+from common.files import replacing
+from configurator import UNREACHED, Config, config_text, load_config, read_config
 from data.missing import vocab_where_missing
 from reports import plan
 from reports.check import check
@@ -73,14 +63,12 @@ POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.
 UNCOUNTED = 2
 LEAST_LINES = 3  # counted log lines to wait for; together they must also span --seconds
-MOST_SECONDS = 60.0  # after this many seconds, counting every line, one counted line is enough
 # At most this many micro-batches per log line, because the run waits for the device at each line. A
 # line covers at least one iteration.
 MICRO_BATCHES_PER_LINE = 10
 RANDOM_TOKENS = 2**22
 # the start record's values that a measurement keeps
 OF_THE_MACHINE = ("device", "device_type", "dtype", "peak_tflops", "peak_source", "torch")
-KILLED = -9  # exit code after SIGKILL, which Linux sends when memory runs out
 
 # Measured when no config file is given: GPT-2 124M with the settings of nanoGPT's bench.py. On a
 # CPU the model sees shorter sequences, so that an idle machine is done in two minutes.
@@ -108,8 +96,6 @@ OVERRIDES: dict[str, Any] = dict(
     tracker="none",
 )
 
-Command = Sequence[str | Path]
-
 
 def load(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     """Load a config. A batch_size among the flags is measured as it is, not as a maximum."""
@@ -119,23 +105,22 @@ def load(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     return config
 
 
-class OutOfMemory(UserError):
-    """Raised if the micro-batch does not fit."""
+class RunFailed(UserError):
+    """Raised if train.py ends on its own, for example because the micro-batch does not fit."""
 
 
 # -----------------------------------------------------------------------------
 # One measurement
 
 
-def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -> dict:
+def measure(config: Config, seconds: float = 5.0) -> dict:
     """
     Measure the speed and memory of a configuration on this machine, from train.py's log.
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
-    `mem_gib`. The lines span about `seconds`. `command` is a program that runs train.py as
-    reports/bench_child.py does. Raises the UserError that ended the run.
+    `mem_gib`. The lines span about `seconds`. Raises RunFailed.
     """
-    run = run_train(config, seconds, command)
+    run = run_train(config, seconds)
     step_ms = run.step["step_ms"][UNCOUNTED:]
     start = run.start
     machine = {name: start[name] for name in OF_THE_MACHINE}
@@ -147,7 +132,6 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
         tokens_per_sec_range=[1000 * config.iter_tokens / f(step_ms) for f in (max, min)],
-        cpu_ms=float(np.median(run.step["cpu_ms"][UNCOUNTED:])),
         lines=len(step_ms),
         mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
         mem_gib=percentile(run.step["mem_gib"], 100),
@@ -158,7 +142,7 @@ def measure(config: Config, seconds: float = 5.0, command: Command = (CHILD,)) -
     )
 
 
-def run_train(config: Config, seconds: float, command: Command) -> Run:
+def run_train(config: Config, seconds: float) -> Run:
     """Run train.py in a child process until its log has enough lines, then kill it."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
@@ -171,8 +155,8 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
         file = Path(folder, "config.py")
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
-        with open(Path(folder, "printed"), "wb") as output:
-            child = start_child(*command, file, stdout=output, stderr=output)
+        with open(Path(folder, "errors"), "wb") as errors:
+            child = start_child(CHILD, file, stderr=errors)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)
@@ -180,10 +164,10 @@ def run_train(config: Config, seconds: float, command: Command) -> Run:
             finally:
                 child.kill()
                 child.wait()
-        printed = Path(folder, "printed").read_text("utf-8", errors="replace").splitlines()
+        if said := Path(folder, "errors").read_text("utf-8", errors="replace").rstrip():
+            print_err(said)
         if not is_measured:
-            raise error_of(config, printed, child.returncode)
-        pass_warnings_on(printed)
+            raise RunFailed(f"train.py ended with exit code {child.returncode}; see above")
         return read_run(log)
 
 
@@ -195,29 +179,7 @@ def has_enough(log: Path, seconds: float) -> bool:
     # the first line is left out, because its iterations may include compilation
     line_seconds = np.diff(step["iter"]) * step["step_ms"][1:] / 1000
     counted = line_seconds[UNCOUNTED - 1 :]
-    if len(counted) >= LEAST_LINES and sum(counted) >= seconds:
-        return True
-    return len(counted) > 0 and sum(line_seconds) >= MOST_SECONDS
-
-
-def error_of(config: Config, lines: list[str], code: int) -> UserError:
-    """Build the exception for a run that ended on its own, from the error lines it printed."""
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if code == KILLED or any(line.startswith("out of memory") for line in errors):
-        return OutOfMemory(*errors or [hardware.out_of_memory_line(config)])
-    if not errors:
-        print_err(*lines)
-        return UserError(f"train.py ended with exit code {code}; see its output above")
-    return UserError(*errors)
-
-
-def pass_warnings_on(lines: list[str]) -> None:
-    """
-    Print the run's warnings once for all rows of a table.
-    """
-    for line in lines:
-        if line.startswith("warning: "):
-            warn_once(line.removeprefix("warning: "))
+    return len(counted) >= LEAST_LINES and sum(counted) >= seconds
 
 
 def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
@@ -316,42 +278,28 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
     """
     Measure CONFIG with the flags of each row, a pair of name and flags, and return what --json
     writes: in each row, `gain` is the speedup over the row above, `total_gain` over the first row.
-    A row that ran out of memory has no speed, and no row's gain refers to it. Prints the table,
-    even after Ctrl-C, SIGTERM or an error.
+    A row whose run failed has no speed, and no row's gain refers to it. Prints the table, even
+    after Ctrl-C.
     """
     configs = [load([*options.keys, *flags.split()]) for _, flags in rows]
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    say(f"{len(rows)} rows; Ctrl-C stops, and prints the table of those so far")
     measured: list[dict] = []
-    rates: list[float] = []  # tokens per second in the rows so far that fit into memory
-    # Peaks by dtype and tf32. Each is measured once and reused, so that rows' MFUs are comparable.
-    peaks: dict[tuple[str, bool], float] = {}
-    began = time.monotonic()
+    rates: list[float] = []  # tokens per second in the rows so far that were measured
     try:
         for (name, _), config in zip(rows, configs, strict=True):
-            done, left = len(measured), ""
-            if done:
-                seconds = (time.monotonic() - began) / done * (len(rows) - done)
-                left = f", about {duration(seconds)} left"
-            say(f"row {done + 1} of {len(rows)}{left}: {name}")
-            kind = (config.dtype, config.tf32)
-            config = replace(config, peak_tflops=peaks.get(kind, config.peak_tflops))
+            say(f"row {len(measured) + 1} of {len(rows)}: {name}")
             row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
             try:
                 row |= measure(config, options.seconds)
-                peaks[kind] = row["machine"]["peak_tflops"]
+            except RunFailed as error:
+                say(str(error))
+            else:
                 rates.append(row["tokens_per_sec"])
                 above = rates[-2:][0]  # the first row's gain is 1
                 row |= dict(gain=rates[-1] / above, total_gain=rates[-1] / rates[0])
-                say(f"{rates[-1]:,.0f} tokens/s")
-            except OutOfMemory:
-                say("out of memory")
             measured.append(row)
     finally:
         if rates:
             print_rows(measured)
-    if not rates:
-        raise OutOfMemory(hardware.out_of_memory_line(configs[0]))
     return dict(rows=measured)
 
 
@@ -360,7 +308,7 @@ def print_rows(rows: list[dict]) -> None:
     for row in rows:
         batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         if row["tokens_per_sec"] is None:
-            table.append([row["name"], batch, "out of memory", *[""] * 6])
+            table.append([row["name"], batch, "failed", *[""] * 6])
             continue
         machine = row["machine"]
         speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
@@ -377,7 +325,7 @@ MODES = {
     "check": check,
     "": measure_config,
     "ladder": ladder,
-    "plan": lambda config, options: plan.plan(config, options, measure),
+    "plan": plan.plan,
 }
 
 
@@ -411,14 +359,9 @@ def write_json(options: Namespace, result: dict) -> None:
 
 
 def main(argv: list[str]) -> int:
-    keep_awake()
     mode, rest = "", argv
-    if argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
+    if argv and argv[0] in MODES:
         mode, *rest = argv
-        if mode not in MODES:
-            configs = map(str, Path("config").glob("*.py"))
-            hint = did_you_mean(mode, [*MODES, *configs])
-            raise UserError(f"{mode}: no such mode; give check, ladder, plan or a config{hint}")
     options, keys = parse_arguments(mode, rest)
     no_config = all(key.startswith("-") for key in keys)
     if no_config and mode not in ("plan", "check"):

@@ -4,22 +4,19 @@ Sample from a trained model.
     python sample.py --out_dir=out/gpt124m                 a run's model with the best val loss
     python sample.py config/gpt124m_4070.py --start="The"  the run of this config, with a prompt
     python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights
-    python sample.py --init_from=out/gpt124m/best.pt       any checkpoint or Hugging Face folder
+    python sample.py --init_from=out/gpt124m/best.pt       any checkpoint
     python sample.py --help                                list all keys
 
 Keys are set as for train.py, in config files and by --key=value. Training keys in a config file are
-ignored. All samples are one batch: the first is printed as it grows, the others follow. A sample
-ends at an end-of-text token. The default prompt is a newline, as in nanoGPT.
+ignored. All samples are one batch, printed when they are done. A sample ends at an end-of-text
+token. The default prompt is a newline, as in nanoGPT.
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from common.console import (
     UserError,
@@ -31,7 +28,7 @@ from common.console import (
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, read_config
 from data.tokenizer import Tokenizer
-from model import GPT, generate_tokens
+from model import GPT, generate
 from model_fast import FastGPT, build_model, config_from_dict
 from training import hardware, preflight
 from training.pretrained import load_weights, read_weights
@@ -51,7 +48,7 @@ class SampleConfig:
 
     init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
-    start: str = "\n"  # the prompt, FILE:name, or - for stdin; may contain <|endoftext|>
+    start: str = "\n"  # the prompt, or FILE:name; may contain <|endoftext|>
     num_samples: int = 10  # how many samples of the prompt
     max_new_tokens: int = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
@@ -67,12 +64,7 @@ class SampleConfig:
 
 
 def read_prompt(start: str) -> str:
-    """
-    Return the prompt: `start` itself, the text of the file in FILE:name, or with "-" what standard
-    input holds. Raises OSError.
-    """
-    if start == "-":
-        return sys.stdin.buffer.read().decode(errors="replace").replace("\r\n", "\n")
+    """Return the prompt: `start` itself, or the text of the file in FILE:name. Raises OSError."""
     if not start.startswith("FILE:"):
         return start
     return read_text(Path(start.removeprefix("FILE:")).expanduser())
@@ -81,17 +73,10 @@ def read_prompt(start: str) -> str:
 def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
     Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
-    a char tokenizer does not know are left out with a warning. Raises UserError if its table holds
-    words, which cannot spell the prompt. Warns if a tokenizer.json changes the prompt.
+    a char tokenizer does not know are left out with a warning.
     """
     if unknown := text.unknown(prompt):
-        words = [word for word in text.spec["itos"] if len(word) > 1]
-        if words and not prompt.isspace():
-            held = f"the model knows only whole words, such as {words[0]!r} and {words[-1]!r}"
-            raise UserError(f"start: {held}; use only words from its meta.pkl in --start")
         warn(f"start: characters the model does not know are left out: {unknown!r}")
-    if text.kind == "bpe" and (read := text.decode(text.encode(prompt))) != prompt:
-        warn(f"start: the weights' tokenizer reads this prompt as {read!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:
@@ -111,26 +96,9 @@ def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
     return model
 
 
-def print_growing(text: Tokenizer, samples: list[list[int]], new_ids: Iterator[Tensor]) -> None:
-    """
-    Append each step's new ids (B, 1) to the samples, B lists of ids, until each reaches its
-    end-of-text token. Prints the first sample as it grows.
-    """
-    growing = set(range(len(samples)))
-    printed = ""
-    for new in new_ids:
-        for row, token in enumerate(new[:, 0].tolist()):
-            if token == text.eot:
-                growing.discard(row)
-            elif row in growing:
-                samples[row].append(token)
-        # leave out an incomplete character, because its other bytes may be in the next token
-        whole = text.decode(samples[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(whole[len(printed) :], end="", flush=True)
-        printed = max(printed, whole, key=len)
-        if not growing:
-            break
-    print(text.decode(samples[0])[len(printed) :])
+def until_end(ids: list[int], text: Tokenizer) -> list[int]:
+    """Return the ids before the first end-of-text token."""
+    return ids[: ids.index(text.eot)] if text.eot in ids else ids
 
 
 def main(argv: list[str]) -> int:
@@ -152,16 +120,11 @@ def main(argv: list[str]) -> int:
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)
     ids = encode(prompt, text)
-    window = model.config.block_size
-    if len(ids) > window:
-        print_err(f"start: {len(ids):,} tokens; the model sees only the last {window:,}")
-    samples = [ids.copy() for _ in range(c.num_samples)]
-    idx = torch.tensor(samples, device=device)
+    idx = torch.tensor([ids] * c.num_samples, device=device)
     chosen = (c.temperature, c.top_k, c.top_p, generator)
-    print_growing(text, samples, generate_tokens(model, idx, c.max_new_tokens, vocab, *chosen))
-    for sample in samples[1:]:
-        print(f"{RULER}\n{text.decode(sample)}")
-    print(RULER)
+    for sample in generate(model, idx, c.max_new_tokens, vocab, *chosen).tolist():
+        whole = ids + until_end(sample[len(ids) :], text)
+        print(f"{text.decode(whole)}\n{RULER}")
     return 0
 
 

@@ -654,10 +654,9 @@ def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
         ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def facts_to_save(c: Config, data: Dataset, model, hw: Hardware) -> dict:
+def facts_to_save(c: Config, data: Dataset, model) -> dict:
     """Collect what every checkpoint of this launch holds, besides its state."""
-    config, model_config = config_values(c), config_to_dict(model.config)
-    return data.facts() | dict(config=config, model_config=model_config, peak=hw.peak_to_save())
+    return data.facts() | dict(config=config_values(c), model_config=config_to_dict(model.config))
 
 
 def state_to_save(model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
@@ -701,7 +700,7 @@ def save(state: dict, stop: str | None, saver: Saver, signals: StopSignals, log:
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> Progress:
     """
     Restore the optimizer, the scaler, the random states and the progress. Other parts of the
-    checkpoint are read by Clock, Saver and hardware.set_up(). Raises UserError.
+    checkpoint are read by Clock and Saver. Raises UserError.
     """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:
@@ -757,7 +756,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     check_names(splits, measures, ranks)
-    hw = hardware.set_up(c, ranks.local_rank, find_peak=True, resumed=resumed)
+    hw = hardware.set_up(c, ranks.local_rank)
     c, fitted = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # the micro-batch that fits
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
@@ -775,7 +774,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Files, clock, log and batches. out_dir is absolute, because after a share's return the current
     # folder may still be unreachable
     out_dir = Path(c.out_dir).absolute()
-    saver = Saver(out_dir, c.keep_checkpoints, facts_to_save(c, data, model, hw), ranks)
+    saver = Saver(out_dir, c.keep_checkpoints, facts_to_save(c, data, model), ranks)
     # From here on out_dir belongs to this run. Lock it, create the logs and delete temporary files.
     # In a new run, rename an earlier log. On a resume, drop the log records that the run will write
     # again, rename damaged checkpoints that are newer than `resumed`, and link best.pt if a kill

@@ -66,9 +66,8 @@ class Tokenizer:
             self.bpe, self.vocab, self.eot = load_bpe(spec["json"], path)
         else:
             raise UserError(
-                f"tokenizer: unknown; copy tokenizer.json into the weights' folder ({MAKE_JSON}), "
-                "or, for nanoGPT's ckpt.pt, data/NAME/meta.pkl beside it; if the ids are not text, "
-                "see docs/data.md"
+                "tokenizer: unknown; copy the dataset's meta.pkl beside the checkpoint; if the ids "
+                "are not text, see docs/data.md"
             )
 
     def encode(self, text: str) -> np.ndarray | list[int]:
@@ -227,27 +226,6 @@ def train_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
 
 # -----------------------------------------------------------------------------
 # The tokenizer of weights
-
-
-def fit_tokenizer(spec: dict, rows: int, path: Path) -> tuple[int, dict]:
-    """
-    Return how many of an embedding's `rows` are ids of this tokenizer, and its spec, which is
-    GPT-2's for any file with exactly GPT-2's tokens. `path` is where the spec came from. Raises
-    UserError if a text could get an id that has no row.
-    """
-    if spec["kind"] != "bpe":
-        sizes = dict(gpt2=GPT2_VOCAB, byte=BYTE_VOCAB, char=len(spec.get("itos", "")))
-        return min(rows, sizes.get(spec["kind"], rows)), spec
-    vocab, added = vocabulary(spec, path)
-    # other special tokens, such as a [PAD] that somebody added, are in no text
-    used = [token for token in added if token["content"] in ENDS or not token["special"]]
-    needed, ids = (max([len(vocab), *(t["id"] + 1 for t in tokens)]) for tokens in (used, added))
-    if needed > rows:
-        problem = f"its tokenizer has {needed:,} ids, but its weights have only {rows:,} rows"
-        raise UserError(f"{path}: {problem}; give the tokenizer that the weights were trained with")
-    ids = min(rows, ids)
-    is_gpt2 = ids == GPT2_VOCAB and identity(spec) == dict(kind="gpt2")
-    return ids, dict(kind="gpt2") if is_gpt2 else spec
 
 
 def same_tokenizer(theirs: dict, ours: dict) -> bool:

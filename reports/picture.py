@@ -6,18 +6,17 @@ At its end, a run starts `python -m reports.picture OUT_DIR` to draw its own pic
 
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 
 from common.child import end_with_parent
-from common.console import UserError, count
+from common.console import count
 from common.files import replacing
 from reports import seeds
 from reports.runs import Run, has_band, learning_curve, read_run
 
-PICTURE_POINTS = 600  # at most this many points per line, so that a long run stays readable
+PICTURE_POINTS = 200  # at most this many points per line, each the mean of its neighbours
 # Okabe and Ito's colours, and markers, for colour-blind readers (jfly.uni-koeln.de/color)
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]
 MARKERS = "os^Dv*XP"
@@ -26,15 +25,12 @@ MARKERS = "os^Dv*XP"
 def save_picture(groups: list[list[Run]], path: Path, problem: str = "") -> None:
     """
     Write a PNG of one or several groups of runs: the seeds of one setting, or a single run. The
-    title says why losses are not comparable, if there is a `problem`. Raises UserError without
-    matplotlib, and OSError; an old file then stays as it was.
+    title says why losses are not comparable, if there is a `problem`. Raises OSError; an old file
+    then stays as it was.
     """
     # Jupyter sets a backend for its terminals and kernels that other environments do not have
     os.environ["MPLBACKEND"] = "agg"
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which may look for a display
-    except ImportError as error:
-        raise UserError(f"no picture: {error}; type pip install matplotlib") from None
+    from matplotlib.figure import Figure  # not pyplot, which may look for a display; slow to import
 
     figure = Figure(figsize=(12, 7), facecolor="white", layout="constrained")
     with replacing(path) as file:
@@ -55,18 +51,15 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         places.append(["others", "others"])
     panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5, 2.5)[: len(places)])
     band = next(filter(has_band, runs), None)
-    longest = max(run.hours or 0 for run in runs)
-    time_unit, units_per_hour = ("hours", 1) if longest >= 1 else ("minutes", 60)
     settled = []  # losses after the first 2%; the fall from ln V would flatten the rest of the plot
     for i, run in ((i, run) for i, group in enumerate(groups) for run in group):
         line = dict(color=COLORS[i % len(COLORS)], linewidth=1)
         marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.5)
         # give each group one entry in the legend
-        label = heading(groups[i]) if run is groups[i][0] else None
+        label = seeds.name_of(groups[i]) if run is groups[i][0] else None
         tokens, losses = thin_out(run.step["tokens"], run.step["loss"])
         at, vals = learning_curve(run, "tokens")
-        panels["losses"].plot(tokens, losses, alpha=0.25, **line)
-        panels["losses"].plot(tokens, smooth(losses), alpha=0.8, **line)
+        panels["losses"].plot(tokens, losses, alpha=0.8, **line)
         panels["losses"].plot(at, vals, label=label, **marked)
         curves = [(tokens, losses), (at, vals)]  # in the panel with the losses
         for n, name in enumerate(run.measures, start=i + 1):
@@ -83,8 +76,7 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
             low, high = (run.eval[side] - run.eval["val_loss"] for side in ("low", "high"))
             panels["right"].fill_between(run.eval["tokens"], low, high, alpha=0.2, **line)
         else:
-            hours, timed = learning_curve(run, "hours")
-            panels["right"].plot(hours * units_per_hour, timed, **marked)
+            panels["right"].plot(*learning_curve(run, "hours"), **marked)
         panels["speed"].plot(*thin_out(run.step["tokens"], run.step["tokens_per_sec"]), **line)
         if has_rates:
             panels["rate"].plot(*thin_out(run.step["tokens"], run.step["lr"]), **line)
@@ -93,12 +85,11 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     finish(panels["losses"], "tokens", "loss, nats per token")
     if len(shown := np.concatenate(settled)):
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
-    how = "markers: val loss; lines: train loss, smoothed from 20 points on; pale: as logged"
-    panels["losses"].set_title(how, fontsize=9, loc="left")
+    panels["losses"].set_title("markers: val loss; lines: train loss", fontsize=9, loc="left")
     if band:
         finish(panels["right"], "tokens", "val loss minus the band's mean")
     else:
-        finish(panels["right"], time_unit, "val loss, nats per token")
+        finish(panels["right"], "hours", "val loss, nats per token")
     if has_rates:
         finish(panels["rate"], "tokens", "learning rate")
     if has_others:
@@ -108,13 +99,9 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
     panels["speed"].yaxis.set_major_formatter(count4)
     # put the legend below the panels, where it covers nothing
-    figure.legend(frameon=False, loc="outside lower center", ncols=1 if len(groups) < 4 else 2)
-    names = textwrap.shorten(", ".join(map(seeds.name_of, groups)), 100, placeholder=" ...")
-    last_launch = max(run.start.get("time") or "" for run in runs)  # a published run has no time
-    title = f"{names}, {last_launch[:10]}".rstrip(", ")
+    figure.legend(frameon=False, loc="outside lower center")
     if problem:
-        title += f"\nLosses are not comparable: {problem}"
-    figure.suptitle(title)
+        figure.suptitle(f"Losses are not comparable: {problem}")
 
 
 def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,16 +114,6 @@ def thin_out(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     starts = range(0, known.sum(), size)
     x, y = (np.array([v[i : i + size].mean() for i in starts]) for v in (x[known], y[known]))
     return x, y
-
-
-def smooth(losses: np.ndarray) -> np.ndarray:
-    """
-    Average each loss with its neighbours, up to a twentieth of the run on either side; fewer than
-    20 losses stay as they are. Near the start, where losses fall fast, fewer are averaged.
-    """
-    most = len(losses) // 20
-    reach = [min(i // 4, most) for i in range(len(losses))]
-    return np.array([losses[i - n : i + n + 1].mean() for i, n in enumerate(reach)])
 
 
 def finish(axes, x_label: str, y_label: str) -> None:
@@ -153,19 +130,6 @@ def finish(axes, x_label: str, y_label: str) -> None:
 def millions(parameters: float) -> str:
     """Format a model's size as this program and nanoGPT print it: 828500 -> 0.83M."""
     return f"{parameters / 1e6:.2f}M"
-
-
-def heading(group: list[Run]) -> str:
-    """Return a group's name, number of seeds, size and number of iterations for the legend."""
-    run = group[0]
-    parts = [seeds.name_of(group)]
-    if len(group) > 1:
-        parts.append(f"{len(group)} seeds")
-    if parameters := run.start.get("parameters"):
-        parts.append(f"{millions(parameters)} parameters")
-    if run.iterations is not None:
-        parts.append(f"{'ended after ' if run.end else ''}{run.iterations:,.0f} iterations")
-    return ", ".join(parts)
 
 
 def count4(number: float, _position: int = 0) -> str:

@@ -20,17 +20,15 @@ from common.console import UserError
 from common.files import read_record, read_text
 from configurator import FIELDS, from_nanogpt
 
-INITIAL = ("init_from", "wandb_run_name")  # a run keeps its first values of these when it resumes
 # The kinds of records that become columns, and the values that are kept
 COLUMNS = {
     "step": """
-        iter tokens tokens_after hours loss lr step_ms cpu_ms tokens_per_sec mfu mem_gib
+        iter tokens tokens_after hours loss lr step_ms tokens_per_sec mfu mem_gib
         compile_seconds
     """.split(),
     "eval": """
         iter tokens hours train_loss val_loss perplexity bits_per_byte seconds low high
     """.split(),
-    "checkpoint": "iter seconds".split(),
 }
 PUBLISHED = "published"  # the program of a run that is read from a CSV
 LOSSES = ("train_loss", "val_loss", "low", "high")  # a CSV's columns besides iter
@@ -44,18 +42,18 @@ class Run:
     """
     Holds one run as its records describe it so far.
 
-    `start` is the last start record; `end` is empty while the run trains and after a kill. `step`,
-    `eval` and `checkpoint` are columns, ordered by iteration: one array per value, NaN if unknown.
-    Only published means of several runs have a band of val losses, from `low` to `high`.
+    `start` is the last start record; `end` is empty while the run trains and after a kill. `step`
+    and `eval` are columns, ordered by iteration: one array per value, NaN if unknown. Only
+    published means of several runs have a band of val losses, from `low` to `high`.
     `measures` names the numbers that only this run's evaluations have; they are columns too.
-    `config` has only keys that exist today. `iterations`, `tokens` and `hours` are None if unknown;
-    `hours` includes iterations, evaluations, samples and checkpoints.
+    `config` has the keys of the last launch, but says from which weights the first one began.
+    `iterations`, `tokens` and `hours` are None if unknown; `hours` includes iterations,
+    evaluations, samples and checkpoints.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
         self.name = name
         self.end: dict = {}
-        self.warnings: list[str] = []
         starts = []
         evaluations = []
         rows = {kind: array("d") for kind in COLUMNS}  # flat: row after row
@@ -77,17 +75,10 @@ class Run:
             rows["eval"].extend([number(record.get(key)) for key in columns])
         self.step = to_columns(rows["step"], COLUMNS["step"])
         self.eval = to_columns(rows["eval"], columns)
-        self.checkpoint = to_columns(rows["checkpoint"], COLUMNS["checkpoint"])
-        # a resume may have changed the configuration
         first, self.start = (starts[0], starts[-1]) if starts else ({}, {})
-        before, now = known_keys(first), known_keys(self.start)
-        # for these keys, keep the value that the run began with, not its last resume's
-        self.config = now | {key: before[key] for key in INITIAL if key in before}
-        if changed := {key for key in before if before[key] != self.config.get(key)}:
-            keys = ", ".join(sorted(changed))
-            self.warnings.append(
-                f"{name}: resumed with other values of {keys}; showing those of the last launch"
-            )
+        self.config = config_of(self.start)
+        if "init_from" in self.config:
+            self.config["init_from"] = config_of(first)["init_from"]
         # take the highest of all records; a step record at N means N + 1 iterations
         step, evals, end = self.step, self.eval, self.end
         self.iterations = highest(step["iter"] + 1, evals["iter"], end.get("iters"))
@@ -106,8 +97,6 @@ def open_run(path: Path) -> Run:
         run = Run(file.stem, read_csv(file)) if file.suffix == ".csv" else read_run(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {hint}") from None
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{file}: is not a published run's CSV ({error}); {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: holds no iteration and no evaluation; {hint}")
     return run
@@ -145,16 +134,17 @@ def to_columns(rows: array, names: list[str]) -> dict[str, np.ndarray]:
     return dict(zip(names, table[np.argsort(table[:, 0], kind="stable")].T, strict=True))
 
 
-def known_keys(start: dict) -> dict:
+def config_of(start: dict) -> dict:
     """
-    Return a start record's keys that exist today, under today's names, if their values have the
-    right type. Keys that are missing get their defaults, except in a published run.
+    Return a start record's keys under today's names. Keys that are missing get their defaults,
+    except in a published run.
     """
     values = from_nanogpt(start.get("config") or {})
-    if values and start.get("program") != PUBLISHED:
-        values = {name: f.default for name, f in FIELDS.items()} | values
-    kinds = {name: type(f.default) for name, f in FIELDS.items()}
-    return {k: v for k, v in values.items() if k in kinds and isinstance(v, kinds[k])}
+    if start.get("program") == PUBLISHED:  # its facts are beside its keys
+        return {name: value for name, value in values.items() if name in FIELDS}
+    if not values:
+        return {}
+    return {name: f.default for name, f in FIELDS.items()} | values
 
 
 def number(value: float | None) -> float:

@@ -15,21 +15,32 @@ from statistics import mean, variance
 import numpy as np
 
 from common.console import raise_if_any
-from reports.runs import Run, percentile
-
-STEADY = 1.1  # on an idle machine, the seeds' speeds differ by less than this factor
+from reports.runs import Run
 
 
-def difference(change: list[float], base: list[float], *, times: int = 1) -> tuple[float, float]:
+def compare(change: list[Run], base: list[Run]) -> dict:
     """
-    Return the change's mean loss minus the base's, and the noise of this difference in the losses'
-    unit, or the noise to expect with `times` times as many seeds. With a single seed on
-    either side, the noise is infinite.
+    Print the difference of the last val losses, its noise and the verdict, one `name: value` per
+    line. Returns what --json writes. Raises UserError if a side has other than finished runs of
+    different seeds.
+    """
+    check(change)
+    check(base)
+    found, noise = difference(*([last_loss(run) for run in side] for side in (change, base)))
+    told = verdict(found, noise)
+    print(f"difference: {found:+.4f}", f"noise: {noise:.4f}", f"verdict: {told}", sep="\n")
+    return dict(difference=found, noise=noise if math.isfinite(noise) else None, verdict=told)
+
+
+def difference(change: list[float], base: list[float]) -> tuple[float, float]:
+    """
+    Return the change's mean loss minus the base's, and the noise of this difference. With a single
+    seed on either side, the noise is infinite.
     """
     found = mean(change) - mean(base)
-    if min(len(change), len(base)) < 2:
+    n, m = len(change), len(base)
+    if min(n, m) < 2:
         return found, math.inf
-    n, m = times * len(change), times * len(base)
     a, b = variance(change) / n, variance(base) / m
     if a + b == 0:
         return found, 0.0
@@ -61,9 +72,8 @@ def name_of(runs: list[Run]) -> str:
     return re.sub(r"[-_.]\d*$", "", shared) or runs[0].name
 
 
-def last_value(run: Run, figure: str) -> float:
-    """Return the val_loss or bits_per_byte of the last evaluation."""
-    return float(run.eval[figure][-1])
+def last_loss(run: Run) -> float:
+    return float(run.eval["val_loss"][-1])
 
 
 def check(runs: list[Run]) -> None:
@@ -79,7 +89,7 @@ def check(runs: list[Run]) -> None:
             problems.append(
                 f"{run.name}: another run has seed {seed} too; give each its own --seed"
             )
-        if not len(run.eval["iter"]) or not math.isfinite(last_value(run, "val_loss")):
+        if not len(run.eval["iter"]) or not math.isfinite(last_loss(run)):
             problems.append(f"{run.name}: its last evaluation has no val loss; leave it out")
         elif (
             run.end.get("reason", "SIGKILL").startswith("SIG")
@@ -87,18 +97,3 @@ def check(runs: list[Run]) -> None:
         ):
             problems.append(f"{run.name}: not trained to its end; resume it, or leave it out")
     raise_if_any(problems)
-
-
-def why_uneven(runs: list[Run]) -> str:
-    """
-    Return why these seeds did not do equal work in equal hours, "" if they did. Runs with --hours
-    that differ in speed also differ in their number of iterations.
-    """
-    if not any(run.config.get("hours") for run in runs):
-        return ""
-    speeds = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
-    known = [speed for speed in speeds if speed]
-    if not known or max(known) <= STEADY * min(known):
-        return ""
-    gap = f"seeds of {name_of(runs)} differ {max(known) / min(known):.1f}x in speed"
-    return f"{gap}: the machine was busy; compare runs of equal --max_iters instead of --hours"

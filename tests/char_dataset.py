@@ -36,13 +36,8 @@ def write_letters(folder: Path) -> Path:
     return folder
 
 
-def write_nanogpts_checkpoint(
-    path: Path, vocab: int = len(LETTERS), width: int = 32, names: str = "_orig_mod.{}.{}"
-) -> Path:
-    """
-    Write a checkpoint as nanoGPT saves it, by default for a compiled model. `names` wraps the two
-    parts of a tensor's name, its module and its parameter.
-    """
+def write_nanogpts_checkpoint(path: Path, vocab: int = len(LETTERS), width: int = 32) -> Path:
+    """Write a checkpoint as nanoGPT saves it for a compiled model."""
     C, generator = width, torch.Generator().manual_seed(0)
     sizes = dict(n_layer=2, n_head=2, n_embd=C, block_size=T, bias=False, vocab_size=vocab)
     shapes = {"transformer.wte.weight": (vocab, C), "transformer.wpe.weight": (T, C)}
@@ -57,9 +52,8 @@ def write_nanogpts_checkpoint(
     for name in weights:
         weights[name] += len(shapes[name]) == 1  # norms around 1
     weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    model = {names.format(*name.rsplit(".", 1)): weight for name, weight in weights.items()}
-    # the causal mask, which old checkpoints hold
-    model[names.format("transformer.h.0", "attn.bias")] = torch.ones(1, 1, T, T).tril()
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()  # as in old checkpoints
+    model = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
     state = dict(model=model, optimizer={}, model_args=sizes | dict(dropout=0.0), iter_num=500)
     state |= dict(best_val_loss=torch.tensor(2.5), config=dict(dataset="letters"))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,6 @@ GUIDES = [
     README,
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    ROOT / "dev/simulate_gpu/results.md",
 ]
 PAGES = [*GUIDES, *sorted((ROOT / "results").glob("*.md"))]  # results may name older files
 

@@ -53,7 +53,7 @@ def children(monkeypatch, tmp_path) -> list:
         arguments = ["-c", NO_COMPILER + fork.code + RUN, *command[1:]]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         child = fork_server.ForkedProcess(
-            arguments, Path.cwd(), environment, False, output=options["stdout"]
+            arguments, Path.cwd(), environment, False, output=options["stderr"]
         )
         started.append(child)
         return child
@@ -95,7 +95,7 @@ def test_bench_reports_the_median_of_the_log_lines_from_the_third_on(recipe, chi
     subprocess.Popen.code = CLOCK
     found, out = bench(**TINY, **recipe, compile=False, peak_tflops=1e-3)
     assert found["lines"] >= 3 and found["tokens_per_iter"] == 128
-    assert (found["step_ms"], found["cpu_ms"]) == pytest.approx((250, 750))
+    assert found["step_ms"] == pytest.approx(250)
     assert found["tokens_per_sec"] == pytest.approx(512)
     assert found["tokens_per_sec_range"] == pytest.approx([128 / 5, 512])
     flops = 6 * (2 * 12 * 32**2 + 32 * 128) + 2 * 12 * 32 * 16
@@ -126,7 +126,7 @@ KILL = "os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.parametrize("end", slow_but(CUDA_IS_FULL, of=[CUDA_IS_FULL, KILL]))
-def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_memory_runs_out(end, children):
+def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails(end, children):
     subprocess.Popen.code = failing(end, batch_size=2)
     keys = {**TINY, "compile": False, "tokens_per_iter": 128}
     del keys["gradient_accumulation_steps"]
@@ -134,10 +134,10 @@ def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_memory_runs_o
     first, full, last = found["rows"]
     batches = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in found["rows"]]
     assert batches == [(4, 2), (2, 4), (4, 1)]
-    assert full["tokens_per_sec"] is None and "out of memory" in out
+    assert full["tokens_per_sec"] is None and re.search("^--batch_size=2 .* failed", out, re.M)
     assert last["total_gain"] == last["gain"] == pytest.approx(first["step_ms"] / last["step_ms"])
     assert re.search(rf"^--block_size=32 .* {last['gain']:.2f}x ", out, re.MULTILINE)
-    assert re.search(r"^row 3 of 3, about \d+s left: --block_size=32$", out, re.MULTILINE)
+    assert "\nrow 3 of 3: --block_size=32\n" in out
 
 
 @pytest.mark.slow
@@ -161,19 +161,18 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
         assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(number, children, monkeypatch):
-    """Stop in the third measurement, and exit with 128 plus the signal's number."""
+def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(children, monkeypatch):
+    """Stop in the third measurement."""
     popen = subprocess.Popen
 
     def stop(*arguments, **options):
         if len(children) == 2:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGINT)
         return popen(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", stop)
     result = run("bench.py", "ladder", *flags(**TINY), "--seconds=0")
-    assert result.code == 128 + number and len(children) == 2
+    assert result.code == 130 and len(children) == 2
     for name in ("float32", "TF32"):
         assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
 
@@ -183,22 +182,19 @@ def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(number, chil
 
 
 MISTAKE = failing("raise ZeroDivisionError('mine')", 4)
-ERRORS = [  # code that the child runs first, a flag, words of the error
-    ("", dict(block_size=512), "block_size val 200"),
-    (failing(CUDA_IS_FULL, 4), {}, "batch_size=4 next smaller --batch_size=2"),
-    (MISTAKE, {}, "train.py ended exit code 1"),
+ERRORS = [  # code that the child runs first, a flag, words that it prints
+    ("", dict(block_size=512), "error: .*block_size"),
+    (failing(CUDA_IS_FULL, 4), {}, "error: out of memory with batch_size=4"),
+    (MISTAKE, {}, "ZeroDivisionError: mine"),
 ]
 
 
-@pytest.mark.parametrize("code, keys, words", slow_but(*ERRORS[:2], of=ERRORS))
-def test_bench_prints_the_error_of_a_training_run_that_fails(code, keys, words, children):
-    """Show a mistake with its traceback."""
+@pytest.mark.parametrize("code, keys, said", slow_but(*ERRORS[:2], of=ERRORS))
+def test_bench_prints_the_errors_of_a_training_run_that_fails(code, keys, said, children):
     subprocess.Popen.code = code
     result = run("bench.py", *flags(**TINY | dict(compile=False) | keys))
-    assert result.code == 1
-    (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert all(word in error for word in words.split())
-    assert ("ZeroDivisionError: mine" in result.err) == (code == MISTAKE)
+    assert result.code == 1 and re.search(said, result.err), result.err
+    assert "train.py ended with exit code" in result.err
 
 
 def test_ctrl_c_kills_the_measured_process(children):

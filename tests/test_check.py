@@ -4,11 +4,7 @@ The check's reference uses plain attention, so a fault planted in fused attentio
 device's side.
 """
 
-import json
-import os
-import sys
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -19,13 +15,11 @@ from torch.nn import functional as F
 
 from configurator import Config, load_config
 from reports import check
-from training import compiled, preflight, speed
+from training import compiled
 from training.compiled import WrongKernels, compile_model
-from training.gpus import find_row
-from training.hardware import Hardware
 
 RIGHT = "this machine trains correctly"
-SLOWLY = "this machine trains correctly but slowly because "
+UNCOMPILED = "this machine trains correctly, but uncompiled because "
 NOT_HERE = "do not train here because "
 
 
@@ -116,13 +110,11 @@ def test_check_advises_against_training_if_a_kernel_is_wrong(kernel, monkeypatch
 @pytest.mark.slow
 def test_check_advises_against_training_if_uncompiled_code_is_wrong(monkeypatch):
     """
-    Say that the kernels are wrong and not that the machine is slow: training without torch.compile
-    would use the same kernels.
+    Say that the kernels are wrong, because training without torch.compile would use them too.
     """
     monkeypatch.setattr(check, "try_compiling", Mock(side_effect=WrongKernels("planted")))
     line = verdict_of("--device=cpu", "--dtype=float32", code=1)
     assert line.startswith(f"{NOT_HERE}gpt2 float32 computes wrongly (planted)")
-    assert "slow" not in line
 
 
 # -----------------------------------------------------------------------------
@@ -143,83 +135,14 @@ def missing(model) -> None:
 @pytest.mark.parametrize(
     "compiler, said", slow_but((wrong, "the "), of=[(wrong, "the "), (missing, "no g++ here")])
 )
-def test_check_calls_a_machine_slow_if_its_compiler_fails_or_is_wrong(compiler, said, monkeypatch):
+def test_check_says_if_the_compiler_fails_or_is_wrong(compiler, said, monkeypatch):
     """
     Print that torch.compile does not work here, with the compiler's error, and exit with code 0.
     """
     monkeypatch.setattr(compiled, "compile_model", compiler)
     line = verdict_of("--device=cpu", "--dtype=float32")
-    assert line.startswith(f"{SLOWLY}torch.compile does not work here (")
+    assert line.startswith(f"{UNCOMPILED}torch.compile does not work here (")
     assert said in line and line.count("torch.compile") == 1
-
-
-# -----------------------------------------------------------------------------
-# Slow machines
-
-
-@pytest.mark.slow
-def test_check_calls_a_machine_slow_if_a_matmul_is_far_below_the_data_sheet(traced, tmp_path):
-    """Print the measured and the expected TFLOP/s, also into the JSON file."""
-    json_file = tmp_path / "check.json"
-    line = verdict_of(
-        "--device=cpu", "--dtype=float32", "--peak_tflops=1000", f"--json={json_file}"
-    )
-    assert line.startswith(f"{SLOWLY}a matmul reaches ") and line.endswith(" of 1000 TFLOP/s")
-    assert json.loads(json_file.read_text())["verdict"] == line
-
-
-@pytest.mark.slow
-def test_check_calls_a_machine_slow_if_torch_sees_no_gpu(traced, monkeypatch):
-    """Say that this torch has no CUDA, and print the command that installs one that has."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    verdict = f"{SLOWLY}torch sees no GPU; this torch has no CUDA; install one that has"
-    result = run("bench.py", "check")
-    assert result.out.endswith(f"\n{verdict}\n    {preflight.CUDA_BUILD}\n")
-
-
-def test_check_calls_a_gpu_slow_if_its_memory_or_matmuls_are(monkeypatch):
-    """
-    Accept 450 but not 200 of the 504 GB/s, and 45 but not 20 of the 58.3 TFLOP/s, that an RTX
-    4070's data sheet promises.
-    """
-    monkeypatch.setattr(speed, "measure_matmul", lambda *_: 45.0)
-    monkeypatch.setattr(check, "HEATING_SECONDS", 0.0)
-    name = "NVIDIA GeForce RTX 4070"
-    row = find_row(name, 46)
-    hw = Hardware(torch.device("cuda"), torch.bfloat16, name, 58.3, "gpus.csv", row)
-    for gb_per_second, reasons in ((450, []), (200, ["its memory reaches 200 of 504 GB/s"])):
-        monkeypatch.setattr(check, "measure_copy", lambda hw, rate=gb_per_second: rate)
-        assert check.check_speed(hw) == reasons
-    monkeypatch.setattr(speed, "measure_matmul", lambda *_: 20.0)
-    monkeypatch.setattr(check, "state_of", lambda device: " at 88 C")
-    slow = ["a matmul reaches 20 of 58.3 TFLOP/s at 88 C", "its memory reaches 200 of 504 GB/s"]
-    assert check.check_speed(hw) == slow
-
-
-STATE = ", with the GPU at 1200 of 2610 MHz and 88 C, and its power limit at 150 W (default 200 W)"
-ANSWERS = {
-    "all": ("echo 1200, 2610, 88, 150.00, 200.00", STATE),
-    "a laptop": ("echo 1200, 2610, 88, '[N/A]', 200.00", ""),
-    "no driver": ("exit 9", ""),
-}
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
-@pytest.mark.parametrize("answer, text", ANSWERS.values(), ids=ANSWERS)
-def test_check_describes_a_slow_gpu_in_nvidia_smis_figures(answer, text, tmp_path, monkeypatch):
-    """
-    Return clock, temperature and power limit, or nothing if nvidia-smi fails or does not know them
-    all.
-    """
-    properties = SimpleNamespace(uuid="12ab")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncase $1 in --id=GPU-12ab) {answer};; *) exit 1;; esac\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert check.state_of(torch.device("cuda")) == text
 
 
 @pytest.mark.slow

@@ -3,17 +3,13 @@ Check the comparison of compiled with uncompiled code: it finds what a compiler 
 either model and in every dtype, passes correct code, and changes nothing.
 """
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from cases import slow_but
-from program import finish, start
 from torch import Tensor
 
 import model
@@ -30,7 +26,6 @@ from training.compiled import (
     try_compiling,
 )
 
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
 SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {
     "gpt2": GPTConfig(**SIZES),
@@ -268,60 +263,12 @@ def test_check_accepts_a_loss_term_that_ignores_the_targets(batch):
         compare_with_eager(gpt, batch, 500, hardware_in("float32"))
 
 
-APT, QUOTED = "sudo apt install g++ python3-dev", "/home/o'brien/my projects/venv"
-FULL = SimpleNamespace(free=1_000_000)
-FAILURES = {  # what is wrong with a machine, and what the message names
-    "g++": (lambda m, empty: m.setenv("PATH", str(empty)), APT),
-    "Python.h": (lambda m, empty: m.setattr("sysconfig.get_path", lambda name: str(empty)), APT),
-    "disk": (lambda m, _: m.setattr("shutil.disk_usage", lambda path: FULL), "has 0.00 GB free"),
-    "path": (lambda m, _: m.setattr(sys, "prefix", QUOTED), f"a space or quote: {QUOTED}"),
-}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other compilers")
-@pytest.mark.parametrize("break_it, said", FAILURES.values(), ids=FAILURES)
-def test_says_what_compiling_lacks_instead_of_printing_gccs_command_line(
-    break_it, said, monkeypatch, tmp_path
-):
-    monkeypatch.delenv("CXX", raising=False)
-    break_it(monkeypatch, tmp_path)
+def test_says_why_the_compiler_fails_in_one_line():
     error = subprocess.CalledProcessError(1, ["g++", "cuda_utils.c"])
     with mock.patch("torch.compile", lambda call: mock.Mock(side_effect=error)):
         gpt = build_model(MODELS["gpt2"])
         problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
-    assert said in problem and "cuda_utils" not in problem
-    assert "disk" not in problem or os.environ[CACHE] in problem
-
-
-def test_names_the_folder_of_earlier_runs_whose_files_may_be_damaged(tmp_path, monkeypatch):
-    """Name none if the folder is empty, or where no folder can be."""
-    (tmp_path / "cache" / "fxgraph").mkdir(parents=True)
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.default_cache_dir", lambda: "no")
-    damaged = mock.Mock(side_effect=ImportError("kernel.so: file too short"))
-    for name, hint in dict(cache="; if it worked before, delete ", empty="", file="").items():
-        monkeypatch.setenv(CACHE, str(tmp_path / name))
-        with mock.patch("torch.compile", lambda call: damaged):
-            gpt = build_model(MODELS["gpt2"])
-            problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
-        assert problem.endswith(f"file too short{hint and hint + str(tmp_path / name)}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
-def test_names_the_variable_that_turns_the_compiler_off(variable):
-    """Say which variable to unset. Otherwise eager code would be compared with itself and pass."""
-    code = (
-        "import torch, train; from training.compiled import try_compiling; "
-        "from training import hardware; from configurator import Config; "
-        "from model import GPT, GPTConfig; "
-        "model = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=1, n_embd=8)); "
-        "hw = hardware.set_up(Config(device='cpu', dtype='float32')); "
-        "print(try_compiling(model, 2, 64, hw))"
-    )
-    result = finish(start("-c", code, cold=True, **{variable: "1"}))
-    assert result.code == 0, result.err
-    assert result.out == f"{variable} switches torch.compile off; unset {variable}\n"
+    assert "g++" in problem and "\n" not in problem
 
 
 def drawing(call):

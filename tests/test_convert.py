@@ -5,7 +5,6 @@ programs read; weights that do not fit. Bad command lines are in test_bad_input.
 
 import contextlib
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -27,11 +26,9 @@ from transformers import (
     pipeline,
 )
 
-from common.console import UserError
-from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training.pretrained import load_pretrained, load_weights
+from training.pretrained import load_pretrained, load_weights, read_gpt2
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 
@@ -63,16 +60,8 @@ def save(model: GPT | FastGPT, path: Path, vocab: int = 128, kind: str = "byte",
 def convert(*arguments) -> str:
     """Return what convert.py prints; it must end with exit code 0."""
     result = run("convert.py", *arguments)
-    assert (result.code, result.err) == (0, "")
+    assert result.code == 0, result.err
     return result.out
-
-
-def imported(source: Path) -> GPT | FastGPT:
-    """Return the model that --init_from=SOURCE gives."""
-    state = load_pretrained(str(source))
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    load_weights(model, state)
-    return model
 
 
 def opened(folder: Path) -> GPT2LMHeadModel:
@@ -101,8 +90,8 @@ def assert_same_logits(ours: GPT | FastGPT, reference, vocab: int, tolerance: fl
 )
 def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias, vocab, tmp_path):
     """
-    Export a model and import it again, tied or not, with or without biases; leave out 28 rows of
-    padding for a vocabulary of 100.
+    Export a model, tied or not, with or without biases; leave out 28 rows of padding for a
+    vocabulary of 100.
     """
     model = random_gpt(tie_weights=tied, bias=bias)
     convert("ckpt-to-hf", save(model, tmp_path / "x.pt", vocab), tmp_path / "hf")
@@ -110,9 +99,6 @@ def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias
     assert exported.config.vocab_size == vocab
     assert exported.config.tie_word_embeddings == tied
     assert_same_logits(model, exported, vocab)
-    # readable for colleagues too
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode & 0o044
-    assert_same_logits(imported(tmp_path / "hf"), exported, vocab)
 
 
 def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_path, monkeypatch):
@@ -138,11 +124,8 @@ TEXT = "the cat 's naïve:  café — 12345 tokens,\n\n\tand did n't ✓ <tags> 
 
 
 @pytest.mark.parametrize("model", [random_gpt, random_fast])
-def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path):
-    """
-    Give transformers a BPE tokenizer with the same ids, and recognise it when a GPT-2 is imported.
-    Its export also has what other programs ask for.
-    """
+def test_exports_your_own_tokenizer_with_the_weights(model, tmp_path):
+    """Give transformers a BPE tokenizer with the same ids, and other programs what they ask for."""
     bpe = own_bpe("</s>")
     vocab = bpe.get_vocab_size()
     spec = bpe.to_str()
@@ -161,13 +144,8 @@ def test_exports_and_imports_your_own_tokenizer_with_the_weights(model, tmp_path
     assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eos_token_id == 0
     if model is random_fast:
         return
-    # the imported tokenizer is the one that the data was made with
-    back = load_pretrained(str(folder))
-    assert back["vocab"] == vocab
-    assert same_tokenizer(back["tokenizer"], dict(kind="bpe", json=spec))
     # what other programs read; docs/sampling.md has results with llama.cpp and mlx-lm
     assert config["n_ctx"] == 16
-    assert "h.1.attn.c_attn.weight" in load_file(folder / "model.safetensors")  # OpenAI's names
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     # transformers 4 has the class too; it would add token_type_ids, and GPT-2 their embeddings
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -188,16 +166,6 @@ def test_exports_gpt2s_tokenizer_with_the_weights(gpt2_bpe, tmp_path):
     assert tokenizer.decode(ids) == alone.decode(ids) == TEXT
     assert tokenizer.eos_token_id == gpt2_bpe.eot_token
     assert tokenizer.model_max_length == 16
-
-
-def test_exports_the_weights_alone_if_gpt2s_tokenizer_cannot_be_fetched(tmp_path, monkeypatch):
-    """Say that GPT-2's files are missing, and exit with code 0."""
-    monkeypatch.setattr("tiktoken.load.read_file_cached", lambda url: 1 / 0)
-    model = random_gpt(vocab_size=50304, n_embd=8, n_layer=1)
-    path = save(model, tmp_path / "x.pt", 50257, "gpt2")
-    assert "cannot get GPT-2's files" in convert("ckpt-to-hf", path, tmp_path / "hf")
-    files = ["config.json", "generation_config.json", "model.safetensors"]
-    assert sorted(os.listdir(tmp_path / "hf")) == files
 
 
 # -----------------------------------------------------------------------------
@@ -229,15 +197,6 @@ def attend(q, k, v, flash, scale, dropout=0.0):
     scores = (q * scale @ k.mT).masked_fill(~seen, -math.inf)
     return F.softmax(scores, dim=-1) @ v
 """
-TEMPERATURE = """
-plain_init = GPT.__init__
-
-def init_with_temperature(self, config):
-    plain_init(self, config)
-    self.temperature = nn.Parameter(torch.ones(()))
-
-GPT.__init__ = init_with_temperature
-"""
 # the export calls hidden and logits, not forward
 FORWARD = """
 plain_forward = FastGPT.forward
@@ -251,9 +210,7 @@ FastGPT.forward = forward
 """
 CHANGES = {  # change -> file, code, a tensor in the checkpoint, words of the error
     "a window of 15 in a context of 16": ("model.py", WINDOW, "", "logits transformers GPT-2"),
-    "a tensor that GPT-2 does not have": ("model.py", TEMPERATURE, "temperature", "GPT-2"),
     "a fast model that does more": ("model_fast.py", FORWARD, "", "logits modeling_fast.py"),
-    "a fast model with an import": ("model_fast.py", "import layers", "", "imports layers"),
     "a fast model with one tensor more": ("model_fast.py", "", "lm_head.scale", "model.py"),
 }
 
@@ -261,12 +218,11 @@ CHANGES = {  # change -> file, code, a tensor in the checkpoint, words of the er
 @pytest.mark.parametrize("name", CHANGES)
 def test_refuses_to_export_a_model_that_transformers_could_not_reproduce(name, tmp_path):
     """
-    Refuse a changed model.py or model_fast.py if the export would compute other logits, lack a
-    tensor, or import a file that is not exported.
+    Refuse a changed model.py or model_fast.py if the export would compute other logits or lack a
+    tensor.
     """
     file, code, tensor, words = CHANGES[name]
     folder = changed(tmp_path / "copy", {file: code})
-    (folder / "layers.py").touch()
     model = random_gpt(flash=False) if file == "model.py" else random_fast()
     path = save(model, tmp_path / "x.pt", 100)
     if tensor:
@@ -274,15 +230,6 @@ def test_refuses_to_export_a_model_that_transformers_could_not_reproduce(name, t
         state["model"][tensor] = torch.ones(())
         torch.save(state, path)
     refused(run_copy(folder, "ckpt-to-hf", path, tmp_path / "hf"), tensor, *words.split())
-    assert not (tmp_path / "hf").exists()
-
-
-def test_refuses_to_export_without_transformers(tmp_path, monkeypatch):
-    """Print the command that installs transformers, and write nothing."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    path = save(random_gpt(), tmp_path / "x.pt", 100)
-    result = run("convert.py", "ckpt-to-hf", path, tmp_path / "hf")
-    refused(result, "pip install 'transformers>=5'")
     assert not (tmp_path / "hf").exists()
 
 
@@ -358,7 +305,6 @@ LEFT_PADDED = torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([0])
         dict(past_key_values=DynamicCache()),
         dict(attention_mask=LEFT_PADDED),
         dict(position_ids=torch.arange(8)),
-        dict(output_hidden_states=True),
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -368,7 +314,7 @@ def test_an_exported_fast_model_refuses_options_it_would_have_to_ignore(options,
     (name,) = options
     with pytest.raises(ValueError, match=name):
         exported(IDS, **options)
-    if name in ("attention_mask", "output_hidden_states"):
+    if name == "attention_mask":
         with pytest.raises(ValueError, match=name):
             exported.generate(IDS, max_new_tokens=2, return_dict_in_generate=True, **options)
 
@@ -382,21 +328,6 @@ def test_an_exported_fast_model_ignores_padding_after_the_tokens(fast_export):
     padded = exported(IDS, attention_mask=mask).logits
     # 1e-4: as in assert_same_logits()
     assert (padded[1, :5] - exported(IDS[1:, :5]).logits[0]).abs().max() < 1e-4
-
-
-def test_an_exported_fast_model_computes_the_loss_and_gradients_for_fine_tuning(fast_export):
-    """Shift the labels and ignore those of -100, as transformers does."""
-    model, exported, _ = fast_export
-    labels = IDS.clone()
-    labels[0, :4] = -100
-    logits = model(IDS)[:, :-1, :100]
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-    loss = exported(IDS, labels=labels).loss
-    assert abs(loss - expected) < 1e-5  # float32 adds in a different order
-    loss.backward()
-    assert exported.get_output_embeddings().weight.grad.any()
-    assert exported.get_input_embeddings().weight.grad.any()
-    exported.zero_grad()
 
 
 def test_new_tokens_can_be_added_to_an_exported_fast_model(tmp_path):
@@ -452,21 +383,20 @@ def test_lm_evaluation_harness_measures_an_export_offline(model, tmp_path):
 # From Hugging Face
 
 
-def test_imports_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
-    """
-    Read names without "transformer.", skip the causal masks among them, and do without lm_head, as
-    in openai-community/gpt2.
-    """
+def test_reads_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
+    """Read names without "transformer.", skip the causal masks among them, and tie the head."""
     reference = random_gpt2(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
-    loaded = load_file(file).items()
-    weights = {name.removeprefix("transformer."): tensor for name, tensor in loaded}
+    weights = {name.removeprefix("transformer."): w for name, w in load_file(file).items()}
     weights.pop("lm_head.weight", None)
     for i in range(2):
         weights[f"h.{i}.attn.bias"] = torch.ones(16, 16).tril().view(1, 1, 16, 16)
-        weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, file, metadata={"format": "pt"})
-    assert_same_logits(imported(tmp_path / "hf"), reference, 128)
+    state = read_gpt2(tmp_path / "hf")
+    model = build_model(config_from_dict(state["model_config"])).eval()
+    load_weights(model, state)
+    assert_same_logits(model, reference, 128)
+    assert (state["vocab"], state["tokenizer"]) == (128, dict(kind="gpt2"))
 
 
 def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
@@ -474,25 +404,6 @@ def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused(run("sample.py", "--init_from=gpt2"), "gpt2: cannot be fetched")
-
-
-@pytest.mark.parametrize(
-    "config, word",
-    [
-        (dict(n_layer=3), "h.2."),
-        (dict(n_layer=1), "h.1."),
-        (dict(n_positions=32), "wpe.weight"),
-        (dict(n_inner=64), "c_fc"),
-    ],
-)
-def test_refuses_weights_that_do_not_fit_their_config(config, word, tmp_path):
-    """Name a tensor that is missing, left over or of another size."""
-    folder = tmp_path / "hf"
-    random_gpt2(folder, **{name: config[name] for name in config if name == "n_inner"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | config))
-    with pytest.raises(UserError, match=re.escape(word)):
-        imported(folder)
 
 
 # -----------------------------------------------------------------------------
@@ -505,5 +416,5 @@ def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     assert load_pretrained(str(tmp_path / "ckpt.pt"))["vocab"] == 50257
     convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
-    (rows, _) = load_file(tmp_path / "hf/model.safetensors")["wte.weight"].shape
+    (rows, _) = load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"].shape
     assert rows == 50257

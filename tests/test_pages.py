@@ -137,11 +137,6 @@ def test_pip_uv_and_ci_install_and_test_the_same():
     assert project["requires-python"] == f">=3.{oldest},<3.{int(newest) + 1}"
 
 
-def test_the_form_for_measurements_names_scripts_that_exist():
-    form = read(".github/ISSUE_TEMPLATE/measurement.yml")
-    assert all((ROOT / name).is_file() for name in re.findall(r"python (\S+\.py)", form))
-
-
 # -----------------------------------------------------------------------------
 # Code on the pages. More of it runs in test_convert and in integration/.
 
@@ -150,7 +145,7 @@ TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the m
 
 def test_the_own_text_pages_code_makes_the_shakespeare_char_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (_, block) = code_blocks(ROOT / "docs/own_text.md", "python")
+    (block,) = code_blocks(ROOT / "docs/own_text.md", "python")
     Path("input.txt").write_text(TEXT * 20)
     exec(block, {})
     data = open_dataset("shakespeare_char", 64)

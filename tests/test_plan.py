@@ -95,18 +95,14 @@ FIGURES = {
     ),
     "the hours hold fewer iterations for evaluations and checkpoints": (
         # 2,750 iterations of 10 s would have 12 evaluations of 2 * 10,485,760 / 3 tokens, 133.33 s,
-        # and 55 checkpoints of 4.517 s, 1848.4 s in all. 28800 / 29348.4 of the iterations fit, and
-        # have 12 evaluations and 54 checkpoints
+        # and 55 checkpoints of 4.517 s, 1848.4 s in all. 28800 / 29348.4 of the iterations fit
         ("fast124m", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
-        dict(max_iters=2698, hours=7.4944, hours_total=8.0066, total_tokens=2698 * 524_288),
+        dict(max_iters=2698, hours=7.4944, hours_total=8, total_tokens=2698 * 524_288),
     ),
     "max_iters ends before the hours": (
         ("fast124m", "--gpu=4070", "--hours=8", "--max_iters=1000"),
         # 854.7 MFLOP * 524,288 / 58.3 TFLOP/s = 7.686 s at the peak, and 4% more for this recipe
-        dict(
-            tokens_range=[1000 * 524_288] * 2,
-            hours_range=[1.04 * 7.686 / mfu / 3.6 for mfu in (0.847, 0.822)],
-        ),
+        dict(total_tokens=1000 * 524_288, hours=1.04 * 7.686 / 0.822 / 3.6),
     ),
 }
 
@@ -184,31 +180,11 @@ def test_parts_of_the_planned_memory_equal_those_computed_by_hand(words, sizes):
             assert parts[name] == pytest.approx(size, rel=1e-9), name
 
 
-FITTING = [  # a GPU, the sequences of an iteration, batch_size, and the one that fits
-    ("4070", 512, 32, 16),  # 10.8 of 12 GiB are usable; 16 need 9.5 GB, 32 about 16 GB
-    ("3070", 512, 8, 8),  # 7.7 GB hold 12 sequences, but 12 does not divide 512
-    ("3070", 480, 8, 12),
-    ("rtx 3050 6gb", 512, 8, 4),
-]
-
-
-@pytest.mark.parametrize("gpu, sequences, batch_size, fitting", FITTING)
-def test_suggests_the_largest_micro_batch_that_fits_and_divides_the_batch(
-    gpu, sequences, batch_size, fitting
-):
-    """Print the micro-batch with the accumulation steps that keep the tokens per iteration."""
-    sizes = (f"--batch_size={batch_size}", f"--tokens_per_iter={1024 * sequences}")
-    p = plan("gpt124m_4070", f"--gpu={gpu}", *sizes)
-    assert p["fits"] is (batch_size <= fitting) and p["batch_size_that_fits"] == fitting
-    accumulation = sequences // fitting
-    assert f"--batch_size={fitting} --gradient_accumulation_steps={accumulation}\n" in p["out"]
-
-
-def test_plan_advises_recompute_unless_it_is_already_on():
-    words = ("gpt124m_4070", "--gpu=rtx 3050 6gb", "--block_size=32768")
-    p, recomputed = plan(*words), plan(*words, "--recompute=True")
-    assert p["batch_size_that_fits"] is recomputed["batch_size_that_fits"] is None
-    assert "--recompute=True" in p["out"] and "--recompute=True" not in recomputed["out"]
+@pytest.mark.parametrize("gpu, fits", [("4070", True), ("3070", False)])
+def test_says_whether_the_micro_batch_fits(gpu, fits):
+    """GPT-2 124M with 16 sequences takes 8.8 GiB; 90% of 12 and 8 GiB are usable."""
+    p = plan("gpt124m_4070", f"--gpu={gpu}", "--batch_size=16")
+    assert p["fits"] is fits and ("does not fit" in p["out"]) is not fits
 
 
 def test_fine_tuning_a_run_is_planned_with_the_runs_size(tiny):
@@ -257,25 +233,11 @@ def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange
     low, high = one["iter_seconds_range"]
     expected = [low / gpus + exchange, high / gpus + exchange]
     assert p["iter_seconds_range"] == pytest.approx(expected)
-    assert "averaging gradients" in p["out"] and "averaging gradients" not in one["out"]
     assert p["kwh_total"] == pytest.approx(0.3 * gpus * p["hours_total"])
 
 
-@pytest.mark.slow
-def test_plan_measures_a_cpu_if_the_device_is_cpu():
-    p = plan(*SMALL, "--device=cpu")
-    assert p["pace"] == "measured here" and 0 < p["iter_seconds"] < 10
-
-
 # -----------------------------------------------------------------------------
-# The clock, tables and messages
-
-
-def test_a_plan_says_when_a_run_that_starts_now_ends():
-    """Plan at 23:00 on 25 November 2026 for a run of three hours."""
-    p = plan("quickstart", "--gpu=4070", "--iter_seconds=21.6", "--eval_tokens=64")
-    assert p["hours"] == pytest.approx(3) and p["ends"] == "2026-11-26 02:00"
-    assert p["ends"] in p["out"]
+# What a run does, and what it prints
 
 
 def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_makes_by_default():
@@ -284,33 +246,19 @@ def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_ma
     evaluations and every ten minutes.
     """
     config = load_config(["--hours=10", "--eval_tokens=1000"])
-    planned = time_run(config, iter_seconds=10, gb=1.0, at_most=10.0)
+    planned = time_run(config, iter_seconds=10, checkpoint_gb=1.0)
     assert planned["evaluations"] == 21 and 60 <= planned["checkpoints"] <= 80
 
 
-def test_a_plan_by_hours_gives_a_range_of_tokens_if_the_speed_is_a_range():
-    """Plan the disk for the fastest speed, at which a run reads the most tokens."""
-    p = plan("fast124m", "--dataset=fineweb_edu", "--gpu=4090", "--hours=2")
-    low, high = p["tokens_range"]
-    assert low < p["total_tokens"] < high
-    # evaluations take the same share of the time, checkpoints a larger one at a higher speed
-    assert high / low == pytest.approx(0.75 / 0.57, rel=0.02)
-    assert p["shards_gb"] == pytest.approx(2 * high / 1e9)
-    assert plan("fast124m", "--gpu=4090", "--hours=2")["shards_gb"] == 4.2  # what is downloaded
+def test_a_plan_of_the_downloaded_dataset_counts_what_is_downloaded():
+    assert plan("fast124m", "--gpu=4090", "--hours=2")["shards_gb"] == 4.2
 
 
 def test_the_time_of_a_tiny_model_is_not_shown_as_zero():
     p = plan(*SMALL, "--gpu=4070")
     assert 0 < p["iter_seconds"] < 1e-3
-    times = re.findall(r"([\d.e-]+) m?s\b", p["out"])
+    times = re.findall(r"([\d.e-]+) s\b(?! of it)", p["out"])
     assert len(times) >= 3 and all(float(seconds) > 0 for seconds in times)
-
-
-@pytest.mark.parametrize("seconds, is_impossible", [(2.5, True), (3.9, False)])
-def test_a_time_that_needs_more_than_the_gpus_peak_is_called_impossible(seconds, is_impossible):
-    """Plan 524,288 tokens of 300 MFLOP on 58.3 TFLOP/s, which take 2.7 s at the peak."""
-    p = plan("gpt40m_4070", "--gpu=4070", f"--iter_seconds={seconds}")
-    assert ("impossible" in p["out"]) == is_impossible
 
 
 PUBLIC = [

@@ -159,7 +159,7 @@ def test_estimated_figures_on_a_page_are_what_plan_computes(page, values):
 
 def test_the_page_of_the_fast_recipe_shows_plans_tokens_for_a_shorter_night():
     p = plan("fast124m", "--gpu=4070", "--hours=6")
-    assert shows("docs/fast_recipe.md", [n / 1e9 for n in (p["total_tokens"], *p["tokens_range"])])
+    assert shows("docs/fast_recipe.md", [p["total_tokens"] / 1e9])
     assert plan("fast124m", "--gpu=4070", "--hours=8")["max_iters"] >= 2750  # "the whole run"
 
 

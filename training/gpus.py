@@ -16,12 +16,12 @@ The columns of gpus.csv:
 import csv
 import re
 from pathlib import Path
+from statistics import median
 
 from common.console import UserError
 
 GIB = 2**30
 GPU_TABLE = Path(__file__).with_name("gpus.csv")
-MEMORY = re.compile(r"\d+gb")  # a word such as 12gb in a GPU's name
 PEAK_COLUMNS = dict(bfloat16="bf16_tflops", float16="fp16_tflops", float32="fp32_tflops")
 # The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
 # in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
@@ -70,14 +70,19 @@ def row_peak(row: dict[str, str], dtype: str, tf32: bool) -> float | None:
     return float(row[column]) if row[column] else None
 
 
-def published_mfus(row: dict[str, str]) -> tuple[float, ...]:
-    """Return the MFUs published for a GPU, as fractions; () if there are none."""
-    return tuple(float(percent) / 100 for percent in row["mfu_percent"].split())
-
-
-def assumed_mfus(name: str) -> tuple[float, float, float]:
-    """Return the lowest, likely and highest MFU to assume for a GPU if none is published."""
-    return next(mfus for word, mfus in ASSUMED_MFU.items() if word in name)
+def known_mfus(name: str, row: dict[str, str] | None) -> tuple[float, float, float, str]:
+    """
+    Return the lowest, likely and highest MFU published for a GPU, else those to assume for it, and
+    a sentence about their source.
+    """
+    if row and row["mfu_percent"]:
+        percents = row["mfu_percent"]
+        published = [float(percent) / 100 for percent in percents.split()]
+        source = row["mfu_source"] or f"published, compiled: {percents}% of its peak"
+        return min(published), median(published), max(published), source
+    low, likely, high = next(mfus for word, mfus in ASSUMED_MFU.items() if word in name)
+    source = f"assumed: {likely:.0%} ({low:.0%} to {high:.0%}) of its peak; no MFU is published"
+    return low, likely, high, source
 
 
 # -----------------------------------------------------------------------------
@@ -92,38 +97,18 @@ def short_name(row: dict[str, str]) -> str:
 def resolve_gpu(typed: str) -> dict[str, str]:
     """
     Find the row of gpus.csv that a person means by "4070", "RTX4070", "a100 sxm4" or "3080 12 GB":
-    the row whose name contains every typed word and the fewest others. Raises UserError if there is
-    none, or if several match and their peaks differ.
+    of the rows whose name and memory contain what is typed, without its spaces, the one with the
+    shortest name. Raises UserError if there is none.
     """
-    rows = read_gpu_table()
-    known_words = set().union(*map(row_words, rows))
-    asked: set[str] = set()
-    for word in split_words(typed.lower().replace("mobile", "laptop")) - {"nvidia"}:
-        known = {word, f"{word}gb"} & known_words  # a100 80 means 80gb
-        asked.update(known or re.findall(r"[a-z]+|\d+", word))  # RTX4070 -> RTX 4070
-    named = {word for word in asked if not MEMORY.fullmatch(word)}
-    candidates = [row for row in rows if named and named <= row_words(row)]
-    if not candidates:
+    rows = [row for row in read_gpu_table() if compact(typed) in compact(name_and_memory(row))]
+    if not rows or not compact(typed):
         raise UserError(f"gpu: {typed!r} is unknown; training/gpus.csv lists the known ones")
-    fewest_words = min(len(row_words(row)) for row in candidates)
-    candidates = [row for row in candidates if len(row_words(row)) == fewest_words]
-    found = [row for row in candidates if asked <= row_words(row)]  # rows with the typed memory
-    if not found or len({(row["bf16_tflops"], row["fp16_tflops"]) for row in found}) > 1:
-        options = [
-            f"--gpu='{short_name(row)} {row['memory_gib']}GB'" for row in found or candidates
-        ]
-        problem = "is more than one card" if found else "is not known with that memory"
-        raise UserError(f"gpu: {typed!r} {problem}; type {' or '.join(options)}")
-    return found[0]
+    return min(rows, key=lambda row: len(short_name(row)))
 
 
-def split_words(name: str) -> set[str]:
-    name = name.strip().lower()
-    name = re.sub(r"(sxm|hbm)\d", "sxm", name)  # the H100 80GB HBM3 is also called H100 SXM
-    name = re.sub(r"(\d) +gb\b", r"\1gb", name)  # 10 GB -> 10gb, as row_words() writes it
-    return set(re.split(r"[\s,_-]+", name))
+def name_and_memory(row: dict[str, str]) -> str:
+    return f"{short_name(row)} {row['memory_gib']}GB"
 
 
-def row_words(row: dict[str, str]) -> set[str]:
-    """Return the words of a row's name, plus its memory, which distinguishes two RTX 3080s."""
-    return split_words(short_name(row)) | {f"{row['memory_gib']}gb"}
+def compact(name: str) -> str:
+    return re.sub(r"nvidia|[\W_]", "", name.lower())

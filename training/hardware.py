@@ -3,7 +3,7 @@ Choose and set up the device, and report its dtype, memory and MFU.
 
 MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
 the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and speed.py
-counts FLOPs.
+counts FLOPs. Where no data sheet gives a peak, as on a CPU, MFU is unknown.
 """
 
 import contextlib
@@ -17,12 +17,9 @@ from pathlib import Path
 
 import torch
 
-from common.console import warn
-from common.files import warn_once
 from configurator import Config, divisors
 from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
-from training.speed import measure_matmul
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.
@@ -30,11 +27,9 @@ WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lo
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16 (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-SHARED_MEMORY = 0.9  # the share of the free system memory that an integrated GPU may take
 # How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
 # Windows' and MPS's
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
-MEASURED = "measured"  # peak_source if the peak was measured instead of looked up
 
 
 @dataclass
@@ -43,7 +38,7 @@ class Hardware:
     dtype: torch.dtype
     name: str  # what the device calls itself
     peak_tflops: float | None  # dense, for `dtype`; None if unknown
-    peak_source: str | None  # where peak_tflops comes from
+    peak_source: str | None  # where peak_tflops comes from: gpus.csv or the key peak_tflops
     row: dict[str, str] | None = None  # the GPU's row in gpus.csv
     compiles: bool = False  # whether a run uses torch.compile here; the key only requests it
 
@@ -52,21 +47,16 @@ class Hardware:
         """Return the dtype's name without "torch.", such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
-    def peak_to_save(self) -> dict | None:
-        """Return the measured peak, for set_up() on a resume; None if it was looked up."""
-        if self.peak_source != MEASURED:
-            return None
-        return dict(device=self.name, dtype=self.dtype_name, tflops=self.peak_tflops)
-
     def line(self) -> str:
         """Describe the device, its dtype and its peak."""
         is_cpu, memory = self.device.type == "cpu", self.memory_gib()
         parts = [f"CPU ({self.name})" if is_cpu else self.name]
         parts += [f"{memory:.1f}GiB"] if memory else []
         parts += [self.dtype_name] if self.compiles else [self.dtype_name, "not compiled"]
-        is_measured = self.peak_source == MEASURED
-        how = "measured with a matmul" if is_measured else f"dense ({self.peak_source})"
-        return f"device: {', '.join(parts)}; peak {self.peak_tflops:.3g} TFLOP/s, {how}"
+        peak = "unknown, so no MFU"
+        if self.peak_tflops:
+            peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
+        return f"device: {', '.join(parts)}; peak {peak}"
 
     def record(self) -> dict:
         """Return what a run's log records about the device."""
@@ -136,14 +126,10 @@ class Hardware:
     ) -> float | None:
         """
         Return model FLOPs utilisation as a fraction, or None if the FLOPs or the peak are unknown.
-        Warns once if training is faster than a measured peak.
         """
         if not (flops_per_token and self.peak_tflops):
             return None
-        mfu = flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
-        if mfu > 1 and self.peak_source == MEASURED:
-            warn_once("mfu is over 100%: the peak was measured on a busy machine, and is too low")
-        return mfu
+        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
 
 
 # -----------------------------------------------------------------------------
@@ -184,14 +170,8 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def set_up(
-    config: Config, local_rank: int = 0, find_peak: bool = False, resumed: dict | None = None
-) -> Hardware:
-    """
-    Choose the device and dtype, set torch's options for them, and look up the peak. With
-    `find_peak`, measure it with a matmul if no data sheet gives one. A resumed run takes it from
-    its checkpoint, so that the whole run uses one peak.
-    """
+def set_up(config: Config, local_rank: int = 0) -> Hardware:
+    """Choose the device and dtype, set torch's options for them, and look up the peak."""
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     hw = Hardware(device, dtype, cpu_name(), None, None)
@@ -206,8 +186,6 @@ def set_up(
     if config.peak_tflops:
         hw.peak_tflops = config.peak_tflops
         hw.peak_source = "peak_tflops"
-    if device.type == "cpu" and dtype == torch.float16:
-        warn("float16 is some 20 times slower than float32 on a CPU; use --dtype=float32")
     if device.type == "cpu":
         keep_freed_memory()
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
@@ -219,44 +197,18 @@ def set_up(
         # outcome may differ at the next start. torch reads the variable on importing its compiler.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
-    if find_peak and not hw.peak_source:
-        saved = resumed["peak"] if resumed else None
-        hw.peak_tflops = same_peak(hw, saved) or measure_peak(hw)
-        hw.peak_source = MEASURED
     return hw
-
-
-def same_peak(hw: Hardware, saved: dict | None) -> float | None:
-    """Return a saved peak if it was measured on this device and in this dtype."""
-    if saved and (saved["device"], saved["dtype"]) == (hw.name, hw.dtype_name):
-        return saved["tflops"]
-    return None
-
-
-def measure_peak(hw: Hardware) -> float:
-    """Measure the TFLOP/s of a matmul in the dtype in which the run's matmuls are fast."""
-    # torch.mm in float16 is slower on a CPU than autocast's layers
-    in_float32 = hw.device.type == "cpu" and hw.dtype == torch.float16
-    dtype = torch.float32 if in_float32 else hw.dtype
-    return measure_matmul(hw.device, dtype, hw.synchronize)
 
 
 def limit_memory(device: torch.device) -> None:
     """
     Limit torch to the GPU's free memory, so that too large a batch raises an error. Without a
     limit, the driver for Windows and WSL2 would silently spill to system memory, which makes
-    training several times slower, and a machine whose GPU shares system memory (a GB10) would hang.
+    training several times slower.
     """
-    is_integrated = torch.cuda.get_device_properties(device).is_integrated
-    if not (WINDOWS_DRIVER or is_integrated):
-        return
-    free: float
-    free, total = torch.cuda.mem_get_info(device)
-    if is_integrated and sys.platform == "linux":
-        # Unlike CUDA, Linux counts the page cache as available. Leave some memory for the system.
-        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        free = SHARED_MEMORY * int(available[1]) * 1024 if available else free
-    torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
+    if WINDOWS_DRIVER:
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
 
 
 def keep_freed_memory() -> None:

@@ -13,8 +13,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from model_fast import build_model, config_from_dict
 
-NOT_RETURNED = ("output_attentions", "output_hidden_states")
-
 
 class FastConfig(PreTrainedConfig):
     """
@@ -43,23 +41,20 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs
     ) -> dict:
         """Pass all tokens at every step, because there is no cache."""
-        refused = {name: kwargs.get(name) for name in NOT_RETURNED}
-        return dict(input_ids=input_ids, attention_mask=attention_mask, **refused)
+        return dict(input_ids=input_ids, attention_mask=attention_mask)
 
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: object = None,
-        labels: Tensor | None = None,
         logits_to_keep: int = 0,
         **kwargs,
     ) -> CausalLMOutput:
         """
         Compute logits (B, T, V) from input_ids (B, T), of the last `logits_to_keep` tokens only
-        unless that is 0. With labels (B, T), normally the input_ids themselves, also compute the
-        loss; labels of -100 are ignored. Raises ValueError for padding before a token, and for
-        options of transformers' own models that this one does not support.
+        unless that is 0. Raises ValueError for padding before a token, and for a cache or
+        positions, which would give wrong logits.
         """
         mask = attention_mask
         if mask is not None and (mask.dim() != 2 or (mask.long().diff() > 0).any()):
@@ -68,19 +63,10 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("past_key_values: there is no cache; give all tokens at every step")
         if kwargs.get("position_ids") is not None:
             raise ValueError("position_ids: they are always 0, 1, 2, ...; give one text per row")
-        if kwargs.get("return_dict", self.config.return_dict) is False:
-            raise ValueError("return_dict=False: not supported; use the output's .loss and .logits")
-        for name in NOT_RETURNED:
-            if kwargs.get(name) or getattr(self.config, name):
-                raise ValueError(f"{name}: only the loss and the logits are returned")
         x = self.model.hidden(input_ids.long())
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
-        logits = self.model.logits(x)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutput(loss, logits)
+        return CausalLMOutput(logits=self.model.logits(x))
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.transformer.wte

@@ -1,5 +1,5 @@
 """
-Read weights trained elsewhere: Hugging Face's GPT-2, nanoGPT's checkpoints, and this program's.
+Read weights trained elsewhere: OpenAI's GPT-2, nanoGPT's checkpoints, and this program's.
 
 Code in these files is never executed.
 """
@@ -8,11 +8,11 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from common.console import UserError, did_you_mean, one_line, warn
+from common.console import UserError, one_line, warn
 from common.files import read_json
-from configurator import FIELDS, NOT_WEIGHTS
+from configurator import FIELDS
 from data.shards import dataset_folder
-from data.tokenizer import GPT2_VOCAB, fit_tokenizer, read_bpe, read_meta
+from data.tokenizer import GPT2_VOCAB, read_meta
 from model import FREE_ON_RESUME, GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from training import checkpoint
@@ -26,24 +26,13 @@ ARCHITECTURE = (
 HUB_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # Hugging Face stores these matrices as (in, out), the transpose of nn.Linear's weights
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# The sizes in config.json. transformers uses GPT-2's values for any that are missing.
-GPT2_SIZES = dict(vocab_size=50257, n_positions=1024, n_layer=12, n_head=12, n_embd=768)
-# Other settings in config.json, each with the values that model.py supports, GPT-2's value first
-GPT2_SETTINGS = dict(
-    activation_function=("gelu_new", "gelu_pytorch_tanh"),
-    layer_norm_epsilon=(1e-5,),
-    scale_attn_weights=(True,),
-    scale_attn_by_inverse_layer_idx=(False,),
-)
 NO_TOKENIZER = dict(kind="unknown")
-# What torch.compile, DDP, FSDP and activation checkpointing add to the names of weights
-WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
     Load the weights that init_from names: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a
-    Hugging Face folder, a checkpoint of this program or of nanoGPT, or a run's out_dir.
+    checkpoint of this program or of nanoGPT, or a run's out_dir.
 
     Returns a dict: `model` (float32 weights under model.py's names), `model_config`, `vocab` (the
     vocabulary size before padding), `tokenizer`, and `source`, a description. A context longer than
@@ -83,7 +72,7 @@ def load_weights(model, state: dict) -> None:
 def find_weights(name_or_path: str, best: bool = False) -> Path:
     """
     Find the file that a name or path means: for a run its newest checkpoint, or with `best` its
-    best.pt; for a Hugging Face model its folder. If a full disk or a kill has kept best.pt from
+    best.pt; for OpenAI's GPT-2 its folder. If a full disk or a kill has kept best.pt from
     being linked to the best checkpoint, warns and returns that checkpoint. Raises UserError if
     there is none.
     """
@@ -97,19 +86,13 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
         return missed
     if best and (path / "best.pt").is_file():
         return path / "best.pt"
-    if files := checkpoint.list_checkpoints(path):  # before config.json, if a run holds an export
+    if files := checkpoint.list_checkpoints(path):
         return files[-1]
-    if (path / "config.json").is_file():
-        return path
     if (path / "ckpt.pt").is_file():
         return path / "ckpt.pt"
-    what = "no checkpoint or config.json in it" if path.is_dir() else "no such file or folder"
-    if runs := sorted({str(file.parent) for file in path.glob("*/ckpt-*.pt")}):
-        what += f", but there are some in {', '.join(runs)}"
-    hint = "give a checkpoint, a run's folder, gpt2, or a folder in Hugging Face's format"
-    hint += ", which hf download ORG/NAME --local-dir=FOLDER makes"
-    meant = did_you_mean(str(path), (*NOT_WEIGHTS, *HUB_MODELS))
-    raise UserError(f"{path}: {what}{meant}; {hint}")
+    what = "no checkpoint in it" if path.is_dir() else "no such file or folder"
+    hint = f"give a checkpoint, a run's folder, or one of {', '.join(HUB_MODELS)}"
+    raise UserError(f"{path}: {what}; {hint}")
 
 
 def fetch(name: str) -> Path:
@@ -125,7 +108,7 @@ def fetch(name: str) -> Path:
     except Exception as error:  # a failing network raises all kinds of errors
         raise UserError(
             f"{name}: cannot be fetched from the Hugging Face hub ({one_line(error)}); "
-            "once that is fixed, repeat the command, or give a local copy as --init_from=FOLDER"
+            "once that is fixed, repeat the command"
         ) from None
 
 
@@ -140,7 +123,7 @@ def read_weights(name_or_path: str, best: bool = False) -> dict:
     """
     path = find_weights(name_or_path, best)
     try:
-        state = read_hf(path) if path.is_dir() else read_checkpoint(path)
+        state = read_gpt2(path) if path.is_dir() else read_checkpoint(path)
         return state | dict(source=describe_source(state, path))
     except Exception as error:  # files of other programs or versions raise all kinds of errors
         if not os.path.lexists(path):  # a run that saves there has deleted it, so look again
@@ -168,18 +151,12 @@ def describe_source(state: dict, path: Path) -> str:
 
 def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     """
-    Return the vocabulary size and the tokenizer of weights at `path` whose embedding has this many
-    rows. They come from the tokenizer's files beside the weights, from what convert.py has exported
-    in config.json, from a nanoGPT meta.pkl with as many characters, or from a guess that 50257 rows
-    or, padded, 50304 are GPT-2's. Failing all these, returns all rows and NO_TOKENIZER. `state` is
-    the checkpoint or config.json. Raises UserError if the tokenizer does not fit the weights.
+    Return the vocabulary size and the tokenizer of a checkpoint at `path` that names none and whose
+    embedding has this many rows. They come from a nanoGPT meta.pkl with as many characters, or from
+    a guess that 50257 rows or, padded, 50304 are GPT-2's. Failing these, returns all rows and
+    NO_TOKENIZER. `state` is the checkpoint.
     """
-    folder = path if path.is_dir() else path.parent
-    if (folder / "tokenizer.json").exists():
-        return fit_tokenizer(read_bpe(folder, "get it again"), rows, folder)
-    if "tokenizer_spec" in state:
-        return fit_tokenizer(state["tokenizer_spec"], rows, folder)
-    folders = [folder]
+    folders = [path.parent]
     if dataset := state.get("config", {}).get("dataset"):
         folders += [above / "data" / dataset for above in path.resolve().parents]
         folders.append(dataset_folder(dataset))
@@ -188,69 +165,32 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
             found, tokenizer = read_meta(meta)
             if found == rows:
                 return rows, tokenizer
-    # files of other tokenizers, or older than tokenizer.json; only transformers reads them
-    others = [*path.glob("vocab.*"), *path.glob("*.model")]
     # Guess only for other programs' weights: our own checkpoints name their tokenizer.
-    if rows in (GPT2_VOCAB, 50304) and not others and "model_config" not in state:
+    if rows in (GPT2_VOCAB, 50304) and "model_config" not in state:
         return GPT2_VOCAB, dict(kind="gpt2")
     return rows, NO_TOKENIZER
 
 
-def plain_name(name: str) -> str:
-    """Return a weight's name without the parts that wrappers of the model have added."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-# -----------------------------------------------------------------------------
-# Hugging Face
-
-
-def read_hf(folder: Path) -> dict:
-    """
-    Read a Hugging Face GPT-2 from config.json and model.safetensors. Raises UserError if a file is
-    missing or model.py cannot compute the model.
-    """
+def read_gpt2(folder: Path) -> dict:
+    """Read OpenAI's GPT-2 from its files on the hub, config.json and model.safetensors."""
     from safetensors.torch import load_file
 
     hf = read_json(folder / "config.json", hint="get it again")
-    config = read_hf_config(hf, folder)
-    if not (folder / "model.safetensors").is_file():  # weights in pytorch_model.bin or in parts
-        problem = "no model.safetensors, the only file that weights are read from"
-        raise UserError(f"{folder}: {problem}; docs/own_text.md shows how to write it")
-    tensors = load_file(folder / "model.safetensors")
+    sizes = {name: hf[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    config = GPTConfig(block_size=hf["n_positions"], **sizes)
     weights = {}
-    for name, tensor in tensors.items():
-        name = plain_name(name).removeprefix("transformer.")
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # a causal mask, which older versions of transformers stored
-        if name != "lm_head.weight":
-            name = f"transformer.{name}"
-        tensor = tensor.float()
-        weights[name] = tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor
-    if config.tie_weights and "transformer.wte.weight" in weights:
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    vocab, tokenizer = find_tokenizer(folder, config.vocab_size, hf)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith(".attn.bias"):
+            continue  # a causal mask
+        tensor = tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor
+        weights[f"transformer.{name.removeprefix('transformer.')}"] = tensor.float()
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
     return dict(
-        model=weights, model_config=config_to_dict(config), vocab=vocab, tokenizer=tokenizer
+        model=weights,
+        model_config=config_to_dict(config),
+        vocab=config.vocab_size,
+        tokenizer=dict(kind="gpt2"),
     )
-
-
-def read_hf_config(hf: dict, folder: Path) -> GPTConfig:
-    """Return the model config of a config.json. Raises UserError if model.py cannot compute it."""
-    kind = hf.get("model_type", "gpt2" if "n_embd" in hf else None)  # old files lack the key
-    if kind != "gpt2":
-        raise UserError(
-            f"{folder}: its model_type is {kind!r}; only models in GPT-2's format can be loaded, "
-            "such as gpt2-medium"
-        )
-    for key, allowed in GPT2_SETTINGS.items():
-        value = hf.get(key, allowed[0])
-        if value not in allowed:
-            raise UserError(f"{folder}: {key} is {value!r}; only GPT-2's {allowed[0]!r} works here")
-    sizes = {key: hf.get(key, value) for key, value in GPT2_SIZES.items()}
-    block_size = sizes.pop("n_positions")
-    tie_weights = hf.get("tie_word_embeddings", True)
-    return GPTConfig(block_size=block_size, tie_weights=tie_weights, **sizes)
 
 
 # -----------------------------------------------------------------------------
@@ -281,9 +221,11 @@ def read_checkpoint(path: Path) -> dict:
         problem = "is not a checkpoint of this program or of nanoGPT"
         raise UserError(f"{path}: {problem}; it has no model_args, but {held}")
     config = GPTConfig(**state["model_args"])
-    weights = {plain_name(name): tensor.float() for name, tensor in state["model"].items()}
-    for name in [name for name in weights if name.endswith(".attn.bias")]:
-        del weights[name]  # a causal mask, which old checkpoints contain
+    weights = {
+        name.removeprefix("_orig_mod."): tensor.float()  # torch.compile's name for the model
+        for name, tensor in state["model"].items()
+        if not name.endswith(".attn.bias")  # a causal mask, which old checkpoints contain
+    }
     vocab, tokenizer = find_tokenizer(path, config.vocab_size, state)
     return dict(
         model=weights,

@@ -1,22 +1,15 @@
 """
-Count a model's FLOPs and measure how fast a device multiplies matrices. Peaks from data sheets are
-in gpus.py.
+Count a model's FLOPs, and describe a model. Peaks from data sheets are in gpus.py.
 """
 
 import functools
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from time import process_time
-from timeit import default_timer
 
 import torch
 
 from common.console import count
 from model import GPTConfig
 from model_fast import build_model, config_to_dict
-
-MATMUL_SECONDS, MOST_MATMUL_SIZE = 0.002, 8192
 
 
 @functools.cache
@@ -59,35 +52,3 @@ def describe(model, vocab: int) -> str:
         work = f"{count(flops)} FLOPs per token, counted by PyTorch"
     name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"
     return f"model: {name}, {vocabulary}, {work}"
-
-
-def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
-    """
-    Measure the TFLOP/s of a square matmul in `dtype`, the best of a few runs. The matrices grow
-    until one matmul takes MATMUL_SECONDS, because small ones cannot saturate a fast device. They
-    hold random numbers, because matrices of ones need less power, so a GPU that lacks power would
-    look fast. On Linux, a CPU is timed by the CPU time that this process uses, because other
-    programs make the wall-clock time several times as long. Windows counts CPU time too coarsely,
-    and on macOS the matmul does not use torch's number of threads.
-    """
-    counts_cpu_time = device.type == "cpu" and sys.platform == "linux"
-
-    def now() -> float:
-        return process_time() / torch.get_num_threads() if counts_cpu_time else default_timer()
-
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random numbers alone
-    size = 512
-    while True:
-        a = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
-        seconds: list[float] = []
-        # the first call also loads the kernel; in float16 a CPU may be a hundred times slower
-        while len(seconds) < 5 and sum(seconds) < 0.1:
-            synchronize()
-            began = now()
-            torch.mm(a, a)
-            synchronize()
-            seconds.append(now() - began)
-        best = min(seconds)
-        if best >= MATMUL_SECONDS or size == MOST_MATMUL_SIZE:
-            return 2 * size**3 / best / 1e12
-        size *= 2

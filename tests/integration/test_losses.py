@@ -272,8 +272,7 @@ def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
     must differ, which shows that half precision is used, in evaluation too.
     """
     for dtype in ("float32", "bfloat16", "float16"):
-        result = train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
-        assert ("--dtype=float32" in result.err) == (dtype == "float16")  # which is slow on a CPU
+        train(**BASE | dict(dtype=dtype), dataset=tokens, out_dir=tmp_path / dtype)
     whole = tmp_path / "float32"
     # A single number is rounded by 2**-9 or 2**-12 of itself. A loss is a mean of many numbers, but
     # over the iterations the rounding adds up: to a third of `near` in a loss, to more in a norm.

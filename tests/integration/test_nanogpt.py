@@ -61,8 +61,8 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, 
     and scratch, are refused. The head keeps its 61 rows, instead of padding them to 128.
     """
     monkeypatch.chdir(tmp_path)
-    random_gpt2(tmp_path / "hf", vocab_size=61)
-    command = tiny | dict(n_layer=2, bias=True, out_dir="run", max_iters=8, init_from="hf")
+    write_nanogpts_checkpoint(tmp_path / "hf", vocab=61)
+    command = tiny | dict(n_layer=2, out_dir="run", max_iters=8, init_from="hf")
     out = stopped(**command).out
     assert "weights: hf" in out
     untouched = train(**command, eval_only=True).out
@@ -104,7 +104,7 @@ def test_a_nanogpt_checkpoint_is_sampled_with_the_characters_in_its_meta_pkl(giv
 
 def test_sampling_without_meta_pkl_is_refused_until_it_is_moved_beside_ckpt_pt(nanogpt):
     table = (nanogpt.parent / "data" / "letters" / "meta.pkl").rename(nanogpt / "kept.pkl")
-    refused(run("sample.py", f"--out_dir={nanogpt}", *SHORT), "data/NAME/meta.pkl beside it")
+    refused(run("sample.py", f"--out_dir={nanogpt}", *SHORT), "meta.pkl beside the checkpoint")
     table.rename(nanogpt / "meta.pkl")
     assert run("sample.py", f"--out_dir={nanogpt}", *SHORT).code == 0
 
@@ -134,12 +134,13 @@ def test_nanogpt_model_returns_logits_and_loss_for_batches_of_one_to_three(rows,
     assert model(idx, half)[1].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path):
-    random_gpt2(tmp_path / "hf")
-    model = calls.GPT.from_pretrained(tmp_path / "hf", dict(dropout=0.1))
+def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path, monkeypatch):
+    random_gpt2(tmp_path)
+    monkeypatch.setattr("training.pretrained.fetch", lambda name: tmp_path)
+    model = calls.GPT.from_pretrained("gpt2", dict(dropout=0.1))
     assert model.config.dropout == model.transformer.drop.p == 0.1
     idx = torch.randint(128, (2, 8))
-    model = calls.GPT.from_pretrained(tmp_path / "hf").eval()
+    model = calls.GPT.from_pretrained("gpt2").eval()
     before, _ = model(idx, idx)
     model.crop_block_size(8)
     with pytest.raises(AssertionError):

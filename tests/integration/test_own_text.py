@@ -130,14 +130,15 @@ def fine_tuning(weights: str) -> list[list[str]]:
     return found
 
 
-def test_the_documented_fine_tuning_of_gpt2_runs():
+def test_the_documented_fine_tuning_of_gpt2_runs(monkeypatch):
     """
-    Use a small random model with GPT-2's vocabulary, found in the folder gpt2, so that nothing is
-    downloaded. Then resume the run as docs/own_text.md says.
+    Use a small random model with GPT-2's vocabulary, so that nothing is downloaded. Then resume the
+    run as docs/own_text.md says.
     """
     Path("config").mkdir()
     shutil.copy(ROOT / "config" / "finetune_gpt2.py", "config")
-    random_gpt2(Path("gpt2"), vocab_size=50257)  # a folder of that name comes before the hub
+    random_gpt2(Path("hub"), vocab_size=50257)
+    monkeypatch.setattr("training.pretrained.fetch", lambda name: Path("hub"))
     commands = [command for command in fine_tuning("gpt2") if "config/finetune_gpt2.py" in command]
     assert commands
     for number, arguments in enumerate(commands):

@@ -1,4 +1,4 @@
-"""Begin runs with other weights: nanoGPT's, Hugging Face's, another run's."""
+"""Begin runs with other weights: nanoGPT's, another run's."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,6 @@ from char_dataset import (
     write_letters,
     write_nanogpts_checkpoint,
 )
-from hf_reference import random_gpt2
 from program import Run, contents, run, train
 
 # the form of nanoGPT's own config files: products, imports, strings made at run time
@@ -78,19 +77,14 @@ def test_nanogpts_config_and_data_folder_train_unchanged(tmp_path, monkeypatch):
     assert text.startswith("abc") and set(text) <= set(LETTERS)
 
 
-@pytest.mark.parametrize("kind", ["nanoGPT", "Hugging Face"])
-def test_weights_can_be_sampled_evaluated_fine_tuned_and_exported(kind, tmp_path, monkeypatch):
+def test_weights_can_be_sampled_evaluated_fine_tuned_and_exported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write_letters(Path("nanoGPT/data/letters"))
-    weights = Path("hf")
-    if kind == "nanoGPT":
-        weights = write_nanogpts_checkpoint(Path("nanoGPT/out-letters/ckpt.pt"))
-        greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
-        text = sample("--out_dir=nanoGPT/out-letters", *greedy)
-        assert sample(f"--init_from={weights}", *greedy) == text
-        assert run("convert.py", "ckpt-to-hf", weights, "hf").code == 0
-    else:
-        random_gpt2(weights, n_positions=2 * T, vocab_size=len(LETTERS))
+    weights = write_nanogpts_checkpoint(Path("nanoGPT/out-letters/ckpt.pt"))
+    greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
+    text = sample("--out_dir=nanoGPT/out-letters", *greedy)
+    assert sample(f"--init_from={weights}", *greedy) == text
+    assert run("convert.py", "ckpt-to-hf", weights, "hf").code == 0
     val = np.fromfile(data / "val.bin", "<u2")
     before = loss_by_transformers(Path("hf"), val)
 

@@ -110,7 +110,7 @@ def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_compiles_can_be_started_again(tiny, tmp_path):
-    """Leave all files that the compiler has begun empty. The error names the folder to delete."""
+    """Leave all files that the compiler has begun empty; deleting its cache helps."""
     cache = tmp_path / "cache"
     command = ["train.py", *flags(**tiny | dict(compile=True, max_iters=2))]
     process = start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache))
@@ -122,7 +122,7 @@ def test_a_run_killed_while_it_compiles_can_be_started_again(tiny, tmp_path):
         path.write_bytes(b"")
     again = finish(start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache)), 500)
     if again.code:
-        assert f"if it worked before, delete {cache}" in again.err
+        assert "torch.compile does not work here" in again.err
         shutil.rmtree(cache)
         again = finish(start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache)), 500)
     assert again.code == 0, again.err
