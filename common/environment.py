@@ -29,6 +29,8 @@ VARIABLES = {
     # is 300,000. On idle cores this costs 2% to 9% of the speed; if other programs start later,
     # training is 1.06 to 3.0 times as fast (results/README.md).
     "GOMP_SPINCOUNT": "10000" if sys.platform == "linux" else None,
+    # Most Windows users may not create symbolic links, and the hub's library would warn at length.
+    "HF_HUB_DISABLE_SYMLINKS_WARNING": "1",
     # writer.py already uses threads. If the library did too, it would warn at every fork.
     "TOKENIZERS_PARALLELISM": "false",
     # On Windows a path may have at most 260 characters.
