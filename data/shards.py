@@ -26,6 +26,8 @@ HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 GET_AGAIN = "move it away, and get or prepare it again"
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
+PROBE = 1024  # this many tokens in a row are all 0 only where a download has left a hole
+PROBE_EVERY = 2**21  # tokens from one probe to the next: 50 short reads for a shard of 100M tokens
 
 # -----------------------------------------------------------------------------
 # Shards
@@ -301,9 +303,9 @@ def is_being_prepared(folder: Path) -> bool:
 
 def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
     """
-    Check the tokens at both ends of each shard; training checks the rest as it reads them. Returns
-    the dataset's fingerprint, a SHA-256 over the tokens at the ends and manifest.json's entries.
-    Raises UserError and OSError.
+    Check the tokens at both ends of each shard and, without a manifest.json, look for holes in
+    between; training checks the rest as it reads them. Returns the dataset's fingerprint, a SHA-256
+    over the tokens at the ends and manifest.json's entries. Raises UserError and OSError.
     """
     # Leave out `bytes`, which says nothing about the tokens.
     listed = [entry for split in splits for entry in data.listed(split)]
@@ -315,8 +317,25 @@ def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
             if not shard.header_bytes:
                 check_width(shard.path, split, end - shard.tokens, length)
             tokens = split.read_windows([end - shard.tokens, end - length], length)
+            # Skip nanoGPT's files, which have no header: one character may rightly repeat.
+            if shard.header_bytes and shard.tokens >= PROBE and not data.manifest:
+                check_hole(shard, split, end)
             fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
     return fingerprint.hexdigest()
+
+
+def check_hole(shard: Shard, split: ShardTokens, end: int) -> None:
+    """
+    Raise UserError if a part of a shard was not downloaded. Programs that download several parts at
+    once begin with a file of zeros. `end` is the shard's end in `split`.
+    """
+    begin = end - shard.tokens
+    starts = [*range(begin, end - PROBE, PROBE_EVERY), end - PROBE]
+    empty = ~split.read_windows(starts, PROBE).any(axis=1)
+    if empty.any():
+        offset = starts[empty.argmax()] - begin
+        problem = f"{PROBE:,} tokens from offset {offset:,} on are all 0, as in an unfinished download"
+        raise UserError(f"{shard.path}: {problem}; {GET_AGAIN}")
 
 
 def check_width(path: Path, split: ShardTokens, begin: int, length: int) -> None:

@@ -240,6 +240,12 @@ BAD_FILES = {
     "empty shard": ("train_1.bin", b"", "not a token shard"),
     "llm.c's tokens of Llama 3": ("train_1.bin", shard([0] * 80, 20240801, 7, 40), "20240801"),
     "raw file of another name": ("train_old.bin", RAW, "train.bin and val.bin"),
+    "end not downloaded": ("train_1.bin", shard([*range(500), *[0] * 1500]), "unfinished download"),
+    "middle not downloaded": (
+        "train_1.bin",
+        shard(np.r_[np.full(2**21, 7), np.zeros(1500), np.full(999, 7)]),
+        "offset 2,097,152",
+    ),
     "no tokens at all": ("train_1.bin", shard([]), "no train tokens"),
     "odd bytes": ("train.bin", b"abc", "3 bytes"),
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "int32"),
