@@ -22,6 +22,7 @@ from common.console import (
     UserError,
     explain_errors,
     print_err,
+    printable,
     run_main,
     warn,
 )
@@ -124,7 +125,7 @@ def main(argv: list[str]) -> int:
     chosen = (c.temperature, c.top_k, c.top_p, generator)
     for sample in generate(model, idx, c.max_new_tokens, vocab, *chosen).tolist():
         whole = ids + until_end(sample[len(ids) :], text)
-        print(f"{text.decode(whole)}\n{RULER}")
+        print(f"{printable(text.decode(whole))}\n{RULER}")
     return 0
 
 

@@ -551,7 +551,7 @@ def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) ->
     try:
         with hw.autocast(), torch.compiler.set_stance("force_eager"):
             return float(function(model))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # command-line evaluators call sys.exit()
         warn(f"measures: {name} failed ({one_line(error)}); continuing without this number")
         return math.nan
     finally:

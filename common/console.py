@@ -23,6 +23,14 @@ from typing import NoReturn, TextIO
 # -----------------------------------------------------------------------------
 # Lines
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, except newline and tab
+
+
+def printable(text: str) -> str:
+    """Escape control characters, so that a terminal shows them instead of obeying them."""
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
 transcript: Callable[[str], None] | None = None  # writes a copy of every line to a run's log.txt
 
 
@@ -32,12 +40,12 @@ def keep_transcript(write_line: Callable[[str], None] | None) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines to stdout."""
+    """Print lines to stdout, with control characters escaped."""
     tell("stdout", lines)
 
 
 def print_err(*lines: str) -> None:
-    """Print lines to stderr."""
+    """Print lines to stderr, with control characters escaped."""
     tell("stderr", lines)
 
 
@@ -49,7 +57,7 @@ def print_in_handler(line: str) -> None:
 
 def tell(console: str, lines: tuple[str, ...]) -> None:
     """Print and copy to the transcript. A closed console does not stop the run."""
-    text = "\n".join(lines)
+    text = printable("\n".join(lines))
     try:
         write(getattr(sys, console), text)
     except OSError:
@@ -96,7 +104,12 @@ def opened_anew(console: TextIO) -> int | None:
 
 
 def command_line(*arguments) -> str:
-    """Quote a command line for this system's shell. On Windows every shell takes double quotes."""
+    """
+    Quote a command line for this system's shell. On Windows every shell takes double quotes. If uv
+    started this program, `uv run` takes the place of a leading `python`.
+    """
+    if arguments[0] == "python" and "UV_RUN_RECURSION_DEPTH" in os.environ:  # `uv run` sets this
+        arguments = ("uv", "run", *arguments[1:])
     if sys.platform != "win32":
         return shlex.join(map(str, arguments))
     safe = re.compile(r"[\w.:=/\\-]+")

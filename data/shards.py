@@ -334,7 +334,9 @@ def check_hole(shard: Shard, split: ShardTokens, end: int) -> None:
     empty = ~split.read_windows(starts, PROBE).any(axis=1)
     if empty.any():
         offset = starts[empty.argmax()] - begin
-        problem = f"{PROBE:,} tokens from offset {offset:,} on are all 0, as in an unfinished download"
+        problem = (
+            f"{PROBE:,} tokens from offset {offset:,} on are all 0, as in an unfinished download"
+        )
         raise UserError(f"{shard.path}: {problem}; {GET_AGAIN}")
 
 

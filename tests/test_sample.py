@@ -205,6 +205,14 @@ def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):
     assert result.code == 0 and result.out.startswith("~/x")
 
 
+def test_samples_print_control_characters_as_escapes_even_into_a_pipe(made, tmp_path):
+    """Protect the terminal, which an ESC in a sample could recolour, retitle or reprogram."""
+    two = ("--num_samples=2", "--max_new_tokens=2", "--device=cpu")
+    parrot = write_parrot(made, tmp_path / "parrot.pt", token=27)
+    result = run("sample.py", f"--init_from={parrot}", "--start=a\tb\r", *two)
+    assert result.code == 0 and result.out == 2 * (r"a	b\x0d\x1b\x1b" + RULER)
+
+
 @contextlib.contextmanager
 def first_batch_raises(error: type[BaseException]):
     def before_forward(module, arguments):

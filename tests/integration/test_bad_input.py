@@ -68,6 +68,7 @@ COMMAND_LINE = [
 DATA = [
     ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
     ("train.py tiny.py --stream=True --dataset=config", "config no train tokens"),
+    ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),
     ("train.py tiny.py --dataset=cut", "train_000002.bin 2,014 prepare"),
     ("train.py tiny.py --dataset=lost_shard", "train_000002.bin No such file"),
@@ -283,6 +284,7 @@ def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
     """
     lines = "\n".join(lines).replace("\n    ", " ").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
+    assert all(line.isprintable() for line in lines), lines
     assert all(line.startswith(("error: ", "warning: ")) for line in lines), lines
     assert len(errors) == len(expected), lines
     for words in expected:

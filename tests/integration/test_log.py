@@ -43,6 +43,11 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
     assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
 
 
+def test_a_run_that_uv_started_names_its_command_with_uv(tiny, monkeypatch):
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    assert train(**tiny).out.startswith("command: uv run ")
+
+
 def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):
     """Name none outside a clone, or without git."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)

@@ -421,8 +421,8 @@ def test_two_ranks_train_like_one_process(tokens, tmp_path):
     assert_speeds(tmp_path / "2", [4 * 5 * T] * 12, devices=2)
 
 
-NAMES = ("noise", "eager", "again", "array", "memory", "many")
-# draw random numbers, switch dropout on, return arrays, fail and return too much
+NAMES = ("noise", "eager", "again", "array", "memory", "leave", "many")
+# draw random numbers, switch dropout on, return arrays, fail, exit and return too much
 MEASURES = """
 def check_names(splits, measures, ranks):
     def eager(model):
@@ -438,8 +438,11 @@ def check_names(splits, measures, ranks):
     def array(model):
         return torch.tensor(0.25).numpy()
 
+    def leave(model):
+        raise SystemExit
+
     measures.update(noise=noise, eager=eager, again=eager, array=array)
-    measures.update(memory=memory, many=GPT.state_dict)
+    measures.update(memory=memory, leave=leave, many=GPT.state_dict)
 """
 
 
@@ -460,7 +463,7 @@ def test_measures_change_no_bit_of_training_and_end_no_run(tokens, tmp_path):
     assert_same_run(whole, measured, 12)
     for record in records(measured, "eval")[-2:]:
         noise, eager, again, array, *failed = (record[name] for name in NAMES)
-        assert 0 < noise < 1 and 3 < eager == again and array == 0.25 and failed == [None] * 2
+        assert 0 < noise < 1 and 3 < eager == again and array == 0.25 and failed == [None] * 3
 
 
 INTERRUPTED = """

@@ -14,6 +14,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 import pytest
 from cases import slow_but
+from char_dataset import write_parrot
 from fault_injection import watched
 from program import InProcessRun, Result, Run, finish, flags, start, train
 
@@ -170,6 +171,18 @@ def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(
         (line,) = warnings(train_long(**tiny).err)
     assert "loss.png" in line and ran.saved[-1] == 8
     assert not [w for w in caught if "BufferedWriter" in str(w.message)]  # the child's stdin
+
+
+def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, ran, tmp_path):
+    """Sample from a byte-level model that generates ESC, which a terminal would obey."""
+    keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
+    train(**keys | dict(out_dir=tmp_path / "plain"))
+    escapes = write_parrot(tmp_path / "plain", tmp_path / "escapes.pt", token=27)
+    changes = dict(init_from=escapes, max_iters=1, learning_rate=0, min_lr=0, sample_tokens=3)
+    result = train(**keys | changes)
+    assert ran.column("sample", "text") == ["\x1b\x1b\x1b"]
+    for text in (result.out, (ran.out_dir / "log.txt").read_text()):
+        assert r"\x1b\x1b\x1b" in text and "\x1b" not in text
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
