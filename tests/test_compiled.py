@@ -4,6 +4,7 @@ either model and in every dtype, passes correct code, and changes nothing.
 """
 
 import subprocess
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -263,12 +264,27 @@ def test_check_accepts_a_loss_term_that_ignores_the_targets(batch):
         compare_with_eager(gpt, batch, 500, hardware_in("float32"))
 
 
-def test_says_why_the_compiler_fails_in_one_line():
+APT = "; type sudo apt install g++ python3-dev"
+FAILURES = {  # what looks for it and finds nothing, and what the message says
+    "g++": ("shutil.which", f"there is no g++{APT}"),
+    "Python.h": ("sysconfig.get_path", f"there is no Python.h{APT}"),
+    "another": ("no.function", "cuda_utils.c"),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other compilers")
+@pytest.mark.parametrize("lookup, said", FAILURES.values(), ids=FAILURES)
+def test_says_why_the_compiler_fails_in_one_line(lookup, said, monkeypatch, tmp_path):
+    """Say what a fresh Linux lacks instead of printing g++'s command line."""
+    (tmp_path / "Python.h").touch()
+    found = {"shutil.which": "g++", "sysconfig.get_path": str(tmp_path)} | {lookup: ""}
+    for name in ("shutil.which", "sysconfig.get_path"):
+        monkeypatch.setattr(name, lambda _, found=found[name]: found)
     error = subprocess.CalledProcessError(1, ["g++", "cuda_utils.c"])
     with mock.patch("torch.compile", lambda call: mock.Mock(side_effect=error)):
         gpt = build_model(MODELS["gpt2"])
         problem = try_compiling(gpt, BATCH, 500, hardware_in("float32"))
-    assert "g++" in problem and "\n" not in problem
+    assert said in problem and "\n" not in problem
 
 
 def drawing(call):

@@ -6,9 +6,14 @@ import atexit
 import contextlib
 import gc
 import math
+import os
+import shutil
 import statistics
+import sys
+import sysconfig
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -63,12 +68,24 @@ def try_compiling(model, batch_size: int, vocab: int, hw: Hardware) -> str:
     try:
         compile_model(model)
     except Exception as error:  # for example, a Python that torch.compile does not support
-        return one_line(error)
+        return reason_of(error)
     try:
         compare_with_eager(model, batch_size, vocab, hw)
     except CompilerError as error:
         return str(error)
     return ""
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error of torch's compiler as one line, or what a fresh Linux lacks."""
+    if sys.platform == "linux":
+        # Both backends compile C or C++ that includes Python.h. If either is missing, torch's error
+        # shows only the compiler's command line.
+        if not shutil.which(os.environ.get("CXX", "g++")):
+            return "there is no g++; type sudo apt install g++ python3-dev"
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            return "there is no Python.h; type sudo apt install g++ python3-dev"
+    return one_line(error)
 
 
 def compare_with_eager(
@@ -146,7 +163,7 @@ def compare_with_eager(
         except Exception as raised:  # without a compiler, each backend raises a different error
             if is_out_of_memory(raised):
                 raise
-            raise CompilerError(one_line(raised)) from raised
+            raise CompilerError(reason_of(raised)) from raised
 
         if not model.config.dropout:
             losses["training"] = loss.item()
