@@ -66,6 +66,9 @@ def test_the_example_in_memory_model_md_shows_plans_figures():
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "GeForce RTX 4070 Laptop GPU"),
         ("a100", "A100-SXM4-40GB"),
         ("h100 80gb hbm3", "H100 80GB HBM3"),
+        ("H200", "H200"),
+        ("b200", "B200"),
+        ("t4", "Tesla T4"),
     ],
 )
 def test_recognises_a_gpu_in_many_spellings(typed, meant):
@@ -80,6 +83,14 @@ def test_recognises_every_gpu_by_its_name_and_memory():
     for row in read_gpu_table():
         found = resolve_gpu(f"{short_name(row)} {row['memory_gib']}GB")
         assert [found[key] for key in PEAKS] == [row[key] for key in PEAKS], short_name(row)
+
+
+@pytest.mark.parametrize("typed", ["h100", "3080", "v100"])
+def test_a_name_that_fits_cards_of_several_speeds_is_an_error_that_lists_them(typed):
+    with pytest.raises(UserError, match="fits several cards; type --gpu=.* or ") as error:
+        resolve_gpu(typed)
+    for name in re.findall("--gpu='(.*?)'", str(error.value)):
+        assert typed in name.lower() and resolve_gpu(name)
 
 
 @pytest.mark.parametrize("typed", ["RTX 4O90", "7900 XTX", ""])

@@ -97,13 +97,18 @@ def short_name(row: dict[str, str]) -> str:
 def resolve_gpu(typed: str) -> dict[str, str]:
     """
     Find the row of gpus.csv that a person means by "4070", "RTX4070", "a100 sxm4" or "3080 12 GB":
-    of the rows whose name and memory contain what is typed, without its spaces, the one with the
-    shortest name. Raises UserError if there is none.
+    the one with exactly this name, else one whose name and memory contain what is typed. Of cards
+    that differ only in their memory, this returns the first row. Raises UserError if there is none,
+    or if several fit and their peaks differ.
     """
     rows = [row for row in read_gpu_table() if compact(typed) in compact(name_and_memory(row))]
     if not rows or not compact(typed):
         raise UserError(f"gpu: {typed!r} is unknown; training/gpus.csv lists the known ones")
-    return min(rows, key=lambda row: len(short_name(row)))
+    rows = [row for row in rows if compact(typed) == compact(short_name(row))] or rows
+    if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in rows}) > 1:
+        names = " or ".join(f"--gpu='{name_and_memory(row)}'" for row in rows)
+        raise UserError(f"gpu: {typed!r} fits several cards; type {names}")
+    return rows[0]
 
 
 def name_and_memory(row: dict[str, str]) -> str:
@@ -111,4 +116,5 @@ def name_and_memory(row: dict[str, str]) -> str:
 
 
 def compact(name: str) -> str:
-    return re.sub(r"nvidia|[\W_]", "", name.lower())
+    """Return a name without the words that people leave out, spaces and punctuation."""
+    return re.sub(r"nvidia|geforce|rtx|tesla|[\W_]", "", name.lower())
