@@ -224,16 +224,16 @@ def fit_run(
 ) -> tuple[Config, list[str]]:
     """
     Choose the micro-batch of a new run with tokens_per_iter. Returns the config with it, and a line
-    for the log if a micro-batch was chosen here. The GPU with the least free memory decides for all
-    ranks.
+    for the log if a micro-batch was chosen here. Only the size of the smallest GPU counts, not what
+    is free now, so that the choice is the same at each start.
     """
     if resumed or not c.tokens_per_iter:
         return c, []
     is_gpu = hw.device.type == "cuda"
-    sizes = torch.cuda.mem_get_info(hw.device) if is_gpu else (0, 0)
-    free, total = (-most for most in ranks.max(*(-size for size in sizes)))
+    total = torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0
+    (most,) = ranks.max(-total)
     model = model_config(c, vocab, flash=hw.flash(c), compiled=hw.compiles, weights=weights)
-    memory = min(USABLE_MEMORY * free, CHOSEN_MEMORY * total)
+    memory = CHOSEN_MEMORY * -most
     size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
     line = f"batch_size: {size} of at most {c.batch_size} sequences, {limit}"
