@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     title, files, name = find_files(arguments.files)
     out = arguments.out or Path("data", name)
     source = Source(files, arguments.text_field)
-    size = sum(map(os.path.getsize, files))  # bytes, which are about as many as the characters
+    size = source.size()  # in bytes, about as many as the characters
     fraction = arguments.val_fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(size, 1))
     piece = min(fraction * size / PLACES, HELD_OUT_PIECE)
 

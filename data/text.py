@@ -88,6 +88,19 @@ class Source:
         files = tqdm(self.files, desc="row groups", unit="file", disable=None)
         return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
 
+    def size(self) -> int:
+        """Return how many bytes of text the parquet files hold, and how many bytes the others."""
+
+        def size_of(name: str) -> int:
+            if not is_parquet(name):
+                return os.path.getsize(name)
+            rows = self.footer(name).to_dict()["row_groups"]
+            columns = [column for group in rows for column in group["columns"]]
+            texts = [column for column in columns if column["path_in_schema"] == self.field]
+            return sum(column["total_uncompressed_size"] for column in texts)
+
+        return sum(map(size_of, self.files))
+
     @cached_property
     def groups(self) -> list[tuple[str, int]]:
         """List (file, number in the file) of all row groups in the order of reading."""

@@ -6,6 +6,7 @@ parquet. The commands prepare each source, and the tests read the shards back.
 import codecs
 import gzip
 import json
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -19,10 +20,12 @@ from documents import (
     on_hub,
     stored,
     stored_texts,
+    write_jsonl,
     write_parquet,
 )
 from program import Result, refused, run
 
+from data.text import Source
 from data.tokenizer import Tokenizer
 
 FILLING = [f"filling {n} " * 9 for n in range(60)]  # so that each split has enough text
@@ -128,6 +131,17 @@ ENCODINGS = {  # what a file holds, with the text that it means
     "UTF-16": (GERMAN.encode("utf-16"), GERMAN),
     "UTF-16, other end first": (codecs.BOM_UTF16_BE + GERMAN.encode("utf-16-be"), GERMAN),
 }
+
+
+def test_a_parquet_file_counts_by_its_text_and_a_packed_one_by_its_bytes():
+    """So that 5 GB of compressed parquet hold out no more than 5 GB of text."""
+    texts = [f"{number} {'words ' * 1000}" for number in range(500)]
+    write_parquet(Path("a.parquet"), texts)
+    Path("b.jsonl.gz").write_bytes(gzip.compress(write_jsonl(Path("b.jsonl"), texts).read_bytes()))
+    size = sum(map(len, texts))
+    assert Source(["a.parquet"]).size() == pytest.approx(size, rel=0.01)
+    assert os.path.getsize("a.parquet") < size / 4
+    assert Source(["b.jsonl.gz"]).size() == os.path.getsize("b.jsonl.gz")
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
