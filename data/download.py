@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import disable_progress_bars
 
-from common.console import UserError, say
+from common.console import UserError, one_line, say
 from common.files import lack_of_space, patiently, try_lock, warn_once
 from data.missing import shards_to_download
 from data.text import wait_or_raise
@@ -26,7 +26,8 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
     Download the validation shard and as many training shards as `tokens` need. The folder appears
     once it is complete. Until then the finished files are in a folder beside it, where the next
     call continues. Yields after every file, every failure, and every second of waiting for another
-    process. Raises OSError, and UserError after an hour without the hub.
+    process. Raises OSError, and UserError: at once without the first file, later after an hour
+    without the hub.
     """
     shards = shards_to_download(tokens)
     names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
@@ -50,17 +51,17 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
             "if that is interrupted, the same command continues"
         )
         for number, name in enumerate(missing, 1 + len(names) - len(missing)):
-            yield from fetch(name, part)
+            yield from fetch(name, part, name == missing[0])
             say(f"data: file {number} of {len(names)}, {number * SHARD_BYTES / 1e9:.1f} GB")
         shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
         patiently(os.rename, part, folder)
 
 
-def fetch(name: str, folder: Path) -> Iterator[None]:
+def fetch(name: str, folder: Path, is_first: bool) -> Iterator[None]:
     """
     Download a file, which appears once it is complete. If the hub fails, the library tries again
-    for half a minute, at the same byte; after that, wait and fetch the file anew. Yields after each
-    attempt.
+    for half a minute, at the same byte; after that, wait and fetch the file anew, unless it is the
+    first one: then somebody is probably watching. Yields after each attempt. Raises UserError.
     """
     for failures in count():
         try:
@@ -70,5 +71,11 @@ def fetch(name: str, folder: Path) -> Iterator[None]:
         except Exception as error:
             if isinstance(error, OSError) and error.errno:  # of the disk, not of the network
                 raise
-            wait_or_raise(f"{REPOSITORY}: {name}", error, failures)
+            problem = f"{REPOSITORY}: {name}"
+            if is_first:
+                hint = "docs/fast_recipe.md says how to get the files on another machine"
+                raise UserError(
+                    f"{problem}: {one_line(error)}; check the network; {hint}"
+                ) from None
+            wait_or_raise(problem, error, failures)
             yield  # let the ranks that wait for this one hear of it

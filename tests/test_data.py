@@ -292,6 +292,7 @@ def hub(tmp_path, monkeypatch):
     for path in [*source.glob("*.bin")]:
         path.rename(source / f"fineweb_{path.name}")
     monkeypatch.setattr("data.text.PAUSES", (0, 0))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve_hub(source, inside="") as address:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -311,6 +312,18 @@ def test_downloads_all_the_records_or_none(hub, tmp_path):
     names = [path.name for path in hub.glob("*.bin")]
     assert filecmp.cmpfiles(hub, folder, names, shallow=False)[0] == names
     assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_a_download_that_cannot_begin_ends_at_once_in_one_line(network, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.text.PAUSES", (3600,))
+    Hub.files.clear()
+    if not network:
+        url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
+    with pytest.raises(UserError, match="val_000000.bin: .*check the network; docs/fast") as error:
+        [*download(tmp_path / "fineweb_records", 10**9)]
+    assert len(error.value.problems) == 1
 
 
 def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):
