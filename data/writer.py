@@ -25,7 +25,7 @@ from tqdm import tqdm
 from common.child import keep_awake
 from common.console import UserError, command_line, say, warn
 from common.files import remove_temporaries, replacing, try_lock
-from data.shards import read_manifest, write_shard
+from data.shards import dataset_folder, read_manifest, write_shard
 from data.text import Document, Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
 
@@ -38,6 +38,7 @@ READ_AHEAD = 64
 # single topic could dominate.
 PLACES = 16
 
+SMALL_TEXT = 5_000_000  # training tokens; config/own_text.py suits up to about so many
 CONTINUE = "the same command continues after the last finished shard"
 
 # By default tqdm shares a lock between processes. A killed preparation would leak that lock, which
@@ -185,8 +186,13 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     say(f"{folder}: {documents:,} documents, {held} in {len(shards)} shards")
     total = sum(tokens.values())
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total:,} bytes on disk")
-    say("docs/own_text.md says which config suits how many tokens; then type")
-    say(command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--out_dir=OUT"))
+    if manifest["tokenizer"] in ("byte", "bpe") and tokens["train"] < SMALL_TEXT:
+        name = folder.name if dataset_folder(folder.name) == folder else folder
+        train = command_line("python", "train.py", f"--dataset={name}", "config/own_text.py")
+        say(f"next: {train}")
+    else:
+        say("docs/own_text.md says which config suits how many tokens; then type")
+        say(command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--out_dir=OUT"))
 
 
 # -----------------------------------------------------------------------------

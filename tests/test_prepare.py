@@ -529,4 +529,5 @@ def test_prints_a_training_command_for_the_prepared_dataset():
     small = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=16", "--eval_tokens=16"]
     small += ["--device=cpu", "--compile=False", "--eval_only=True", "--out_dir=out"]
     train = run("train.py", words[3], *small)
-    assert words[2] == "CONFIG" and train.code == 0 and "data: data/my notes, " in train.out, train
+    assert words[4] == "config/own_text.py"
+    assert train.code == 0 and "data: data/my notes, " in train.out, train

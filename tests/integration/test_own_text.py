@@ -12,9 +12,11 @@ from char_dataset import train_short
 from doc_pages import README, command_lines
 from documents import check_folder, write_jsonl
 from hf_reference import random_gpt2
-from program import ROOT, Run, run, write_tokens
+from program import ROOT, Run, refused, run, write_tokens
 
 import train
+from configurator import load_config
+from data.shards import open_dataset
 
 LINES = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n"
 CPU = ["--device=cpu", "--dtype=float32"]
@@ -98,6 +100,34 @@ def test_the_documented_commands_prepare_train_and_sample_your_own_text():
     assert run(trains, *words, "--max_iters=2", "--sample_tokens=5", *CPU).code == 0
     result = run(samples, *flags, "--start=To", "--max_new_tokens=9", "--device=cpu")
     assert (script, result.code) == ("data/prepare_text.py", 0) and result.out.startswith("To")
+
+
+@pytest.mark.parametrize(
+    "tokenizer, letters, layers, most, dropout",
+    [
+        ("byte", 300_000, 3, 5_000_000, 0.2),
+        ("byte", 800_000, 3, 5_000_000, 0.1),
+        ("byte", 1_100_000, 3, 5_000_000, 0.0),
+        ("bpe:260", 800_000, 4, 3_150_000, 0.2),
+    ],
+)
+def test_the_shipped_config_suits_the_texts_size(tokenizer, letters, layers, most, dropout):
+    """The last line of a preparation is the command that trains."""
+    shutil.copytree(ROOT / "config", "config")
+    Path("mine.txt").write_text("ab" * (letters // 2))
+    said = prepare("mine.txt", f"--tokenizer={tokenizer}")
+    assert said == "next: python train.py --dataset=mine config/own_text.py"
+    c = load_config(said.split()[3:])
+    assert (c.dataset, c.out_dir, c.n_layer, c.dropout) == ("mine", "out/mine", layers, dropout)
+    tokens = len(open_dataset("mine", 64).train)
+    assert c.max_iters == 1 + min(most, 10 * tokens) // 2048
+    assert (c.block_size, c.eval_interval) == (256, 1 + c.max_iters // 10)
+
+
+def test_the_shipped_config_refuses_to_guess_the_size_of_no_text():
+    """As when the flag comes after the file."""
+    result = run("train.py", f"{ROOT}/config/own_text.py", "--dataset=mine")
+    refused(result, "no tokens in", "--dataset=NAME before")
 
 
 def test_a_run_that_is_never_better_than_its_initial_weights_leaves_no_best_pt():
