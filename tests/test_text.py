@@ -122,7 +122,6 @@ def test_a_tilde_in_tokenizer_or_out_is_the_home_folder(work, monkeypatch):
 # Text files
 
 GERMAN = "Über die Größe der Straße – 5 €.\n" * 30
-JAPANESE = "名前はまだ無い。\n" * 40
 ENCODINGS = {  # what a file holds, with the text that it means
     "utf-8": (GERMAN.encode(), GERMAN),
     "with a mark": (codecs.BOM_UTF8 + GERMAN.encode(), GERMAN),

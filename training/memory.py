@@ -199,14 +199,6 @@ def memory_needed(config: Config, model: GPTConfig, dtype: str, batch_size: int)
     return sum(memory_bytes(config, model, dtype, batch_size).values())
 
 
-def fitting_batch(
-    config: Config, model: GPTConfig, dtype: str, sizes: list[int], capacity: float
-) -> int | None:
-    """Return the largest of these micro-batches that fits into `capacity` bytes, or None."""
-    fitting = [n for n in sizes if memory_needed(config, model, dtype, n) <= capacity]
-    return max(fitting, default=None)
-
-
 def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> int:
     """
     Return the largest micro-batch, up to batch_size, with which a run takes at most `memory` bytes
@@ -216,7 +208,7 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     if not memory:
         return max(micro_batches(c.iter_sequences, processes, min(c.batch_size, MICRO_BATCH)))
     sizes = micro_batches(c.iter_sequences, processes, c.batch_size)
-    return fitting_batch(c, model, dtype, sizes, memory) or 1
+    return max((n for n in sizes if memory_needed(c, model, dtype, n) <= memory), default=1)
 
 
 def fit_run(
