@@ -6,8 +6,8 @@ Define every configuration key, its default and its meaning, and read config fil
     python configurator.py config/x.py --batch_size=4        print the result as a config file
 
 If a key is set more than once, the last value wins. A config file is Python and runs with the
-values so far as its variables, so `lr_decay_iters = max_iters` works. Keys that nanoGPT also has
-keep its names, and its defaults except for device, dtype and lr_decay_iters.
+values so far, and all flags, as its variables, so `lr_decay_iters = max_iters` works. Keys that
+nanoGPT also has keep its names, and its defaults except for device, dtype and lr_decay_iters.
 
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
@@ -209,19 +209,24 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         print_help(keys)
         sys.exit(0)
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
-    values: dict[str, Any] = {}
     problems: list[str] = []
-    for argument in argv:
+    flags = [n for n, argument in enumerate(argv) if argument.startswith("-") or "=" in argument]
+    files = [n for n in range(len(argv)) if n not in flags]
+    found: list[dict[str, Any]] = [{} for _ in argv]  # what each argument sets
+    for n in flags + files:  # flags first, because a file sees all flags, also those that follow it
         try:
-            if argument.startswith("-") or "=" in argument:
-                found = from_nanogpt(read_flag(argument, known, other_flags))
+            if n in flags:
+                keys_set = read_flag(argv[n], known, other_flags)
             else:
-                found = from_nanogpt(read_file(Path(argument), known, values))
+                so_far = {name: value for keys_set in found for name, value in keys_set.items()}
+                keys_set = read_file(Path(argv[n]), known, so_far)
+            found[n] = from_nanogpt(keys_set)
         except UserError as error:
             problems += error.problems
-            continue
-        values |= found
-        if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
+    values: dict[str, Any] = {}
+    for keys_set in found:
+        values |= keys_set
+        if "gradient_accumulation_steps" in keys_set and not keys_set.get("tokens_per_iter"):
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
     if values.get("hours"):
@@ -260,14 +265,14 @@ def read_flag(argument: str, known: dict[str, Field], other_flags: Iterable[str]
 
 def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> dict[str, Any]:
     """
-    Run a config file with the `values` so far as its variables. Returns the keys that it sets, in
+    Run a config file with these `values` as its variables. Returns the keys that it sets, in
     order, and skips keys of train.py that are not `known` to this script. Raises UserError.
     """
     if not path.is_file():
         there = ", ".join(sorted(map(str, Path("config").glob("*.py"))))
         raise UserError(f"{path}: no such config file; there are {there or 'none in config/'}")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
-    # Pass the values so far as builtins, so that `variables` will hold only what the file sets.
+    # Pass the values as builtins, so that `variables` will hold only what the file sets.
     variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}
     variables |= {"__file__": str(path), "__name__": "__main__"}
     try:
@@ -317,7 +322,8 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    is_empty = f.name in PATHS and value == ""  # as in --out_dir=$DIR, if the shell knows no DIR
+    if type(value) is not kind or (kind is float and not math.isfinite(value)) or is_empty:
         raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
     choices = get_args(f.type)
     if choices and value not in choices:

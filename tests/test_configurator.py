@@ -40,12 +40,23 @@ def test_later_files_and_flags_win(tmp_path):
     assert load_config([a, "--batch_size=4", "--batch_size=8"]).batch_size == 8
 
 
-def test_a_config_file_can_read_the_values_given_before_it(tmp_path):
-    """Let a file compute with --max_iters from before it, and remember which keys were set."""
+def test_a_config_file_can_read_earlier_files_and_all_flags(tmp_path):
+    """Let a file compute with --max_iters, and remember which keys were set."""
     text = "lr_decay_iters = max_iters * 2\nbatch_size = 12"
-    config = load_config(["--max_iters=50", write(tmp_path, text)])
-    assert config.lr_decay_iters == 100
-    assert config.set_keys == {"max_iters", "lr_decay_iters", "batch_size"}  # a default counts too
+    for argv in (
+        ["--max_iters=50", write(tmp_path, text)],
+        [write(tmp_path, text), "--max_iters=50"],
+    ):
+        config = load_config(argv)
+        assert (config.max_iters, config.lr_decay_iters) == (50, 100)
+        assert config.set_keys == {"max_iters", "lr_decay_iters", "batch_size"}  # default counts
+    # what a file sets itself does not follow a flag, as in nanoGPT
+    own = write(tmp_path, f"max_iters = 7\n{text}", "own.py")
+    config = load_config([own, "--max_iters=50"])
+    assert (config.max_iters, config.lr_decay_iters) == (50, 14)
+    assert load_config(["--max_iters=50", own]).max_iters == 7
+    # between two files, a flag counts where it stands
+    assert load_config(["--max_iters=50", own, write(tmp_path, text)]).lr_decay_iters == 14
 
 
 @pytest.mark.parametrize(
