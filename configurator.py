@@ -370,36 +370,33 @@ def share_iteration(
     Share an iteration's sequences among the processes. Returns the Config with the micro-batch and
     gradient_accumulation_steps, and the problems.
 
-    Without tokens_per_iter both stay as they are set. With it, the micro-batch is the largest that
-    divides a process's sequences, up to batch_size. So it is on a resume, which keeps the sequences
-    per iteration of the run, whose configuration is `saved`.
+    With tokens_per_iter, the micro-batch is the largest that divides a process's sequences, up to
+    batch_size. Without it, both numbers are exact. A resume keeps the tokens per iteration of its
+    run, whose configuration is `saved`; if the command sets no number of the batch, the run's
+    batch_size, too, is a maximum.
     """
-    most = c.batch_size
+    tokens = c.tokens_per_iter or c.iter_tokens
     if saved:
         sequences = saved["batch_size"] * saved["gradient_accumulation_steps"]
-        if c.tokens_per_iter not in (0, sequences * c.block_size):
-            kept = f"this run has {sequences * c.block_size}, you asked for {c.tokens_per_iter}"
-            return c, [f"tokens_per_iter: {kept}; leave it out, or give another --out_dir"]
-        if c.tokens_per_iter:  # keep the micro-batch, too, unless batch_size is smaller now
-            most = min(most, saved["batch_size"])
-    elif c.tokens_per_iter:
-        unit = c.block_size * world_size
-        sequences = c.tokens_per_iter // c.block_size
-        if c.tokens_per_iter % unit:
-            nearest = max(1, round(c.tokens_per_iter / unit)) * unit
-            among = f"{world_size} processes (WORLD_SIZE) with block_size {c.block_size}"
-            given = f"{c.tokens_per_iter} cannot be shared equally by {among}"
-            return c, [f"tokens_per_iter: {given}; use {nearest}"]
-    else:
+        if tokens != (before := sequences * c.block_size):
+            key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
+            problem = f"this run has {before} tokens per iteration, you asked for {tokens}"
+            hint = f"let batch_size x gradient_accumulation_steps be {sequences}"
+            return c, [f"{key}: {problem}; {hint}, or give another --out_dir"]
+    among = f"among {world_size} processes (WORLD_SIZE)"
+    is_typed = bool(c.set_keys & {"batch_size", "gradient_accumulation_steps"})
+    if not c.tokens_per_iter and (is_typed or not saved):
         accum = c.gradient_accumulation_steps
-        among = f"{accum} micro-batches cannot be divided among {world_size} processes (WORLD_SIZE)"
-        hint = f"use a multiple of {world_size}"
-        uneven = [f"gradient_accumulation_steps: {among}; {hint}"]
-        return c, uneven if accum % world_size else []
-    if sequences % world_size:
-        given = f"this run's {sequences} sequences per iteration"
-        return c, [f"WORLD_SIZE: {given} cannot be divided among {world_size} processes"]
-    return with_batch(c, max(micro_batches(sequences, world_size, most)), sequences), []
+        problem = f"{accum} micro-batches cannot be divided {among}; use a multiple of {world_size}"
+        return c, [f"gradient_accumulation_steps: {problem}"] if accum % world_size else []
+    unit = c.block_size * world_size
+    if tokens % unit:
+        problem = f"{tokens} cannot be shared equally {among} with block_size {c.block_size}"
+        nearest = max(1, round(tokens / unit)) * unit
+        hint = "use another number of processes" if saved else f"use {nearest}"
+        return c, [f"tokens_per_iter: {problem}; {hint}"]
+    sequences = tokens // c.block_size
+    return with_batch(c, micro_batches(sequences, world_size, c.batch_size)[-1], sequences), []
 
 
 def batch_line(c: Config) -> str:

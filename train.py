@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch counts towards the run's time
@@ -68,19 +69,18 @@ from training.ranks import Ranks, StopSignals, end_process
 from training.speed import describe
 
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
-# changing that key would invalidate the saved state. config_of_run() also keeps the dataset and
-# the dtype unless the command sets them, and share_iteration() the sequences per iteration. Other
-# keys get the command's values, or their defaults
+# changing that key would invalidate the saved state. Other keys get the command's values, or their
+# defaults
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream", "init_from")
+# Keys that a resumed run keeps unless the command sets them. The three of the batch may only change
+# so that an iteration has as many tokens as before: see share_iteration()
+KEPT_UNLESS_SET = ("dataset", "batch_size", "gradient_accumulation_steps", "tokens_per_iter")
 FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before it has timed any
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 RESUME = "--init_from=resume continues from the newest checkpoint"
-# Reasons to stop that finish a run. A run stopped for any other reason can be resumed. A new reason
-# here also needs a line in why_stop() and is_done()
-COMPLETE = ("max_iters", "hours")
 
 
 @dataclass
@@ -112,91 +112,93 @@ class Progress:
 # Where the run starts
 
 
-def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict | None, dict | None]:
-    """
-    Read the command. Returns the final configuration, the state of the run that it resumes or
-    evaluates, and the state that holds the weights to begin with: the same one, or weights that
-    init_from names. Both are None for a new run from random weights. Raises UserError.
-    """
+@dataclass(frozen=True)
+class Start:
+    """Says where a run begins: with random weights, with given ones, or where it has stopped."""
+
+    kind: Literal["new", "weights", "resume"]
+    source: str = ""  # the checkpoint's path, or init_from's value
+    state: dict | None = None  # a checkpoint's state or load_pretrained()'s; None for a new run
+
+    @property
+    def resumed(self) -> dict | None:
+        """Return the state of the run that continues; None if another begins."""
+        return self.state if self.kind == "resume" else None
+
+
+def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, Start]:
+    """Read the command. Returns the final configuration, and where it begins. Raises UserError."""
     asked = ranks.on_main(read_config, argv)
-    resumed = read_run(asked, ranks)
-    loaded = resumed or ranks.main_first(initial_weights, asked)
-    c = ranks.on_main(config_of_run, asked, resumed, loaded, ranks.world_size)
-    return c, resumed, loaded
+    start = find_start(asked, ranks)
+    return ranks.on_main(config_of_run, asked, start, ranks.world_size), start
 
 
-def read_run(c: Config, ranks: Ranks) -> dict | None:
+def find_start(c: Config, ranks: Ranks) -> Start:
+    """Find the checkpoint or the weights that this command begins with. Raises UserError."""
+    if path := ranks.on_main(find_checkpoint, c):
+        state = checkpoint.read(path)
+        ranks.on_main(check_fields, path, state)
+        return Start("resume", str(path), state)
+    if c.init_from in NOT_WEIGHTS:
+        return Start("new")
+    block_size = c.block_size if "block_size" in c.set_keys else None
+    return Start("weights", c.init_from, ranks.main_first(load_pretrained, c.init_from, block_size))
+
+
+def find_checkpoint(c: Config) -> Path | None:
     """
-    Return the state of the run that this command resumes or evaluates, or None for a new run. Rank
-    0 finds the checkpoint and verifies its checksums; then all ranks read it. Raises UserError.
+    Return the newest valid checkpoint of out_dir's run, or None if this command does not continue
+    or evaluate that run. Raises UserError if another run would begin in its folder.
     """
-    path = ranks.on_main(newest_checkpoint, c)
-    return checkpoint.read(path) if path else None
-
-
-def newest_checkpoint(c: Config) -> Path | None:
-    """Return the path of the checkpoint that read_run() looks for. Raises UserError."""
+    out_dir = Path(c.out_dir)
+    names_weights = c.init_from not in NOT_WEIGHTS
     # --eval_only evaluates the weights that init_from names or, without init_from, out_dir's run
     if c.eval_only:
         wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
     else:
         wants_run = c.init_from != "scratch"
-    if not wants_run:
-        return None
-    path, state = checkpoint.find_newest(Path(c.out_dir))
-    if path and state:
-        check_fields(path, state)
-    elif c.init_from == "resume":
+    if wants_run and (path := checkpoint.find_newest(out_dir)[0]):
+        return path
+    others = sorted(out_dir.glob("*.pt"))
+    if others and not (c.eval_only and names_weights):
+        hint = "--init_from=auto resumes it, another --out_dir starts a new run"
+        if not checkpoint.list_checkpoints(out_dir):  # nanoGPT's ckpt.pt, or best.pt alone
+            hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
+        raise UserError(f"out_dir: {others[-1]} is from an earlier run; {hint}")
+    if c.init_from == "resume":
         hint = "is its disk mounted? --init_from=auto begins a new run"
         raise UserError(f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
-    return path
+    return None
 
 
-def initial_weights(c: Config) -> dict | None:
+def config_of_run(c: Config, start: Start, world_size: int) -> Config:
     """
-    Load the weights that a new run starts from, or return None to start from random ones. Raises
-    UserError, for example if out_dir belongs to another run.
-    """
-    from_scratch = c.init_from in ("scratch", "auto")
-    out_dir = Path(c.out_dir)
-    others = sorted(out_dir.glob("*.pt"))
-    if others and (from_scratch or not c.eval_only):
-        hint = "--init_from=auto resumes it, another --out_dir starts a new run"
-        raise UserError(f"out_dir: {others[-1]} is from an earlier run; {hint}")
-    if from_scratch:
-        return None
-    return load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
-
-
-def config_of_run(c: Config, resumed, weights, world_size: int) -> Config:
-    """
-    Return the final configuration, with the keys that the checkpoint or the weights (both None from
-    scratch) and this machine decide. Raises UserError, with a line for each problem, before
-    anything is written.
+    Return the final configuration, with the keys that the checkpoint or the weights and this
+    machine decide. Raises UserError, with a line for each problem, before anything is written.
     """
     problems: list[str] = []
-    if resumed:
-        before = config_before(resumed)
+    if start.resumed:
+        before = config_before(start.resumed)
         if c.init_from in NOT_WEIGHTS:  # the run keeps the one that began it
             c = replace(c, init_from=before.init_from)
         other = "--out_dir for a new run"
-        c, problems = keep_values(c, FIXED_ON_RESUME, resumed["config"], c.out_dir, other)
-        if "dataset" not in c.set_keys:
-            c = replace(c, dataset=before.dataset)
+        c, problems = keep_values(c, FIXED_ON_RESUME, start.resumed["config"], c.out_dir, other)
+        kept = {n: getattr(before, n) for n in KEPT_UNLESS_SET if n not in c.set_keys}
+        c = replace(c, **kept)
         if c.dtype == "auto":
             c = replace(c, dtype=before.dtype)
         is_unasked = not c.eval_tokens and c.eval_iters == before.eval_iters
         if is_unasked and c.eval_size != before.eval_size:
             # otherwise a new batch_size would change which tokens are evaluated
             c = replace(c, eval_tokens=before.eval_size)
-    elif weights:
-        saved = weights["model_config"]
+    elif start.state:
+        saved = start.state["model_config"]
         names = ARCHITECTURE
         if saved["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
             saved = saved | dict(pad_vocab_multiple=1)
             names = (*names, "pad_vocab_multiple")
-        c, problems = keep_values(c, names, saved, c.init_from, "--init_from")
-    c, impossible = resolve(c, world_size, resumed["config"] if resumed else None)
+        c, problems = keep_values(c, names, saved, start.source, "--init_from")
+    c, impossible = resolve(c, world_size, start.resumed["config"] if start.resumed else None)
     problems += impossible
     try:
         preflight.check_device(c)
@@ -241,14 +243,7 @@ def is_done(c: Config, resumed: dict) -> bool:
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
-def open_data(c: Config, resumed: dict | None, weights: dict | None, ranks: Ranks) -> Dataset:
-    """Open the run's dataset. Raises UserError if the run cannot use it."""
-    data = open_one(c, "dataset", ranks)
-    ranks.on_main(check_data, c, data, resumed, weights)
-    return data
-
-
-def open_one(c: Config, key: str, ranks: Ranks) -> Dataset:
+def open_data(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
     ranks.machine_first(make_or_explain(c, key))
     data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size, c.stream)
@@ -257,13 +252,12 @@ def open_one(c: Config, key: str, ranks: Ranks) -> Dataset:
     return data
 
 
-def check_data(c: Config, data: Dataset, resumed: dict | None, weights: dict | None) -> None:
+def check_data(c: Config, data: Dataset, start: Start) -> None:
     """Raise UserError if the data do not match the checkpoint or the weights."""
-    if not weights:
-        return
-    check_tokens("dataset", data, weights, c.out_dir if resumed else c.init_from)
-    if resumed and resumed["data_fingerprint"] != data.fingerprint:
-        trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
+    if start.state:
+        check_tokens("dataset", data, start.state, c.out_dir if start.resumed else start.source)
+    if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
+        trained = f"what {c.out_dir} was trained on ({start.resumed['config']['dataset']})"
         change = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {change}")
 
@@ -348,11 +342,23 @@ def set_rates(optimizer, it: int, c: Config, share: float) -> None:
 
 
 # -----------------------------------------------------------------------------
+# Why the run stops
+
+
+class Stopped(Exception):
+    """Raised on all ranks where the run cannot go on; `reason` is a signal's name, or "data"."""
+
+    def __init__(self, reason: str | None):
+        super().__init__(reason)
+        self.reason = reason or "data"  # no signal: a rank cannot read its data
+
+
+# -----------------------------------------------------------------------------
 # What the loop asks before each iteration. Asking changes nothing
 
 
 def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
-    """Return why the run stops here, or None if another iteration follows."""
+    """Return why the run is complete here, or None. is_done() must know each reason, too."""
     if progress.iter_num >= c.max_iters:
         return "max_iters"
     if now.time_is_up:  # counting all launches; the final evaluation and save still fit
@@ -363,12 +369,12 @@ def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
 def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | None) -> bool:
     """
     Return whether to evaluate here: every eval_interval iterations, or every twentieth of the
-    schedule with hours, and when the run is complete.
+    schedule with hours, and when the run is complete (`stop`).
     """
     if progress.is_evaluated:
         return False  # the resumed run made this evaluation before it saved
     if stop:
-        return stop in COMPLETE
+        return True
     if not now.has_spare_time:  # the final evaluation must fit afterwards
         return False
     if c.eval_interval == UNREACHED:  # hours is set, and eval_interval is not
@@ -484,10 +490,10 @@ class Skips:
             self.ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}; {RESUME}")
 
 
-def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | None:
+def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> None:
     """
-    Wait until every rank has the next iteration's micro-batches in host memory. Returns why the run
-    must stop instead, if a signal arrives or a rank cannot read any more data.
+    Wait until every rank has the next iteration's micro-batches in host memory. Raises Stopped if a
+    signal arrives or a rank cannot read any more data.
     """
     while True:
         ready = batches.ready(accum)
@@ -495,9 +501,9 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | N
         failed, waiting = signals.agree(batches.error is not None, not ready)
         # batches that were read before a failure are still used
         if signals.name or (waiting and failed):
-            return signals.name or "data"
+            raise Stopped(signals.name)
         if not waiting:
-            return None
+            return
 
 
 # -----------------------------------------------------------------------------
@@ -507,15 +513,12 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> str | N
 @torch.no_grad()
 def estimate_loss(
     model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals
-) -> dict[str, float] | str:
+) -> dict[str, float]:
     """
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers.
-
-    Returns instead, on all ranks, why the run must stop: the name of a signal, or "data" if a
-    rank cannot read its data.
+    numbers. Raises Stopped if a signal arrives or a rank cannot read its data.
     """
     tokens = min(c.eval_size, len(splits["val"]))  # the same number from each split
     numbers: dict[str, float] = {}
@@ -527,15 +530,12 @@ def estimate_loss(
             )
             (failed,) = signals.agree(micro_batches is None)
             if failed or micro_batches is None:
-                return signals.name or "data"
-            sums = sum_losses(model, micro_batches, hw, signals)
-            if isinstance(sums, str):
-                return sums
-            loss_sum, count = ranks.sum(*sums)
+                raise Stopped(signals.name)
+            loss_sum, count = ranks.sum(*sum_losses(model, micro_batches, hw, signals))
             numbers[f"{name}_loss"] = loss_sum / count
         for name, function in measures.items():
             if signals.stop_asked():
-                return str(signals.name)
+                raise Stopped(signals.name)
             numbers[name] = ranks.on_main(measure, name, function, model, hw)
     finally:
         model.train()
@@ -567,11 +567,8 @@ def check_names(splits: dict, measures: dict, ranks: Ranks) -> None:
             ranks.fail(f"measures: {name!r} is a field of each evaluation; give it another name")
 
 
-def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int] | str:
-    """
-    Return the summed loss over all targets in nats and their number or, as estimate_loss() does,
-    why the run must stop.
-    """
+def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
+    """Return the summed loss over all targets in nats, and their number. Raises Stopped."""
     counts = []
     # Allocate one tensor before the loop. On a CPU, a small tensor per micro-batch would lie
     # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
@@ -581,28 +578,28 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
         with hw.autocast():
             means[n] = model(x.to(hw.device), y.to(hw.device))
         if signals.stop_asked():
-            return str(signals.name)
+            raise Stopped(signals.name)
         counts.append(int((y != -1).sum()))
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
     sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
     return math.fsum(sums), sum(counts)
 
 
-def evaluate_only(
-    model, data: Dataset, splits, measures, c, hw, ranks, resumed: dict | None, loaded: dict | None
-) -> int:
+def evaluate_only(model, data: Dataset, splits, measures, c, hw, ranks: Ranks, start: Start) -> int:
     """Evaluate the weights once, print the numbers and write nothing. Returns the exit code."""
-    say(*origin_lines(c, resumed, loaded), hw.line(), describe(model, data.vocab), data.line())
-    if not loaded:
+    say(*origin_lines(c, start), hw.line(), describe(model, data.vocab), data.line())
+    if not start.state:
         say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
     signals = StopSignals(ranks)
     began = time.perf_counter()
-    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
-    batches.close()
-    if isinstance(numbers, str):
-        return exit_code(numbers, batches, signals)
-    it = resumed["progress"]["iter_num"] if resumed else 0
+    try:
+        numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
+    except Stopped as stopped:
+        return exit_code(stopped.reason, batches, signals)
+    finally:
+        batches.close()
+    it = start.resumed["progress"]["iter_num"] if start.resumed else 0
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
     return 0
@@ -736,40 +733,43 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
 
-    # Which run is this? init_from decides whether it is a new one. `resumed` is the last checkpoint
-    # of a run to continue, or None; `loaded` holds the weights to begin with: resumed's, those that
-    # init_from names, or None for random ones. All ranks go through this function together, but
+    # Which run is this, and where does it begin? All ranks go through this function together, but
     # rank 0 alone reads the command, prints, samples and writes: `on_main` calls a function there,
     # and all ranks get its result or its error
     ranks = Ranks()
-    c, resumed, loaded = choose_run(argv, ranks)
-    if resumed and not c.eval_only and is_done(c, resumed):
+    c, start = choose_run(argv, ranks)
+    if start.resumed and not c.eval_only and is_done(c, start.resumed):
         ranks.on_main(checkpoint.finish, Path(c.out_dir))
-        done = f"all {resumed['progress']['iter_num']:,} iterations are done"
+        done = f"all {start.resumed['progress']['iter_num']:,} iterations are done"
         say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
 
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
     keep_awake()
-    data = open_data(c, resumed, loaded, ranks)  # may download the tokens first
+    data = open_data(c, "dataset", ranks)  # may download the tokens first
+    ranks.on_main(check_data, c, data, start)
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     check_names(splits, measures, ranks)
     hw = hardware.set_up(c, ranks.local_rank)
-    c, fitted = fit_run(c, data.vocab, hw, ranks, resumed, loaded)  # the micro-batch that fits
+    # GPUs of different models round differently, so the ranks' weights would drift apart
+    ranks.check_same("device", hw.name, "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs of one model")
+    c, fitted = fit_run(c, data.vocab, hw, ranks, start.state)  # the micro-batch that fits
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
-    model = make_model(c, data.vocab, hw, loaded)
+    model = make_model(c, data.vocab, hw, start.state)
     if c.eval_only:
-        return evaluate_only(model, data, splits, measures, c, hw, ranks, resumed, loaded)
+        return evaluate_only(model, data, splits, measures, c, hw, ranks, start)
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    progress = restore(resumed, optimizer, scaler, c, hw, ranks.rank) if resumed else Progress()
+    progress = Progress()
+    if start.resumed:
+        progress = restore(start.resumed, optimizer, scaler, c, hw, ranks.rank)
 
     # Files, clock, log and batches. out_dir is absolute, because after a share's return the current
     # folder may still be unreachable
@@ -777,16 +777,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     saver = Saver(out_dir, c.keep_checkpoints, facts_to_save(c, data, model), ranks)
     # From here on out_dir belongs to this run. Lock it, create the logs and delete temporary files.
     # In a new run, rename an earlier log. On a resume, drop the log records that the run will write
-    # again, rename damaged checkpoints that are newer than `resumed`, and link best.pt if a kill
-    # prevented that
-    saver.claim(resumed)
-    clock = Clock(began, hw.synchronize, c, resumed, ranks)
+    # again, rename newer checkpoints, which are damaged, and link best.pt if a kill prevented that
+    saver.claim(start.resumed)
+    clock = Clock(began, hw.synchronize, c, start.resumed, ranks)
     log = Log(c, clock, hw, data, model, optimizer, progress, saver)
-    log.begin(resumed, loaded, fitted)  # also starts the tracker
+    log.begin(start, fitted)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    del resumed, loaded  # frees the loaded checkpoint
+    del start  # frees the loaded checkpoint
 
     # Compile, and compare with eager code. If that fails, or compiled code is wrong, the run ends
     if hw.compiles:
@@ -811,29 +810,29 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # share stays 0 and there is always spare time
         now = clock.position(it)
 
-        # `stop` is the reason to stop here, or None. "max_iters" and "hours" complete the run. With
-        # the name of a signal, or "data" (unreadable), it can be resumed
+        # `stop` is the reason to stop here, or None: "max_iters" or "hours" if the run is complete,
+        # or Stopped's, after which it can be resumed
         stop = why_stop(c, now, progress)
-        if not stop:
-            stop = wait_for_data(batches, accum, signals)  # also checks for signals
-
-        # a complete run ends with the averages of its weights, if the optimizer keeps them
-        if stop in COMPLETE and load_averages(optimizer):
-            log.report_averages(it)
-
-        # evaluate once in a while and when the run is complete, but not after a signal
         numbers = None
-        if evaluation_due(c, now, progress, stop):
-            with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-                numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
-                if isinstance(numbers, str):
-                    stop, numbers = numbers, None  # a resumed run starts with this evaluation
-                else:
+        try:
+            if not stop:
+                wait_for_data(batches, accum, signals)  # also checks for signals
+
+            # a complete run ends with the averages of its weights, if the optimizer keeps them
+            if stop and load_averages(optimizer):
+                log.report_averages(it)
+
+            # evaluate once in a while and when the run is complete
+            if evaluation_due(c, now, progress, stop):
+                with clock.pause("evaluation"):  # keeps its seconds out of iteration times
+                    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
                     progress.evaluate(numbers["val_loss"], now.share)
                     log.report_eval(it, progress.tokens, numbers)
                     # expect the next one to take as long. With hours, this moves now.share and so
                     # changes the learning rates
                     clock.expect("evaluation")
+        except Stopped as stopped:  # a resumed run starts with the evaluation that this one misses
+            stop = stopped.reason
 
         # save once in a while, and at the end. If the disk is full, keep training and try again;
         # at the end, wait until it has room or a signal comes

@@ -164,9 +164,8 @@ FITTED = [  # GiB of a GPU, processes, flags, batch_size of a run to resume, the
     # this flag switches tokens_per_iter off
     (12, 1, ["--gradient_accumulation_steps=2"], None, 32),
     (0, 1, ["--device=cpu"], None, 8),
-    (12, 1, [], 16, 16),  # a resume computes the same bits
-    (80, 1, [], 8, 8),
-    (12, 1, ["--batch_size=4"], 16, 4),
+    (12, 1, [], 16, 8),  # a resume decides as a new run does
+    (80, 1, [], 8, 32),
     (4, 1, [], None, 1),  # does not fit either: the run ends with its error line
 ]
 
@@ -185,7 +184,7 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", None, None, compiles=True)
     ranks = SimpleNamespace(world_size=processes, max=lambda *values: values)
-    c, _ = fit_run(c, 50257, hw, ranks, resumed, None)
+    c, _ = fit_run(c, 50257, hw, ranks, None)
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
     assert c.eval_size == asked.eval_size
@@ -196,8 +195,8 @@ def test_the_smallest_gpu_decides(monkeypatch):
     c, _ = resolve(read_config([f"{ROOT}/config/fast124m.py"]), 2)
     hw = Hardware(torch.device("cuda"), torch.bfloat16, "", None, None, compiles=True)
     ranks = SimpleNamespace(world_size=2, max=lambda *values: [-8 * GIB])
-    c, lines = fit_run(c, 50257, hw, ranks, None, None)
-    assert c.batch_size == 4 and len(lines) == 1
+    c, line = fit_run(c, 50257, hw, ranks, None)
+    assert c.batch_size == 4 and line
 
 
 # -----------------------------------------------------------------------------

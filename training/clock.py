@@ -160,8 +160,10 @@ class Clock:
     def pause(self, category: str) -> Iterator[None]:
         """Book the seconds until this block to steps, and the block's own to `category`."""
         self.lap("steps")
-        yield
-        self.lap(category)
+        try:
+            yield
+        finally:  # a signal may end an evaluation
+            self.lap(category)
 
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""

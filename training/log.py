@@ -75,11 +75,10 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, resumed: dict | None, weights: dict | None, fitted: list[str]) -> None:
+    def begin(self, start, fitted: str) -> None:
         """
-        Start the tracker and describe the run. `resumed` is the
-        checkpoint and `weights` the weights from which it starts, if any. `fitted` are fit_run()'s
-        lines about the micro-batch.
+        Start the tracker and describe the run. `start` is the train.Start from which it begins, and
+        `fitted` fit_run()'s line about the micro-batch, or "".
         """
         c = self.config
         # keep the evaluation at the resumed iteration; the run repeats everything after it
@@ -89,14 +88,14 @@ class Log:
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
         say(
-            *origin_lines(c, resumed, weights),
+            *origin_lines(c, start),
             f"command: {launch_command(self.world_size)}",
             f"start: {date()}, {program}, torch {torch.__version__}",
             self.hw.line(),
             describe(self.model, self.data.vocab),
             self.data.line(),
             batch_line(c),
-            *fitted,
+            *filter(None, [fitted]),
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.world_size > 1:
@@ -343,16 +342,19 @@ def launch_command(world_size: int) -> str:
     return f"torchrun ... {command_line(*sys.argv)}"
 
 
-def origin_lines(c: Config, resumed: dict | None, weights: dict | None) -> list[str]:
-    """Say from which checkpoint or weights a run starts. With init_from=scratch, say nothing."""
-    if not resumed:
+def origin_lines(c: Config, start) -> list[str]:
+    """
+    Say from which checkpoint or weights a run begins. Takes a train.Start. With init_from=scratch,
+    says nothing.
+    """
+    if not start.resumed:
         began = [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
-        return [*began, f"weights: {weights['source']}"] if weights else began
-    it = resumed["progress"]["iter_num"]
+        return [*began, f"weights: {start.state['source']}"] if start.state else began
+    it = start.resumed["progress"]["iter_num"]
     begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    lines = [f"resume: {checkpoint_path(c.out_dir, it)}, iteration {it:,}{begun}"]
+    lines = [f"resume: {start.source}, iteration {it:,}{begun}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
-        before = resumed["config"].get(name, FIELDS[name].default)
+        before = start.resumed["config"].get(name, FIELDS[name].default)
         if value != before and name != "wandb_run_name" and UNREACHED not in (value, before):
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     return lines

@@ -212,15 +212,15 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
 
 
 def fit_run(
-    c: Config, vocab: int, hw: Hardware, ranks: Ranks, resumed: dict | None, weights: dict | None
-) -> tuple[Config, list[str]]:
+    c: Config, vocab: int, hw: Hardware, ranks: Ranks, weights: dict | None
+) -> tuple[Config, str]:
     """
-    Choose the micro-batch of a new run with tokens_per_iter. Returns the config with it, and a line
-    for the log if a micro-batch was chosen here. Only the size of the smallest GPU counts, not what
-    is free now, so that the choice is the same at each start.
+    Choose the micro-batch of a run with tokens_per_iter. Returns the config with it, and a line for
+    the log, or "" if none was chosen. Only the size of the smallest GPU counts, not what is free
+    now, so that each start on a card chooses alike.
     """
-    if resumed or not c.tokens_per_iter:
-        return c, []
+    if not c.tokens_per_iter:
+        return c, ""
     is_gpu = hw.device.type == "cuda"
     total = torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0
     (most,) = ranks.max(-total)
@@ -229,7 +229,7 @@ def fit_run(
     size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
     line = f"batch_size: {size} of at most {c.batch_size} sequences, {limit}"
-    return with_batch(c, size, c.iter_sequences), [line]
+    return with_batch(c, size, c.iter_sequences), line
 
 
 # -----------------------------------------------------------------------------

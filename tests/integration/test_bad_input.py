@@ -42,6 +42,7 @@ COMMAND_LINE = [
     ("train.py tiny.py batch_size=4", "batch_size=4 --key=value"),
     ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile True or False 'maybe'"),
+    ("train.py tiny.py --out_dir=", "--out_dir text ''"),  # as in --out_dir=$DIR without a DIR
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
     ("train.py tiny.py --max_iters=1e400", "--max_iters whole number"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
@@ -92,8 +93,9 @@ FOLDERS = [
     # a browser names a second copy like this
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run: --out_dir"),
-    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "ckpt.pt --out_dir"),
-    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "no checkpoint"),
+    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "--init_from=nanogpt_run/ckpt.pt"),
+    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --out_dir=NEW"),
+    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "--init_from=best_alone/best.pt"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3", "another"),
     # another model means another run, even if the run in the folder is finished
     ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "--n_layer=2 --out_dir"),

@@ -6,7 +6,8 @@ import pytest
 from program import ROOT, flags, refused, run
 
 from common.console import UserError
-from configurator import load_config
+from configurator import Config, config_values, load_config, read_config
+from train import Start, config_of_run
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=64)
 # tokens_per_iter, and the accumulation that follows from it
@@ -60,15 +61,43 @@ def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys, ran):
     assert [c["batch_size"] for c in ran.column("start", "config")] == [4, 2]
 
 
-def test_a_resume_keeps_the_tokens_per_iteration_that_its_accumulation_gave(config, keys, ran):
-    """
-    Resume a run whose config, like nanoGPT's, has no tokens_per_iter, with a larger micro-batch.
-    """
-    config.write_text("batch_size = 4\nblock_size = 16\ngradient_accumulation_steps = 3\n")
-    assert run("train.py", config, *flags(**keys | dict(max_iters=2))).code == 0
-    again = run("train.py", config, "--batch_size=6", *flags(**keys, init_from="resume"))
-    assert again.code == 0, again.err
-    assert ran.column("start", "tokens_per_iter") == 2 * [4 * 16 * 3]
+# what a command sets, its processes; batch_size and gradient_accumulation_steps, or the problem
+RESUMED = [
+    ("", 1, (12, 40)),
+    ("--batch_size=24 --gradient_accumulation_steps=20", 1, (24, 20)),
+    ("--batch_size=5 --tokens_per_iter=491520", 1, (5, 96)),
+    ("--batch_size=12 --gradient_accumulation_steps=80", 1, "this run has 491520"),
+    ("--batch_size=7", 1, "this run has 491520"),
+    ("--tokens_per_iter=245760", 1, "this run has 491520"),
+    ("--batch_size=12 --gradient_accumulation_steps=40", 3, "multiple of 3"),
+]
+
+
+def resumed(words: list[str], processes: int) -> Config:
+    """Return the configuration of a command that resumes a run of 12 x 40 sequences."""
+    start = Start("resume", "out", dict(config=config_values(Config())))
+    return config_of_run(read_config(["--device=cpu", *words]), start, processes)
+
+
+@pytest.mark.parametrize("words, processes, expected", RESUMED)
+def test_numbers_of_the_batch_hold_on_a_resume_or_are_refused(words, processes, expected):
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            resumed(words.split(), processes)
+    else:
+        c = resumed(words.split(), processes)
+        assert (c.batch_size, c.gradient_accumulation_steps) == expected
+
+
+def test_a_run_resumes_on_every_number_of_gpus_that_divides_its_sequences():
+    for processes in range(1, 65):
+        if 480 % processes:
+            with pytest.raises(UserError, match="cannot be shared"):
+                resumed([], processes)
+        else:
+            c = resumed([], processes)
+            assert c.iter_sequences == 480 and c.eval_size == Config().eval_size
+            assert c.batch_size <= 12 and c.gradient_accumulation_steps % processes == 0
 
 
 GPU_CONFIGS = [*(ROOT / "config").glob("gpt*m_*.py")]
