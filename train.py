@@ -62,7 +62,7 @@ from training.checkpoint import Saver
 from training.clock import Clock, Position
 from training.compiled import compile_or_end, freeze_garbage
 from training.hardware import Hardware
-from training.log import EVAL_FIELDS, Log, evaluation_line, origin_lines
+from training.log import Log, evaluation_line, origin_lines
 from training.memory import fit_run
 from training.pretrained import ARCHITECTURE, check_fields, load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
@@ -521,7 +521,8 @@ def estimate_loss(
     numbers. Raises Stopped if a signal arrives or a rank cannot read its data.
     """
     tokens = min(c.eval_size, len(splits["val"]))  # the same number from each split
-    numbers: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    others: dict[str, float] = {}
     model.eval()
     try:
         for name, split in splits.items():
@@ -532,14 +533,14 @@ def estimate_loss(
             if failed or micro_batches is None:
                 raise Stopped(signals.name)
             loss_sum, count = ranks.sum(*sum_losses(model, micro_batches, hw, signals))
-            numbers[f"{name}_loss"] = loss_sum / count
+            losses[f"{name}_loss"] = loss_sum / count
         for name, function in measures.items():
             if signals.stop_asked():
                 raise Stopped(signals.name)
-            numbers[name] = ranks.on_main(measure, name, function, model, hw)
+            others[name] = ranks.on_main(measure, name, function, model, hw)
     finally:
         model.train()
-    return numbers
+    return dict(**losses, **others)  # raises TypeError if a measure has the name of a loss
 
 
 def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) -> float:
@@ -557,14 +558,6 @@ def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) ->
     finally:
         hw.set_rng_states(states)
         model.eval()  # for the next measure, if this one has switched to training
-
-
-def check_names(splits: dict, measures: dict, ranks: Ranks) -> None:
-    """Raise UserError if a measure has the name of another field of an evaluation's record."""
-    taken = {*EVAL_FIELDS, *(f"{name}_loss" for name in splits)}
-    for name in measures:
-        if name in taken:
-            ranks.fail(f"measures: {name!r} is a field of each evaluation; give it another name")
 
 
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
@@ -651,17 +644,11 @@ def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
         ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def facts_to_save(c: Config, data: Dataset, model) -> dict:
-    """Collect what every checkpoint of this launch holds, besides its state."""
-    return data.facts() | dict(config=config_values(c), model_config=config_to_dict(model.config))
-
-
-def state_to_save(model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
-    """
-    Collect what a resume needs, besides the saver's facts, into a checkpoint. Every rank must call
-    this.
-    """
-    return dict(
+def state_to_save(c, data: Dataset, model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
+    """Collect what a resume needs into a checkpoint. Every rank must call this."""
+    return data.facts() | dict(
+        config=config_values(c),
+        model_config=config_to_dict(model.config),
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
@@ -751,7 +738,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.on_main(check_data, c, data, start)
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
-    check_names(splits, measures, ranks)
     hw = hardware.set_up(c, ranks.local_rank)
     # GPUs of different models round differently, so the ranks' weights would drift apart
     ranks.check_same("device", hw.name, "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs of one model")
@@ -774,7 +760,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Files, clock, log and batches. out_dir is absolute, because after a share's return the current
     # folder may still be unreachable
     out_dir = Path(c.out_dir).absolute()
-    saver = Saver(out_dir, c.keep_checkpoints, facts_to_save(c, data, model), ranks)
+    saver = Saver(out_dir, c.keep_checkpoints, ranks)
     # From here on out_dir belongs to this run. Lock it, create the logs and delete temporary files.
     # In a new run, rename an earlier log. On a resume, drop the log records that the run will write
     # again, rename newer checkpoints, which are damaged, and link best.pt if a kill prevented that
@@ -842,7 +828,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 to_save = progress
                 if is_best(progress):  # best.pt too, and the best so far if this save works
                     to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
-                state = state_to_save(model, optimizer, scaler, to_save, clock, hw, ranks)
+                state = state_to_save(c, data, model, optimizer, scaler, to_save, clock, hw, ranks)
                 if save(state, stop, saver, signals, log):
                     progress = to_save
                     clock.expect("checkpoints")

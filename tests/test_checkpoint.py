@@ -31,7 +31,7 @@ class FillingFile(io.FileIO):
 
 def test_writes_every_record_whole_after_the_disk_was_full(tmp_path, monkeypatch, capsys):
     """Warn once. With room again, complete the record that was cut, and write the others."""
-    saver = Saver(tmp_path, keep=1, facts={}, ranks=Ranks())
+    saver = Saver(tmp_path, keep=1, ranks=Ranks())
     saver.claim(None)
     monkeypatch.setattr(
         checkpoint, "open", lambda path, mode, **_: FillingFile(path, mode), raising=False

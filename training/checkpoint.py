@@ -223,11 +223,10 @@ class Saver:
     a share dies with its connection. If the lock dies with it, nothing takes it again.
     """
 
-    def __init__(self, out_dir: Path, keep: int, facts: dict, ranks):
+    def __init__(self, out_dir: Path, keep: int, ranks):
         self.ranks = ranks
         self.out_dir = out_dir
         self.keep = keep  # how many of the newest checkpoints to keep
-        self.facts = facts  # what every checkpoint of this launch holds, besides its state
         self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
         self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
@@ -282,7 +281,7 @@ class Saver:
         Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
         or why nothing was saved: the disk is full, failing or missing.
         """
-        problem = self.ranks.on_main(self.write, state | self.facts)
+        problem = self.ranks.on_main(self.write, state)
         self.failed = bool(problem)
         if not problem:
             self.newest = (state["progress"]["iter_num"], state["progress"]["evaluated_at"])

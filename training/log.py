@@ -32,8 +32,6 @@ PATIENCE = 20.0  # seconds to wait for loss.png
 # A run is slow if its MFU, after SLOW_AFTER iterations, is below SLOW times the lowest known one.
 # Muon takes 4%, and runs of one card differ by a few percent more.
 SLOW_AFTER, SLOW = 50, 0.85
-# The fields of an evaluation besides its numbers; published runs have a band, from low to high
-EVAL_FIELDS = "kind time iter tokens hours seconds perplexity bits_per_byte low high".split()
 
 
 class Log:

@@ -424,7 +424,7 @@ def test_two_ranks_train_like_one_process(tokens, tmp_path):
 NAMES = ("noise", "eager", "again", "array", "memory", "leave", "many")
 # draw random numbers, switch dropout on, return arrays, fail, exit and return too much
 MEASURES = """
-def check_names(splits, measures, ranks):
+def add_measures(measures):
     def eager(model):
         return model(torch.arange(9)[None], torch.arange(9)[None]).item()
 
@@ -446,6 +446,14 @@ def check_names(splits, measures, ranks):
 """
 
 
+def with_measures(folder: Path, code: str) -> Path:
+    """Copy the program to `folder`, with the measures that the code's add_measures() adds."""
+    path = changed(folder, {"train.py": code}) / "train.py"
+    before, line, after = path.read_text("utf-8").partition("    hw = hardware.set_up(")
+    path.write_text(f"{before}    add_measures(measures)\n{line}{after}", "utf-8")
+    return folder
+
+
 def test_measures_change_no_bit_of_training_and_end_no_run(tokens, tmp_path):
     """Resume on two ranks with them. A measure that fails warns, and is null in the record."""
     whole, measured = tmp_path / "whole", tmp_path / "measured"
@@ -455,7 +463,7 @@ def test_measures_change_no_bit_of_training_and_end_no_run(tokens, tmp_path):
     for name in ("ckpt-00000006.pt", "metrics.jsonl"):
         shutil.copy(whole / name, measured)
     words = flags(**config, dataset=tokens, out_dir=measured, init_from="resume")
-    program = changed(tmp_path / "program", {"train.py": MEASURES})
+    program = with_measures(tmp_path / "program", MEASURES)
     first, second = finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True))
     assert (first.code, second.code) == (0, 0), first.err
     assert first.err.count("memory failed (OutOfMemoryError: CUDA") == 2
@@ -467,14 +475,14 @@ def test_measures_change_no_bit_of_training_and_end_no_run(tokens, tmp_path):
 
 
 INTERRUPTED = """
-def check_names(splits, measures, ranks):
+def add_measures(measures):
     measures["first"] = lambda model: signal.raise_signal(signal.SIGTERM) or 1.0
     measures["second"] = lambda model: print("went on")
 """
 
 
 def test_a_signal_in_a_measure_stops_the_run_before_the_next_one(tokens, tmp_path):
-    program = changed(tmp_path / "program", {"train.py": INTERRUPTED})
+    program = with_measures(tmp_path / "program", INTERRUPTED)
     words = flags(**BASE, dataset=tokens, out_dir=tmp_path / "out")
     result = finish(start("train.py", *words, cwd=program, only_torch=True))
     assert result.code == 143 and "went on" not in result.out

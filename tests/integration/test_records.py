@@ -8,11 +8,6 @@ import pytest
 from char_dataset import SHORT_RUN, T
 from program import InProcessRun, Result, Run, finish, flags, gradients_of_nan, run, start, train
 
-from common.console import UserError
-from reports.runs import COLUMNS
-from train import check_names
-from training.ranks import Ranks
-
 TINY = dict(max_iters=4, eval_interval=2, eval_tokens=64)
 N = r"-?[\d.]+"
 ITER = re.compile(rf"^iter (\d+): loss ({N}), time ({N})ms, mfu ({N})%", re.MULTILINE)
@@ -63,15 +58,6 @@ def test_each_kind_of_record_in_metrics_jsonl_has_its_fields(logged):
         assert record.keys() - {"kind", "time"} == set(FIELDS[record["kind"]].split())
         assert datetime.fromisoformat(record["time"]).tzinfo
     assert {record["kind"] for record in logged[0].records()} == FIELDS.keys()
-
-
-def test_a_measure_needs_a_name_of_its_own(logged):
-    splits = dict(train=None, val=None, second=None)
-    check_names(splits, dict(choices=None, second=None), Ranks())
-    (record, *_) = [record for record in logged[0].records() if record["kind"] == "eval"]
-    for name in record.keys() | {*COLUMNS["eval"], "second_loss"}:
-        with pytest.raises(UserError, match=f"measures: '{name}'"):
-            check_names(splits, {name: None}, Ranks())
 
 
 def test_log_txt_holds_what_the_console_showed(logged):
