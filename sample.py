@@ -3,7 +3,7 @@ Sample from a trained model.
 
     python sample.py --out_dir=out/gpt124m                 a run's model with the best val loss
     python sample.py config/gpt124m_4070.py --start="The"  the run of this config, with a prompt
-    python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights
+    python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights, or a hub model's
     python sample.py --init_from=out/gpt124m/best.pt       any checkpoint
     python sample.py --help                                list all keys
 
@@ -32,7 +32,7 @@ from data.tokenizer import Tokenizer
 from model import GPT, generate
 from model_fast import FastGPT, build_model, config_from_dict
 from training import hardware, preflight
-from training.pretrained import load_weights, read_weights
+from training.pretrained import load_pretrained, load_weights, read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -47,7 +47,7 @@ class SampleConfig:
         python sample.py --init_from=gpt2 --start="Once upon a time"
     """
 
-    init_from: str = "resume"  # resume: the run in out_dir; gpt2 .. gpt2-xl; or a path
+    init_from: str = "resume"  # resume: out_dir's run; gpt2 .. gpt2-xl; OWNER/NAME (hub); a path
     out_dir: str = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, or FILE:name; may contain <|endoftext|>
     num_samples: int = 10  # how many samples of the prompt
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
     # In a training config, auto and scratch also mean the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS
     try:
-        state = read_weights(c.out_dir if from_run else c.init_from, best=from_run)
+        state = read_weights(c.out_dir, best=True) if from_run else load_pretrained(c.init_from)
     except UserError as error:
         flag = "--out_dir" if from_run else "--init_from"
         raise UserError(*(f"{flag}={problem}" for problem in error.problems)) from None

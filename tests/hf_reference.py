@@ -1,4 +1,4 @@
-"""Provide transformers' GPT-2 as a reference, and a small tokenizer."""
+"""Provide transformers' GPT-2 as a reference, models as the hub has them, and a tokenizer."""
 
 from pathlib import Path
 
@@ -36,13 +36,17 @@ def as_transformers(model: GPT) -> GPT2LMHeadModel:
 
 
 def random_gpt2(folder: Path, **changes) -> GPT2LMHeadModel:
-    """Save a transformers GPT-2 with weights far from their initial ones, and return it."""
+    """
+    Save a transformers GPT-2 with weights far from their initial ones, and own_bpe(), as the hub
+    has them. Return the model.
+    """
     torch.manual_seed(0)
     sizes = dict(n_positions=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
     reference = GPT2LMHeadModel(GPT2Config(**sizes | changes)).eval()
     for parameter in reference.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     reference.save_pretrained(folder)
+    own_bpe().save(str(folder / "tokenizer.json"))
     return reference
 
 

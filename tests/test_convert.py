@@ -28,7 +28,7 @@ from transformers import (
 
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training.pretrained import load_pretrained, load_weights, read_gpt2
+from training.pretrained import load_pretrained, load_weights
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 
@@ -383,6 +383,30 @@ def test_lm_evaluation_harness_measures_an_export_offline(model, tmp_path):
 # From Hugging Face
 
 
+def imported(folder: Path) -> GPT | FastGPT:
+    """Return the model that --init_from=FOLDER gives."""
+    state = load_pretrained(str(folder))
+    model = build_model(config_from_dict(state["model_config"])).eval()
+    load_weights(model, state)
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(vocab_size=384),
+        dict(vocab_size=384, tie_word_embeddings=False),
+        dict(vocab_size=128, activation_function="gelu_pytorch_tanh", n_inner=128),
+    ],
+)
+def test_a_hub_model_gives_the_logits_of_transformers(changes, tmp_path):
+    """Never sample the rows that its tokenizer has no token for."""
+    reference = random_gpt2(tmp_path / "hf", **changes)
+    assert_same_logits(imported(tmp_path / "hf"), reference, changes["vocab_size"])
+    rows = min(changes["vocab_size"], own_bpe().get_vocab_size())
+    assert load_pretrained(str(tmp_path / "hf"))["vocab"] == rows
+
+
 def test_reads_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
     """Read names without "transformer.", skip the causal masks among them, and tie the head."""
     reference = random_gpt2(tmp_path / "hf")
@@ -391,19 +415,17 @@ def test_reads_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
     weights.pop("lm_head.weight", None)
     for i in range(2):
         weights[f"h.{i}.attn.bias"] = torch.ones(16, 16).tril().view(1, 1, 16, 16)
+        weights[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, file, metadata={"format": "pt"})
-    state = read_gpt2(tmp_path / "hf")
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    load_weights(model, state)
-    assert_same_logits(model, reference, 128)
-    assert (state["vocab"], state["tokenizer"]) == (128, dict(kind="gpt2"))
+    assert_same_logits(imported(tmp_path / "hf"), reference, 128)
 
 
-def test_an_unreachable_hub_gives_one_error_line(tmp_path, monkeypatch):
-    """Say that gpt2 cannot be fetched, and exit with code 1."""
+@pytest.mark.parametrize("name", ["gpt2", "owner/model"])
+def test_an_unreachable_hub_gives_one_error_line(name, tmp_path, monkeypatch):
+    """Say that the model cannot be fetched, and exit with code 1."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    refused(run("sample.py", "--init_from=gpt2"), "gpt2: cannot be fetched")
+    refused(run("sample.py", f"--init_from={name}"), f"{name}: no such file", "cannot be fetched")
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 from char_dataset import LETTERS, RULER, sample, train_short, write_letters, write_parrot
 from doc_pages import code_blocks
-from hf_reference import as_transformers, random_gpt2
+from hf_reference import as_transformers, own_bpe, random_gpt2
 from program import ROOT, checkpoint, refused, run, write_tokens
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -254,15 +254,19 @@ def test_end_of_text_in_a_prompt_is_one_token():
     assert encode("a<|endoftext|>b" * 10, Tokenizer(dict(kind="byte"))) == [97, 0, 98] * 10
 
 
-def test_samples_of_gpt2_match_transformers(gpt2_bpe, tmp_path):
-    reference = random_gpt2(tmp_path / "hf", n_embd=8, n_layer=1, n_head=1, vocab_size=50257)
-    idx = torch.tensor([gpt2_bpe.encode_ordinary("Hello world")])
+@pytest.mark.parametrize("name", ["gpt2", "owner/model", "hf"])
+def test_samples_of_hub_models_match_transformers(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bpe = own_bpe()
+    reference = random_gpt2(Path("hf"), vocab_size=bpe.get_vocab_size())
+    idx = torch.tensor([bpe.encode("the cat", add_special_tokens=False).ids])
     options = dict(attention_mask=torch.ones_like(idx), max_new_tokens=6)
     expected = reference.generate(idx, do_sample=False, **options)[0].tolist()
     greedy = (*SHORT, "--temperature=0", "--max_new_tokens=6")
-    with mock.patch("training.pretrained.fetch", lambda name: tmp_path / "hf"):
-        result = run("sample.py", "--init_from=gpt2", "--start=Hello world", *greedy)
-    assert result.code == 0 and result.out == gpt2_bpe.decode(expected) + RULER
+    with mock.patch("training.pretrained.fetch", lambda name: "hf"):
+        result = run("sample.py", f"--init_from={name}", "--start=the cat", *greedy)
+    assert result.code == 0
+    assert result.out == bpe.decode(expected, skip_special_tokens=False) + RULER
 
 
 def test_a_vocabulary_that_cannot_be_downloaded_is_reported_in_one_line(made, tmp_path):

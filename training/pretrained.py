@@ -1,5 +1,6 @@
 """
-Read weights trained elsewhere: OpenAI's GPT-2, nanoGPT's checkpoints, and this program's.
+Read weights trained elsewhere: GPT-2 models of the Hugging Face hub, nanoGPT's checkpoints, and
+this program's.
 
 Code in these files is never executed.
 """
@@ -12,7 +13,7 @@ from common.console import UserError, one_line, warn
 from common.files import read_json
 from configurator import FIELDS
 from data.shards import dataset_folder
-from data.tokenizer import GPT2_VOCAB, read_meta
+from data.tokenizer import GPT2_VOCAB, Tokenizer, read_bpe, read_meta
 from model import FREE_ON_RESUME, GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from training import checkpoint
@@ -23,23 +24,41 @@ ARCHITECTURE = (
     "model",
     *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
 )
-HUB_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+OPENAI_MODELS = (
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+)  # the hub has them in openai-community
+HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json"]
+# Settings in a hub model's config.json, with the values that model.py computes. Where sizes differ,
+# the weights do not fit.
+COMPUTED = dict(
+    model_type=("gpt2",),
+    activation_function=("gelu_new", "gelu_pytorch_tanh"),
+    layer_norm_epsilon=(1e-5,),
+    scale_attn_weights=(True,),
+    scale_attn_by_inverse_layer_idx=(False,),
+)
 # Hugging Face stores these matrices as (in, out), the transpose of nn.Linear's weights
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-NO_TOKENIZER = dict(kind="unknown")
 
 
 def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     """
-    Load the weights that init_from names: gpt2, gpt2-medium, gpt2-large or gpt2-xl from the hub, a
-    checkpoint of this program or of nanoGPT, or a run's out_dir.
+    Load the weights that init_from names: gpt2, gpt2-medium, gpt2-large, gpt2-xl or OWNER/NAME from
+    the hub, a folder with a hub model's files, a checkpoint of this program or of nanoGPT, or a
+    run's out_dir.
 
     Returns a dict: `model` (float32 weights under model.py's names), `model_config`, `vocab` (the
     vocabulary size before padding), `tokenizer`, and `source`, a description. A context longer than
     `block_size` is cropped. The vocabulary is not padded further, because new rows would take part
     in every softmax. Raises UserError if there are no such weights or they cannot be read.
     """
-    state = read_weights(name_or_path)
+    is_name = name_or_path in OPENAI_MODELS or name_or_path.count("/") == 1
+    if is_name and not Path(name_or_path).expanduser().exists():
+        name_or_path = fetch(name_or_path)
+    state = read_weights(name_or_path, best=False)
     config = config_from_dict(state["model_config"])
     weights = state["model"]
     if block_size is not None and block_size < config.block_size:
@@ -69,16 +88,29 @@ def load_weights(model, state: dict) -> None:
 # Which file
 
 
-def find_weights(name_or_path: str, best: bool = False) -> Path:
+def fetch(name: str) -> str:
     """
-    Find the file that a name or path means: for a run its newest checkpoint, or with `best` its
-    best.pt; for OpenAI's GPT-2 its folder. If a full disk or a kill has kept best.pt from
-    being linked to the best checkpoint, warns and returns that checkpoint. Raises UserError if
-    there is none.
+    Return the folder of a hub model, downloaded unless it is cached. Raises UserError if that
+    fails. A file that the model lacks is missing in the folder.
     """
-    path = Path(os.path.expanduser(name_or_path))  # shells do not expand the ~ in --init_from=~/x
-    if name_or_path in HUB_MODELS and not path.exists():
-        return fetch(name_or_path)
+    try:
+        from huggingface_hub import snapshot_download
+
+        repository = f"openai-community/{name}" if name in OPENAI_MODELS else name
+        return snapshot_download(repository, allow_patterns=HUB_FILES)
+    except Exception as error:  # a failing network raises all kinds of errors
+        problem = "no such file or folder, and cannot be fetched from the Hugging Face hub"
+        hint = "correct the name, or repeat the command when you are online"
+        raise UserError(f"{name}: {problem} ({one_line(error)}); {hint}") from None
+
+
+def find_weights(name: str, best: bool) -> Path:
+    """
+    Find the file that a name means: for a run its newest checkpoint, or with `best` its best.pt;
+    for a hub model its folder. If a full disk or a kill has kept best.pt from being linked to the
+    best checkpoint, warns and returns that checkpoint. Raises UserError if there is none.
+    """
+    path = Path(name).expanduser()  # shells do not expand the ~ in --init_from=~/x
     if path.is_file():
         return path
     if best and (missed := checkpoint.missed_best(path)):
@@ -90,44 +122,30 @@ def find_weights(name_or_path: str, best: bool = False) -> Path:
         return files[-1]
     if (path / "ckpt.pt").is_file():
         return path / "ckpt.pt"
+    if (path / "config.json").is_file():
+        return path
     what = "no checkpoint in it" if path.is_dir() else "no such file or folder"
-    hint = f"give a checkpoint, a run's folder, or one of {', '.join(HUB_MODELS)}"
-    raise UserError(f"{path}: {what}; {hint}")
-
-
-def fetch(name: str) -> Path:
-    """
-    Return the folder of one of OpenAI's models, downloaded from the hub unless it is cached. Raises
-    UserError if the download fails.
-    """
-    try:
-        from huggingface_hub import hf_hub_download
-
-        hf_hub_download(f"openai-community/{name}", "model.safetensors")
-        return Path(hf_hub_download(f"openai-community/{name}", "config.json")).parent
-    except Exception as error:  # a failing network raises all kinds of errors
-        raise UserError(
-            f"{name}: cannot be fetched from the Hugging Face hub ({one_line(error)}); "
-            "once that is fixed, repeat the command"
-        ) from None
+    names = f"{', '.join(OPENAI_MODELS)}, or a hub model's OWNER/NAME"
+    raise UserError(f"{path}: {what}; give a checkpoint, a run's out_dir, {names}")
 
 
 # -----------------------------------------------------------------------------
 # What is in it
 
 
-def read_weights(name_or_path: str, best: bool = False) -> dict:
+def read_weights(name: str, best: bool) -> dict:
     """
-    Read weights into the form of a checkpoint's state: `model`, `model_config`, `vocab` and
-    `tokenizer`; `source` describes what was read. Raises UserError if it is not a model.
+    Read the weights at a path into the form of a checkpoint's state: `model`, `model_config`,
+    `vocab` and `tokenizer`; `source` describes what was read. Raises UserError if it is not a
+    model.
     """
-    path = find_weights(name_or_path, best)
+    path = find_weights(name, best)
     try:
         state = read_gpt2(path) if path.is_dir() else read_checkpoint(path)
         return state | dict(source=describe_source(state, path))
     except Exception as error:  # files of other programs or versions raise all kinds of errors
         if not os.path.lexists(path):  # a run that saves there has deleted it, so look again
-            return read_weights(name_or_path, best)
+            return read_weights(name, best)
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: is not a model ({type(error).__name__}: {error})") from None
@@ -153,8 +171,8 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     """
     Return the vocabulary size and the tokenizer of a checkpoint at `path` that names none and whose
     embedding has this many rows. They come from a nanoGPT meta.pkl with as many characters, or from
-    a guess that 50257 rows or, padded, 50304 are GPT-2's. Failing these, returns all rows and
-    NO_TOKENIZER. `state` is the checkpoint.
+    a guess that 50257 rows or, padded, 50304 are GPT-2's. Failing these, returns all rows and an
+    unknown tokenizer. `state` is the checkpoint.
     """
     folders = [path.parent]
     if dataset := state.get("config", {}).get("dataset"):
@@ -168,28 +186,42 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     # Guess only for other programs' weights: our own checkpoints name their tokenizer.
     if rows in (GPT2_VOCAB, 50304) and "model_config" not in state:
         return GPT2_VOCAB, dict(kind="gpt2")
-    return rows, NO_TOKENIZER
+    return rows, dict(kind="unknown")
 
 
 def read_gpt2(folder: Path) -> dict:
-    """Read OpenAI's GPT-2 from its files on the hub, config.json and model.safetensors."""
+    """
+    Read a GPT-2 of the hub from its files. Raises UserError if model.py cannot compute it, or if a
+    file is missing.
+    """
     from safetensors.torch import load_file
 
+    for name in HUB_FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: has no {name}; docs/own_text.md says how to make it")
     hf = read_json(folder / "config.json", hint="get it again")
+    for key, values in COMPUTED.items():
+        if (value := hf.get(key, values[0])) not in values:
+            raise UserError(f"{folder}: its {key} is {value!r}; only {values[0]!r} can be computed")
     sizes = {name: hf[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    config = GPTConfig(block_size=hf["n_positions"], **sizes)
+    tied = hf.get("tie_word_embeddings", True)
+    config = GPTConfig(block_size=hf["n_positions"], tie_weights=tied, **sizes)
     weights = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if name.endswith(".attn.bias"):
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # a causal mask
-        tensor = tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor
-        weights[f"transformer.{name.removeprefix('transformer.')}"] = tensor.float()
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+        if name != "lm_head.weight":
+            name = f"transformer.{name.removeprefix('transformer.')}"
+        weights[name] = (tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor).float()
+    if tied:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    tokenizer = read_bpe(folder)
     return dict(
         model=weights,
         model_config=config_to_dict(config),
-        vocab=config.vocab_size,
-        tokenizer=dict(kind="gpt2"),
+        # models are often padded with ids that their tokenizer lacks
+        vocab=min(config.vocab_size, Tokenizer(tokenizer, folder).vocab),
+        tokenizer=tokenizer,
     )
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from char_dataset import write_letters, write_nanogpts_checkpoint
 from fault_injection import watched
+from hf_reference import random_gpt2
 from program import (
     ROOT,
     TINY_RUN,
@@ -163,6 +164,25 @@ TOOLS = [
     ("sample.py --init_from=numpy.pt --device=cpu", "numpy.pt not a checkpoint"),
     ("sample.py --init_from=page.pt", "page.pt: damaged"),
 ]
+# What model.py does not compute, as transformers saves it; the last two change the weights' shapes
+# and names.
+HUB_MODELS = dict(
+    activation_function="gelu",
+    layer_norm_epsilon=1e-6,
+    scale_attn_weights=False,
+    scale_attn_by_inverse_layer_idx=True,
+    n_inner=64,
+    add_cross_attention=True,
+)
+TOOLS += [
+    *((f"sample.py --init_from={key} --device=cpu", f"its {key} is") for key in [*HUB_MODELS][:4]),
+    ("sample.py --init_from=n_inner --device=cpu", "c_fc size mismatch"),
+    ("sample.py --init_from=add_cross_attention --device=cpu", "crossattention Unexpected"),
+    ("sample.py --init_from=llama --device=cpu", "model_type 'llama'"),
+    ("train.py tiny.py --init_from=no_weights", "no model.safetensors docs/own_text.md"),
+    ("sample.py --init_from=no_tokenizer --device=cpu", "no tokenizer.json docs/own_text.md"),
+    ("sample.py --init_from=cut_weights --device=cpu", "not a model Safetensor"),
+]
 
 if not torch.cuda.is_available():
     TOOLS += [("train.py tiny.py --device=cuda", "--device=cpu")]
@@ -241,6 +261,18 @@ def write_runs() -> None:
     Path("gone").symlink_to("/nowhere/runs")  # on a disk that is not mounted
 
 
+def write_hub_models() -> None:
+    for key, value in HUB_MODELS.items():
+        random_gpt2(Path(key), **{key: value})
+    for name in ("no_weights", "no_tokenizer", "cut_weights", "llama"):
+        random_gpt2(Path(name))
+    Path("no_weights/model.safetensors").rename("no_weights/pytorch_model.bin")
+    Path("no_tokenizer/tokenizer.json").unlink()
+    os.truncate("cut_weights/model.safetensors", 999)
+    config = Path("llama/config.json").read_text()
+    Path("llama/config.json").write_text(config.replace('"gpt2"', '"llama"'))
+
+
 def write_texts() -> None:
     text = "It was a dark and stormy night.\n" * 300
     Path("book.txt").write_text(text)
@@ -267,6 +299,7 @@ def world(tmp_path_factory) -> Path:
         write_nanogpts_folders()
         write_texts()
         write_runs()
+        write_hub_models()
     return folder
 
 

@@ -1,10 +1,11 @@
-"""Begin runs with other weights: nanoGPT's, another run's."""
+"""Begin runs with other weights: nanoGPT's, a hub model's, another run's."""
 
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from char_dataset import (
     LETTERS,
@@ -14,6 +15,7 @@ from char_dataset import (
     write_letters,
     write_nanogpts_checkpoint,
 )
+from hf_reference import own_bpe, random_gpt2
 from program import Run, contents, run, train
 
 # the form of nanoGPT's own config files: products, imports, strings made at run time
@@ -109,6 +111,24 @@ def test_weights_can_be_sampled_evaluated_fine_tuned_and_exported(tmp_path, monk
     # the export is of the best evaluation; transformers adds float32 in a different order
     after = loss_by_transformers(Path("tuned-hf"), val)
     assert after == pytest.approx(min(losses), abs=1e-5)
+
+
+def test_a_hub_model_is_evaluated_fine_tuned_and_exported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random_gpt2(Path("hub"), n_positions=2 * T, vocab_size=own_bpe().get_vocab_size())
+    Path("my.txt").write_text("the cat sat on the mat, that is where it sat\n" * 200)
+    words = ("my.txt", "--tokenizer=hub/tokenizer.json", "--val_fraction=0.3")
+    assert run("data/prepare_text.py", *words).code == 0
+    keys = {name: value for name, value in SHORT_RUN.items() if not name.startswith("n_")}
+    keys |= dict(dataset="my", init_from="hub", eval_tokens=20 * T, bias=True, out_dir="tuned")
+    val = np.fromfile(next(Path("data/my").glob("val_*.bin")), "<u2")[512 : 512 + 20 * T + 1]
+    before = loss_by_transformers(Path("hub"), val)
+    assert evaluation_in(train(**keys, eval_only=True).out) == pytest.approx(before, abs=1e-4)
+    train(**keys)
+    assert Run("tuned").evals("val_loss")[-1] < before - 0.5
+    assert run("convert.py", "ckpt-to-hf", "tuned", "tuned-hf").code == 0
+    exported = tokenizers.Tokenizer.from_file("tuned-hf/tokenizer.json")
+    assert exported.get_vocab() == own_bpe().get_vocab()
 
 
 def test_weights_keep_their_bias_and_padding_and_say_which_flags_to_type(tmp_path, monkeypatch):
