@@ -90,13 +90,15 @@ FOLDERS = [
     ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "File exists"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run: --out_dir"),
-    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "best.pt --out_dir"),
+    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "=best_alone/best.pt another"),
+    ("train.py tiny.py --init_from=resume --out_dir=best_alone", "=best_alone/best.pt another"),
     # a browser names a second copy like this
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run: --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "--init_from=nanogpt_run/ckpt.pt"),
     ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --out_dir=NEW"),
     ("train.py tiny.py --init_from=auto --out_dir=best_alone", "--init_from=best_alone/best.pt"),
+    ("train.py tiny.py --init_from=resume --out_dir=empty", "no checkpoint mounted"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3", "another"),
     # another model means another run, even if the run in the folder is finished
     ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "--n_layer=2 --out_dir"),
