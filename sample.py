@@ -18,14 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import (
-    UserError,
-    explain_errors,
-    print_err,
-    printable,
-    run_main,
-    warn,
-)
+from common.console import explain_errors, print_err, printable, run_main, warn
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, read_config
 from data.tokenizer import Tokenizer
@@ -61,7 +54,6 @@ class SampleConfig:
     compile: bool = False  # torch.compile the model, which is slow to start
     # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
-    # Not a key: the names of the keys that a flag set
 
 
 def read_prompt(start: str) -> str:
@@ -108,11 +100,7 @@ def main(argv: list[str]) -> int:
     prompt = read_prompt(c.start)
     # In a training config, auto and scratch also mean the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS
-    try:
-        state = read_weights(c.out_dir, best=True) if from_run else load_pretrained(c.init_from)
-    except UserError as error:
-        flag = "--out_dir" if from_run else "--init_from"
-        raise UserError(*(f"{flag}={problem}" for problem in error.problems)) from None
+    state = read_weights(c.out_dir, best=True) if from_run else load_pretrained(c.init_from)
     text = Tokenizer(state["tokenizer"])
     model = load_model(state, c)
     vocab = state["vocab"]  # before padding

@@ -131,8 +131,8 @@ FIXED = [
 ]
 
 TOOLS = [
-    ("sample.py --out_dir=nowhere", "--out_dir=nowhere no such"),
-    ("sample.py --out_dir=.", "--out_dir=. no checkpoint"),
+    ("sample.py --out_dir=nowhere", "nowhere: no such out_dir,"),
+    ("sample.py --out_dir=.", "no checkpoint out_dir,"),
     ("sample.py --out_dir=run --device=cpu --temprature=1", "--temperature"),
     ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "No such file"),
