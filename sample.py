@@ -60,7 +60,7 @@ def read_prompt(start: str) -> str:
     """Return the prompt: `start` itself, or the text of the file in FILE:name. Raises OSError."""
     if not start.startswith("FILE:"):
         return start
-    return read_text(Path(start.removeprefix("FILE:")).expanduser())
+    return read_text(Path(start.removeprefix("FILE:")))
 
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:

@@ -56,7 +56,7 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     in every softmax. Raises UserError if there are no such weights or they cannot be read.
     """
     is_name = name_or_path in OPENAI_MODELS or name_or_path.count("/") == 1
-    if is_name and not Path(name_or_path).expanduser().exists():
+    if is_name and not Path(name_or_path).exists():
         name_or_path = fetch(name_or_path)
     state = read_weights(name_or_path, best=False)
     config = config_from_dict(state["model_config"])
@@ -110,7 +110,7 @@ def find_weights(name: str, best: bool) -> Path:
     for a hub model its folder. If a full disk or a kill has kept best.pt from being linked to the
     best checkpoint, warns and returns that checkpoint. Raises UserError if there is none.
     """
-    path = Path(name).expanduser()  # shells do not expand the ~ in --init_from=~/x
+    path = Path(name)
     if path.is_file():
         return path
     if best and (missed := checkpoint.missed_best(path)):
