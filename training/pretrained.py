@@ -249,9 +249,7 @@ def read_checkpoint(path: Path) -> dict:
             state["vocab"], state["tokenizer"] = find_tokenizer(path, state["vocab"], state)
         return state
     if "model_args" not in state:
-        held = ", ".join(map(str, [*state][:3]))
-        problem = "is not a checkpoint of this program or of nanoGPT"
-        raise UserError(f"{path}: {problem}; it has no model_args, but {held}")
+        raise UserError(f"{path}: is not a checkpoint of this program or of nanoGPT")
     config = GPTConfig(**state["model_args"])
     weights = {
         name.removeprefix("_orig_mod."): tensor.float()  # torch.compile's name for the model

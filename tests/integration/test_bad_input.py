@@ -106,7 +106,7 @@ FOLDERS = [
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "another"),
     ("train.py tiny.py --init_from=nowhere.pt", "no such file gpt2-medium"),
     ("train.py tiny.py --init_from=evil.pt", "evil.pt not a checkpoint"),
-    ("train.py tiny.py --init_from=unknown.pt", "model_args, but weights"),
+    ("train.py tiny.py --init_from=unknown.pt", "unknown.pt: not a checkpoint nanoGPT"),
     ("train.py tiny.py --init_from=cut.pt", "cut.pt damaged"),
     ("train.py tiny.py --init_from=flipped.pt", "flipped.pt damaged"),
     ("train.py tiny.py --init_from=nan.pt", "nan.pt finite"),
