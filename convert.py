@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.console import Parser, UserError, run_main, say
-from data.tokenizer import GPT2_VOCAB, Tokenizer
+from data.tokenizer import Tokenizer
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from training.pretrained import TRANSPOSED, load_weights, read_weights
@@ -108,7 +108,8 @@ def hf_class_and_config(state: dict) -> tuple[Any, Any]:
     from training import modeling_fast
 
     config = config_from_dict(state["model_config"])
-    eot = end_of_text(state["tokenizer"])
+    spec = state["tokenizer"]
+    eot = None if spec["kind"] == "unknown" else Tokenizer(spec).eot
     values: dict[str, Any] = dict(
         dtype="float32",
         n_layer=config.n_layer,
@@ -136,14 +137,6 @@ def hf_class_and_config(state: dict) -> tuple[Any, Any]:
     # llama.cpp reads n_ctx instead of n_positions
     values |= dict(architectures=["GPT2LMHeadModel"], n_ctx=config.block_size, **drop)
     return GPT2LMHeadModel, GPT2Config(**values)
-
-
-def end_of_text(tokenizer: dict) -> int | None:
-    if tokenizer["kind"] == "gpt2":
-        return GPT2_VOCAB - 1  # a Tokenizer would download GPT-2's vocabulary to find out
-    if tokenizer["kind"] == "unknown":
-        return None
-    return Tokenizer(tokenizer).eot
 
 
 def write_fast_code(folder: Path) -> None:
