@@ -55,12 +55,10 @@ def ckpt_to_hf(source: str, out: str) -> None:
     # Without max_length, pipeline() would generate past the end of a short context.
     exported.generation_config.max_length = config.n_positions
     exported.save_pretrained(folder)
-    trust = ""
     if isinstance(model, FastGPT):
         write_fast_code(folder)
-        trust = ", trust_remote_code=True"
     write_tokenizer(folder, state["tokenizer"], config.n_positions)
-    say(f"{folder}: written; load it with AutoModelForCausalLM.from_pretrained({out!r}{trust})")
+    say(f"{folder}: written; docs/sampling.md shows how to load it")
 
 
 def hf_weights(state: dict) -> dict[str, torch.Tensor]:
