@@ -26,6 +26,7 @@ from transformers import (
     pipeline,
 )
 
+from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from training.pretrained import load_pretrained, load_weights
@@ -166,6 +167,10 @@ def test_exports_gpt2s_tokenizer_with_the_weights(gpt2_bpe, tmp_path):
     assert tokenizer.decode(ids) == alone.decode(ids) == TEXT
     assert tokenizer.eos_token_id == gpt2_bpe.eot_token
     assert tokenizer.model_max_length == 16
+    # datasets of --tokenizer=gpt2 fit it, and those of another BPE do not
+    spec = load_pretrained(str(tmp_path / "hf"))["tokenizer"]
+    assert same_tokenizer(spec, dict(kind="gpt2"))
+    assert not same_tokenizer(spec, dict(kind="bpe", json=own_bpe().to_str()))
 
 
 # -----------------------------------------------------------------------------

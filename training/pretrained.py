@@ -24,12 +24,8 @@ ARCHITECTURE = (
     "model",
     *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
 )
-OPENAI_MODELS = (
-    "gpt2",
-    "gpt2-medium",
-    "gpt2-large",
-    "gpt2-xl",
-)  # the hub has them in openai-community
+# On the hub, OpenAI's models belong to openai-community
+OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json"]
 # Settings in a hub model's config.json, with the values that model.py computes. Where sizes differ,
 # the weights do not fit.
@@ -55,10 +51,12 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     `block_size` is cropped. The vocabulary is not padded further, because new rows would take part
     in every softmax. Raises UserError if there are no such weights or they cannot be read.
     """
-    is_name = name_or_path in OPENAI_MODELS or name_or_path.count("/") == 1
-    if is_name and not Path(name_or_path).exists():
-        name_or_path = fetch(name_or_path)
-    state = read_weights(name_or_path, best=False)
+    path = repository = name_or_path
+    if name_or_path in OPENAI_MODELS:
+        repository = f"openai-community/{name_or_path}"
+    if repository.count("/") == 1 and not Path(path).exists():
+        path = fetch(repository)
+    state = read_weights(path, best=False)
     config = config_from_dict(state["model_config"])
     weights = state["model"]
     if block_size is not None and block_size < config.block_size:
@@ -88,20 +86,19 @@ def load_weights(model, state: dict) -> None:
 # Which file
 
 
-def fetch(name: str) -> str:
+def fetch(repository: str) -> str:
     """
-    Return the folder of a hub model, downloaded unless it is cached. Raises UserError if that
-    fails. A file that the model lacks is missing in the folder.
+    Return the folder of a hub model, OWNER/NAME, downloaded unless it is cached. The folder lacks
+    each of HUB_FILES that the hub lacks. Raises UserError if the download fails.
     """
     try:
         from huggingface_hub import snapshot_download
 
-        repository = f"openai-community/{name}" if name in OPENAI_MODELS else name
         return snapshot_download(repository, allow_patterns=HUB_FILES)
     except Exception as error:  # a failing network raises all kinds of errors
         problem = "no such file or folder, and cannot be fetched from the Hugging Face hub"
         hint = "correct the name, or repeat the command when you are online"
-        raise UserError(f"{name}: {problem} ({one_line(error)}); {hint}") from None
+        raise UserError(f"{repository}: {problem} ({one_line(error)}); {hint}") from None
 
 
 def find_weights(name: str, best: bool) -> Path:

@@ -131,7 +131,7 @@ FIXED = [
 ]
 
 TOOLS = [
-    ("sample.py --out_dir=nowhere", "nowhere: no such out_dir,"),
+    ("sample.py --out_dir=out/nowhere", "no such out_dir,"),
     ("sample.py --out_dir=.", "no checkpoint out_dir,"),
     ("sample.py --out_dir=run --device=cpu --temprature=1", "--temperature"),
     ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
