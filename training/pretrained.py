@@ -51,12 +51,14 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     `block_size` is cropped. The vocabulary is not padded further, because new rows would take part
     in every softmax. Raises UserError if there are no such weights or they cannot be read.
     """
-    path = repository = name_or_path
-    if name_or_path in OPENAI_MODELS:
-        repository = f"openai-community/{name_or_path}"
-    if repository.count("/") == 1 and not Path(path).exists():
-        path = fetch(repository)
-    state = read_weights(path, best=False)
+    is_local = Path(name_or_path).exists()
+    if name_or_path in OPENAI_MODELS and not is_local:
+        folder = fetch(f"openai-community/{name_or_path}")
+        state = read_gpt2(folder, dict(kind="gpt2")) | dict(source=name_or_path)
+    elif name_or_path.count("/") == 1 and not is_local:
+        state = read_weights(str(fetch(name_or_path)), best=False)
+    else:
+        state = read_weights(name_or_path, best=False)
     config = config_from_dict(state["model_config"])
     weights = state["model"]
     if block_size is not None and block_size < config.block_size:
@@ -86,7 +88,7 @@ def load_weights(model, state: dict) -> None:
 # Which file
 
 
-def fetch(repository: str) -> str:
+def fetch(repository: str) -> Path:
     """
     Return the folder of a hub model, OWNER/NAME, downloaded unless it is cached. The folder lacks
     each of HUB_FILES that the hub lacks. Raises UserError if the download fails.
@@ -94,7 +96,7 @@ def fetch(repository: str) -> str:
     try:
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(repository, allow_patterns=HUB_FILES)
+        return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
     except Exception as error:  # a failing network raises all kinds of errors
         problem = "no such file or folder, and cannot be fetched from the Hugging Face hub"
         hint = "correct the name, or repeat the command when you are online"
@@ -186,14 +188,14 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     return rows, dict(kind="unknown")
 
 
-def read_gpt2(folder: Path) -> dict:
+def read_gpt2(folder: Path, tokenizer: dict | None = None) -> dict:
     """
-    Read a GPT-2 of the hub from its files. Raises UserError if model.py cannot compute it, or if a
-    file is missing.
+    Read a GPT-2 of the hub from its files. Its tokenizer is in tokenizer.json unless it is known.
+    Raises UserError if model.py cannot compute the model, or if a file is missing.
     """
     from safetensors.torch import load_file
 
-    for name in HUB_FILES:
+    for name in HUB_FILES[:2] if tokenizer else HUB_FILES:
         if not (folder / name).is_file():
             raise UserError(f"{folder}: has no {name}; docs/own_text.md says how to make it")
     hf = read_json(folder / "config.json", hint="get it again")
@@ -212,12 +214,15 @@ def read_gpt2(folder: Path) -> dict:
         weights[name] = (tensor.mT.contiguous() if name.endswith(TRANSPOSED) else tensor).float()
     if tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    tokenizer = read_bpe(folder)
+    vocab = config.vocab_size
+    if not tokenizer:
+        tokenizer = read_bpe(folder)
+        # models are often padded with ids that their tokenizer lacks
+        vocab = min(vocab, Tokenizer(tokenizer, folder).vocab)
     return dict(
         model=weights,
         model_config=config_to_dict(config),
-        # models are often padded with ids that their tokenizer lacks
-        vocab=min(config.vocab_size, Tokenizer(tokenizer, folder).vocab),
+        vocab=vocab,
         tokenizer=tokenizer,
     )
 

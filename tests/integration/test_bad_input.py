@@ -90,8 +90,7 @@ FOLDERS = [
     ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "File exists"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run: --out_dir"),
-    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "=best_alone/best.pt another"),
-    ("train.py tiny.py --init_from=resume --out_dir=best_alone", "=best_alone/best.pt another"),
+    ("train.py tiny.py --init_from=resume --out_dir=best_alone", "=best_alone/best.pt NEW"),
     # a browser names a second copy like this
     ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run: --out_dir"),
