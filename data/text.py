@@ -21,8 +21,6 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from common.console import UserError, one_line, warn
 from common.files import UTF16_MARKS
 from data.files import TEXT_FILES, is_parquet, read_lines
@@ -84,9 +82,7 @@ class Source:
     @cached_property
     def counts(self) -> list[int]:
         """Count the row groups of each file, reading only the footers of parquet files."""
-        # disable=None shows the bar on a terminal only
-        files = tqdm(self.files, desc="row groups", unit="file", disable=None)
-        return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in files]
+        return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in self.files]
 
     def size(self) -> int:
         """Return how many bytes of text the parquet files hold, and how many bytes the others."""
