@@ -245,7 +245,7 @@ def is_done(c: Config, resumed: dict) -> bool:
 
 def open_data(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
-    ranks.machine_first(make_or_explain(c, key))
+    ranks.machine_first(make_or_explain, c, key)
     data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size, c.stream)
     ranks.check_same(key, data.fingerprint, "give all machines the same files")
     ranks.on_main(check_dataset, data, c.block_size)

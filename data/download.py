@@ -2,43 +2,43 @@
 Download the fast recipe's dataset: FineWeb in GPT-2's tokens, the shards of the public runs.
 """
 
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.utils import disable_progress_bars
-
 from common.console import UserError, one_line, say
 from common.files import lack_of_space, patiently, try_lock, warn_once
-from data.missing import shards_to_download
 from data.text import wait_or_raise
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
-SHARD_BYTES = 2 * 10**8
+SHARDS = 103  # for training; there is one more for validation
+LEAST_SHARDS = 20  # to download: enough for a night, which may follow a short trial
+SHARD_TOKENS, SHARD_BYTES = 10**8, 2 * 10**8
 
 
-def download(folder: Path, tokens: int) -> Iterator[None]:
+def shards_to_download(tokens: int) -> int:
+    """Return how many training shards to download for a run that reads this many tokens."""
+    return min(SHARDS, max(LEAST_SHARDS, math.ceil(tokens / SHARD_TOKENS)))
+
+
+def download(folder: Path, tokens: int) -> None:
     """
     Download the validation shard and as many training shards as `tokens` need. The folder appears
     once it is complete. Until then the finished files are in a folder beside it, where the next
-    call continues. Yields after every file, every failure, and every second of waiting for another
-    process. Raises OSError, and UserError: at once without the first file, later after an hour
-    without the hub.
+    call continues. Raises OSError, and UserError: at once without the first file, later after an
+    hour without the hub.
     """
     shards = shards_to_download(tokens)
     names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
     part = folder.with_name(f"{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    disable_progress_bars()  # a line per file is enough, also in a log
     with open(folder.with_name(f"{folder.name}.tmp"), "wb") as lock:
         while not try_lock(lock):
             warn_once(f"{folder}: another run is downloading it; waiting")
             time.sleep(1)
-            yield
         if folder.exists():
             return
         part.mkdir(exist_ok=True)
@@ -51,22 +51,26 @@ def download(folder: Path, tokens: int) -> Iterator[None]:
             "if that is interrupted, the same command continues"
         )
         for number, name in enumerate(missing, 1 + len(names) - len(missing)):
-            yield from fetch(name, part, name == missing[0])
+            fetch(name, part, name == missing[0])
             say(f"data: file {number} of {len(names)}, {number * SHARD_BYTES / 1e9:.1f} GB")
         shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
         patiently(os.rename, part, folder)
 
 
-def fetch(name: str, folder: Path, is_first: bool) -> Iterator[None]:
+def fetch(name: str, folder: Path, is_first: bool) -> None:
     """
     Download a file, which appears once it is complete. If the hub fails, the library tries again
     for half a minute, at the same byte; after that, wait and fetch the file anew, unless it is the
-    first one: then somebody is probably watching. Yields after each attempt. Raises UserError.
+    first one: then somebody is probably watching. Raises UserError.
     """
+    # lazily, because training on prepared shards needs none of its packages
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # a line per file is enough, also in a log
     for failures in count():
         try:
             hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder)
-            yield
             return
         except Exception as error:
             if isinstance(error, OSError) and error.errno:  # of the disk, not of the network
@@ -78,4 +82,3 @@ def fetch(name: str, folder: Path, is_first: bool) -> Iterator[None]:
                     f"{problem}: {one_line(error)}; check the network; {hint}"
                 ) from None
             wait_or_raise(problem, error, failures)
-            yield  # let the ranks that wait for this one hear of it

@@ -3,10 +3,8 @@ Help where a dataset is missing: make the quickstart's, download the fast recipe
 another, and name the vocabulary size to plan and measure with until then.
 """
 
-import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from common.console import (
@@ -17,6 +15,7 @@ from common.console import (
     say,
 )
 from configurator import Config
+from data.download import download
 from data.shards import dataset_folder, read_manifest
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
@@ -24,18 +23,14 @@ from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 # and an unknown speed, a little more than an RTX 4070 reads in a night.
 MOST_TOKENS = 10**10
 HOURS_TOKENS = 2 * 10**9
-# FineWeb's training shards, of which a download gets at least enough for a night, because the night
-# may follow a short trial; there is one more shard for validation
-SHARDS, LEAST_SHARDS, SHARD_TOKENS = 103, 20, 10**8
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py downloads
 
 
-def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
+def make_or_explain(config: Config, key: str) -> None:
     """
     If the dataset that this key names is missing, make it if it is the quickstart's, download it if
-    it is the fast recipe's, or else raise UserError with the commands that make it. Yields after
-    each file of a download, so that other ranks can wait for longer than an hour.
+    it is the fast recipe's, or else raise UserError with the commands that make it.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
@@ -50,10 +45,7 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
     elif folder.is_symlink() and not folder.exists():
         raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     elif name == DOWNLOADED_ON_DEMAND and not folder.is_dir():
-        # imported lazily, because training on prepared shards needs none of its packages
-        from data.download import download
-
-        yield from download(folder, run_tokens(config))
+        download(folder, run_tokens(config))
     elif not folder.is_dir():
         raise UserError(f"{key}: {explanation(config, key, folder)}")
 
@@ -61,11 +53,6 @@ def make_or_explain(config: Config, key: str = "dataset") -> Iterator[None]:
 def run_tokens(config: Config) -> int:
     """Return how many tokens a run reads; with hours, a guess."""
     return HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
-
-
-def shards_to_download(tokens: int) -> int:
-    """Return how many training shards of the fast recipe's dataset hold this many tokens."""
-    return min(SHARDS, max(LEAST_SHARDS, math.ceil(tokens / SHARD_TOKENS)))
 
 
 def explanation(config: Config, key: str, folder: Path) -> str:

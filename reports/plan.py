@@ -15,14 +15,8 @@ from dataclasses import dataclass, replace
 
 from common.console import UserError, count, parse_count, percent, raise_if_any, say
 from configurator import NOT_WEIGHTS, SAVE_EVERY, UNREACHED, Config, resolve, with_batch
-from data.missing import (
-    DOWNLOADED_ON_DEMAND,
-    MOST_TOKENS,
-    SHARD_TOKENS,
-    run_tokens,
-    shards_to_download,
-    vocab_where_missing,
-)
+from data.download import SHARD_TOKENS, shards_to_download
+from data.missing import DOWNLOADED_ON_DEMAND, MOST_TOKENS, run_tokens, vocab_where_missing
 from data.shards import open_dataset
 from model import GPTConfig
 from model_fast import model_config

@@ -108,7 +108,8 @@ SCRIPTS: dict[str, set[str]] = {
         *OPTIONAL,
         "transformers",
         "pyarrow",
-        "data.text",  # imports tqdm
+        "data.writer",  # imports tqdm
+        "huggingface_hub",
         "reports",
         "compare",
         "bench",

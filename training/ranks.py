@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -24,10 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import UserError, print_in_handler
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
-# For all other collectives. The ranks wait in one while rank 0 downloads weights, for example.
+# For all other collectives. The ranks wait in one while rank 0 downloads weights or tokens.
 HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
-DONE = object()  # what next() returns at the end of a generator
 
 
 class Ranks:
@@ -129,22 +128,16 @@ class Ranks:
         self.on_main(lambda: mine.append(function(*args)))
         return mine[0] if self.is_main else function(*args)
 
-    def machine_first(self, steps: Iterator) -> None:
+    def machine_first(self, function: Callable[..., Any], *args) -> None:
         """
-        Run a generator on rank 0, and then on one rank of each other machine, which may share rank
-        0's files. All ranks meet after every step, so the whole generator may take longer than
-        HOST_TIMEOUT. An error on rank 0 ends all ranks, as in on_main.
+        Call function(*args) on rank 0, and then on one rank of each other machine, which may share
+        rank 0's files. All ranks wait until the files are there, for up to HOST_TIMEOUT each time.
+        An error on rank 0 ends all ranks, as in on_main.
         """
-
-        def step() -> bool:
-            return next(steps, DONE) is not DONE
-
-        while self.on_main(step):
-            pass
-        if self.local_rank > 0:
-            steps = iter(())
-        while any(self.gather(step())):
-            pass
+        self.on_main(function, *args)
+        if self.local_rank == 0 and not self.is_main:
+            function(*args)
+        self.gather(None)
 
     def fail(self, line: str) -> NoReturn:
         """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""
