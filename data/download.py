@@ -24,13 +24,14 @@ def shards_to_download(tokens: int) -> int:
     return min(SHARDS, max(LEAST_SHARDS, math.ceil(tokens / SHARD_TOKENS)))
 
 
-def download(folder: Path, tokens: int) -> None:
+def download(folder: Path, tokens: int, hours: float) -> None:
     """
     Download the validation shard and as many training shards as `tokens` need. The folder appears
     once it is complete. Until then the finished files are in a folder beside it, where the next
     call continues. Raises OSError, and UserError: at once without the first file, later after an
-    hour without the hub.
+    hour without the hub, or after a file if the download has taken this many hours (0: any number).
     """
+    began = time.monotonic()
     shards = shards_to_download(tokens)
     names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
     part = folder.with_name(f"{folder.name}.part")
@@ -53,6 +54,9 @@ def download(folder: Path, tokens: int) -> None:
         for number, name in enumerate(missing, 1 + len(names) - len(missing)):
             fetch(name, part, name == missing[0])
             say(f"data: file {number} of {len(names)}, {number * SHARD_BYTES / 1e9:.1f} GB")
+            if 0 < 3600 * hours < time.monotonic() - began:
+                hint = "give more --hours, or repeat the command, which keeps the files"
+                raise UserError(f"hours: the download has used up all {hours:g} of them; {hint}")
         shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
         patiently(os.rename, part, folder)
 

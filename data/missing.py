@@ -45,7 +45,7 @@ def make_or_explain(config: Config, key: str) -> None:
     elif folder.is_symlink() and not folder.exists():
         raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     elif name == DOWNLOADED_ON_DEMAND and not folder.is_dir():
-        download(folder, run_tokens(config))
+        download(folder, run_tokens(config), config.hours)
     elif not folder.is_dir():
         raise UserError(f"{key}: {explanation(config, key, folder)}")
 

@@ -306,10 +306,10 @@ def test_downloads_all_the_records_or_none(hub, tmp_path):
     folder = tmp_path / "fineweb_records"
     last = {name: Hub.files.pop(name) for name in ["fineweb_train_000020.bin"]}
     with pytest.raises(UserError, match="000020.bin: .*404.*check the network"):
-        download(folder, 10**9)
+        download(folder, 10**9, hours=0)
     assert not folder.exists()
     Hub.files = last
-    download(folder, 10**9)
+    download(folder, 10**9, hours=0)
     names = [path.name for path in hub.glob("*.bin")]
     assert filecmp.cmpfiles(hub, folder, names, shallow=False)[0] == names
     assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
@@ -323,7 +323,7 @@ def test_a_download_that_cannot_begin_ends_at_once_in_one_line(network, hub, tmp
         url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
     with pytest.raises(UserError, match="val_000000.bin: .*check the network; docs/fast") as error:
-        download(tmp_path / "fineweb_records", 10**9)
+        download(tmp_path / "fineweb_records", 10**9, hours=0)
     assert len(error.value.problems) == 1
 
 
@@ -331,7 +331,18 @@ def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("data.download.SHARD_BYTES", 10**15)
     for tokens, gb in [(1, 21), (2.1e9, 22), (9e10, 104)]:
         with pytest.raises(UserError, match=f"needs {gb},000,000.00 GB of disk"):
-            download(tmp_path / "fineweb_records", int(tokens))
+            download(tmp_path / "fineweb_records", int(tokens), hours=0)
+
+
+def test_a_download_ends_with_the_runs_hours_and_keeps_its_files(hub, tmp_path):
+    folder = tmp_path / "fineweb_records"
+    with pytest.raises(UserError, match="^hours: .* give more --hours, or repeat the command"):
+        download(folder, 10**9, hours=1e-9)
+    assert [path.name for path in (tmp_path / "fineweb_records.part").glob("*.bin")] == [
+        "fineweb_val_000000.bin"
+    ]
+    download(folder, 10**9, hours=1)
+    assert len([*folder.iterdir()]) == 21
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path, monkeypatch):
