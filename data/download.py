@@ -26,12 +26,14 @@ def shards_to_download(tokens: int) -> int:
 
 def download(folder: Path, tokens: int, hours: float) -> None:
     """
-    Download the validation shard and as many training shards as `tokens` need. The folder appears
-    once it is complete. Until then the finished files are in a folder beside it, where the next
-    call continues. Raises OSError, and UserError: at once without the first file, later after an
-    hour without the hub, or after a file if the download has taken this many hours (0: any number).
+    Download the validation shard and as many training shards as `tokens` need. The folder, which
+    may be there if it is empty, is filled once it is complete. Until then the finished files are in
+    a folder beside it, on the same disk, where the next call continues. Raises OSError, and
+    UserError: at once without the first file, later after an hour without the hub, or after a file
+    if the download has taken this many hours (0: any number).
     """
     began = time.monotonic()
+    folder = folder.resolve()  # it may be a link to a larger disk
     shards = shards_to_download(tokens)
     names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
     part = folder.with_name(f"{folder.name}.part")
@@ -40,7 +42,7 @@ def download(folder: Path, tokens: int, hours: float) -> None:
         while not try_lock(lock):
             warn_once(f"{folder}: another run is downloading it; waiting")
             time.sleep(1)
-        if folder.exists():
+        if any(folder.glob("*")):
             return
         part.mkdir(exist_ok=True)
         missing = [name for name in names if not (part / name).exists()]
@@ -48,7 +50,7 @@ def download(folder: Path, tokens: int, hours: float) -> None:
         if problem := lack_of_space(part, left):
             raise UserError(f"{problem}; make room, then repeat the command")
         say(
-            f"data: downloading {left / 1e9:.1f} GB of FineWeb to {folder.absolute()}; "
+            f"data: downloading {left / 1e9:.1f} GB of FineWeb to {folder}; "
             "if that is interrupted, the same command continues"
         )
         for number, name in enumerate(missing, 1 + len(names) - len(missing)):
@@ -58,6 +60,8 @@ def download(folder: Path, tokens: int, hours: float) -> None:
                 hint = "give more --hours, or repeat the command, which keeps the files"
                 raise UserError(f"hours: the download has used up all {hours:g} of them; {hint}")
         shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
+        if folder.exists():
+            folder.rmdir()  # Windows cannot rename onto it
         patiently(os.rename, part, folder)
 
 

@@ -44,7 +44,7 @@ def make_or_explain(config: Config, key: str) -> None:
             raise UserError(f"{key}: {script} failed; see its message above")
     elif folder.is_symlink() and not folder.exists():
         raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
-    elif name == DOWNLOADED_ON_DEMAND and not folder.is_dir():
+    elif name == DOWNLOADED_ON_DEMAND and not any(folder.glob("*")):
         download(folder, run_tokens(config), config.hours)
     elif not folder.is_dir():
         raise UserError(f"{key}: {explanation(config, key, folder)}")
@@ -76,6 +76,6 @@ def vocab_where_missing(config: Config) -> int | None:
     Return the vocabulary size to plan and measure with before the dataset exists: the byte
     vocabulary for the quickstart's dataset, else GPT-2's. None if the dataset exists.
     """
-    if dataset_folder(config.dataset).is_dir():
+    if any(dataset_folder(config.dataset).glob("*")):
         return None
     return BYTE_VOCAB if config.dataset == PREPARED_ON_DEMAND else GPT2_VOCAB

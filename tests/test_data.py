@@ -315,6 +315,15 @@ def test_downloads_all_the_records_or_none(hub, tmp_path):
     assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
 
 
+def test_the_download_fills_an_empty_folder_on_another_disk(hub, tmp_path):
+    (tmp_path / "large_disk/records").mkdir(parents=True)
+    link = tmp_path / "fineweb_records"
+    link.symlink_to(tmp_path / "large_disk/records", target_is_directory=True)
+    download(link, 10**9, hours=0)
+    assert link.is_symlink() and len([*(tmp_path / "large_disk/records").iterdir()]) == 21
+    assert not [*tmp_path.glob("*.part")]
+
+
 @pytest.mark.parametrize("network", [True, False])
 def test_a_download_that_cannot_begin_ends_at_once_in_one_line(network, hub, tmp_path, monkeypatch):
     monkeypatch.setattr("data.text.PAUSES", (3600,))
