@@ -2,14 +2,14 @@
 Download the fast recipe's dataset: FineWeb in GPT-2's tokens, the shards of the public runs.
 """
 
+import itertools
 import math
 import os
 import shutil
 import time
-from itertools import count
 from pathlib import Path
 
-from common.console import UserError, one_line, say
+from common.console import COMMAND, UserError, count, one_line, say, warn
 from common.files import lack_of_space, patiently, try_lock, warn_once
 from data.text import wait_or_raise
 
@@ -65,6 +65,17 @@ def download(folder: Path, tokens: int, hours: float) -> None:
         patiently(os.rename, part, folder)
 
 
+def warn_of_repeats(folder: Path, tokens: int) -> None:
+    """Warn if a run reads more tokens than the folder holds, though there are more to download."""
+    shards = [*folder.glob("*_train_*.bin")]
+    held = sum(path.stat().st_size for path in shards) // 2
+    missing = min(SHARDS - len(shards), math.ceil((tokens - held) / SHARD_TOKENS))
+    if missing > 0:
+        problem = f"{folder}: holds {count(held)} tokens, but the run reads up to {count(tokens)}"
+        hint = f"for a new run that downloads {missing} more shards, first type"
+        warn(f"{problem}, so some several times; {hint}{COMMAND}mv {folder} {folder}.part")
+
+
 def fetch(name: str, folder: Path, is_first: bool) -> None:
     """
     Download a file, which appears once it is complete. If the hub fails, the library tries again
@@ -76,7 +87,7 @@ def fetch(name: str, folder: Path, is_first: bool) -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # a line per file is enough, also in a log
-    for failures in count():
+    for failures in itertools.count():
         try:
             hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder)
             return

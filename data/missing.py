@@ -7,22 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.console import (
-    COMMAND,
-    UserError,
-    command_line,
-    count,
-    say,
-)
-from configurator import Config
-from data.download import download
+from common.console import COMMAND, UserError, command_line, count, say
+from configurator import UNREACHED, Config
+from data.download import download, warn_of_repeats
 from data.shards import dataset_folder, read_manifest
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
-# The most tokens that a message or plan suggests preparing: FineWeb-Edu's 10B sample; with --hours
-# and an unknown speed, a little more than an RTX 4070 reads in a night.
-MOST_TOKENS = 10**10
-HOURS_TOKENS = 2 * 10**9
+MOST_TOKENS = 10**10  # the most that a message or a plan suggests to prepare: FineWeb-Edu's sample
+HOURS_TOKENS = 2 * 10**9  # a little more than an RTX 4070 reads in a night
 PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
 DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py downloads
 
@@ -44,31 +36,29 @@ def make_or_explain(config: Config, key: str) -> None:
             raise UserError(f"{key}: {script} failed; see its message above")
     elif folder.is_symlink() and not folder.exists():
         raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
-    elif name == DOWNLOADED_ON_DEMAND and not any(folder.glob("*")):
-        download(folder, run_tokens(config), config.hours)
+    elif name == DOWNLOADED_ON_DEMAND:
+        tokens = run_tokens(config)
+        if not any(folder.glob("*")):
+            download(folder, tokens, config.hours)
+        warn_of_repeats(folder, tokens)
     elif not folder.is_dir():
-        raise UserError(f"{key}: {explanation(config, key, folder)}")
+        raise UserError(explanation(config, key, folder))
 
 
 def run_tokens(config: Config) -> int:
-    """Return how many tokens a run reads; with hours, a guess."""
-    return HOURS_TOKENS if config.by_clock else config.iter_tokens * config.max_iters
+    """Return how many tokens a run reads at most, or a guess if only the clock ends it."""
+    if config.max_iters == UNREACHED:
+        return HOURS_TOKENS
+    return config.iter_tokens * config.max_iters
 
 
 def explanation(config: Config, key: str, folder: Path) -> str:
     """Say that the dataset of this key is missing, and how to get it."""
-    made = preparation(getattr(config, key), run_tokens(config))
+    size = f"--tokens={count(min(run_tokens(config), MOST_TOKENS))}"
+    fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
+    own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
     hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"
-    return f"there is no folder {folder}; {hint}{made}"
-
-
-def preparation(name: str, tokens: int) -> str:
-    """Return the two commands that make a missing dataset, for the end of a message."""
-    out = f"--out={dataset_folder(name)}"
-    size = f"--tokens={count(min(tokens, MOST_TOKENS))}"
-    fineweb = command_line("python", "data/prepare_fineweb.py", size, out)
-    own = command_line("python", "data/prepare_text.py", "FILE", out)
-    return f"{COMMAND}{fineweb}{COMMAND}{own}"
+    return f"{key}: there is no folder {folder}; {hint}{COMMAND}{fineweb}{COMMAND}{own}"
 
 
 def vocab_where_missing(config: Config) -> int | None:

@@ -8,6 +8,7 @@ import filecmp
 import json
 import os
 import pickle
+import re
 import signal
 import threading
 from itertools import pairwise
@@ -34,9 +35,10 @@ from program import (
 )
 
 from common.console import UserError
-from configurator import Config
+from configurator import Config, load_config
 from data.download import download
 from data.loader import ShuffledWindows, eval_batches, to_batch
+from data.missing import make_or_explain
 from data.shards import ShardTokens, open_dataset, open_shard
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
@@ -352,6 +354,29 @@ def test_a_download_ends_with_the_runs_hours_and_keeps_its_files(hub, tmp_path):
     ]
     download(folder, 10**9, hours=1)
     assert len([*folder.iterdir()]) == 21
+
+
+@pytest.mark.parametrize(
+    "flags, warned",
+    [
+        ("--max_iters=3", ""),
+        ("--max_iters=6", "1.02k tokens, but .* up to 1.54k, .* downloads 1 more shards"),
+        ("--max_iters=6 --hours=9", "up to 1.54k"),
+        ("--hours=9", "downloads 20 more"),  # as many as a fresh folder gets
+    ],
+)
+def test_warns_of_records_that_the_run_reads_again(flags, warned, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("data/fineweb_records").mkdir(parents=True)
+    for n in (1, 2):
+        Path(f"data/fineweb_records/fineweb_train_{n:06}.bin").write_bytes(bytes(1024))
+    monkeypatch.setattr("data.download.SHARD_TOKENS", 10**3 if "iters" in flags else 10**8)
+    config = load_config(
+        ["--dataset=fineweb_records", "--tokens_per_iter=256", "--block_size=256", *flags.split()]
+    )
+    make_or_explain(config, "dataset")
+    err = capsys.readouterr().err
+    assert re.search(warned, err) if warned else not err
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path, monkeypatch):
