@@ -96,8 +96,7 @@ def fetch(name: str, folder: Path, is_first: bool) -> None:
                 raise
             problem = f"{REPOSITORY}: {name}"
             if is_first:
-                hint = "docs/fast_recipe.md says how to get the files on another machine"
-                raise UserError(
-                    f"{problem}: {one_line(error)}; check the network; {hint}"
-                ) from None
+                ways = "check the network, unset HF_TOKEN if it has expired, or get the files on "
+                ways += "another machine (docs/fast_recipe.md)"
+                raise UserError(f"{problem}: {one_line(error)}; {ways}") from None
             wait_or_raise(problem, error, failures)

@@ -68,7 +68,8 @@ def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[lis
         revision = revision or HfApi().dataset_info(dataset).sha
         builder = datasets.load_dataset_builder(dataset, name, revision=revision)
     except Exception as error:  # a wrong name, no network, or no permission
-        hint = "check the names and the network, and set HF_TOKEN if the dataset asks for it"
+        hint = "check the names and the network; set HF_TOKEN if the dataset asks for it"
+        hint += ", and unset it if it has expired"
         raise UserError(f"{dataset}: {one_line(error)}; {hint}") from None
     files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
     if not files or not all(file.endswith(ROW_FILES) for file in files):

@@ -333,7 +333,8 @@ def test_a_download_that_cannot_begin_ends_at_once_in_one_line(network, hub, tmp
     if not network:
         url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
-    with pytest.raises(UserError, match="val_000000.bin: .*check the network; docs/fast") as error:
+    said = "val_000000.bin: .*check the network, unset HF_TOKEN .*docs/fast_recipe.md"
+    with pytest.raises(UserError, match=said) as error:
         download(tmp_path / "fineweb_records", 10**9, hours=0)
     assert len(error.value.problems) == 1
 
