@@ -30,6 +30,9 @@ FIELD = "text"
 # memory. Pieces end with a line.
 LARGE_FILE = 2**26  # bytes
 PIECE = 2**20  # bytes, plus the rest of the line
+# Rows of a jsonl file after which a field without text is refused. Otherwise a wrong name would be
+# found at the end of the source, after a night of downloading it.
+FIRST_ROWS = 1000
 BATCH_ROWS = 64  # parquet rows to decode at once; few, because each may be a book
 # Separates the documents in one .txt file, as in TinyStories. Not in .md and .py, which may just
 # mention it.
@@ -131,7 +134,8 @@ class Source:
                 # Waiting does not repair a damaged file or create a missing one.
                 final = ValueError | EOFError | FileNotFoundError | NotImplementedError
                 if isinstance(error, final) or "://" not in name:
-                    raise UserError(f"{name}: {one_line(error)}") from None
+                    hint = "; convert it with iconv" if isinstance(error, UnicodeError) else ""
+                    raise UserError(f"{name}: {one_line(error)}{hint}") from None
                 wait_or_raise(name, error, failures)
                 failures += 1
 
@@ -172,13 +176,26 @@ class Source:
                 yield from batch.column(0).cast(pyarrow.large_binary()).to_pylist()
 
     def read_jsonl(self, name: str) -> Iterator[object]:
-        """Yield a field of each line of a jsonl file that is not blank."""
-        for number, line in read_lines(name):
+        """
+        Yield a field of each line of a jsonl file that is not blank. Raises UserError if the first
+        FIRST_ROWS hold no text.
+        """
+        texts = 0
+        for rows, (number, line) in enumerate(read_lines(name), 1):
             try:
-                yield json.loads(line).get(self.field)
+                row = json.loads(line)
+                value = row.get(self.field)
+            except UnicodeDecodeError:
+                row, value = {}, None
             except (ValueError, AttributeError, RecursionError) as error:
                 problem = f"line {number:,} is not a JSON object ({one_line(error)})"
                 raise UserError(f"{name}: {problem}") from None
+            texts += bool(text_of(value))
+            if rows == FIRST_ROWS and not texts:
+                problem = f"no text in UTF-8 in the field {self.field!r} of the first {rows:,} rows"
+                hint = f"give --text_field=NAME, one of {', '.join(row)}"
+                raise UserError(f"{name}: {problem}; {hint}")
+            yield value
 
 
 def text_of(value: object) -> str:
@@ -249,7 +266,7 @@ def read_blocks(name: str) -> Iterator[str]:
     with open(name, encoding=encoding) as text:
         while block := text.read(size):
             if "\0" in block:  # as in UTF-16 without a mark
-                raise ValueError("holds NUL, so it is not text in UTF-8")
+                raise UnicodeError("holds NUL, so it is not text in UTF-8")
             yield block + text.readline()
 
 

@@ -169,8 +169,8 @@ def finish(plan: Plan, manifest: dict) -> None:
     """Mark a preparation as complete. Raises UserError if a split has no tokens."""
     totals, left_out = tokens_of(manifest), manifest["left_out"]
     if left_out["no text"]:
-        held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text"
-        warn(f"{manifest['source']}: {held} in their field --text_field, and are left out")
+        held = f"{left_out['no text']:,} of {left_out['rows']:,} rows hold no text in UTF-8"
+        warn(f"{manifest['source']}: {held} in the field --text_field, and are left out")
     if not all(totals.values()):
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
         raise UserError(f"{manifest['source']}: {held}; give more text")

@@ -201,6 +201,7 @@ ROWS = {
     "letters as they are": ('{"text": "漢字"}'.encode(), "漢字"),
     "null": (b'{"text": null}', None),
     "another field": (b'{"body": "words"}', None),
+    "not UTF-8": ('{"text": "café"}'.encode("latin-1"), None),
     "a number": (b'{"text": 5}', None),
     "a list": (b'{"text": ["words"]}', None),
     "blank": (b" \t", None),
@@ -243,15 +244,16 @@ def parquet_of(rows: list[bytes], column: str = "text") -> bytes:
 
 
 REFUSED = [  # a file, what it holds, words of the error
-    ("cp1252.txt", GERMAN.encode("cp1252"), "utf-8 position 0"),
-    ("one_broken_byte.txt", GERMAN.encode() + b"\xff" + GERMAN.encode(), "utf-8 decode"),
-    ("utf16_without_a_mark.txt", "a line\n".encode("utf-16-le") * 99, "NUL"),
+    ("cp1252.txt", GERMAN.encode("cp1252"), "utf-8 position 0 iconv"),
+    ("one_broken_byte.txt", GERMAN.encode() + b"\xff" + GERMAN.encode(), "utf-8 decode iconv"),
+    ("utf16_without_a_mark.txt", "a line\n".encode("utf-16-le") * 99, "NUL iconv"),
     ("cut.jsonl", among_rows(b'{"text": "cut'), "line 62"),
     ("two_objects.jsonl", among_rows(b'{"text": "a"} {"text": "b"}'), "line 62"),
     ("an_array.jsonl", among_rows(b'[{"text": "a"}]'), "line 62"),
     ("a_string.jsonl", among_rows(b'"text"'), "line 62"),
     ("too_deep.jsonl", among_rows(b'{"a":' * 100_000), "line 62"),
-    ("latin1.jsonl", among_rows('{"text": "café"}'.encode("latin-1")), "line 62 utf-8"),
+    ("another_field.jsonl", b'{"id": 1, "body": "words"}\n\n' * 1001, "--text_field=NAME id, body"),
+    ("messages.jsonl", b'{"text": [{"role": "words"}]}\n' * 1001, "--text_field=NAME text"),
     ("cut_short.jsonl.gz", gzip.compress(among_rows(b""))[:-1], "Truncated"),
     ("cut_short.jsonl.zst", zstd(among_rows(b""))[:-1], "Truncated"),
     ("garbage.parquet", bytes(range(200)), "Parquet"),
