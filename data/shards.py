@@ -168,7 +168,6 @@ class Dataset:
             tokenizer=tokenizer_name(self.tokenizer),
             data_fingerprint=self.fingerprint,
             val_fingerprint=self.val_fingerprint,
-            val_text_sha256=self.manifest.get("val_text_sha256"),
             train_tokens=self.train_tokens,
             val_tokens=len(self.val),
         )

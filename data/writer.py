@@ -134,7 +134,7 @@ def begin_or_continue(plan: Plan) -> dict:
     manifest = read_begun(folder, **plan.made_from)
     if not manifest:
         manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
-        manifest |= {"left_out": {"rows": 0, "no text": 0}, "val_text_sha256": ""}
+        manifest["left_out"] = {"rows": 0, "no text": 0}
     if manifest["complete"]:
         if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
             raise UserError(f"{folder}: is finished and takes no more tokens; give another --out")
@@ -225,10 +225,10 @@ def sample_text(documents: Callable[[Place], Iterator[Document]], groups: int) -
 
 
 class Encoded(NamedTuple):
-    """Holds a document's tokens, two bytes each and end-of-text first, and its text in UTF-8."""
+    """Holds a document's tokens, two bytes each and end-of-text first, and the size of its text."""
 
-    tokens: bytes
-    text: bytes
+    tokens: bytes = b""
+    text_bytes: int = 0  # in UTF-8
 
 
 def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
@@ -258,35 +258,23 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
 def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str, Part]:
     """
     Take documents until those for training have `room` tokens. Notes in the manifest where the
-    following documents begin, how many rows were left out, and the hash of the
-    validation text. Returns the shard contents by split.
+    following documents begin, and how many rows were left out. Returns the shard contents by split.
     """
     parts = {"train": Part(), "val": Part()}
     for after, whole, held_out in documents:
         manifest["left_out"]["rows"] += 1
-        manifest["left_out"]["no text"] += not (whole.tokens or whole.text or held_out.text)
+        manifest["left_out"]["no text"] += not (whole.tokens or held_out.tokens)
         for name, encoded in (("train", whole), ("val", held_out)):
             part = parts[name]
             part.tokens += encoded.tokens
             part.documents += bool(encoded.tokens)
-            part.bytes += len(encoded.text) if encoded.tokens else 0
+            part.bytes += encoded.text_bytes
             bar.update(len(encoded.tokens) // 2)
-            if name == "val" and encoded.text:
-                add_to_val_text(manifest, encoded.text)
         if len(parts["train"].tokens) >= 2 * room:
             manifest["next"] = after._asdict()
             return parts
     manifest["next"] = None  # the source has ended
     return parts
-
-
-def add_to_val_text(manifest: dict, text: bytes) -> None:
-    """
-    Add a document to the validation text's hash, which becomes the hash of the old hash and the
-    document's. It does not depend on the tokenizer, the shards, or where a preparation was stopped.
-    """
-    both = bytes.fromhex(manifest["val_text_sha256"]) + hashlib.sha256(text).digest()
-    manifest["val_text_sha256"] = hashlib.sha256(both).hexdigest()
 
 
 def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
@@ -344,11 +332,8 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
-    if not text:
-        return Encoded(b"", b"")
-    content = text.encode(errors="replace")
     ids = tokenizer.encode(text)
     if not len(ids):
-        return Encoded(b"", content)
+        return Encoded()
     tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
-    return Encoded(tokens.tobytes(), content)
+    return Encoded(tokens.tobytes(), len(text.encode(errors="replace")))

@@ -122,14 +122,6 @@ def wait_until_it_waits(process) -> None:
     assert any("waiting for" in line for line in process.stdout), process.communicate()
 
 
-def chained_sha256(texts: list[str]) -> str:
-    """Return the hash that manifest.json stores for the texts of the validation split."""
-    so_far = b""
-    for text in texts:
-        so_far = hashlib.sha256(so_far + hashlib.sha256(text.encode()).digest()).digest()
-    return so_far.hex()
-
-
 def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:
     """
     Check that the two splits hold each text once, in order: its beginning in training, its end in
