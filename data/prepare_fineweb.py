@@ -90,7 +90,6 @@ def main(argv: list[str]) -> None:
         made_from=made_from(title, [], tokenizer, **settings),
         documents=documents,
         tokenizer=tokenizer,
-        expected_tokens=int(arguments.tokens / (1 - arguments.val_fraction)),
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
     )

@@ -102,7 +102,6 @@ def main(argv: list[str]) -> None:
         made_from=made_from(title, files, tokenizer, **settings),
         documents=documents,
         tokenizer=tokenizer,
-        expected_tokens=size if tokenizer.kind == "byte" else size // 4,
     )
     manifest = prepare(plan, arguments.workers)
     say_what_it_holds(out, manifest)

@@ -54,7 +54,6 @@ class Plan:
     made_from: dict  # everything that determines the shards: see made_from()
     documents: Callable[[Place], Iterator[Document]]  # yields the documents from a place on
     tokenizer: Tokenizer
-    expected_tokens: int = 0  # both splits together; for the disk check and progress bar
     train_tokens: int | None = None  # stop at this many; None: use the whole source
     shard_tokens: int = 100_000_000
 
@@ -240,8 +239,8 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     totals = tokens_of(manifest)
     most = plan.train_tokens or 2**63
     # disable=None shows the bar on a terminal only
-    with tqdm(total=plan.expected_tokens, unit="tok", unit_scale=True, disable=None) as bar:
-        bar.update(sum(totals.values()))
+    with tqdm(total=plan.train_tokens, unit="tok", unit_scale=True, disable=None) as bar:
+        bar.update(totals["train"])
         documents = encode(plan.documents(Place(**manifest["next"])), plan.tokenizer, workers)
         while manifest["next"] and totals["train"] < most:
             write_manifest(plan.folder, manifest)
@@ -269,7 +268,7 @@ def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str,
             part.tokens += encoded.tokens
             part.documents += bool(encoded.tokens)
             part.bytes += encoded.text_bytes
-            bar.update(len(encoded.tokens) // 2)
+        bar.update(len(whole.tokens) // 2)
         if len(parts["train"].tokens) >= 2 * room:
             manifest["next"] = after._asdict()
             return parts
