@@ -1,17 +1,20 @@
 # A small model for your own text, in bytes or a small BPE: a few minutes on two CPU cores. It looks
-# at the text's size, so its name comes after --dataset. docs/own_text.md gives the reasons.
+# at the size of the text that --dataset names. docs/own_text.md gives the reasons.
 # python data/prepare_text.py my_notes.txt
-# python train.py --dataset=my_notes config/own_text.py
+# python train.py config/own_text.py --dataset=my_notes
 # python sample.py --out_dir=out/my_notes
-from data.shards import dataset_folder, read_folder
+import json
+from pathlib import Path
 
-_folder = dataset_folder(dataset)  # noqa: F821
-_data = read_folder(_folder)
-_tokens, _is_bytes = len(_data.train), _data.tokenizer["kind"] == "byte"
-if not _tokens:
-    raise ValueError(f"no tokens in {_folder}; give --dataset=NAME before this file's name")
+_named = Path(dataset, "manifest.json")  # noqa: F821
+_path = Path("data", _named) if Path("data", _named).is_file() else _named
+if not _path.is_file():
+    raise ValueError(f"there is no {_path}; give --dataset=NAME as prepare_text.py prints it")
+_manifest = json.loads(_path.read_text())
+_tokens = sum(shard["tokens"] for shard in _manifest["shards"] if "train" in shard["name"])
+_is_bytes = _manifest["tokenizer"] == "byte"
 
-out_dir = f"out/{_folder.name}"
+out_dir = f"out/{_path.parent.name}"
 init_from = "auto"  # the same command resumes an interrupted run
 
 model = "fast"  # its layers are in model_fast.py, and Muon is in optimizer.py

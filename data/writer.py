@@ -185,13 +185,12 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     say(f"{folder}: {documents:,} documents, {held} in {len(shards)} shards")
     total = sum(tokens.values())
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total:,} bytes on disk")
-    if manifest["tokenizer"] in ("byte", "bpe") and tokens["train"] < SMALL_TEXT:
-        name = folder.name if dataset_folder(folder.name) == folder else folder
-        train = command_line("python", "train.py", f"--dataset={name}", "config/own_text.py")
-        say(f"next: {train}")
-    else:
-        say("docs/own_text.md says which config suits how many tokens; then type")
-        say(command_line("python", "train.py", "CONFIG", f"--dataset={folder}", "--out_dir=OUT"))
+    name = folder.name if dataset_folder(folder.name) == folder else folder
+    words = ["config/own_text.py", f"--dataset={name}"]
+    if tokens["train"] >= SMALL_TEXT or manifest["tokenizer"] not in ("byte", "bpe"):
+        say("docs/own_text.md says which tokenizer and which CONFIG suit how much text")
+        words = ["CONFIG", f"--dataset={name}", f"--out_dir=out/{folder.name}"]
+    say(f"next: {command_line('python', 'train.py', *words)}")
 
 
 # -----------------------------------------------------------------------------

@@ -529,6 +529,22 @@ def test_prints_a_training_command_for_the_prepared_dataset():
     assert prepare("my notes.txt", script=TEXT).out.endswith(result.out)
     small = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=16", "--eval_tokens=16"]
     small += ["--device=cpu", "--compile=False", "--eval_only=True", "--out_dir=out"]
-    train = run("train.py", words[3], *small)
-    assert words[4] == "config/own_text.py"
+    train = run("train.py", words[4], *small)
+    assert words[3] == "config/own_text.py"
     assert train.code == 0 and "data: data/my notes, " in train.out, train
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], "own_text.md CONFIG --dataset=a --out_dir=out/a"),
+        (["--tokenizer=gpt2", "--out=elsewhere"], "own_text.md CONFIG --dataset=elsewhere"),
+    ],
+)
+def test_a_text_for_a_larger_model_is_sent_to_the_page_that_names_tokenizers(
+    flags, words, monkeypatch, gpt2_bpe
+):
+    monkeypatch.setattr(writer, "SMALL_TEXT", 100)
+    Path("a.txt").write_text("a line\n" * 400)
+    said = prepare("a.txt", *flags, script=TEXT).out.splitlines()[-2:]
+    assert "which tokenizer" in said[0] and all(word in " ".join(said) for word in words.split())
