@@ -143,9 +143,9 @@ class Batches:
         data: Dataset,
         config: Config,
         device: torch.device,
-        consumed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        consumed: int,
+        rank: int,
+        world_size: int,
     ):
         self.windows: ShuffledWindows | WindowsInOrder
         if config.stream:
@@ -267,9 +267,9 @@ def eval_batches(
     split: ShardTokens,
     tokens: int,
     config: Config,
-    spread: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
+    spread: bool,
+    rank: int,
+    world_size: int,
 ) -> Iterator[Batch]:
     """
     Yield this rank's share of the fixed windows that an evaluation reads: the first `tokens` tokens

@@ -114,7 +114,7 @@ class Source:
         for number in range(begin.group, len(self.groups)):
             yield from self.group_rows(number, begin.row if number == begin.group else 0)
 
-    def group_rows(self, number: int, row: int = 0) -> Iterator[Row]:
+    def group_rows(self, number: int, row: int) -> Iterator[Row]:
         """
         Yield the rows of a row group after the first `row`. Retries if the hub fails. Raises
         UserError for a file or line that cannot be read.

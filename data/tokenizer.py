@@ -237,23 +237,16 @@ def same_tokenizer(theirs: dict, ours: dict) -> bool:
 
 
 def identity(spec: dict) -> dict:
-    """Return what identifies a tokenizer: its kind and its tokens."""
+    """Return what identifies a tokenizer: its kind and its tokens. Raises UserError."""
     if spec["kind"] != "bpe":
         return spec
-    vocab, _ = vocabulary(spec)
+    try:
+        vocab = json.loads(spec["json"])["model"]["vocab"]
+    except (ValueError, LookupError, TypeError):
+        problem = "tokenizer.json: is not a file of the tokenizers library"
+        raise UserError(f"{problem}; download or copy it again") from None
     digest = hashlib.sha256(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
     return dict(kind="gpt2") if digest == GPT2_SHA256 else dict(kind="bpe", sha256=digest)
-
-
-def vocabulary(spec: dict, path: str | Path = "tokenizer.json") -> tuple[Any, list[dict]]:
-    """Return the tokens of a bpe spec's model and those added to them. Raises UserError."""
-    try:
-        content = json.loads(spec["json"])
-        return content["model"]["vocab"], content["added_tokens"]
-    except (ValueError, LookupError, TypeError):
-        raise UserError(
-            f"{path}: is not a file of the tokenizers library; download or copy it again"
-        ) from None
 
 
 # -----------------------------------------------------------------------------
