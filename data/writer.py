@@ -39,7 +39,6 @@ READ_AHEAD = 64
 PLACES = 16
 
 SMALL_TEXT = 5_000_000  # training tokens; config/own_text.py suits up to about so many
-CONTINUE = "the same command continues after the last finished shard"
 
 # By default tqdm shares a lock between processes. A killed preparation would leak that lock, which
 # makes some systems print a warning.
@@ -92,7 +91,8 @@ def prepare(plan: Plan, workers: int) -> dict:
                 finish(plan, manifest)
     except OSError as error:  # a full disk, whose error names no file, or a deleted source
         path = error.filename or plan.folder
-        raise UserError(f"{path}: {error.strerror}; once that is fixed, {CONTINUE}") from None
+        hint = "once that is fixed, the same command continues after the last finished shard"
+        raise UserError(f"{path}: {error.strerror}; {hint}") from None
     return manifest
 
 
@@ -301,10 +301,6 @@ def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) ->
                 yield from pending.popleft().result()
         for future in pending:
             yield from future.result()
-    except UserError as error:
-        raise UserError(
-            *(f"{problem}; once that is fixed, {CONTINUE}" for problem in error.problems)
-        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

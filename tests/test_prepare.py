@@ -473,7 +473,7 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
         pauses = [float(line.split()[1]) for line in said.splitlines() if "slept" in line]
         assert 3600 <= sum(pauses) < 4000 and pauses == sorted(pauses)
         assert len(warnings) == len(pauses) and all("again in " in line for line in warnings)
-        assert error.startswith("error: hf://datasets/org/name@") and "same command" in error
+        assert error.startswith("error: hf://datasets/org/name@") and "repeat the command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
         Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision has appeared
         Hub.ranges, Hub.troubles = 0, {1: "slow", 2: "break", 3: 429, 4: 503}
