@@ -28,17 +28,9 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import hub_files
-from data.text import (
-    FIELD,
-    HELD_OUT_PIECE,
-    MOST_HELD_OUT,
-    Document,
-    Place,
-    Source,
-    divide,
-)
+from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
-from data.writer import Plan, made_from, prepare, read_begun, sample_text, say_what_it_holds
+from data.writer import Plan, made_from, prepare, read_begun, sample_text
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SETTINGS = ("text_field", "val_fraction", "shard_tokens", "seed")  # flags that change the dataset
@@ -93,8 +85,7 @@ def main(argv: list[str]) -> None:
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
     )
-    manifest = prepare(plan, arguments.workers)
-    say_what_it_holds(out, manifest)
+    prepare(plan, arguments.workers)
 
 
 if __name__ == "__main__":

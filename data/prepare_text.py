@@ -34,24 +34,9 @@ import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import PREPARED_ON_DEMAND
-from data.text import (
-    FIELD,
-    HELD_OUT_PIECE,
-    MOST_HELD_OUT,
-    Document,
-    Place,
-    Source,
-    divide,
-)
+from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
-from data.writer import (
-    PLACES,
-    Plan,
-    made_from,
-    prepare,
-    sample_text,
-    say_what_it_holds,
-)
+from data.writer import PLACES, Plan, made_from, prepare, sample_text
 
 VAL_FRACTION = 0.05  # held out, unless --val_fraction says otherwise
 
@@ -103,8 +88,7 @@ def main(argv: list[str]) -> None:
         documents=documents,
         tokenizer=tokenizer,
     )
-    manifest = prepare(plan, arguments.workers)
-    say_what_it_holds(out, manifest)
+    prepare(plan, arguments.workers)
 
 
 if __name__ == "__main__":

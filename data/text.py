@@ -82,11 +82,6 @@ class Source:
     # compressed footers of parquet files, by name
     footers: dict[str, bytes] = dataclass_field(default_factory=dict)
 
-    @cached_property
-    def counts(self) -> list[int]:
-        """Count the row groups of each file, reading only the footers of parquet files."""
-        return [self.footer(f).num_row_groups if is_parquet(f) else 1 for f in self.files]
-
     def size(self) -> int:
         """Return how many bytes of text the parquet files hold, and how many bytes the others."""
 
@@ -102,9 +97,12 @@ class Source:
 
     @cached_property
     def groups(self) -> list[tuple[str, int]]:
-        """List (file, number in the file) of all row groups in the order of reading."""
-        files = zip(self.files, self.counts, strict=True)
-        groups = [(name, number) for name, count in files for number in range(count)]
+        """
+        List (file, number in the file) of all row groups in the order of reading. Reads only the
+        footers of parquet files.
+        """
+        counts = {f: self.footer(f).num_row_groups if is_parquet(f) else 1 for f in self.files}
+        groups = [(name, number) for name in self.files for number in range(counts[name])]
         if self.seed is not None:
             random.Random(self.seed).shuffle(groups)
         return groups

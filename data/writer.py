@@ -72,10 +72,10 @@ def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -
     return same | settings | dict(files=stamps)
 
 
-def prepare(plan: Plan, workers: int) -> dict:
+def prepare(plan: Plan, workers: int) -> None:
     """
-    Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads.
-    Returns the manifest. Raises UserError, also if reading or writing fails on the way.
+    Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads,
+    and print what it holds. Raises UserError, also if reading or writing fails on the way.
     """
     check_folder(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def prepare(plan: Plan, workers: int) -> dict:
         path = error.filename or plan.folder
         hint = "once that is fixed, the same command continues after the last finished shard"
         raise UserError(f"{path}: {error.strerror}; {hint}") from None
-    return manifest
+    say_what_it_holds(plan.folder, manifest)
 
 
 # -----------------------------------------------------------------------------
