@@ -54,7 +54,8 @@ def run_tokens(config: Config) -> int:
 
 def explanation(config: Config, key: str, folder: Path) -> str:
     """Say that the dataset of this key is missing, and how to get it."""
-    size = f"--tokens={count(min(run_tokens(config), MOST_TOKENS))}"
+    most = HOURS_TOKENS if config.by_clock else MOST_TOKENS
+    size = f"--tokens={count(min(run_tokens(config), most))}"
     fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
     own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
     hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"
