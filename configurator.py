@@ -60,9 +60,7 @@ class Config:
 
     # I/O
     out_dir: str = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
-    init_from: str = (
-        "scratch"  # scratch, resume, auto (resume if possible), gpt2, OWNER/NAME, a path
-    )
+    init_from: str = "scratch"  # scratch, resume, auto (resume if possible), gpt2, OWNER/NAME, path
     eval_interval: int = 2000  # iterations between evaluations
     eval_iters: int = 200  # micro-batches per evaluation, if eval_tokens is 0
     eval_tokens: int = 0  # tokens per evaluation; 0: use eval_iters micro-batches

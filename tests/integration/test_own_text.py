@@ -97,7 +97,7 @@ def test_the_documented_commands_prepare_train_and_sample_your_own_text():
     page = [command for command in command_lines(README) if "my_notes" in " ".join(command)]
     (script, *prepares), (trains, *words), (samples, *flags) = page
     prepare(*prepares)
-    assert run(trains, *words[::-1], "--max_iters=2", "--sample_tokens=5", *CPU).code == 0
+    assert run(trains, *words, "--max_iters=2", "--sample_tokens=5", *CPU).code == 0
     result = run(samples, *flags, "--start=To", "--max_new_tokens=9", "--device=cpu")
     assert (script, result.code) == ("data/prepare_text.py", 0) and result.out.startswith("To")
 
@@ -117,7 +117,7 @@ def test_the_shipped_config_suits_the_texts_size(tokenizer, letters, layers, mos
     Path("mine.txt").write_text("ab" * (letters // 2))
     said = prepare("mine.txt", f"--tokenizer={tokenizer}")
     assert said == "next: python train.py config/own_text.py --dataset=mine"
-    c = load_config(said.split()[:2:-1])
+    c = load_config(said.split()[3:])
     assert (c.dataset, c.out_dir, c.n_layer, c.dropout) == ("mine", "out/mine", layers, dropout)
     tokens = len(open_dataset("mine", 64).train)
     assert c.max_iters == 1 + min(most, 10 * tokens) // 2048
@@ -126,14 +126,14 @@ def test_the_shipped_config_suits_the_texts_size(tokenizer, letters, layers, mos
 
 @pytest.mark.parametrize("dataset", ["mine", "elsewhere/mine"])
 def test_the_shipped_config_refuses_to_guess_the_size_of_no_text(dataset):
-    result = run("train.py", f"--dataset={dataset}", f"{ROOT}/config/own_text.py")
+    result = run("train.py", f"{ROOT}/config/own_text.py", f"--dataset={dataset}")
     refused(result, f"there is no {dataset}/manifest.json", "give --dataset=NAME")
 
 
 def test_the_shipped_config_finds_a_folder_by_its_path():
     Path("mine.txt").write_text("ab" * 150_000)
     said = prepare("mine.txt", "--out=elsewhere/mine")
-    c = load_config([said.split()[-1], f"{ROOT}/config/own_text.py"])
+    c = load_config([f"{ROOT}/config/own_text.py", said.split()[-1]])
     assert (c.out_dir, c.dropout) == ("out/mine", 0.2)
 
 
