@@ -121,7 +121,7 @@ def test_pip_uv_and_ci_install_and_test_the_same():
 
     (command,) = re.findall("^pytest .*$", read(README), re.MULTILINE)
     assert command in read(".ci/run") and command in read("CONTRIBUTING.md")
-    assert f"\nuv run --extra dev {command}\n" in read("docs/install.md")
+    assert f"\nuv run --extra dev {command}\n" in read(README)
     jobs = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
     steps = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
     assert ".ci/run" in steps["linux"] and command in steps["others"]
