@@ -8,6 +8,8 @@ import importlib.metadata
 import os
 import platform
 import sys
+import time
+from pathlib import Path
 
 
 def torch_version() -> tuple[int, int]:
@@ -19,16 +21,38 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def cores_are_taken(readings: int = 9) -> bool:
+    """
+    Return whether other programs now run on cores that this one's CPU threads will need. torch
+    starts one thread per core. Linux only.
+    """
+    try:
+        cpus = os.cpu_count() or 1
+        siblings = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+        threads = int(os.environ.get("OMP_NUM_THREADS", len({p.read_text() for p in siblings})))
+        others = []
+        for _ in range(readings):  # the load average would lag behind by a minute
+            time.sleep(0.01)
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+            others.append(int(running) - 1)  # without this thread
+        return threads > 1 and sorted(others)[readings // 2] > cpus - threads
+    except (OSError, ValueError):  # a hardened container hides these files
+        return False
+
+
 WINDOWS = sys.platform == "win32"
 WSL = "microsoft" in platform.release().lower()
+SPINS = sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ
+CORES_ARE_TAKEN = SPINS and cores_are_taken()
 HAS_SEGMENTS = sys.platform == "linux" and not WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 # Each variable's reason, name and value; None leaves it unset
 VARIABLES = {
-    # How often a waiting CPU thread spins before it sleeps, about 0.1 ms in all; libgomp's default
-    # is 300,000. On idle cores this costs 2% to 9% of the speed; if other programs start later,
-    # training is 1.06 to 3.0 times as fast (results/README.md).
-    "GOMP_SPINCOUNT": "10000" if sys.platform == "linux" else None,
+    # A CPU thread that waits for the others spins before it sleeps: on idle cores that is faster,
+    # but beside other programs it may occupy the core that the others need. So sleep at once if the
+    # cores are taken, and otherwise after 10,000 spins, about 0.1 ms, instead of libgomp's 300,000
+    # (results/README.md).
+    "GOMP_SPINCOUNT": "0" if CORES_ARE_TAKEN else "10000" if SPINS else None,
     # Most Windows users may not create symbolic links, and the hub's library would warn at length.
     "HF_HUB_DISABLE_SYMLINKS_WARNING": "1",
     # writer.py already uses threads. If the library did too, it would warn at every fork.

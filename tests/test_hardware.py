@@ -482,3 +482,35 @@ def test_a_freed_tensors_memory_stays_with_the_process():
     assert result.code == 0, result.err
     without, with_set_up = map(float, result.out.split())
     assert without < 100 and with_set_up > 200
+
+
+# threads that run, CPUs, CPUs to a core, the user's variables; the spins before a thread sleeps
+WAITS = [
+    (1, 2, 1, {}, "10000"),  # this program alone
+    (2, 2, 1, {}, "0"),  # another program keeps one CPU busy
+    (9, 16, 2, {}, "10000"),  # 8 threads on 8 cores, and 8 other programs find a place
+    (10, 16, 2, {}, "0"),
+    (40, 1, 1, {}, "10000"),  # a single thread waits for nobody
+    (4, 2, 1, dict(GOMP_SPINCOUNT="77"), "77"),
+    (4, 2, 1, dict(OMP_WAIT_POLICY="active"), None),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's on Linux")
+@pytest.mark.parametrize("running, cpus, per_core, given, spins", WAITS)
+def test_threads_do_not_spin_on_cores_that_other_programs_need(
+    running, cpus, per_core, given, spins, monkeypatch
+):
+    def read_text(path, *rest, read=Path.read_text, **named) -> str:
+        if path == Path("/proc/loadavg"):
+            return f"9.00 9.00 9.00 {running}/400 77\n"
+        if path.name != "siblings":
+            return read(path, *rest, **named)
+        return str(int(path.parent.name.removeprefix("cpu")) // per_core)
+
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(Path, "glob", lambda *_: [Path(f"cpu{n}/siblings") for n in range(cpus)])
+    monkeypatch.setattr(Path, "read_text", read_text)
+    set_environment()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
