@@ -296,6 +296,7 @@ class Saver:
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
         try:
+            self.require_folder()
             self.prune(max(1, self.keep - 1))
             save(state, path)
             if not self.has_saved and (problem := damage(path)):
@@ -339,10 +340,20 @@ class Saver:
             self.append("log.txt")
 
     def append(self, name: str) -> None:
-        """Append what is unwritten to a file in out_dir, which must be there. Raises OSError."""
+        """Append what is unwritten to a file in out_dir. Raises OSError."""
+        self.require_folder()
         with open(self.out_dir / name, "ab", buffering=0) as file:
             while self.unwritten[name]:
                 self.unwritten[name] = self.unwritten[name][file.write(self.unwritten[name]) :]
+
+    def require_folder(self) -> None:
+        """
+        Raise OSError if out_dir is missing or empty. A mount point is empty while its disk is away,
+        and what is written there would go to the disk below.
+        """
+        if not os.listdir(self.out_dir):
+            hint = "is empty; is its disk away? Mount it, or put any file into the folder"
+            raise OSError(errno.ENODEV, hint, str(self.out_dir))
 
     def close(self) -> None:
         """Unlock out_dir for other runs."""

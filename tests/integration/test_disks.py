@@ -13,7 +13,9 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from unittest import mock
@@ -502,16 +504,35 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     assert content in contents(ran.out_dir).values()
 
 
-@pytest.mark.parametrize("back", ["itself", "as a copy"])
-def test_a_run_goes_on_if_its_folder_was_away_for_a_while(back, tiny, ran, straight, tmp_path):
-    """Save nothing below another name, and lose no record."""
-    out_dir, away = ran.out_dir, tmp_path / "away"
-    trainer = InProcessRun()
+def unmount(disk: Path, copy: Path) -> None:
+    shutil.copytree(disk, copy)
+    subprocess.run(["umount", "-l", disk], check=True)
 
-    def come_back():
-        shutil.copytree(away, out_dir) if back == "as a copy" else away.rename(out_dir)
 
-    trainer.at |= {("update", 3): lambda: out_dir.rename(away), ("update", 6): come_back}
+def mount_again(disk: Path, copy: Path) -> None:
+    """Mount a disk with the content of the one before. It has another device number."""
+    assert not os.listdir(disk)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], check=True)
+    shutil.copytree(copy, disk, dirs_exist_ok=True)
+
+
+AWAY = {  # how the folder leaves, and how it comes back
+    "itself": (Path.rename, lambda out_dir, away: away.rename(out_dir)),
+    "a copy": (Path.rename, lambda out_dir, away: shutil.copytree(away, out_dir)),
+    "a mount point": (unmount, mount_again),
+}
+
+
+@pytest.mark.parametrize("what", AWAY)
+def test_a_run_goes_on_if_its_folder_was_away_for_a_while(
+    what, tiny, ran, straight, tmp_path, make_disk
+):
+    """Save nothing below another name or on the disk below, and lose no record."""
+    if what == "a mount point":
+        tiny["out_dir"] = ran.out_dir = make_disk(1 << 20)
+    trainer, out_dir = InProcessRun(), ran.out_dir
+    leave, come_back = (partial(act, out_dir, tmp_path / "away") for act in AWAY[what])
+    trainer.at |= {("update", 3): leave, ("update", 6): come_back}
     result = launch(trainer, **tiny)
     assert len(lines(result.err, "warning: metrics.jsonl")) == 1
     assert len(lines(result.err, "warning: iter 4: checkpoint 4 is not saved")) == 1
