@@ -157,7 +157,7 @@ def find_checkpoint(c: Config) -> Path | None:
         wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
     else:
         wants_run = c.init_from != "scratch"
-    if wants_run and (path := checkpoint.find_newest(out_dir)[0]):
+    if wants_run and (path := checkpoint.find_newest(out_dir)):
         return path
     others = sorted(out_dir.glob("*.pt"))
     if others and not (c.eval_only and names_weights):

@@ -50,13 +50,18 @@ def save(state: dict, path: Path) -> None:
 
 
 def damage(path: Path) -> str:
-    """Read the whole file, and return why it cannot be loaded, or "". Raises OSError."""
+    """
+    Read the whole file, and return why it cannot be loaded, or "". Raises OSError, and UserError if
+    the file has another format.
+    """
     try:
         with open(path, "rb") as file:
             record = zipfile.ZipFile(file).testzip()
         if record:
-            return f"is damaged: its record {record} has the wrong checksum"
-        open_state(path)
+            return f"damaged: record {record} has the wrong checksum"
+        read(path)
+    except UserError:
+        raise
     except Exception as error:  # a damaged file can raise anything
         # EINVAL: zipfile seeks to where a damaged directory points
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
@@ -78,14 +83,10 @@ def read(path: Path) -> dict:
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
     their pages. Raises UserError if the file has another format.
     """
-    state = open_state(path)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
         raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
     return state
-
-
-def open_state(path: Path) -> dict:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 # -----------------------------------------------------------------------------
@@ -114,34 +115,25 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration)
 
 
-def find_newest(out_dir: Path) -> tuple[Path | None, dict | None]:
+def find_newest(out_dir: Path) -> Path | None:
     """
-    Return the newest valid checkpoint's path and state, or (None, None) if out_dir has none. Warns
-    about each damaged checkpoint. Raises UserError if all are damaged or unreadable, so that a run
-    never silently starts again, and for a checkpoint whose name and content give different
-    iterations.
+    Return the newest valid checkpoint, or None if out_dir has none. Warns about each damaged one.
+    Raises UserError if all are damaged or unreadable, so that a run never silently starts again.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
-        state: dict = {}
         try:
             problem = damage(path)
-            state = {} if problem else read(path)
         except OSError as error:  # a failing disk, a dead link or a folder
             problem = f"cannot be read ({error.strerror})"
-        if problem:
-            warn(f"{path}: {problem}; trying the checkpoint before it")
-            continue
-        it = state.get("progress", {}).get("iter_num", iteration(path))
-        if it != iteration(path):
-            name = checkpoint_path(out_dir, it).name
-            raise UserError(f"{path}: holds iteration {it:,}, so name it {name}, or move it away")
-        return path, state
+        if not problem:
+            return path
+        warn(f"{path}: {problem}; trying the checkpoint before it")
     if paths:
         problem = "none of its checkpoints can be resumed, see above"
         hint = "restore one, or start in another --out_dir"
         raise UserError(f"{out_dir}: {problem}; {hint}")
-    return None, None
+    return None
 
 
 def set_aside(path: Path) -> None:
@@ -260,7 +252,7 @@ class Saver:
             with contextlib.suppress(OSError):  # as unreadable as when the run was chosen
                 if not damage(path):
                     hint = "give the command again, or another --out_dir"
-                    problem = f"another run has just written to {out_dir}"
+                    problem = f"another run has just written {path}, or its name is wrong"
                     raise UserError(f"out_dir: {problem}; {hint}")
         for path in newer:
             set_aside(path)  # damaged; prune() would count it among the newest
