@@ -155,19 +155,18 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     """
     now, waits = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(time, "process_time", lambda: 2 * now[0])  # two threads
     resumed = dict(clock={}, ledger=dict(steps=500.0))
     clock = Clock(0.0, lambda: waits.append(now[0]), HOUR, resumed, Slower())
     clock.begin_iterations(SimpleNamespace(iter_num=7, tokens=700))
     now[0] = 30.0
     speed = clock.lap_iterations(SimpleNamespace(iter_num=10, tokens=1000), 6.0, 4.5)
-    assert speed == Speed(20.0, 4.0, 300 / 60, 4.5, 20.0)
+    assert speed == Speed(20.0, 4.0, 300 / 60, 4.5)
     assert clock.estimates == dict(iteration=20.0)
     now[0] = 130.0
     clock.lap("evaluation")  # no part of an iteration
     now[0] = 138.0
     speed = clock.lap_iterations(SimpleNamespace(iter_num=12, tokens=1200), 7.0, 4.6)
-    assert speed == Speed(8.0, 1.0, 200 / 16, 4.6, 8.0)
+    assert speed == Speed(8.0, 1.0, 200 / 16, 4.6)
     assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
     assert waits == [30.0, 130.0, 138.0]
 

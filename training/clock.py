@@ -39,7 +39,6 @@ class Speed:
     wait_seconds: float  # the part of iter_seconds spent waiting for data
     tokens_per_sec: float  # across all ranks
     mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
-    cpu_seconds: float  # CPU time of an iteration on this rank, all threads together
 
 
 class Clock:
@@ -63,8 +62,6 @@ class Clock:
         if resumed:
             self.seconds |= resumed["ledger"]
         self.lapped_at = began  # every second before this moment is in the ledger
-        self.cpu_lapped_at = time.process_time()
-        self.cpu_seconds = 0.0  # CPU time that this launch's iterations took
         self.save_timer_began = began
         # The rest is for runs with hours
         saved = resumed["clock"] if resumed else {}
@@ -148,12 +145,8 @@ class Clock:
         seconds = now - self.lapped_at
         self.lapped_at = now
         self.seconds[category] += seconds
-        cpu = time.process_time()
-        if category == "steps":
-            self.cpu_seconds += cpu - self.cpu_lapped_at
         if category == "checkpoints":  # a failed save too: the next try waits half a minute
             self.save_timer_began = now
-        self.cpu_lapped_at = cpu
         return seconds
 
     @contextlib.contextmanager
@@ -167,7 +160,7 @@ class Clock:
 
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
-        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0, 0.0)
+        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0)
         if self.setup_seconds is None:
             self.setup_seconds = self.used()
 
@@ -180,15 +173,14 @@ class Clock:
         """
         self.lap("steps")
         steps = self.seconds["steps"]
-        line = (progress.iter_num, progress.tokens, steps, waited, self.cpu_seconds)
-        iterations, trained, elapsed, waited, cpu = (
+        line = (progress.iter_num, progress.tokens, steps, waited)
+        iterations, trained, elapsed, waited = (
             after - before for after, before in zip(line, self.last_line, strict=True)
         )
         self.last_line = line
         elapsed, waited, mem_gib = self.ranks.max(elapsed, waited, mem_gib)
         self.expect("iteration", elapsed / iterations)
-        times = (elapsed / iterations, waited / iterations)
-        return Speed(*times, trained / elapsed, mem_gib, cpu / iterations)
+        return Speed(elapsed / iterations, waited / iterations, trained / elapsed, mem_gib)
 
     def advance(self, share: float) -> None:
         """Remember the share at which an update was made."""

@@ -161,7 +161,6 @@ class Log:
             mfu=mfu,
             mem_gib=speed.mem_gib or None,
             data_wait_ms=1000 * speed.wait_seconds,
-            cpu_ms=1000 * speed.cpu_seconds,
             compile_seconds=self.clock.seconds["compile"],
             hours=self.clock.training_hours(),
         )
