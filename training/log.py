@@ -112,22 +112,18 @@ class Log:
             **self.data.record(),
         )
 
-    def last_tokens(self) -> int:
-        """Return how many tokens the run will have trained on after max_iters."""
-        c = self.config
-        return self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
-
     def length(self) -> str:
         """Return the run's length as text."""
         c = self.config
         iterations = f"{c.max_iters:,} iterations"
         if not c.by_clock:
-            total = self.last_tokens()
+            total = self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
             epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
             return f"{iterations}, {count(total)} tokens{epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
-        stops = f"stops by {clock_time(self.left())}"
-        return f"hours {self.used_of_total()}{bound}; {stops}"
+        digits = 2 if c.hours >= 1 else 4
+        used = f"{self.clock.used() / 3600:.{digits}f} of {c.hours:.{digits}f}"
+        return f"hours {used}{bound}; stops by {clock_time(self.clock.left())}"
 
     # -------------------------------------------------------------------------
     # During the run
@@ -192,17 +188,6 @@ class Log:
         rate = trained / (self.clock.seconds["steps"] - self.first_steps)
         return rate, self.hw.mfu(self.flops_per_token, rate, self.world_size)
 
-    def left(self) -> float:
-        """Return the seconds left under `hours`; inf if it is not set."""
-        return max(0.0, self.clock.left())
-
-    def used_of_total(self) -> str:
-        """Return the hours used and the total, as in "1.25 of 8.00" or "0.0012 of 0.0200"."""
-        used = self.clock.used() / 3600
-        total = used + self.left() / 3600
-        digits = 2 if total >= 1 else 4
-        return f"{used:.{digits}f} of {total:.{digits}f}"
-
     def eta(self, it: int) -> float:
         """
         Return the estimated seconds to the end of the run. The remaining iterations are assumed to
@@ -215,7 +200,7 @@ class Log:
         estimates = self.clock.estimates
         pause = sum(estimates.get(name, 0.0) for name in PAUSES)
         left = (c.max_iters - it - 1) * pace + intervals * pause
-        return max(0.0, min(left, self.left()))
+        return max(0.0, min(left, self.clock.left()))
 
     def report_eval(self, it: int, tokens: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
