@@ -55,7 +55,6 @@ class Clock:
         loads. `began` is time.perf_counter() at launch; `synchronize` waits for the device.
         """
         self.ranks = ranks
-        self.began = began
         self.synchronize = synchronize
         self.c = c
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
@@ -86,10 +85,6 @@ class Clock:
     def since_lap(self) -> float:
         """Return the seconds since the last lap, which are not yet booked to any category."""
         return time.perf_counter() - self.lapped_at
-
-    def since_launch(self) -> float:
-        """Return the seconds since this launch began."""
-        return time.perf_counter() - self.began
 
     def used(self) -> float:
         """Return the seconds that the run has used, across all launches."""

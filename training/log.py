@@ -260,9 +260,8 @@ class Log:
         it, tokens = progress.iter_num, progress.tokens
         seconds = self.clock.seconds
         total = sum(seconds.values())
-        launch = duration(self.clock.since_launch())
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s]
-        say(f"time: {duration(total)} wall (this launch {launch}) = {', '.join(shares)}")
+        say(f"time: {duration(total)} wall = {', '.join(shares)}")
         said = "the schedule is complete" if reason == "hours" else reason
         say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         say(*self.results(tokens, progress, mem_gib))
@@ -280,18 +279,13 @@ class Log:
         describe this launch; the other values describe the whole run.
         """
         val_loss = progress.val_loss if progress.is_evaluated else math.inf
-        clock = self.clock
         rate, mfu = self.launch_speed(tokens)
-        hours_per_epoch = None
-        if self.train_tokens and tokens:
-            hours_per_epoch = clock.training_hours() * self.train_tokens / tokens
         values = dict(
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
             bits_per_byte=(self.data.bits_per_byte(val_loss), ".4f"),
             tokens=(tokens, "d"),
             epochs=(tokens / self.train_tokens if self.train_tokens else None, ".2f"),
-            hours_per_epoch=(hours_per_epoch, ".3g"),
-            seconds=(sum(clock.seconds.values()), ".1f"),
+            seconds=(sum(self.clock.seconds.values()), ".1f"),
             tokens_per_sec=(rate, ".0f"),
             mfu=(mfu, ".4f"),
             mem_gib=(mem_gib or None, ".2f"),

@@ -101,9 +101,7 @@ def test_a_successful_run_writes_nothing_to_stderr(tiny):
 def figures(result: Result) -> dict[str, float]:
     """Return the last lines of the console: a name, a colon and a number."""
     found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
-    names = (
-        "val_loss bits_per_byte tokens epochs hours_per_epoch seconds tokens_per_sec mfu mem_gib"
-    )
+    names = "val_loss bits_per_byte tokens epochs seconds tokens_per_sec mfu mem_gib"
     return {name: float(found[name]) for name in names.split()}
 
 
@@ -117,7 +115,6 @@ def test_a_run_ends_with_its_figures_one_per_line(tiny, ran):
     assert found["epochs"] == pytest.approx(end["tokens"] / 1237, abs=0.01)
     for tokens_before, epoch in ran.steps("tokens", "epoch"):
         assert epoch == pytest.approx(tokens_before / 1237)
-    assert found["hours_per_epoch"] == pytest.approx(end["hours"] / end["tokens"] * 1237, 0.01)
     assert found["seconds"] == pytest.approx(sum(end["ledger"].values()), abs=0.06)
     # an iteration takes ten seconds
     assert found["tokens_per_sec"] == pytest.approx(2 * 4 * T / 10, abs=0.5)
