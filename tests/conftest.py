@@ -31,7 +31,6 @@ def fsync(file: int) -> None:
 
 
 os.fsync = fsync
-os.sync = lambda: None
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -51,7 +50,6 @@ def restored_process_state(request):
     if request.node.get_closest_marker("slow"):
         torch._dynamo.reset()  # after some compiled models, Dynamo would run the next one eagerly
     yield
-    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if torch.are_deterministic_algorithms_enabled():  # the call takes a second, for an import
