@@ -51,7 +51,8 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         places.append(["others", "others"])
     panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5, 2.5)[: len(places)])
     band = next(filter(has_band, runs), None)
-    settled = []  # losses after the first 2%; the fall from ln V would flatten the rest of the plot
+    # losses before and after 2% of a run; the fall from ln V would flatten the rest of the plot
+    first, settled = [], []
     for i, run in ((i, run) for i, group in enumerate(groups) for run in group):
         line = dict(color=COLORS[i % len(COLORS)], linewidth=1)
         marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.5)
@@ -81,11 +82,16 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         if has_rates:
             panels["rate"].plot(*thin_out(run.step["tokens"], run.step["lr"]), **line)
         for x, y in curves:
-            settled.append(y[x >= 0.02 * np.max(x, initial=0)])
+            is_settled = x >= 0.02 * np.max(x, initial=0)
+            first.append(y[~is_settled])
+            settled.append(y[is_settled])
     finish(panels["losses"], "tokens", "loss, nats per token")
+    title = "markers: val loss; lines: train loss"
     if len(shown := np.concatenate(settled)):
-        panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
-    panels["losses"].set_title("markers: val loss; lines: train loss", fontsize=9, loc="left")
+        panels["losses"].set_ylim(shown.min() - 0.1, top := shown.max() + 0.1)
+        if np.max(np.concatenate(first), initial=top) > top:
+            title += "; cut off: the losses of the first 2%"
+    panels["losses"].set_title(title, fontsize=9, loc="left")
     if band:
         finish(panels["right"], "tokens", "val loss minus the band's mean")
     else:

@@ -433,6 +433,13 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate():
     assert rate[0][1] == [0.1] * 10
 
 
+@pytest.mark.parametrize("at, is_cut", [(1, True), (2, False)])
+def test_says_if_it_cuts_off_the_losses_of_a_runs_first_2_percent(at, is_cut):
+    losses, *_ = drawn(make_run("a", {at: 90.0, 100: 3.0})).axes
+    assert (losses.get_ylim()[1] < 90) == is_cut
+    assert ("cut off" in losses.get_title("left")) == is_cut
+
+
 def test_draws_other_losses_among_the_losses_and_other_measures_on_their_own_axis():
     """Show a loss below the train and val losses too. test_hacking.py reads the table's row."""
     measures = dict(second_loss=1.0, choices=0.5)
