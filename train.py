@@ -863,7 +863,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if it % c.log_interval == 0 or is_last:
             # speed since the last line, including waits for data but not evaluations and saves; but
             # the loss of this iteration alone
-            speed = clock.lap_iterations(progress, batches.waited, hw.peak_memory_gib())
+            speed = clock.lap_iterations(progress, hw.peak_memory_gib())
             (total,) = ranks.sum(loss_sum.item())
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]

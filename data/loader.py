@@ -19,7 +19,6 @@ splits the same sequence of windows differently.
 import atexit
 import errno
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,7 +161,6 @@ class Batches:
         self.blocks: deque[Tensor] = deque()  # read but not taken yet
         self.room = READ_AHEAD  # the most micro-batches that `blocks` may hold
         self.error: Exception | None = None  # why the reader thread or an evaluation failed
-        self.waited = 0.0  # seconds spent waiting in ready()
         self.closed = False
         self.changed = threading.Condition()
         first = consumed + rank * config.batch_size
@@ -208,13 +206,11 @@ class Batches:
         Wait up to POLL_SECONDS for the next `count` micro-batches. Returns True once they are in
         host memory. If it keeps returning False, check `error`: reading may have failed.
         """
-        began = time.perf_counter()
         with self.changed:
             if self.room < count + READ_AHEAD:
                 self.room = count + READ_AHEAD
                 self.changed.notify_all()
             self.changed.wait_for(lambda: len(self.blocks) >= count or self.error, POLL_SECONDS)
-            self.waited += time.perf_counter() - began
             return len(self.blocks) >= count
 
     def take(self, count: int) -> list[Batch]:

@@ -140,11 +140,11 @@ def test_a_pause_books_the_seconds_before_it_to_steps_and_may_expect_as_many_aga
 
 class Slower:
     """
-    Stand in for two ranks. The other rank takes and waits twice as long, and uses half the memory.
+    Stand in for two ranks. The other rank takes twice as long, and uses half the memory.
     """
 
-    def max(self, elapsed, waited, mem_gib):
-        return [2 * elapsed, 2 * waited, max(mem_gib, mem_gib / 2)]
+    def max(self, elapsed, mem_gib):
+        return [2 * elapsed, max(mem_gib, mem_gib / 2)]
 
 
 def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(monkeypatch):
@@ -158,14 +158,14 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     clock = Clock(0.0, lambda: waits.append(now[0]), HOUR, resumed, Slower())
     clock.begin_iterations(SimpleNamespace(iter_num=7, tokens=700))
     now[0] = 30.0
-    speed = clock.lap_iterations(SimpleNamespace(iter_num=10, tokens=1000), 6.0, 4.5)
-    assert speed == Speed(20.0, 4.0, 300 / 60, 4.5)
+    speed = clock.lap_iterations(SimpleNamespace(iter_num=10, tokens=1000), 4.5)
+    assert speed == Speed(20.0, 300 / 60, 4.5)
     assert clock.estimates == dict(iteration=20.0)
     now[0] = 130.0
     clock.lap("evaluation")  # no part of an iteration
     now[0] = 138.0
-    speed = clock.lap_iterations(SimpleNamespace(iter_num=12, tokens=1200), 7.0, 4.6)
-    assert speed == Speed(8.0, 1.0, 200 / 16, 4.6)
+    speed = clock.lap_iterations(SimpleNamespace(iter_num=12, tokens=1200), 4.6)
+    assert speed == Speed(8.0, 200 / 16, 4.6)
     assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
     assert waits == [30.0, 130.0, 138.0]
 

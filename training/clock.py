@@ -36,7 +36,6 @@ class Speed:
     """Holds means over the iterations between two log lines."""
 
     iter_seconds: float  # includes waiting for data
-    wait_seconds: float  # the part of iter_seconds spent waiting for data
     tokens_per_sec: float  # across all ranks
     mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
 
@@ -155,27 +154,25 @@ class Clock:
 
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
-        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"], 0.0)
+        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"])
         if self.setup_seconds is None:
             self.setup_seconds = self.used()
 
-    def lap_iterations(self, progress, waited: float, mem_gib: float) -> Speed:
+    def lap_iterations(self, progress, mem_gib: float) -> Speed:
         """
         Book a lap of steps, and return the speed since the last call, as seen by the slowest rank.
         Evaluations and checkpoints do not lower the speed, because they are booked to other
-        categories. Every rank must call this. `waited` is how many seconds this launch waited for
-        data, and `mem_gib` this rank's peak memory.
+        categories. Every rank must call this. `mem_gib` is this rank's peak memory.
         """
         self.lap("steps")
-        steps = self.seconds["steps"]
-        line = (progress.iter_num, progress.tokens, steps, waited)
-        iterations, trained, elapsed, waited = (
+        line = (progress.iter_num, progress.tokens, self.seconds["steps"])
+        iterations, trained, elapsed = (
             after - before for after, before in zip(line, self.last_line, strict=True)
         )
         self.last_line = line
-        elapsed, waited, mem_gib = self.ranks.max(elapsed, waited, mem_gib)
+        elapsed, mem_gib = self.ranks.max(elapsed, mem_gib)
         self.expect("iteration", elapsed / iterations)
-        return Speed(elapsed / iterations, waited / iterations, trained / elapsed, mem_gib)
+        return Speed(elapsed / iterations, trained / elapsed, mem_gib)
 
     def advance(self, share: float) -> None:
         """Remember the share at which an update was made."""

@@ -156,7 +156,6 @@ class Log:
             tokens_per_sec=speed.tokens_per_sec,
             mfu=mfu,
             mem_gib=speed.mem_gib or None,
-            data_wait_ms=1000 * speed.wait_seconds,
             compile_seconds=self.clock.seconds["compile"],
             hours=self.clock.training_hours(),
         )

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -529,31 +528,7 @@ def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path)
 
 
 # -----------------------------------------------------------------------------
-# Waiting, warnings and dropout
-
-
-def test_data_wait_ms_is_the_average_wait_per_iteration(tokens, tmp_path):
-    """
-    Let each wait for data take a quarter of a second. The log lines cover one, two or three
-    iterations.
-    """
-    trainer, looks = InProcessRun(fake_clock=True), []
-    wait_for = threading.Condition.wait_for
-
-    def slow_wait(self, *arguments):
-        if threading.current_thread() is threading.main_thread():
-            looks.append(self)
-            trainer.now += 0.25
-        return wait_for(self, *arguments)
-
-    with mock.patch("threading.Condition.wait_for", slow_wait):
-        trainer.launch(**BASE | dict(log_interval=3), dataset=tokens, out_dir=tmp_path)
-    iterations = [1, 3, 3, 3, 2]  # before the lines at 0, 3, 6, 9 and 11
-    waits = column(tmp_path, "step", "data_wait_ms")
-    assert sum(n * ms for n, ms in zip(iterations, waits, strict=True)) == pytest.approx(
-        250 * len(looks)
-    )
-    assert len(looks) >= 12
+# Warnings and dropout
 
 
 def test_a_run_resumed_from_an_older_checkpoint_drops_later_warnings_from_its_log(tokens, tmp_path):

@@ -16,7 +16,7 @@ FIELDS = dict(
     start="commit config data_fingerprint device device_type dtype flops_per_token iter parameters"
     " peak_source peak_tflops tokenizer tokens_per_iter torch val_fingerprint"
     " train_tokens val_tokens world_size",
-    step="compile_seconds data_wait_ms epoch grad_norm hours iter loss lr mem_gib mfu"
+    step="compile_seconds epoch grad_norm hours iter loss lr mem_gib mfu"
     " step_ms tokens tokens_after tokens_per_sec",
     eval="bits_per_byte hours iter perplexity seconds tokens train_loss val_loss",
     checkpoint="bytes iter path seconds",
