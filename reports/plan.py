@@ -207,8 +207,8 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
 
 def make_plan(config: Config, model: GPTConfig, card: Card, options: Namespace) -> dict:
     """
-    Compute all figures of a run. hours counts iterations only; kwh counts them too, kwh_total and
-    cost also evaluations and checkpoints. Several GPUs share the work evenly and then average their
+    Compute all figures of a run. hours counts iterations only; hours_total, kwh_total and cost also
+    evaluations and checkpoints. Several GPUs share the work evenly and then average their
     gradients. watts is the power of one GPU, without the rest of the machine.
     """
     n, flops = options.gpus, count_flops(model)
@@ -228,7 +228,6 @@ def make_plan(config: Config, model: GPTConfig, card: Card, options: Namespace) 
     if config.dataset == DOWNLOADED_ON_DEMAND and not options.dataset_tokens:
         disk_tokens = SHARD_TOKENS * (1 + shards_to_download(run_tokens(config)))
     shards_gb = 2 * disk_tokens / 1e9
-    kept = config.checkpoint_files
     parts = memory_bytes(config, model, card.dtype, config.batch_size)
     vram_gib = sum(parts.values()) / GIB
     usable_gib = card.memory_gib and USABLE_MEMORY * card.memory_gib
@@ -251,7 +250,6 @@ def make_plan(config: Config, model: GPTConfig, card: Card, options: Namespace) 
         epochs=options.dataset_tokens and tokens / options.dataset_tokens,
         total_flops=flops and flops * tokens,
         pace=source,
-        iter_seconds_range=[shortest, longest],
         exchange_seconds=exchange,
         mfu=flops * rate / (card.peak_tflops * 1e12 * n) if flops and card.peak_tflops else None,
         **times,
@@ -261,12 +259,11 @@ def make_plan(config: Config, model: GPTConfig, card: Card, options: Namespace) 
         usable_gib=usable_gib,
         fits=vram_gib <= usable_gib if usable_gib else None,
         checkpoint_gb=checkpoint_gb,
-        checkpoints_kept=kept,
+        checkpoints_kept=config.checkpoint_files,
         disk_tokens=disk_tokens,
         shards_gb=shards_gb,
-        disk_gb=shards_gb + kept * checkpoint_gb,
+        disk_gb=shards_gb + config.checkpoint_files * checkpoint_gb,
         watts=options.watts,
-        kwh=kilowatts and kilowatts * times["hours"],
         kwh_total=kwh_total,
         cost=kwh_total and options.price_kwh and kwh_total * options.price_kwh,
     )
