@@ -113,7 +113,7 @@ class RunFailed(UserError):
 # One measurement
 
 
-def measure(config: Config, seconds: float = 5.0) -> dict:
+def measure(config: Config, seconds: float) -> dict:
     """
     Measure the speed and memory of a configuration on this machine, from train.py's log.
 
@@ -206,10 +206,6 @@ def batch_keys(config: Config, batch_size: int) -> dict:
 def measure_config(config: Config, options: Namespace) -> dict:
     if options.row:
         return measure_in_turn([(flags or "CONFIG", flags) for flags in options.row], options)
-    return single(config, options)
-
-
-def single(config: Config, options: Namespace) -> dict:
     say("compiling and measuring: a minute or two" if config.compile else "measuring")
     r = measure(config, options.seconds)
     slowest, fastest = (f"{rate:,.0f}" for rate in r["tokens_per_sec_range"])
@@ -353,11 +349,6 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def write_json(options: Namespace, result: dict) -> None:
-    with replacing(options.json) as file:
-        file.write(json.dumps(dict(command=options.command) | result, indent=1).encode() + b"\n")
-
-
 def main(argv: list[str]) -> int:
     mode, rest = "", argv
     if argv and argv[0] in MODES:
@@ -369,7 +360,6 @@ def main(argv: list[str]) -> int:
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     config = load(keys, other_flags=vars(options))
-    options.command = command_line("python", "bench.py", *argv)
     options.keys = keys
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         preflight.check_device(config)
@@ -377,7 +367,9 @@ def main(argv: list[str]) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     result = MODES[mode](config, options)
     if options.json:
-        write_json(options, result)
+        command = command_line("python", "bench.py", *argv)
+        with replacing(options.json) as file:
+            file.write(json.dumps(dict(command=command) | result, indent=1).encode() + b"\n")
     return 1 if result.get("wrong") else 0
 
 

@@ -32,8 +32,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Open a file for writing that appears as `path` only once it is complete and durable. If writing
     fails, `path` is left as it was. After the block, the rename is durable as well.
     """
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a folder; give a file in it", str(path))
     # The pid keeps apart two processes that write the same picture, and spares a user's own X.tmp.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
