@@ -13,7 +13,6 @@ import numpy as np
 from common.child import end_with_parent
 from common.console import count
 from common.files import replacing
-from reports import seeds
 from reports.runs import Run, has_band, learning_curve, read_run
 
 PICTURE_POINTS = 200  # at most this many points per line, each the mean of its neighbours
@@ -57,7 +56,7 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         line = dict(color=COLORS[i % len(COLORS)], linewidth=1)
         marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.5)
         # give each group one entry in the legend
-        label = seeds.name_of(groups[i]) if run is groups[i][0] else None
+        label = ", ".join(r.name for r in groups[i]) if run is groups[i][0] else None
         tokens, losses = thin_out(run.step["tokens"], run.step["loss"])
         at, vals = learning_curve(run, "tokens")
         panels["losses"].plot(tokens, losses, alpha=0.8, **line)

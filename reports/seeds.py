@@ -7,9 +7,7 @@ than its noise: half the width of its 95% confidence interval by Welch's t-test 
 """
 
 import math
-import re
 from collections import Counter
-from os.path import commonprefix
 from statistics import mean, variance
 
 import numpy as np
@@ -62,14 +60,6 @@ def verdict(found: float, noise: float) -> str:
     if abs(found) <= noise:
         return "inconclusive"
     return "better" if found < 0 else "worse"
-
-
-def name_of(runs: list[Run]) -> str:
-    """Return the part of the name that all runs share: zloss for zloss-1 and zloss-2."""
-    if len(runs) == 1:
-        return runs[0].name
-    shared = commonprefix([run.name for run in runs])
-    return re.sub(r"[-_.]\d*$", "", shared) or runs[0].name
 
 
 def last_loss(run: Run) -> float:
