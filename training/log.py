@@ -81,8 +81,7 @@ class Log:
         c = self.config
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
-        if problem := self.ranks.on_main(self.tracker.start, c, purge_from):
-            self.warn(self.first_iter, f"{problem}; continuing without it")
+        self.ranks.on_main(self.tracker.start, c, purge_from)
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
         say(

@@ -22,21 +22,21 @@ NANOGPT_NAMES = {
 
 class Tracker:
     """
-    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker fails
-    during the run, warns once and sends nothing more.
+    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker fails,
+    warns once and sends nothing more.
     """
 
     def __init__(self, kind: str):
         self.kind = kind
         self.writer: Any = None
 
-    def start(self, c: Config, purge_from: int) -> str:
+    def start(self, c: Config, purge_from: int) -> None:
         """
-        Start the tracker. Returns why it does not start, or "". On a resume, tensorboard discards
-        the curves in out_dir from iteration `purge_from` (0 for a new run), and wandb continues the
-        run whose id is in out_dir/wandb_id.txt, dropping steps at or below its last one.
+        Start the tracker. On a resume, tensorboard discards the curves in out_dir from iteration
+        `purge_from` (0 for a new run), and wandb continues the run whose id is in
+        out_dir/wandb_id.txt, dropping steps at or below its last one.
         """
-        try:
+        with self.warn_on_failure():
             if self.kind == "wandb":
                 from wandb import init  # fails for a mere folder named wandb
 
@@ -61,22 +61,15 @@ class Tracker:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.writer = SummaryWriter(c.out_dir, purge_step=purge_from)
-        except Exception as error:
-            return self.give_up(error)
-        return ""
-
-    def give_up(self, error: Exception) -> str:
-        """Send nothing more. Returns why, as one line."""
-        line = f"tracker: {self.kind} does not work here ({one_line(error)})"
-        self.kind = "none"
-        return line
 
     @contextlib.contextmanager
     def warn_on_failure(self) -> Iterator[None]:
+        """Send nothing more if this block fails. A broken tracker must not end a run."""
         try:
             yield
-        except Exception as error:  # once the run has trained, a broken tracker must not end it
-            warn(f"{self.give_up(error)}; continuing without it")
+        except Exception as error:
+            warn(f"tracker: {self.kind} fails ({one_line(error)}); continuing without it")
+            self.kind = "none"
 
     def log(self, record: dict) -> None:
         if self.kind == "none" or record["kind"] not in ("step", "eval"):
