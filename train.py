@@ -60,7 +60,7 @@ from optimizer import build_optimizer, load_averages
 from training import checkpoint, hardware, preflight
 from training.checkpoint import Saver
 from training.clock import Clock, Position
-from training.compiled import compile_or_end, freeze_garbage
+from training.compiled import compile_checked, freeze_garbage
 from training.hardware import Hardware
 from training.log import Log, evaluation_line, origin_lines
 from training.memory import fit_run
@@ -776,7 +776,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Compile, and compare with eager code. If that fails, or compiled code is wrong, the run ends
     if hw.compiles:
         clock.lap("start-up")  # book the seconds since the last lap
-        compile_or_end(model, c, data.vocab, hw, ranks)
+        compile_checked(model, c, data.vocab, hw, ranks)
         clock.lap("compile")
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects

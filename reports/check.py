@@ -1,10 +1,9 @@
 """
 bench.py check: does this machine train correctly?
 
-A small model of each recipe trains on one batch, and its losses and gradients must agree with the
-CPU's in float32. Then it is compiled and compared with eager code, as at the start of a run. The
-verdict is one of three: trains correctly; trains correctly, but uncompiled because ...; do not
-train here because ...
+A small model of each recipe trains on one batch, uncompiled and then compiled as at the start of a
+run, and its losses and gradients must agree with the CPU's in float32. The verdict is one of three:
+trains correctly; trains correctly with --compile=False, because ...; do not train here because ...
 """
 
 import contextlib
@@ -18,13 +17,7 @@ from common.console import UserError, say
 from configurator import Config, load_config
 from model_fast import build_model, model_config
 from training import hardware
-from training.compiled import (
-    CompilerError,
-    WrongKernels,
-    compare_with_eager,
-    float32_matmuls,
-    try_compiling,
-)
+from training.compiled import WrongCode, check_code, float32_matmuls
 from training.hardware import Hardware
 
 # Large enough for the GPU kernels of a real run, and small enough for a slow CPU. A batch has two
@@ -60,7 +53,8 @@ def check(config: Config, options: Namespace) -> dict:
     if wrong:
         line = f"do not train here because {'; '.join(wrong)}"
     elif uncompiled:
-        line += f", but uncompiled because {'; '.join(uncompiled)}"
+        reasons = "; ".join(uncompiled)
+        line += f" with --compile=False, because torch.compile does not work here ({reasons})"
     say(line)
     return dict(verdict=line, wrong=wrong, rows=rows)
 
@@ -71,8 +65,8 @@ def check(config: Config, options: Namespace) -> dict:
 
 def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str], list[str]]:
     """
-    Compare both recipes with the CPU in every way, and their compiled code with eager code. Returns
-    a row for each way that is right, what is wrong, and why compiled code does not work.
+    Compare both recipes with the CPU in every way, and once compiled. Returns a row for each way
+    that is right, what is wrong, and why compiled code does not work.
     """
     rows: list[dict] = []
     wrong: list[str] = []
@@ -86,16 +80,18 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
             try:
                 model = build(c, flash=hw.flash(c)).to(hw.device)
                 with matmuls:
-                    error, weight = compare_with_eager(model, c.batch_size, VOCAB, way, on_cpu)
+                    error, weight = check_code(model, c.batch_size, VOCAB, way, False, on_cpu)
                 rows.append(dict(name=name, gradient=error, weight=weight))
                 result = f"{error:.1e} ({weight})"
                 if way == hw and config.compile and hw.can_compile:
                     compiled = build(c, flash=hw.flash(c), compiled=True).to(hw.device)
-                    problem = try_compiling(compiled, c.batch_size, VOCAB, hw)
-                    result += f", compiled: {problem or 'as exact as uncompiled'}"
-                    if problem:
-                        uncompiled.append(f"torch.compile does not work here ({problem})")
-            except (WrongKernels, CompilerError) as error:
+                    try:
+                        error, _ = check_code(compiled, c.batch_size, VOCAB, hw, True, on_cpu)
+                        result += f", compiled: {error:.1e}"
+                    except WrongCode as problem:
+                        result += f", compiled: {problem}"
+                        uncompiled.append(str(problem))
+            except WrongCode as error:
                 result = f"computes wrongly ({error})"
                 wrong.append(f"{name} {result}")
             except Exception as error:  # drivers and kernels raise all kinds of errors
