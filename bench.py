@@ -237,8 +237,6 @@ def machine_text(machine: dict) -> str:
 
 def mfu_text(r: dict) -> str:
     machine = r["machine"]
-    if not machine["peak_tflops"]:
-        return percent(r["mfu"])
     source = machine["peak_source"]
     return f"{percent(r['mfu'])} of {machine['peak_tflops']:.3g} TFLOP/s ({source})"
 

@@ -117,7 +117,7 @@ class Config:
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # for initial weights, dropout and data order
-    peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up
+    peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up, or measure it
     # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
 

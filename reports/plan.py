@@ -110,6 +110,7 @@ class Card:
     name: str
     dtype: str
     peak_tflops: float | None
+    peak_source: str
     memory_gib: float | None
     row: dict[str, str] | None  # in gpus.csv
 
@@ -119,26 +120,28 @@ def find_card(config: Config, name: str | None) -> Card:
     if not name:
         preflight.check_device(config)
         hw = hardware.set_up(config)
-        return Card(hw.name, hw.dtype_name, hw.peak_tflops, hw.memory_gib(), hw.row)
+        name, dtype = hw.name, hw.dtype_name
+        return Card(name, dtype, hw.peak_tflops, hw.peak_source, hw.memory_gib(), hw.row)
     row, dtype = resolve_gpu(name), config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if row["bf16_tflops"] else "float16"
     peak = config.peak_tflops or row_peak(row, dtype, config.tf32)
-    return Card(short_name(row), dtype, peak, float(row["memory_gib"]), row)
+    source = "peak_tflops" if config.peak_tflops else "gpus.csv"
+    return Card(short_name(row), dtype, peak, source, float(row["memory_gib"]), row)
 
 
 def seconds_by_mfu(config: Config, model: GPTConfig, card: Card) -> tuple[list[float], str]:
     """
     Return the likely, the shortest and the longest seconds of an iteration on one GPU, by the MFUs
     that are published or assumed for it, and where these are from. Raises UserError if the GPU's
-    peak or the model's FLOPs are unknown.
+    peak or the model's FLOPs are unknown. MFUs are not known relative to a measured peak.
     """
     flops = count_flops(model)
-    if not (card.peak_tflops and flops):
-        what = "its peak" if flops else "the model's FLOPs"
+    if not (card.peak_tflops and flops) or card.peak_source == "measured":
+        why = "no data sheet gives its peak" if flops else "the model's FLOPs are unknown"
         raise UserError(
-            f"gpu: the hours on a {card.name} in {card.dtype} cannot be estimated, because {what} "
-            "is unknown; give --gpu=NAME, or --iter_seconds=S, which bench.py CONFIG measures"
+            f"gpu: the hours on a {card.name} in {card.dtype} cannot be estimated, because {why}; "
+            "give --gpu=NAME, or --iter_seconds=S, which bench.py CONFIG measures"
         )
     at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12)
     if config.recompute:
@@ -239,6 +242,7 @@ def make_plan(config: Config, model: GPTConfig, card: Card, options: Namespace) 
         gpus=n,
         dtype=card.dtype,
         peak_tflops=card.peak_tflops,
+        peak_source=card.peak_source,
         gpu_memory_gib=card.memory_gib,
         params=count_parameters(model),
         vocab_size=model.vocab_size,
@@ -285,7 +289,7 @@ def plan_lines(p: dict) -> list[str]:
         "(--dataset_tokens)",
         f"compute  {shown('total_flops')} FLOPs",
         f"GPU      {p['gpus']} x {p['gpu']}, {shown('gpu_memory_gib')} GB, {p['dtype']}, "
-        f"{shown('peak_tflops')} TFLOP/s dense peak",
+        f"{shown('peak_tflops')} TFLOP/s dense peak ({p['peak_source']})",
         f"pace     {p['iter_seconds']:.3g} s per iteration, {p['exchange_seconds']:.2g} s of it "
         f"between GPUs, {p['tokens_per_sec']:,.0f} tok/s, mfu {percent(p['mfu'])}",
         f"         {p['pace']}",

@@ -133,7 +133,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     """
     batch_size = 2  # the optimizer also takes memory
     c = load_config([*flags, f"--batch_size={batch_size}"])
-    hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, None, None)
+    hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, 1.0, "")
     ranks = Ranks()
     raw_model = random_model(device, c, vocab)
     start = {name: w.to("cpu", copy=True) for name, w in raw_model.state_dict().items()}

@@ -182,7 +182,7 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     asked = read_config([f"{ROOT}/config/fast124m.py", "--eval_tokens=0", *argv])
     c, problems = resolve(asked, processes, resumed and resumed["config"])
     device = torch.device("cuda" if gib else "cpu")
-    hw = Hardware(device, torch.bfloat16, "", None, None, compiles=True)
+    hw = Hardware(device, torch.bfloat16, "", 1.0, "", compiles=True)
     ranks = SimpleNamespace(world_size=processes, max=lambda *values: values)
     c, _ = fit_run(c, 50257, hw, ranks, None)
     assert problems == [] and c.batch_size == taken
@@ -193,7 +193,7 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
 def test_the_smallest_gpu_decides(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GIB, 80 * GIB))
     c, _ = resolve(read_config([f"{ROOT}/config/fast124m.py"]), 2)
-    hw = Hardware(torch.device("cuda"), torch.bfloat16, "", None, None, compiles=True)
+    hw = Hardware(torch.device("cuda"), torch.bfloat16, "", 1.0, "", compiles=True)
     ranks = SimpleNamespace(world_size=2, max=lambda *values: [-8 * GIB])
     c, line = fit_run(c, 50257, hw, ranks, None)
     assert c.batch_size == 4 and line

@@ -121,7 +121,7 @@ def test_saves_and_restores_a_gpus_random_state(monkeypatch):
     here = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: here[0].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, *_: here.append(state))
-    hw = Hardware(torch.device("cuda"), FP32, "", None, None)
+    hw = Hardware(torch.device("cuda"), FP32, "", 1.0, "")
     states = hw.get_rng_states()
     here[0] = torch.zeros(3, dtype=torch.uint8)
     hw.set_rng_states(states)
@@ -132,6 +132,7 @@ def test_saves_and_restores_a_gpus_random_state(monkeypatch):
 WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 
 
+MEASURED = 0.125  # TFLOP/s of a matmul on such a machine
 # no GPU, an unknown CPU, and a torch that was built for CUDA
 MACHINE = dict(system=sys.platform, release="6.8.0-generic", cpu="", amx=False, avx512_bf16=False)
 MACHINE |= dict(gpu="", sm_count=1, capability=(8, 9), count=1, mps=False)
@@ -184,6 +185,7 @@ def machine(monkeypatch):
             return files[path] if path in files else read_text(path, *words, **keys)
 
         monkeypatch.setattr(Path, "read_text", read)
+        monkeypatch.setattr(hardware, "measure_matmul", lambda *_: MEASURED)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
         monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(here.driver)))
         monkeypatch.setattr(torch.version, "cuda", here.cuda)
@@ -237,7 +239,9 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     config = Config(**keys)
     preflight.check_device(config)
     found = hardware.set_up(config)
-    assert (found.device.type, found.dtype, found.peak_tflops) == (device, dtype, peak)
+    assert (found.device.type, found.dtype) == (device, dtype)
+    source = "measured" if not peak else "peak_tflops" if config.peak_tflops else "gpus.csv"
+    assert (found.peak_tflops, found.peak_source) == (peak or MEASURED, source)
     assert found.can_compile == (device != "mps")
     assert torch.get_float32_matmul_precision() == ("high" if config.tf32 else "highest")
 
@@ -272,6 +276,24 @@ def test_each_rank_uses_the_gpu_of_its_local_rank_or_the_only_one_it_sees(
     """Use cuda:0 on a rank that sees only its own GPU, as under SLURM."""
     machine(gpu="a card", count=gpus)
     assert hardware.set_up(Config(), local_rank).device == torch.device("cuda", number)
+
+
+def test_measures_a_matmul_of_random_numbers_without_changing_the_random_state(monkeypatch):
+    """Double the size until a matmul takes 2 ms. The simulated device does 4 TFLOP/s."""
+    now, seen = [0.0], []
+
+    def multiply(a, b):
+        seen.append(a)
+        # the first one of each size takes three times as long
+        now[0] += 2 * len(a) ** 3 / 4e12 * (1 if len(seen) % 8 != 1 else 3)
+
+    monkeypatch.setattr(nn.functional, "linear", multiply)
+    monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
+    state = torch.get_rng_state()
+    measured = speed.measure_matmul(torch.device("cpu"), FP32, lambda: None)
+    assert measured == pytest.approx(4) and {len(a) for a in seen} == {512, 1024, 2048}
+    assert seen[0].std().item() == pytest.approx(1, abs=0.02)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 TINY = dict(n_layer=1, max_iters=2, eval_interval=100, eval_tokens=64)
@@ -377,7 +399,7 @@ def test_uses_plain_attention_for_short_sequences_on_a_cpu_and_on_a_mac(
     device, dtype, tokens, flash, fused
 ):
     """Use plain attention up to 512 bfloat16 tokens on a CPU, where it is faster, and on MPS."""
-    machine = Hardware(torch.device(device), dtype, "test", None, None)
+    machine = Hardware(torch.device(device), dtype, "test", 1.0, "")
     assert machine.flash(Config(block_size=tokens, flash=flash)) is fused
 
 

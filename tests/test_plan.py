@@ -214,6 +214,17 @@ def test_a_plan_says_whether_its_mfu_is_published_or_assumed(gpu, mfu, source):
     assert p["pace"].startswith(source) and p["pace"] in p["out"]
 
 
+def test_a_plan_for_a_cpu_has_an_mfu_by_a_measured_peak_but_no_hours_by_it():
+    """No MFU is known of CPUs, so --iter_seconds must be given."""
+    p = plan("quickstart", "--device=cpu", "--iter_seconds=0.07")
+    assert p["mfu"] * p["peak_tflops"] * 1e12 == pytest.approx(
+        p["flops_per_token"] * p["tokens_per_sec"]
+    )
+    assert "TFLOP/s dense peak (measured)" in p["out"]
+    refused = run("bench.py", "plan", "config/quickstart.py", "--device=cpu")
+    assert refused.code == 1 and "--iter_seconds=S" in refused.err
+
+
 EXCHANGES = [  # n GPUs send and receive (n - 1) / n of the float32 gradients twice, in seconds
     ("a100", 8, 7 / 8 * LINK / 230e9),
     ("4070", 2, 1 / 2 * LINK / 12e9),

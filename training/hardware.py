@@ -3,7 +3,7 @@ Choose and set up the device, and report its dtype, memory and MFU.
 
 MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
 the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and speed.py
-counts FLOPs. Where no data sheet gives a peak, as on a CPU, MFU is unknown.
+counts FLOPs. Where no data sheet gives a peak, as on a CPU, a matmul at the start measures it.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import torch
 from configurator import Config, divisors
 from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
+from training.speed import measure_matmul
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.
@@ -37,8 +38,8 @@ class Hardware:
     device: torch.device
     dtype: torch.dtype
     name: str  # what the device calls itself
-    peak_tflops: float | None  # dense, for `dtype`; None if unknown
-    peak_source: str | None  # where peak_tflops comes from: gpus.csv or the key peak_tflops
+    peak_tflops: float  # dense, for `dtype`
+    peak_source: str  # where peak_tflops comes from: gpus.csv, the key peak_tflops, or measured
     row: dict[str, str] | None = None  # the GPU's row in gpus.csv
     compiles: bool = False  # whether a run uses torch.compile here; the key only requests it
 
@@ -53,9 +54,7 @@ class Hardware:
         parts = [f"CPU ({self.name})" if is_cpu else self.name]
         parts += [f"{memory:.1f}GiB"] if memory else []
         parts += [self.dtype_name] if self.compiles else [self.dtype_name, "not compiled"]
-        peak = "unknown, so no MFU"
-        if self.peak_tflops:
-            peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
+        peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
         return f"device: {', '.join(parts)}; peak {peak}"
 
     def record(self) -> dict:
@@ -124,10 +123,8 @@ class Hardware:
     def mfu(
         self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
     ) -> float | None:
-        """
-        Return model FLOPs utilisation as a fraction, or None if the FLOPs or the peak are unknown.
-        """
-        if not (flops_per_token and self.peak_tflops):
+        """Return model FLOPs utilisation as a fraction, or None if the FLOPs are unknown."""
+        if not flops_per_token:
             return None
         return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
 
@@ -171,21 +168,19 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
 
 def set_up(config: Config, local_rank: int = 0) -> Hardware:
-    """Choose the device and dtype, set torch's options for them, and look up the peak."""
+    """Choose the device and dtype, set torch's options for them, and find the peak."""
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
-    hw = Hardware(device, dtype, cpu_name(), None, None)
+    hw = Hardware(device, dtype, cpu_name(), config.peak_tflops, "peak_tflops")
     hw.compiles = config.compile and hw.can_compile and not config.eval_only
     if device.type == "cuda":
         torch.cuda.set_device(device)
         limit_memory(device)
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
-        hw.peak_tflops = row_peak(hw.row, hw.dtype_name, config.tf32) if hw.row else None
-        hw.peak_source = "gpus.csv" if hw.peak_tflops else None
-    if config.peak_tflops:
-        hw.peak_tflops = config.peak_tflops
-        hw.peak_source = "peak_tflops"
+        peak = hw.row and row_peak(hw.row, hw.dtype_name, config.tf32)
+        if peak and not hw.peak_tflops:
+            hw.peak_tflops, hw.peak_source = peak, "gpus.csv"
     if device.type == "cpu":
         keep_freed_memory()
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
@@ -197,6 +192,9 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         # outcome may differ at the next start. torch reads the variable on importing its compiler.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
+    if not hw.peak_tflops:
+        hw.peak_tflops = measure_matmul(device, dtype, hw.synchronize)
+        hw.peak_source = "measured"
     return hw
 
 
