@@ -121,7 +121,7 @@ class Hardware:
         return torch.cuda.get_device_properties(self.device).total_memory / GIB
 
     def mfu(
-        self, flops_per_token: float | None, tokens_per_sec: float, devices: int = 1
+        self, flops_per_token: float | None, tokens_per_sec: float, devices: int
     ) -> float | None:
         """Return model FLOPs utilisation as a fraction, or None if the FLOPs are unknown."""
         if not flops_per_token:
@@ -149,19 +149,15 @@ def cpu_name() -> str:
     return name[1] if name else platform.processor() or platform.machine()
 
 
-def emulates_bfloat16(device: torch.device) -> bool:
-    """Return whether this is a GPU that is older than Ampere, such as a T4."""
-    # is_bf16_supported() is True even for a T4's emulation (nanoGPT #525)
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-
-
 def best_dtype(device: torch.device) -> torch.dtype:
     """
     Return the dtype for --dtype=auto: half precision if that makes matmuls faster, else float32.
     For a CPU this depends on its instruction set, as measured in results/README.md.
     """
     if device.type == "cuda":
-        return torch.float16 if emulates_bfloat16(device) else torch.bfloat16
+        # GPUs older than Ampere, such as a T4, only emulate bfloat16 (nanoGPT #525)
+        is_old = torch.cuda.get_device_capability(device) < (8, 0)
+        return torch.float16 if is_old else torch.bfloat16
     amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
     fast = device.type == "cpu" and (amx or (avx512 and "AMD" in cpu_name()))
     return torch.bfloat16 if fast else torch.float32
@@ -236,12 +232,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def explain_memory(error: Exception, config: Config, world_size: int) -> str:
-    """Return the error line of a run whose memory ran out, or "" for other errors."""
-    return out_of_memory_line(config, world_size) if is_out_of_memory(error) else ""
-
-
-def out_of_memory_line(config: Config, world_size: int = 1) -> str:
-    """Return the error line for a micro-batch that does not fit, suggesting a smaller one."""
+    """
+    Return the error line of a run whose micro-batch did not fit, suggesting a smaller one; "" for
+    other errors.
+    """
+    if not is_out_of_memory(error):
+        return ""
     smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:
