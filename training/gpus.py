@@ -6,8 +6,8 @@ The columns of gpus.csv:
                  read again
     note         every peak was recomputed from SMs, clock and FLOPs per clock; FLAG means that this
                  and the sources differ by more than 3%, UNVERIFIED that the peak is not used
-    mfu_percent  MFUs measured in training GPTs in bfloat16: GPT-2 124M, compiled, or
-                 what mfu_source says. plan takes their median, and prints their range
+    mfu_percent  MFUs measured in training GPTs in bfloat16: GPT-2 124M, compiled, or what
+                 mfu_source says. plan takes their median, and prints their range
     mfu_source   what plan prints about them in place of "published, compiled: 80% of its peak"
     link_gbs     the GB/s that each of several GPUs joined by NVLink sends and receives in an
                  all-reduce; assumed (docs/internals/multi_gpu.md)
