@@ -133,7 +133,7 @@ FILLED = {
     "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, [4, 12], 12, 0),
     "at the end": ({("update", 5): 0, ("sleep", 151): "free"}, {}, [4, 8], 4, 1),
     "all along": ({("update", 1): 64 << 10, ("sleep", 151): "free"}, {}, [8], 8, 0),
-    "until a signal": ({("update", 6): 0, ("sleep", 5): "stop"}, {}, [4], 4, 0),
+    "until a signal": ({("update", 7): 0, ("sleep", 5): "stop"}, {}, [4], 4, 0),
     "when the best is due": (
         *({("update", 4): 0, ("update", 6): "free"}, dict(eval_interval=2, max_iters=7)),
         *([2, 6, 7], 6, 1),
