@@ -213,7 +213,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
     flags = [n for n, argument in enumerate(argv) if argument.startswith("-") or "=" in argument]
     files = [n for n in range(len(argv)) if n not in flags]
     found: list[dict[str, Any]] = [{} for _ in argv]  # what each argument sets
-    for n in flags + files:  # flags first, because a file sees all flags, also those that follow it
+    for n in flags + files:  # flags first, so that a file sees even the flags that follow it
         try:
             if n in flags:
                 keys_set = read_flag(argv[n], known, other_flags)
@@ -364,7 +364,7 @@ def resolve(
 
 
 def share_iteration(
-    c: Config, world_size: int, saved: dict[str, Any] | None = None
+    c: Config, world_size: int, saved: dict[str, Any] | None
 ) -> tuple[Config, list[str]]:
     """
     Share an iteration's sequences among the processes. Returns the Config with the micro-batch and
@@ -386,8 +386,12 @@ def share_iteration(
     among = f"among {world_size} processes (WORLD_SIZE)"
     is_typed = bool(c.set_keys & {"batch_size", "gradient_accumulation_steps"})
     if not c.tokens_per_iter and (is_typed or not saved):
-        accum = c.gradient_accumulation_steps
-        problem = f"{accum} micro-batches cannot be divided {among}; use a multiple of {world_size}"
+        accum, hint = c.gradient_accumulation_steps, f"use a multiple of {world_size}"
+        if saved and c.iter_sequences % world_size == 0:
+            size = micro_batches(c.iter_sequences, world_size, c.batch_size)[-1]
+            pair = f"--batch_size={size} --gradient_accumulation_steps={c.iter_sequences // size}"
+            hint = f"this run's batch can be divided with {pair}"
+        problem = f"{accum} micro-batches cannot be divided {among}; {hint}"
         return c, [f"gradient_accumulation_steps: {problem}"] if accum % world_size else []
     unit = c.block_size * world_size
     if tokens % unit:

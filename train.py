@@ -70,7 +70,7 @@ from training.speed import describe
 
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. Other keys get the command's values, or their
-# defaults
+# defaults, except dtype and the evaluations' tokens: see config_of_run()
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream", "init_from")
 # Keys that a resumed run keeps unless the command sets them. The three of the batch may only change
 # so that an iteration has as many tokens as before: see share_iteration()
@@ -114,7 +114,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Start:
-    """Says where a run begins: with random weights, with given ones, or where it has stopped."""
+    """Says where a run begins: with random weights, with given ones, or at its own checkpoint."""
 
     kind: Literal["new", "weights", "resume"]
     source: str = ""  # the checkpoint's path, or init_from's value
@@ -147,8 +147,8 @@ def find_start(c: Config, ranks: Ranks) -> Start:
 
 def find_checkpoint(c: Config) -> Path | None:
     """
-    Return the newest valid checkpoint of out_dir's run, or None if this command does not continue
-    or evaluate that run. Raises UserError if another run would begin in its folder.
+    Return the newest valid checkpoint of out_dir's run, or None if this command neither continues
+    nor evaluates that run. Raises UserError if another run would begin in its folder.
     """
     out_dir = Path(c.out_dir)
     names_weights = c.init_from not in NOT_WEIGHTS
@@ -639,6 +639,7 @@ def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
         signs.append(f"the val loss is {progress.val_loss:.4g}")
+    signs = [sign for of_rank in ranks.gather(signs) for sign in of_rank]
     if signs:
         problem = f"iter {progress.iter_num}: {signs[0]}, so the weights are not saved"
         ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")
@@ -817,7 +818,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                     # expect the next one to take as long. With hours, this moves now.share and so
                     # changes the learning rates
                     clock.expect("evaluation")
-        except Stopped as stopped:  # a resumed run starts with the evaluation that this one misses
+        except Stopped as stopped:  # the next launch makes the evaluation that was cut short
             stop = stopped.reason
 
         # save once in a while, and at the end. If the disk is full, keep training and try again;
@@ -885,7 +886,4 @@ def exit_code(stop: str, batches: Batches, signals: StopSignals) -> int:
 
 
 if __name__ == "__main__":
-    run_main(
-        lambda argv: main(argv, time.perf_counter() - STARTED),
-        end_process,
-    )
+    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), end_process)

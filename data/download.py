@@ -79,8 +79,8 @@ def warn_of_repeats(folder: Path, tokens: int) -> None:
 def fetch(name: str, folder: Path, is_first: bool) -> None:
     """
     Download a file, which appears once it is complete. If the hub fails, the library tries again
-    for half a minute, at the same byte; after that, wait and fetch the file anew, unless it is the
-    first one: then somebody is probably watching. Raises UserError.
+    for half a minute, at the same byte; after that, wait and fetch the file anew, but not
+    the first one, because then somebody is probably watching. Raises UserError.
     """
     # lazily, because training on prepared shards needs none of its packages
     from huggingface_hub import hf_hub_download

@@ -340,8 +340,8 @@ class Saver:
 
     def require_folder(self) -> None:
         """
-        Raise OSError if out_dir is missing or empty. A mount point is empty while its disk is away,
-        and what is written there would go to the disk below.
+        Raise OSError if out_dir is missing or empty. A mount point is empty while its disk is not
+        mounted, and what is written there would go to the disk below.
         """
         if not os.listdir(self.out_dir):
             hint = "is empty; is its disk away? Mount it, or put any file into the folder"

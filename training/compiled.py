@@ -27,7 +27,8 @@ from training.ranks import Ranks
 
 # A loss is a mean over all tokens, so it may be off by the rounding of one number in the run's
 # dtype. A gradient passes through all layers, so it may be off by BOUND times as much. Correct code
-# was off by 0.3 and 6 times at most (measured, up to 24 layers); attention times 0.7 by 29 times.
+# was off by at most 0.3 roundings (loss) and 6 (gradient) in up to 24 layers; code with attention
+# scaled by 0.7 by 29 (measured).
 BOUND = 16
 # A float32 sum over thousands of tokens depends on its order: an H100 changed a loss by 8e-6.
 FLOAT32_ROUNDING = 2e-5
@@ -36,7 +37,7 @@ SEED = 0  # of the weights and ids that the check uses
 
 
 class WrongCode(Exception):
-    """Raised if code does not run here, or computes something else than float32; says why."""
+    """Raised if code does not run here, or computes something other than eager float32 does."""
 
 
 def compile_model(model, **options) -> None:
@@ -76,9 +77,10 @@ def check_code(
     model, batch_size: int, vocab: int, hw: Hardware, compiled: bool, reference=None
 ) -> tuple[float, str]:
     """
-    Compare the losses of training and evaluation, and every gradient, with eager code in float32,
-    on seeded random weights and ids: those of the model's eager code in the run's dtype or, after
-    compiling it, of its compiled code. Weights, buffers and random states stay as they were.
+    Check the losses of training and evaluation, and every gradient, against the model's eager code
+    in float32, on seeded random weights and ids. With `compiled`, compile the model and check its
+    compiled code; otherwise check its eager code in the run's dtype. Weights, buffers and random
+    states stay as they were.
 
     The model is its own reference, unless `reference` is an equal model on another device. Then
     this finds kernels that are wrong in float32, too.
@@ -232,8 +234,8 @@ def errors(model, exact: list[Tensor]) -> list[tuple[float, str]]:
     Return each gradient's distance from the exact one, relative to the exact one's norm, with its
     weight's name; infinity for a distance that is not a number. Clears the gradients.
     """
-    # A gradient of one number may cancel almost entirely, and then its own norm would be too small
-    # to judge by: rounding reached 500 times bfloat16's.
+    # A gradient of one number may cancel almost entirely. Relative to its own norm, rounding then
+    # reached 500 times bfloat16's, so a gradient far below the median is not judged.
     least = statistics.median(gradient.norm().item() for gradient in exact) / 2
     found = []
     for (name, p, gradient), reference in zip(take_gradients(model), exact, strict=True):

@@ -51,12 +51,12 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
     `block_size` is cropped. The vocabulary is not padded further, because new rows would take part
     in every softmax. Raises UserError if there are no such weights or they cannot be read.
     """
-    is_local = Path(name_or_path).exists()
-    if name_or_path in OPENAI_MODELS and not is_local:
+    path = Path(name_or_path)
+    if name_or_path in OPENAI_MODELS and not path.exists():
         folder = fetch(f"openai-community/{name_or_path}")
         state = read_gpt2(folder, dict(kind="gpt2")) | dict(source=name_or_path)
-    elif name_or_path.count("/") == 1 and not is_local:
-        state = read_weights(str(fetch(name_or_path)), best=False)
+    elif name_or_path.count("/") == 1 and not path.parent.exists():  # out/mistyped is a path
+        state = read_weights(str(fetch(name_or_path)), best=False) | dict(source=name_or_path)
     else:
         state = read_weights(name_or_path, best=False)
     config = config_from_dict(state["model_config"])
@@ -91,7 +91,7 @@ def load_weights(model, state: dict) -> None:
 def fetch(repository: str) -> Path:
     """
     Return the folder of a hub model, OWNER/NAME, downloaded unless it is cached. The folder lacks
-    each of HUB_FILES that the hub lacks. Raises UserError if the download fails.
+    the HUB_FILES that the hub lacks. Raises UserError if the download fails.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -169,9 +169,9 @@ def describe_source(state: dict, path: Path) -> str:
 def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
     """
     Return the vocabulary size and the tokenizer of a checkpoint at `path` that names none and whose
-    embedding has this many rows. They come from a nanoGPT meta.pkl with as many characters, or from
-    a guess that 50257 rows or, padded, 50304 are GPT-2's. Failing these, returns all rows and an
-    unknown tokenizer. `state` is the checkpoint.
+    embedding has this many rows. They come from a nanoGPT meta.pkl with as many characters. Without
+    one, 50257 rows, or 50304 with padding, are taken to be GPT-2's, and others belong to an unknown
+    tokenizer. `state` is the checkpoint.
     """
     folders = [path.parent]
     if dataset := state.get("config", {}).get("dataset"):

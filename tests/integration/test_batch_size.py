@@ -69,7 +69,8 @@ RESUMED = [
     ("--batch_size=12 --gradient_accumulation_steps=80", 1, "this run has 491520"),
     ("--batch_size=7", 1, "this run has 491520"),
     ("--tokens_per_iter=245760", 1, "this run has 491520"),
-    ("--batch_size=12 --gradient_accumulation_steps=40", 3, "multiple of 3"),
+    ("--batch_size=12 --gradient_accumulation_steps=40", 3, "size=10 .*steps=48"),
+    ("--batch_size=10 --gradient_accumulation_steps=48", 3, (10, 48)),
 ]
 
 
