@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 _named = Path(dataset, "manifest.json")  # noqa: F821
-_path = Path("data", _named) if Path("data", _named).is_file() else _named
+_is_path = dataset.startswith(".") or not Path("data", _named).is_file()  # noqa: F821
+_path = _named if _is_path else Path("data", _named)
 if not _path.is_file():
     raise ValueError(f"there is no {_path}; give --dataset=NAME as prepare_text.py prints it")
 _manifest = json.loads(_path.read_text())

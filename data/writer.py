@@ -185,7 +185,8 @@ def say_what_it_holds(folder: Path, manifest: dict) -> None:
     say(f"{folder}: {documents:,} documents, {held} in {len(shards)} shards")
     total = sum(tokens.values())
     say(f"text: {size:,} bytes, {size / total:.3f} bytes per token; {2 * total:,} bytes on disk")
-    name = folder.name if dataset_folder(folder.name) == folder else folder
+    # ./NAME, or --dataset would mean data/NAME if that exists, too
+    name = folder.name if dataset_folder(folder.name) == folder else os.path.join(".", folder)
     words = ["config/own_text.py", f"--dataset={name}"]
     if tokens["train"] >= SMALL_TEXT or manifest["tokenizer"] not in ("byte", "bpe"):
         say("docs/own_text.md says which tokenizer and which CONFIG suit how much text")

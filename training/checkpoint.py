@@ -242,6 +242,8 @@ class Saver:
         if another run is using it, or has saved there since this run chose its checkpoint.
         """
         out_dir, it = self.out_dir, resumed["progress"]["iter_num"] if resumed else -1
+        if resumed:
+            self.require_folder()
         out_dir.mkdir(parents=True, exist_ok=True)
         self.lock = open(out_dir / "lock", "ab")
         if not try_lock(self.lock):
