@@ -249,13 +249,14 @@ def test_a_resume_does_not_repeat_the_evaluation_of_its_checkpoint(tiny, ran):
 
 
 WORSE = dict(learning_rate=0.3, min_lr=0.3)
+SMALLER_BATCH = dict(batch_size=2, gradient_accumulation_steps=6)  # as many sequences
 # the keys of a run and of its resume, and the iteration with the lowest logged loss
 BESTS = {
     "worse": (dict(), WORSE, 12),
     "better": (dict(), dict(learning_rate=1e-2, min_lr=1e-2), 24),
     "eval_tokens": (dict(), WORSE | dict(eval_tokens=64), 12),
     "eval_iters": (dict(eval_tokens=0, eval_iters=5), WORSE | dict(eval_iters=1), 12),
-    "batch_size": (dict(eval_tokens=0, eval_iters=5), WORSE | dict(batch_size=2), 12),
+    "batch_size": (dict(eval_tokens=0, eval_iters=5), WORSE | SMALLER_BATCH, 12),
 }
 
 

@@ -165,7 +165,7 @@ def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_can_be_comp
     killed.communicate()
     _, out, err = finish(started(PREPARE, "none", *flags(**words, out="killed")))
     assert f"code: 0 {SLEEPS_NOT}" in out, err
-    assert "python train.py CONFIG " in out
+    assert "next: python train.py config/own_text.py --dataset=killed" in out
     finish(started(PREPARE, "none", *flags(**words, out="straight")))
     straight, continued = (
         {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
