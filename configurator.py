@@ -386,7 +386,8 @@ def share_iteration(
     among = f"among {world_size} processes (WORLD_SIZE)"
     is_typed = bool(c.set_keys & {"batch_size", "gradient_accumulation_steps"})
     if not c.tokens_per_iter and (is_typed or not saved):
-        accum, hint = c.gradient_accumulation_steps, f"use a multiple of {world_size}"
+        accum = c.gradient_accumulation_steps
+        hint = f"use a multiple of {world_size}"
         if saved and c.iter_sequences % world_size == 0:
             size = micro_batches(c.iter_sequences, world_size, c.batch_size)[-1]
             pair = f"--batch_size={size} --gradient_accumulation_steps={c.iter_sequences // size}"

@@ -774,7 +774,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
     del start  # frees the loaded checkpoint
 
-    # Compile, and compare with eager code. If that fails, or compiled code is wrong, the run ends
+    # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
+    # ends
     if hw.compiles:
         clock.lap("start-up")  # book the seconds since the last lap
         compile_checked(model, c, data.vocab, hw, ranks)
@@ -797,8 +798,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # share stays 0 and there is always spare time
         now = clock.position(it)
 
-        # `stop` is the reason to stop here, or None: "max_iters" or "hours" if the run is complete,
-        # or Stopped's, after which it can be resumed
+        # `stop` is the reason to stop here, or None. "max_iters" and "hours" complete the run. With
+        # any other reason, which Stopped brings, it can be resumed
         stop = why_stop(c, now, progress)
         numbers = None
         try:

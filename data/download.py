@@ -26,11 +26,11 @@ def shards_to_download(tokens: int) -> int:
 
 def download(folder: Path, tokens: int, hours: float) -> None:
     """
-    Download the validation shard and as many training shards as `tokens` need. The folder, which
-    may be there if it is empty, is filled once it is complete. Until then the finished files are in
-    a folder beside it, on the same disk, where the next call continues. Raises OSError, and
-    UserError: at once without the first file, later after an hour without the hub, or after a file
-    if the download has taken this many hours (0: any number).
+    Download the validation shard and as many training shards as `tokens` need. The folder may exist
+    if it is empty. It gets its files only when all have arrived; until then they are in a folder
+    beside it, FOLDER.part, where the next call continues. Raises OSError, and UserError if the
+    first file fails, if a later one fails for an hour, or if the download outlasts `hours` (0: no
+    limit).
     """
     began = time.monotonic()
     folder = folder.resolve()  # it may be a link to a larger disk
@@ -79,8 +79,8 @@ def warn_of_repeats(folder: Path, tokens: int) -> None:
 def fetch(name: str, folder: Path, is_first: bool) -> None:
     """
     Download a file, which appears once it is complete. If the hub fails, the library tries again
-    for half a minute, at the same byte; after that, wait and fetch the file anew, but not
-    the first one, because then somebody is probably watching. Raises UserError.
+    for half a minute, at the same byte; after that, wait and fetch the file anew. The first file is
+    not fetched again, because somebody is probably watching. Raises UserError.
     """
     # lazily, because training on prepared shards needs none of its packages
     from huggingface_hub import hf_hub_download

@@ -130,9 +130,9 @@ class Ranks:
 
     def machine_first(self, function: Callable[..., Any], *args) -> None:
         """
-        Call function(*args) on rank 0, and then on one rank of each other machine, which may share
-        rank 0's files. All ranks wait until the files are there, for up to HOST_TIMEOUT each time.
-        An error on rank 0 ends all ranks, as in on_main.
+        Call function(*args) on rank 0, and then on one rank of each other machine, which may find
+        rank 0's files on a shared disk. All ranks wait until the files are there, for up to
+        HOST_TIMEOUT each time. An error on rank 0 ends all ranks, as in on_main.
         """
         self.on_main(function, *args)
         if self.local_rank == 0 and not self.is_main:
