@@ -311,8 +311,8 @@ LOSS, LION, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
     for name in ("def loss_sum(", "class Lion(", "def choices(")
 )
-# indented blocks belong in get_lr(), twice in main(), and in train_step()
-SCHEDULE, SECOND, MEASURE, NORMS = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
+# indented blocks belong twice in main(), and in train_step()
+SECOND, MEASURE, NORMS = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
 KEYS = """
 class Config:
     second: str = ""
@@ -324,13 +324,7 @@ NORM_LINE = "    grad_norm = torch.nn.utils.get_total_norm(gradients)\n"
 SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
 MEASURES_LINE = "    measures: dict[str, Callable[[GPT], float]] = {}\n"
 ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
-DECAY_LINES = """\
-    left = 1 - decayed
-    if c.lr_schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * decayed))
-"""
 EDITS = [
-    (DECAY_LINES, SCHEDULE),
     (SPLITS_LINE, SPLITS_LINE + SECOND),
     (MEASURES_LINE, MEASURES_LINE + MEASURE),
     (NORM_LINE, NORM_LINE + NORMS),
@@ -387,15 +381,14 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
 
 @pytest.fixture(scope="module")
 def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
-    """Run the z-loss, schedule, second validation set, measure and norms in one program."""
+    """Run the z-loss, second validation set, measure and norms in one program."""
     program = tmp_path_factory.mktemp("documented") / "program"
     files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS}
     edited(changed(program, files), *EDITS)
     other = write_tokens(program / "other", [700], [300], vocab=77)
-    wsd = dict(lr_schedule="wsd", decay_fraction=0.5, min_lr=6e-5)
     commands = {
-        "wsd": training(**wsd, dataset=tokens, out_dir="wsd"),
-        "again": training(dataset=tokens, init_from="wsd/ckpt-00000004.pt", eval_only=True),
+        "plain": training(dataset=tokens, out_dir="plain"),
+        "again": training(dataset=tokens, init_from="plain/ckpt-00000004.pt", eval_only=True),
         "nowhere": training(dataset=tokens, out_dir="no", second="nowhere"),
         "other": training(dataset=tokens, out_dir="no", second=other),
         "second": training(dataset=tokens, out_dir="second", second=tokens),
@@ -418,12 +411,6 @@ def test_the_documented_z_loss_acts_in_training_alone_and_a_resume_may_change_it
     assert checkpoint(program / "z", 8)["config"]["z_loss"] == 0.0
 
 
-def test_the_documented_1_sqrt_schedule_follows_its_formula(documented):
-    expected = [0.01 / 3, 0.02 / 3, *[0.01] * 3]  # two iterations of warmup; decay from 4 on
-    expected += [6e-5 + (0.01 - 6e-5) * (1 - math.sqrt(share)) for share in (0.25, 0.5, 0.75)]
-    assert column(documented[0] / "wsd", "step", "lr") == pytest.approx(expected)
-
-
 def test_the_documented_second_validation_set_is_checked_printed_recorded_and_drawn(documented):
     program, results = documented
     refused(results["nowhere"], "--second=PATH")
@@ -443,13 +430,13 @@ def test_the_documented_measure_is_printed_recorded_drawn_and_compared(documente
     assert {first, last} <= {0.0, 0.5, 1.0}
     assert f", choices {last:.4g}, time " in results["second"].out
     assert ", choices " in results["again"].out  # eval_only
-    result = run("compare.py", program / "second", program / "wsd")
+    result = run("compare.py", program / "second", program / "plain")
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 
 
 def test_the_documented_norm_of_each_block_is_logged(documented):
     names = ("grad_norm", "grad_norm_0", "grad_norm_1")
-    for total, *norms in column(documented[0] / "wsd", "step", *names):
+    for total, *norms in column(documented[0] / "plain", "step", *names):
         assert min(norms) > 0 and math.hypot(*norms) < total  # embeddings have gradients too
 
 
