@@ -126,14 +126,6 @@ def speed_ups(command: str, *gpus: int) -> list[float]:
     return [alone, *(alone / plan(*words, f"--gpus={n}")["iter_seconds"] for n in gpus)]
 
 
-def larger_model() -> list[float]:
-    """Return parameters, memory and hours of the command for GPT-2 medium in several_gpus.md."""
-    text = read("docs/several_gpus.md").replace("\\\n", " ")
-    (flags,) = re.findall(r"--out_dir=out/gpt350m (.*)", text)
-    p = plan("gpt124m_a100", "--gpu=a100", "--gpus=8", *flags.split())
-    return [p["params"] / 1e6, p["vram_gib"], *hours_with_range(p)]
-
-
 def gpu_hours() -> list[float]:
     hours = {n: plan("gpt124m_a100", "--gpu=a100", f"--gpus={n}")["hours"] for n in (16, 8)}
     return [10, 16 * hours[16], 16, 8 * hours[8], 8]
@@ -147,7 +139,6 @@ FIGURES = [
     ("several_gpus", lambda: speed_ups("gpt124m_a100 --gpu=h200", 2, 4, 8)),
     ("several_gpus", lambda: speed_ups("gpt124m_4070 --gpu=4090", 2, 4, 8)),
     ("several_gpus", gpu_hours),
-    pytest.param("several_gpus", larger_model, marks=pytest.mark.slow),
 ]
 
 
