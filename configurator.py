@@ -466,8 +466,7 @@ def config_text(config: Config) -> str:
 def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
     """
     Return each key's default and meaning, by heading and name. The default is written as in the
-    key's line in the dataclass, and the meaning is that line's comment. A default that switches
-    something off is "off".
+    key's line in the dataclass, and the meaning is that line's comment.
     """
     known = find_keys(keys)
     heading = ""  # sample.py's keys have none
@@ -477,9 +476,7 @@ def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
             heading = title[1]
             found[heading] = {}
         elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
-            name, default, meaning = key[1], key[2].strip('"').removesuffix(".0"), key[3]
-            is_off = default == "" or (default == "0" and "0: off" in meaning)
-            found[heading][name] = ("off" if is_off else default, meaning)
+            found[heading][key[1]] = (key[2].strip('"').removesuffix(".0"), key[3])
     return {title: meanings for title, meanings in found.items() if meanings}
 
 
