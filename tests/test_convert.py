@@ -437,6 +437,7 @@ def test_an_unreachable_hub_gives_one_error_line(name, tmp_path, monkeypatch):
 # From nanoGPT
 
 
+@pytest.mark.usefixtures("gpt2_bpe")
 def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     """Export 50,257 of 50,304 rows, because tiktoken knows none of the others."""
     write_nanogpts_checkpoint(tmp_path / "ckpt.pt", vocab=50304, width=8)
