@@ -253,7 +253,7 @@ def test_a_printed_config_loads_back_as_itself(text, rate, seed, flash, tmp_path
 
 
 def test_help_lists_every_key_with_its_meaning_and_default():
-    """Print each default as it can be typed."""
+    """Every default that --help prints can be typed as the key's value."""
     result = run("train.py", "--help")
     assert result.code == 0
     for name, f in FIELDS.items():

@@ -43,8 +43,7 @@ def hours_with_range(p: dict) -> list[float]:
 
 COLUMNS = {
     "hours": hours_with_range,
-    "night": lambda p: [p["hours_total"]],
-    "to loss": lambda p: [p["hours_total"]],
+    "to the end": lambda p: [p["hours_total"]],
     "memory": lambda p: [p["vram_gib"]],
     "parameters": lambda p: [p["params"] / 1e6],
     "one checkpoint": lambda p: [p["checkpoint_gb"]],

@@ -311,7 +311,7 @@ LOSS, LION, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
     for name in ("def loss_sum(", "class Lion(", "def choices(")
 )
-# indented blocks belong twice in main(), and in train_step()
+# the first two indented blocks of the page go into main(), the third into train_step()
 SECOND, MEASURE, NORMS = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
 KEYS = """
 class Config:
@@ -381,7 +381,7 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
 
 @pytest.fixture(scope="module")
 def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
-    """Run the z-loss, second validation set, measure and norms in one program."""
+    """Run one program with the page's z-loss, second validation set, measure and gradient norms."""
     program = tmp_path_factory.mktemp("documented") / "program"
     files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS}
     edited(changed(program, files), *EDITS)

@@ -129,8 +129,8 @@ def test_a_run_by_hours_ends_on_time_in_real_time(tiny, ran):
     *begins, end = 0.0, *ran.steps("hours")
     pairs = zip(begins, ran.steps("lr"), strict=True)
     assert statistics.median(abs(lr - 0.01 * (1 - at / end)) for at, lr in pairs) < 0.0005
-    # an evaluation at the start, and at most one in each twentieth; a busy machine does fewer
-    assert 2 <= len(ran.records("eval")) <= 21
+    # an evaluation at the start, and one in each twentieth unless the machine was held up
+    assert 15 <= len(ran.records("eval")) <= 21
 
 
 # ten seconds an iteration for one rank, and seven for the other
