@@ -138,6 +138,8 @@ def find_start(c: Config, ranks: Ranks) -> Start:
     if path := ranks.on_main(find_checkpoint, c):
         state = checkpoint.read(path)
         ranks.on_main(check_fields, path, state)
+        if (it := state["progress"]["iter_num"]) != checkpoint.iteration(path):
+            ranks.fail(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return Start("resume", str(path), state)
     if c.init_from in NOT_WEIGHTS:
         return Start("new")
@@ -727,7 +729,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks = Ranks()
     c, start = choose_run(argv, ranks)
     if start.resumed and not c.eval_only and is_done(c, start.resumed):
-        ranks.on_main(checkpoint.finish, Path(c.out_dir))
+        ranks.on_main(checkpoint.link_best, Path(c.out_dir), start.resumed["progress"])
         done = f"all {start.resumed['progress']['iter_num']:,} iterations are done"
         say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
@@ -764,7 +766,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     saver = Saver(out_dir, c.keep_checkpoints, ranks)
     # From here on out_dir belongs to this run. Lock it, create the logs and delete temporary files.
     # In a new run, rename an earlier log. On a resume, drop the log records that the run will write
-    # again, rename newer checkpoints, which are damaged, and link best.pt if a kill prevented that
+    # again, and rename newer checkpoints, which are damaged
     saver.claim(start.resumed)
     clock = Clock(began, hw.synchronize, c, start.resumed, ranks)
     log = Log(c, clock, hw, data, model, optimizer, progress, saver)

@@ -5,46 +5,16 @@ real disks.
 
 import errno
 import io
-import json
+from unittest import mock
 
 import pytest
 import torch
 
+from common.console import keep_transcript
 from training import checkpoint
 from training.checkpoint import Saver
 from training.pretrained import find_weights
 from training.ranks import Ranks
-
-
-class FillingFile(io.FileIO):
-    """A file on a disk with room for so many more bytes."""
-
-    room = 1000
-
-    def write(self, content) -> int:
-        if not FillingFile.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = super().write(content[: FillingFile.room])
-        FillingFile.room -= written
-        return written
-
-
-def test_writes_every_record_whole_after_the_disk_was_full(tmp_path, monkeypatch, capsys):
-    """Warn once. With room again, complete the record that was cut, and write the others."""
-    saver = Saver(tmp_path, keep=1, ranks=Ranks())
-    saver.claim(None)
-    monkeypatch.setattr(
-        checkpoint, "open", lambda path, mode, **_: FillingFile(path, mode), raising=False
-    )
-    records = [dict(kind="step", iter=it) for it in range(7)]
-    for it, record in enumerate(records):
-        monkeypatch.setattr(FillingFile, "room", {2: 10, 3: 0, 4: 0, 5: 0}.get(it, 1000))
-        saver.write_record(record)
-        written = (tmp_path / "metrics.jsonl").read_bytes()
-        assert written.count(b"\n") == (2 if 2 <= it < 6 else it + 1)
-    saver.close()
-    assert [*map(json.loads, written.splitlines())] == records
-    assert capsys.readouterr().err.count("metrics.jsonl") == 1
 
 
 def flipped(content: bytes) -> bytes:
@@ -73,38 +43,67 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert line.startswith(f"warning: {bad}: ") and words in line
 
 
-def saved(path, it: int, loss: float) -> None:
-    progress = dict(iter_num=it, best_iter=it, best_val_loss=loss)
-    checkpoint.save(dict(model=torch.full((9999,), loss), progress=progress), path)
+def saved(saver: Saver, it: int, loss: float, best_iter: int) -> str:
+    progress = dict(iter_num=it, evaluated_at=it, best_iter=best_iter)
+    return saver.save(dict(model=torch.full((9999,), loss), progress=progress))
 
 
-# what best.pt and the best checkpoint, of iteration 3, hold; and the iteration in best.pt then
-BEST = {
-    "an older one, copied later": (lambda best, path: saved(best, 2, 5.0), 3),
-    "the same": (lambda best, path: best.write_bytes(path.read_bytes()), 3),
-    "the same iteration, trained otherwise": (lambda best, path: saved(best, 3, 5.0), 3),
-    "a better one, whose checkpoint is gone": (lambda best, path: saved(best, 9, 3.0), 9),
-    "a damaged one": (lambda best, path: best.write_bytes(path.read_bytes()[:-100]), 3),
-    "none": (lambda best, path: None, 3),
-    "an older one beside a damaged checkpoint": (
-        lambda best, path: (saved(best, 2, 5.0), path.write_bytes(b"cut")),
-        2,
-    ),
-}
+def held(path) -> float:
+    return float(checkpoint.read(path)["model"][0])
 
 
-@pytest.mark.parametrize("prepare, held", BEST.values(), ids=BEST)
-def test_best_pt_follows_what_the_files_hold_and_not_their_times(prepare, held, tmp_path, capsys):
-    """Until it does, read the best checkpoint, with a warning."""
-    best, path = tmp_path / "best.pt", checkpoint.checkpoint_path(tmp_path, 3)
-    saved(path, 3, 4.0)
-    prepare(best, path)
-    is_behind = held == 3 and not (best.exists() and best.read_bytes() == path.read_bytes())
-    assert find_weights(str(tmp_path), best=True) == (path if is_behind else best)
-    assert capsys.readouterr().err.count("warning: ") == is_behind
-    checkpoint.link_best(tmp_path)
-    state = checkpoint.read(best)
-    loss = {2: 5.0, 3: 4.0, 9: 3.0}[held]
-    assert state["progress"]["iter_num"] == held and state["model"][0] == loss
-    assert find_weights(str(tmp_path), best=True) == best
-    assert not capsys.readouterr().err
+@pytest.mark.parametrize("links", [True, False])
+def test_best_pt_holds_the_best_and_the_newest_are_kept(links, tmp_path, monkeypatch):
+    """On a disk without hard links, best.pt is a copy."""
+    if not links:
+        refused = OSError(errno.EPERM, "Operation not permitted")
+        monkeypatch.setattr("os.link", mock.Mock(side_effect=refused))
+    saver = Saver(tmp_path, keep=2, ranks=Ranks())
+    for it, loss, best_iter in ((1, 5.0, 1), (2, 4.0, 2), (3, 6.0, 2), (4, 7.0, 2)):
+        assert not saved(saver, it, loss, best_iter)
+        assert held(tmp_path / "best.pt") == {1: 5.0, 2: 4.0}[best_iter]
+        assert held(checkpoint.checkpoint_path(tmp_path, it)) == loss
+    assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [3, 4]
+    assert find_weights(str(tmp_path), best=True) == tmp_path / "best.pt"
+
+
+def test_a_resume_makes_best_pt_if_a_kill_came_before_it(tmp_path):
+    saver = Saver(tmp_path, keep=2, ranks=Ranks())
+    assert not saved(saver, 1, 5.0, 1) and not saved(saver, 2, 4.0, 2)
+    (tmp_path / "best.pt").unlink()
+    (tmp_path / "best.pt").hardlink_to(checkpoint.checkpoint_path(tmp_path, 1))
+    saver.claim(checkpoint.read(checkpoint.checkpoint_path(tmp_path, 2)))
+    saver.close()
+    keep_transcript(None)
+    assert held(tmp_path / "best.pt") == 4.0
+
+
+def test_a_full_disk_cuts_no_line_of_the_log(tmp_path, monkeypatch, capsys):
+    """Warn once, leave out the lines that do not fit, and go on once there is room."""
+    saver, write = Saver(tmp_path, keep=1, ranks=Ranks()), io.FileIO.write
+    room = [99]
+
+    class FillingFile(io.FileIO):
+        def write(self, content) -> int:
+            written = write(self, content[: room[0]])
+            room[0] -= written
+            return written
+
+    monkeypatch.setattr(
+        checkpoint, "open", lambda path, mode, **_: FillingFile(path, mode), raising=False
+    )
+    for number, left in enumerate((99, 3, 0, 99)):
+        room[0] = left
+        saver.append("metrics.jsonl", f"line {number}")
+    assert (tmp_path / "metrics.jsonl").read_text() == "line 0\nline 3\n"
+    assert capsys.readouterr().err.count("the logs lack lines") == 1
+
+
+def test_a_save_that_fails_says_so_and_keeps_what_was_there(tmp_path, monkeypatch):
+    saver = Saver(tmp_path, keep=2, ranks=Ranks())
+    assert not saved(saver, 1, 5.0, 1)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("torch.save", full)
+    assert "checkpoint 2 is not saved: No space left" in saved(saver, 2, 4.0, 2)
+    assert saver.failed and saver.newest == (1, 1)
+    assert held(tmp_path / "best.pt") == held(checkpoint.checkpoint_path(tmp_path, 1)) == 5.0

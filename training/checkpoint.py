@@ -10,11 +10,9 @@ for every record. torch.load does not verify these checksums, so load() does.
 import contextlib
 import errno
 import itertools
-import json
 import os
 import re
 import shutil
-import threading
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -143,64 +141,24 @@ def set_aside(path: Path) -> None:
         path.rename(next(name for name in names if not name.exists()))
 
 
-def link(path: Path, name: Path) -> None:
+def link_best(out_dir: Path, progress: dict) -> None:
     """
-    Make `name` a hard link to `path`, atomically. Copies the file instead if the file system has
-    no hard links or if, on Windows, another program has the file open. Raises OSError.
+    If the checkpoint with this progress is the best so far, make best.pt a hard link to it, or a
+    copy where the file system has no hard links. A resume does this again, because a kill may have
+    come between the save and this link. Raises OSError.
     """
-    temporary = name.with_name(f"{name.name}.{os.getpid()}.tmp")
+    if progress["best_iter"] != progress["iter_num"]:
+        return
+    path, best = checkpoint_path(out_dir, progress["iter_num"]), out_dir / "best.pt"
+    temporary = out_dir / f"best.pt.{os.getpid()}.tmp"
     try:
         temporary.unlink(missing_ok=True)
         os.link(path, temporary)
-        os.replace(temporary, name)
-        fsync_folder(name.parent)
+        os.replace(temporary, best)
+        fsync_folder(out_dir)
     except OSError:
-        with replacing(name) as file, open(path, "rb") as content:
+        with replacing(best) as file, open(path, "rb") as content:
             shutil.copyfileobj(content, file)
-
-
-def progress_in(path: Path) -> dict:
-    """Return the progress that a checkpoint holds; {} if it is missing or cannot be read."""
-    with contextlib.suppress(Exception):  # a damaged file can raise anything
-        return read(path)["progress"]
-    return {}
-
-
-def missed_best(out_dir: Path) -> Path | None:
-    """
-    Return the best checkpoint of the run in out_dir, if it is still there and best.pt is missing or
-    holds another one, for example after a kill or on a full disk. Otherwise return None.
-    """
-    paths = list_checkpoints(out_dir)
-    if not paths:
-        return None
-    path = checkpoint_path(out_dir, progress_in(paths[-1]).get("best_iter", -1))
-    best, held = progress_in(path), progress_in(out_dir / "best.pt")
-    if not best or best == held:
-        return None
-    # a lower loss is from a later checkpoint, which has been deleted or damaged since
-    return None if held and held["best_val_loss"] < best["best_val_loss"] else path
-
-
-def link_best(out_dir: Path) -> None:
-    """Link best.pt to the run's best checkpoint, unless best.pt holds it. Warns if that fails."""
-    path = missed_best(out_dir)
-    if not path:
-        return
-    try:
-        link(path, out_dir / "best.pt")
-    except OSError as error:
-        hint = f"{path} is kept, and the next save or launch tries again"
-        warn(f"best.pt: {error_lines(error)[0]}; {hint}")
-
-
-def finish(out_dir: Path) -> None:
-    """Link best.pt and delete temporary files if a kill came at the end of a finished run."""
-    # leave the folder as it is while another run writes there, or if it is read-only
-    with contextlib.suppress(OSError), open(out_dir / "lock", "ab") as lock:
-        if try_lock(lock):
-            remove_temporaries(out_dir, *TEMPORARIES)
-            link_best(out_dir)
 
 
 # -----------------------------------------------------------------------------
@@ -210,9 +168,8 @@ def finish(out_dir: Path) -> None:
 class Saver:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
-    Only rank 0 writes, but every rank must call claim() and save(). While the disk is full or
-    missing, new records and lines are kept in memory. Only the lock stays open, because a handle on
-    a share dies with its connection. If the lock dies with it, nothing takes it again.
+    Only rank 0 writes, but every rank must call claim() and save(). Only the lock stays open,
+    because a handle on a share dies with its connection.
     """
 
     def __init__(self, out_dir: Path, keep: int, ranks):
@@ -222,9 +179,7 @@ class Saver:
         self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
         self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
-        self.unwritten = {"metrics.jsonl": b"", "log.txt": b""}  # what the disk has not taken yet
-        self.telling = threading.Lock()  # the thread that reads data writes lines too
-        self.has_saved = False  # whether this launch has saved a checkpoint
+        self.lacks_lines = False  # whether a line did not fit on the disk
         self.size = 0  # bytes of the newest checkpoint
 
     def claim(self, resumed: dict | None) -> None:
@@ -239,36 +194,28 @@ class Saver:
     def claim_here(self, resumed: dict | None) -> None:
         """
         Do claim()'s work, on rank 0. Raises OSError if the folder cannot be written, and UserError
-        if another run is using it, or has saved there since this run chose its checkpoint.
+        if another run is using it.
         """
         out_dir, it = self.out_dir, resumed["progress"]["iter_num"] if resumed else -1
-        if resumed:
-            self.require_folder()
         out_dir.mkdir(parents=True, exist_ok=True)
         self.lock = open(out_dir / "lock", "ab")
         if not try_lock(self.lock):
             hint = "stop that one first, or choose another --out_dir"
             raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
-        newer = [path for path in list_checkpoints(out_dir) if iteration(path) > it]
-        for path in newer:
-            with contextlib.suppress(OSError):  # as unreadable as when the run was chosen
-                if not damage(path):
-                    hint = "give the command again, or another --out_dir"
-                    problem = f"another run has just written {path}, or its name is wrong"
-                    raise UserError(f"out_dir: {problem}; {hint}")
-        for path in newer:
-            set_aside(path)  # damaged; prune() would count it among the newest
+        for path in list_checkpoints(out_dir):
+            if iteration(path) > it:
+                set_aside(path)  # damaged; prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(out_dir, *TEMPORARIES)
         if resumed:
-            link_best(out_dir)
+            link_best(out_dir, resumed["progress"])
             drop_records(out_dir / "metrics.jsonl", resumed["progress"])
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
                 set_aside(out_dir / name)
         for name in ("metrics.jsonl", "log.txt"):
             open(out_dir / name, "ab").close()  # create it, or find that it cannot be written
-        keep_transcript(self.write_line)
+        keep_transcript(lambda text: self.append("log.txt", text))
 
     def save(self, state: dict) -> str:
         """
@@ -284,70 +231,38 @@ class Saver:
     def write(self, state: dict) -> str:
         """
         Save `state` on this rank, and return what save() returns. Older checkpoints are deleted
-        before the write to make room, but at least one stays until the write has succeeded. The
-        first checkpoint of a launch is read back; raises UserError if it is damaged.
+        before the write to make room, but at least one stays until the write has succeeded.
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.out_dir, it)
         try:
-            self.require_folder()
             self.prune(max(1, self.keep - 1))
             save(state, path)
-            if not self.has_saved and (problem := damage(path)):
-                hint = "this disk does not return what was written to it"
-                raise UserError(f"{path}: {problem}; {hint}; give another --out_dir")
+            link_best(self.out_dir, state["progress"])
             self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
             return f"checkpoint {it} is not saved: {error_lines(error)[0]}"
-        self.has_saved = True
-        link_best(self.out_dir)
         return ""
 
     def prune(self, keep: int) -> None:
-        """
-        Delete old checkpoints. Keeps the newest `keep`, and also the best one if best.pt could not
-        be linked to it.
-        """
-        old = list_checkpoints(self.out_dir)[:-keep]
-        best = missed_best(self.out_dir) if old else None
-        for path in old:
-            if path != best:
-                with contextlib.suppress(PermissionError):  # on Windows another program has it open
-                    path.unlink(missing_ok=True)
+        """Delete all checkpoints but the newest `keep`."""
+        for path in list_checkpoints(self.out_dir)[:-keep]:
+            with contextlib.suppress(PermissionError):  # on Windows another program has it open
+                path.unlink(missing_ok=True)
 
-    def write_record(self, record: dict) -> None:
-        """Append a line to metrics.jsonl, preceded by what could not be written before."""
-        has_failed = bool(self.unwritten["metrics.jsonl"])
-        self.unwritten["metrics.jsonl"] += json.dumps(record).encode() + b"\n"
+    def append(self, name: str, line: str) -> None:
+        """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
         try:
-            self.append("metrics.jsonl")
+            with open(self.out_dir / name, "ab", buffering=0) as file:
+                end, content = file.tell(), f"{line}\n".encode(errors="replace")
+                if file.write(content) < len(content):
+                    file.truncate(end)  # leave no half line
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if not has_failed:
-                rest = "keeping its records in memory until they can be written"
-                warn(f"metrics.jsonl: {error_lines(error)[0]}; {rest}")
-
-    def write_line(self, text: str) -> None:
-        """Copy what the console got to log.txt, now or once the disk has room and is back."""
-        with self.telling, contextlib.suppress(OSError):
-            self.unwritten["log.txt"] += f"{text}\n".encode(errors="replace")
-            self.append("log.txt")
-
-    def append(self, name: str) -> None:
-        """Append what is unwritten to a file in out_dir. Raises OSError."""
-        self.require_folder()
-        with open(self.out_dir / name, "ab", buffering=0) as file:
-            while self.unwritten[name]:
-                self.unwritten[name] = self.unwritten[name][file.write(self.unwritten[name]) :]
-
-    def require_folder(self) -> None:
-        """
-        Raise OSError if out_dir is missing or empty. A mount point is empty while its disk is not
-        mounted, and what is written there would go to the disk below.
-        """
-        if not os.listdir(self.out_dir):
-            hint = "is empty; is its disk away? Mount it, or put any file into the folder"
-            raise OSError(errno.ENODEV, hint, str(self.out_dir))
+            if not self.lacks_lines:
+                self.lacks_lines = True
+                warn(f"{name}: {error_lines(error)[0]}; until this ends, the logs lack lines")
 
     def close(self) -> None:
         """Unlock out_dir for other runs."""

@@ -6,6 +6,7 @@ stderr.
 """
 
 import contextlib
+import json
 import math
 import subprocess
 import sys
@@ -245,7 +246,7 @@ class Log:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.saver.write_record(record)
+        self.saver.append("metrics.jsonl", json.dumps(record))
         self.tracker.log(record)
 
     # -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from common.console import UserError, one_line, warn
+from common.console import UserError, one_line
 from common.files import read_json
 from configurator import FIELDS
 from data.shards import dataset_folder
@@ -106,15 +106,11 @@ def fetch(repository: str) -> Path:
 def find_weights(name: str, best: bool) -> Path:
     """
     Find the file that a name means: for a run its newest checkpoint, or with `best` its best.pt;
-    for a hub model its folder. If a full disk or a kill has kept best.pt from being linked to the
-    best checkpoint, warns and returns that checkpoint. Raises UserError if there is none.
+    for a hub model its folder. Raises UserError if there is none.
     """
     path = Path(name)
     if path.is_file():
         return path
-    if best and (missed := checkpoint.missed_best(path)):
-        warn(f"{path / 'best.pt'}: does not hold the run's best model; reading {missed}")
-        return missed
     if best and (path / "best.pt").is_file():
         return path / "best.pt"
     if files := checkpoint.list_checkpoints(path):

@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ import torch
 from cases import slow_but
 from fault_injection import fill, free, watched
 from program import (
-    EVAL,
     ROOT,
     STEP,
     TINY_RUN,
@@ -125,18 +123,18 @@ def no_wait() -> InProcessRun:
     return trainer
 
 
-# when the disk is filled (all, or all but so many bytes) and freed, keys; the checkpoints, the best
-# one, and the warnings about records that wait in memory. Signals come during the last save's wait
+# when the disk is filled (all, or all but so many bytes) and freed, keys; the checkpoints in the
+# log, and the best one. Signals come during the last save's wait
 FULL, LATE = {("update", 5): 0, ("update", 9): "free"}, dict(max_iters=12)
 FILLED = {
-    "for a while": (FULL, LATE, [4, 12], 12, 1),
-    "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, [4, 12], 12, 0),
-    "at the end": ({("update", 5): 0, ("sleep", 151): "free"}, {}, [4, 8], 4, 1),
-    "all along": ({("update", 1): 64 << 10, ("sleep", 151): "free"}, {}, [8], 8, 0),
-    "until a signal": ({("update", 7): 0, ("sleep", 5): "stop"}, {}, [4], 4, 0),
+    "for a while": (FULL, LATE, [4, 12], 12),
+    "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, [4, 12], 12),
+    "at the end": ({("update", 5): 0, ("sleep", 151): "free"}, {}, [4, 8], 4),
+    "all along": ({("update", 1): 64 << 10, ("sleep", 151): "free"}, {}, [8], 8),
+    "until a signal": ({("update", 7): 0, ("sleep", 5): "stop"}, {}, [4], 4),
     "when the best is due": (
         *({("update", 4): 0, ("update", 6): "free"}, dict(eval_interval=2, max_iters=7)),
-        *([2, 6, 7], 6, 1),
+        *([2, 6, 7], 6),
     ),
 }
 
@@ -145,7 +143,7 @@ FILLED = {
 def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
     when, tiny, ran, straight, on_disk
 ):
-    moments, keys, saved, best, warned = FILLED[when]
+    moments, keys, saved, best = FILLED[when]
     disk, trainer = on_disk(), InProcessRun(fake_clock="sleep" in str(moments))
 
     def act(what):
@@ -161,7 +159,7 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
     trainer.at |= {moment: lambda what=what: act(what) for moment, what in moments.items()}
     result = trainer.launch(**tiny | keys)
     assert (result.code, ran.column("checkpoint", "iter")) == (int("signal" in when), saved)
-    assert len(lines(result.err, "warning: metrics.jsonl")) == warned
+    assert result.err.count("the logs lack lines") <= 1
     assert sum("is not saved" in line for line in lines(result.err, "warning: iter")) >= 1
     assert best_iter(ran) == best and not leftovers(ran.out_dir)
     if result.code:
@@ -170,7 +168,9 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
         train(**tiny, init_from="resume")
     if not keys:
         assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
-        assert ran.steps("iter", "loss") == Run(straight).steps("iter", "loss")
+        lacks = "the logs lack lines" in result.err
+        steps, expected = ran.steps("iter", "loss"), Run(straight).steps("iter", "loss")
+        assert steps == expected or (lacks and {*steps} < {*expected})
 
 
 @pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
@@ -201,21 +201,6 @@ def test_a_disk_too_full_to_rewrite_the_log_does_not_stop_a_resume(tiny, ran, st
     trainer.at["update", 2] = lambda: free(disk)
     launch(trainer, **tiny, init_from="resume")
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
-
-
-def test_best_pt_that_did_not_fit_is_made_once_there_is_room(tiny, ran):
-    """On a disk without hard links, neither end a resume for it, nor forget it at the end."""
-    no_links = mock.patch("os.link", side_effect=OSError(errno.EPERM, "Operation not permitted"))
-    no_room = mock.patch("shutil.copyfileobj", side_effect=OSError(errno.ENOSPC, "No space left"))
-    tiny |= FALLING | dict(init_from="auto")
-    with no_links, no_room:
-        for last in (4, 8, 8):
-            result = train(**tiny | dict(max_iters=last))
-            assert "warning: best.pt: No space left" in result.err
-    assert ran.saved == [4, 8] and not (ran.out_dir / "best.pt").exists()
-    (ran.out_dir / "best.pt.123.tmp").write_bytes(b"a kill while it was copied leaves this")
-    assert "are done" in train(**tiny).out
-    assert best_iter(ran) == 8 and not leftovers(ran.out_dir)
 
 
 def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
@@ -317,29 +302,6 @@ def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tiny
 
 
 # -----------------------------------------------------------------------------
-# Damaged files
-
-
-def test_a_disk_that_damages_files_is_noticed_at_the_first_save(tiny, ran):
-    """Read the first checkpoint of a launch back right after saving it."""
-    replace = os.replace
-
-    def damage(source, target):
-        replace(source, target)
-        if Path(target).name.startswith("ckpt-"):
-            content = bytearray(Path(target).read_bytes())
-            content[len(content) // 2] ^= 1
-            Path(target).write_bytes(content)
-
-    with mock.patch("os.replace", damage):
-        result = run("train.py", *flags(**tiny))
-    assert result.code != 0
-    (line,) = lines(result.err, "error:")
-    assert "ckpt-00000004.pt" in line
-    assert ran.steps("iter") == [0, 1, 2, 3]
-
-
-# -----------------------------------------------------------------------------
 # Shards that cannot be read
 
 
@@ -437,21 +399,6 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny
     assert ran.state(ran.end["iters"])
 
 
-def test_a_slow_start_is_refused_if_another_run_has_finished_in_the_folder(tiny, ran):
-    """Leave the other run's files alone, even if that run began and ended during this start."""
-    seed, codes = torch.manual_seed, []
-
-    def overtaken(number):
-        if not codes:
-            codes.append(finish(start("train.py", *flags(**tiny, seed=5))).code)
-        return seed(number)
-
-    with mock.patch("torch.manual_seed", overtaken):
-        refused(run("train.py", *flags(**tiny, init_from="auto")))
-    assert codes == [0]
-    assert ran.column("start", "config")[0]["seed"] == 5
-
-
 def test_a_run_that_broke_before_its_first_checkpoint_starts_again_and_keeps_its_log(tiny, ran):
     trainer = InProcessRun()
     trainer.at["iteration", 3] = raises(ValueError("unforeseen"))
@@ -465,8 +412,10 @@ def test_a_run_that_broke_before_its_first_checkpoint_starts_again_and_keeps_its
 def test_a_checkpoint_named_after_another_iteration_is_refused(tiny, ran):
     train(**tiny)
     (ran.out_dir / "ckpt-00000008.pt").rename(ran.out_dir / "ckpt-00000012.pt")
+    before = contents(ran.out_dir)
     result = run("train.py", *flags(**tiny | dict(max_iters=12), init_from="auto"))
-    refused(result, "ckpt-00000012.pt")
+    refused(result, "ckpt-00000012.pt", "iteration 8")
+    assert contents(ran.out_dir) == before
 
 
 def test_a_save_imports_no_module(tiny, ran):
@@ -504,41 +453,23 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     assert content in contents(ran.out_dir).values()
 
 
-def unmount(disk: Path, copy: Path) -> None:
-    shutil.copytree(disk, copy)
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-def mount_again(disk: Path, copy: Path) -> None:
-    """Mount a disk with the content of the one before. It has another device number."""
-    assert not os.listdir(disk)
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], check=True)
-    shutil.copytree(copy, disk, dirs_exist_ok=True)
-
-
 AWAY = {  # how the folder leaves, and how it comes back
     "itself": (Path.rename, lambda out_dir, away: away.rename(out_dir)),
     "a copy": (Path.rename, lambda out_dir, away: shutil.copytree(away, out_dir)),
-    "a mount point": (unmount, mount_again),
 }
 
 
 @pytest.mark.parametrize("what", AWAY)
-def test_a_run_goes_on_if_its_folder_was_away_for_a_while(
-    what, tiny, ran, straight, tmp_path, make_disk
-):
-    """Save nothing below another name or on the disk below, and lose no record."""
-    if what == "a mount point":
-        tiny["out_dir"] = ran.out_dir = make_disk(1 << 20)
+def test_a_run_goes_on_if_its_folder_was_away_for_a_while(what, tiny, ran, straight, tmp_path):
+    """Save nothing below another name, and say that the logs lack lines."""
     trainer, out_dir = InProcessRun(), ran.out_dir
     leave, come_back = (partial(act, out_dir, tmp_path / "away") for act in AWAY[what])
     trainer.at |= {("update", 3): leave, ("update", 6): come_back}
     result = launch(trainer, **tiny)
-    assert len(lines(result.err, "warning: metrics.jsonl")) == 1
+    assert result.err.count("the logs lack lines") == 1
     assert len(lines(result.err, "warning: iter 4: checkpoint 4 is not saved")) == 1
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
-    for kind, names in (("step", STEP), ("eval", EVAL)):
-        assert ran.column(kind, *names) == Run(straight).column(kind, *names)
+    assert {*ran.steps(*STEP)} < {*Run(straight).steps(*STEP)}
     assert not leftovers(out_dir)
 
 
