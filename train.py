@@ -34,11 +34,9 @@ from common.child import keep_awake
 from common.console import (
     UserError,
     explain_errors,
-    one_line,
     raise_if_any,
     run_main,
     say,
-    warn,
 )
 from configurator import (
     FIELDS,
@@ -247,9 +245,10 @@ def is_done(c: Config, resumed: dict) -> bool:
 
 def open_data(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
-    ranks.machine_first(make_or_explain, c, key)
+    ranks.on_main(make_or_explain, c, key)
     data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size, c.stream)
-    ranks.check_same(key, data.fingerprint, "give all machines the same files")
+    if any(theirs != data.fingerprint for theirs in ranks.gather(data.fingerprint)):
+        ranks.fail(f"{key}: some rank has other files; give all machines the same")
     ranks.on_main(check_dataset, data, c.block_size)
     return data
 
@@ -468,28 +467,14 @@ def train_step(
     return loss_sum, dict(grad_norm=grad_norm)
 
 
-class Skips:
-    """Counts, on the device, the updates that train_step() skips: the same number on all ranks."""
-
-    def __init__(self, hw: Hardware, ranks: Ranks):
-        self.ranks = ranks
-        self.in_a_row = torch.zeros((), device=hw.device)  # since the last applied update
-        self.since_line = torch.zeros((), device=hw.device)  # since the last log line
-
-    def count(self, grad_norm: Tensor) -> None:
-        is_skipped = ~grad_norm.isfinite()
-        self.in_a_row = (self.in_a_row + 1) * is_skipped
-        self.since_line = self.since_line + is_skipped
-
-    def report(self, it: int, log: Log) -> None:
-        """Warn of the updates skipped since the last line. MAX_SKIPS in a row end the run."""
-        if skipped := int(self.since_line):
-            reason = "a gradient was not finite"
-            log.warn(it, f"{skipped} updates skipped since the last line: {reason}")
-            self.since_line = torch.zeros_like(self.since_line)
-        if int(self.in_a_row) >= MAX_SKIPS:
-            hint = "try a lower learning_rate or --dtype=float32"
-            self.ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}; {RESUME}")
+def report_skips(in_a_row: Tensor, it: int, log: Log, ranks: Ranks) -> None:
+    """Warn if the last updates were skipped. MAX_SKIPS of them end the run."""
+    skipped = int(in_a_row)
+    if skipped:
+        log.warn(it, f"the last {skipped} updates were skipped: a gradient was not finite")
+    if skipped >= MAX_SKIPS:
+        hint = "try a lower learning_rate or --dtype=float32"
+        ranks.fail(f"{skipped} updates in a row skipped; {hint}; {RESUME}")
 
 
 def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> None:
@@ -539,27 +524,16 @@ def estimate_loss(
         for name, function in measures.items():
             if signals.stop_asked():
                 raise Stopped(signals.name)
-            others[name] = ranks.on_main(measure, name, function, model, hw)
+            others[name] = ranks.on_main(measure, function, model, hw)
     finally:
         model.train()
     return dict(**losses, **others)  # raises TypeError if a measure has the name of a loss
 
 
-def measure(name: str, function: Callable[[GPT], float], model, hw: Hardware) -> float:
-    """
-    Return the number that function(model) returns or, if it fails, NaN with a warning. Dropout
-    draws the same numbers afterwards, and nothing is compiled.
-    """
-    states = hw.get_rng_states()
-    try:
-        with hw.autocast(), torch.compiler.set_stance("force_eager"):
-            return float(function(model))
-    except (Exception, SystemExit) as error:  # command-line evaluators call sys.exit()
-        warn(f"measures: {name} failed ({one_line(error)}); continuing without this number")
-        return math.nan
-    finally:
-        hw.set_rng_states(states)
-        model.eval()  # for the next measure, if this one has switched to training
+def measure(function: Callable[[GPT], float], model, hw: Hardware) -> float:
+    """Return the number that function(model) returns. Nothing is compiled for it."""
+    with hw.autocast(), torch.compiler.set_stance("force_eager"):
+        return float(function(model))
 
 
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
@@ -612,24 +586,15 @@ def sample_tokenizer(c: Config, data: Dataset, progress, log: Log) -> Tokenizer 
 def print_sample(
     model, text: Tokenizer, data: Dataset, progress, c: Config, hw: Hardware, log: Log
 ) -> None:
-    """
-    Print sample_tokens tokens from the model, always drawn with the same random numbers. If memory
-    runs out, warn and leave the sample out.
-    """
+    """Print sample_tokens tokens from the model, always drawn with the same random numbers."""
     prompt = text.start_ids()
+    generator = torch.Generator(hw.device).manual_seed(c.seed)
     model.eval()
-    try:
+    with hw.autocast():
         idx = torch.tensor([prompt], device=hw.device)
-        generator = torch.Generator(hw.device).manual_seed(c.seed)
-        with hw.autocast():
-            ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
-        log.report_sample(progress.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
-    except Exception as error:
-        if not hardware.is_out_of_memory(error):
-            raise
-        log.warn(progress.iter_num, "sample_tokens: out of memory; continuing without this sample")
-    finally:
-        model.train()
+        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
+    model.train()
+    log.report_sample(progress.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
 
 
 # -----------------------------------------------------------------------------
@@ -742,8 +707,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     hw = hardware.set_up(c, ranks.local_rank)
-    # GPUs of different models round differently, so the ranks' weights would drift apart
-    ranks.check_same("device", hw.name, "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs of one model")
     c, fitted = fit_run(c, data.vocab, hw, ranks, start.state)  # the micro-batch that fits
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
@@ -786,7 +749,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
-    skips = Skips(hw, ranks)
+    skipped = torch.zeros((), device=hw.device)  # updates in a row, counted on the device
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
     # Measure speed from here on. In a new run, the schedule begins too: the time so far counts for
     # hours, but not for the learning rate
@@ -838,7 +801,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                     clock.expect("checkpoints")
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
-        # print a sample of the evaluated weights. After the save, because it may run out of memory
+        # print a sample of the evaluated weights
         if numbers and tokenizer and it > 0:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
@@ -853,7 +816,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         loss_sum, step_numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        skips.count(step_numbers["grad_norm"])
+        skipped = (skipped + 1) * ~step_numbers["grad_norm"].isfinite()
         tokens_before = progress.tokens
         progress.iter_num += 1
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
@@ -872,7 +835,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens_before, progress.tokens, loss, lr, step_numbers, speed)
-            skips.report(it, log)
+            report_skips(skipped, it, log, ranks)
 
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger

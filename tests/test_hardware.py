@@ -11,7 +11,6 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,15 +135,15 @@ MEASURED = 0.125  # TFLOP/s of a matmul on such a machine
 # no GPU, an unknown CPU, and a torch that was built for CUDA
 MACHINE = dict(system=sys.platform, release="6.8.0-generic", cpu="", amx=False, avx512_bf16=False)
 MACHINE |= dict(gpu="", sm_count=1, capability=(8, 9), count=1, mps=False)
-MACHINE |= dict(cuda="13.0", hip=None, arches=WHEEL, driver="", variables=None)
+MACHINE |= dict(cuda="13.0", hip=None, arches=WHEEL, variables=None)
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """
     Return machine(), which imitates the machine that its keywords describe, and returns a list that
-    collects the memory limits set on its GPUs, as fractions. Without `gpu` torch sees none, because
-    of an old driver if torch says so in `driver`. A user who sets `variables` sets no others.
+    collects the memory limits set on its GPUs, as fractions. Without `gpu` torch sees none. A user
+    who sets `variables` sets no others.
     """
     read_text = Path.read_text
 
@@ -187,7 +186,6 @@ def machine(monkeypatch):
         monkeypatch.setattr(Path, "read_text", read)
         monkeypatch.setattr(hardware, "measure_matmul", lambda *_: MEASURED)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
-        monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(here.driver)))
         monkeypatch.setattr(torch.version, "cuda", here.cuda)
         monkeypatch.setattr(torch.version, "hip", here.hip)
         monkeypatch.setattr(sys, "platform", here.system)
@@ -246,11 +244,8 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     assert torch.get_float32_matmul_precision() == ("high" if config.tf32 else "highest")
 
 
-# what torch.cuda.init() raises (c10/cuda/CUDAFunctions.cpp)
-TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080). Please update it"
 CUDA_BUILD = "pip install torch=="
 REFUSED = [  # a machine, keys -> words of the error
-    (dict(driver=TOO_OLD), dict(device="cuda"), "too old (found version 12080)"),
     (dict(), dict(device="cuda"), "nvidia-smi"),
     (dict(system="linux", cuda=None), dict(device="cuda"), CUDA_BUILD),
     (dict(system="win32", cuda=None), dict(device="cuda"), CUDA_BUILD),  # as PyPI's torch there

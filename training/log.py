@@ -22,7 +22,6 @@ from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, con
 from data.shards import Dataset
 from training.checkpoint import Saver, checkpoint_path
 from training.clock import PAUSES, Clock, Speed, clock_time
-from training.gpus import PUBLISHED_WIDTH, known_mfus
 from training.hardware import Hardware
 from training.speed import count_flops, describe
 from training.tracker import Tracker
@@ -30,9 +29,6 @@ from training.tracker import Tracker
 PROJECT = Path(__file__).resolve().parent.parent
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 PATIENCE = 20.0  # seconds to wait for loss.png
-# A run is slow if its MFU, after SLOW_AFTER iterations, is below SLOW times the lowest known one.
-# Muon takes 4%, and runs of one card differ by a few percent more.
-SLOW_AFTER, SLOW = 50, 0.85
 
 
 class Log:
@@ -61,7 +57,6 @@ class Log:
         self.config = c
         self.clock = clock
         self.hw = hw
-        self.is_slow = False  # whether the log has warned that the run is slow
         self.ranks = saver.ranks
         self.world_size = saver.ranks.world_size
         self.data = data
@@ -159,25 +154,6 @@ class Log:
             compile_seconds=self.clock.seconds["compile"],
             hours=self.clock.training_hours(),
         )
-        self.warn_if_slow(it, tokens_after)
-
-    def warn_if_slow(self, it: int, tokens: int) -> None:
-        """
-        Warn once if this launch's MFU is below all that are known for this GPU. Those were measured
-        on one GPU, with models at least PUBLISHED_WIDTH wide.
-        """
-        c, hw = self.config, self.hw
-        is_usual = c.n_embd >= PUBLISHED_WIDTH and not c.recompute and self.world_size == 1
-        if self.is_slow or it < self.first_iter + SLOW_AFTER or not (hw.row and is_usual):
-            return
-        _, mfu = self.launch_speed(tokens)
-        lowest, *_ = known_mfus(hw.name, hw.row)
-        if mfu is not None and mfu < SLOW * lowest and hw.peak_source == "gpus.csv":
-            self.is_slow = True
-            known = f"{mfu:.0%} so far, but a {hw.name} should reach {lowest:.0%}"
-            causes = "another program on the GPU, a power limit, heat, or --compile=False"
-            page = "docs/first_hour.md#2-how-fast-is-it"
-            self.warn(it, f"mfu: {known}; look for {causes} ({page})")
 
     def launch_speed(self, tokens: int) -> tuple[float | None, float | None]:
         """Return this launch's mean tokens per second and MFU; None if they are unknown."""

@@ -42,13 +42,4 @@ def cuda_hint() -> str:
     """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
     if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
         return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
-    return old_driver() or "check the driver with nvidia-smi"
-
-
-def old_driver() -> str:
-    """Return torch's words if NVIDIA's driver is too old for this torch to see the GPU, else ""."""
-    try:
-        torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # AssertionError: this torch has no CUDA
-        return str(error) if "too old" in str(error) else ""
-    return ""
+    return "check the driver with nvidia-smi"

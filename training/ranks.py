@@ -71,11 +71,7 @@ class Ranks:
         group = None  # the default group, gloo
         if on_gpus and dist.is_nccl_available():  # torch for Windows is built without NCCL
             group = dist.new_group(backend="nccl", timeout=TIMEOUT)
-        ddp_model = DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True
-        )
-        arrange_buckets(ddp_model)
-        return ddp_model
+        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
     # -------------------------------------------------------------------------
     # Collectives. Every rank must call them, in the same order.
@@ -128,38 +124,9 @@ class Ranks:
         self.on_main(lambda: mine.append(function(*args)))
         return mine[0] if self.is_main else function(*args)
 
-    def machine_first(self, function: Callable[..., Any], *args) -> None:
-        """
-        Call function(*args) on rank 0, and then on one rank of each other machine, which may find
-        rank 0's files on a shared disk. All ranks wait until the files are there, for up to
-        HOST_TIMEOUT each time. An error on rank 0 ends all ranks, as in on_main.
-        """
-        self.on_main(function, *args)
-        if self.local_rank == 0 and not self.is_main:
-            function(*args)
-        self.gather(None)
-
     def fail(self, line: str) -> NoReturn:
         """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""
         raise UserError(line) if self.is_main else UserError()
-
-    def check_same(self, name: str, value: Any, hint: str) -> None:
-        """Raise UserError on every rank if any rank's value differs from rank 0's."""
-        everywhere = self.gather(value)
-        for rank, theirs in enumerate(everywhere):
-            if theirs != everywhere[0]:
-                line = f"{name}: {theirs} on rank {rank}, {everywhere[0]} on rank 0; {hint}"
-                self.fail(line)
-
-
-def arrange_buckets(ddp_model: DistributedDataParallel) -> None:
-    """
-    Run a backward pass with zeros, after which DDP rearranges its buckets. With three or more ranks
-    this changes the summation order, so new and resumed runs both do it before they train. This is
-    the program's only use of DDP's reducer, an undocumented part of torch.
-    """
-    ddp_model.reducer.prepare_for_backward([])  # otherwise DDP would ignore this backward pass
-    torch.autograd.backward([p.sum() * 0 for p in ddp_model.parameters() if p.requires_grad])
 
 
 def end_process(code: int) -> NoReturn:

@@ -90,28 +90,6 @@ def assert_same_numbers(left: Path, ran: Run) -> None:
             assert ran.column(kind, name)[: len(iterations)] == expected
 
 
-# two machines, of which the first has two ranks; each machine gets its files after a while
-MACHINES = """
-import os, time
-from pathlib import Path
-from training import ranks
-rank = int(os.environ["RANK"])
-os.environ["LOCAL_RANK"] = str(rank % 2)
-place = Path(f"files{rank // 2}")
-def get():
-    time.sleep(0.5)
-    place.mkdir()
-ranks.Ranks().machine_first(get)
-assert Path("files0").is_dir() and Path("files1").is_dir()
-ranks.end_process(0)
-"""
-
-
-def test_one_rank_of_each_machine_gets_the_files_and_the_others_wait(tmp_path):
-    results = finish_ranks(start_ranks(3, script=("-c", MACHINES), cwd=tmp_path))
-    assert [result.code for result in results] == [0, 0, 0], results
-
-
 # -----------------------------------------------------------------------------
 # The same training
 
@@ -159,37 +137,6 @@ def test_a_run_resumes_with_another_number_of_ranks(change, tiny, ran, tmp_path)
     assert_same_numbers(tmp_path / "alone", ran)
 
 
-# prints the bytes of each bucket and the order of the weights in it when gradients are averaged
-BUCKETS = """
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    def exchange(group, bucket):
-        shapes = [tuple(p.shape) for p in bucket.parameters()]
-        print("bucket", bucket.index(), bucket.buffer().nbytes, shapes, file=sys.stderr)
-        return allreduce_hook(group, bucket)
-
-    def hooked(self, *arguments, **named):
-        init(self, *arguments, **named)
-        self.register_comm_hook(None, exchange)
-
-    init = DistributedDataParallel.__init__
-    DistributedDataParallel.__init__ = hooked
-"""
-
-
-def test_gradients_are_exchanged_once_per_iteration_in_buckets_arranged_before_the_first(tiny):
-    """Keep three ranks from adding gradients in a different order after a resume."""
-    # 61 ids padded to 128, 16 positions, 2 layers of 32, no biases
-    parameters = 128 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
-    script = watched(before=BUCKETS)
-    for result in train_ranks(2, [0, 0], script, **tiny | dict(max_iters=3)):
-        arranging, *iterations = re.findall(r"^bucket \d+ (\d+) (.*)$", result.err, re.MULTILINE)
-        # each iteration has two micro-batches on each rank
-        assert iterations == [iterations[0]] * 3
-        assert {int(size) for size, _ in (arranging, *iterations)} == {4 * parameters}
-
-
 # freezes the first block
 FROZEN = """
     import model
@@ -211,15 +158,6 @@ def test_two_ranks_train_and_resume_beside_frozen_weights(tiny, tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "halves", 4)
     moments = Run(tmp_path / "whole").state(4)["optimizer"]["state"]
     assert len(moments) == 2 + 6 + 1  # embeddings, the second block, the last norm
-
-
-@pytest.mark.slow
-def test_three_ranks_resume_bit_for_bit(tiny, tmp_path):
-    """Resume three ranks, the smallest number for which the order of a sum matters."""
-    keys = tiny | dict(gradient_accumulation_steps=3, dropout=0.1, init_from="auto")
-    for name, last in (("whole", 12), ("halves", 6), ("halves", 12)):
-        train_ranks(3, [0, 0, 0], **keys | dict(max_iters=last, out_dir=tmp_path / name))
-    assert_same_run(tmp_path / "whole", tmp_path / "halves", 12)
 
 
 @pytest.mark.slow
@@ -262,7 +200,7 @@ BAD_STARTS = {
         ["gradient_accumulation_steps", "3", "2"],
     ),
     "GPUs where there are none": (NO_GPU, dict(device="cuda"), ["device", "cuda"]),
-    "other data": (APART, dict(dataset="data"), ["dataset", "rank"]),
+    "other data": (APART, dict(dataset="data"), ["data", "rank", "same"]),
     "a file in the place of out_dir": ("", dict(out_dir=Path("file/run")), ["file/run"]),
     "wrong kernels on one rank": (
         WRONG,
@@ -308,7 +246,6 @@ def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, m
     for name in ("new_group", "is_nccl_available"):
         monkeypatch.setattr(torch.distributed, name, getattr(made, name))
     monkeypatch.setattr("training.ranks.DistributedDataParallel", made.wrap)
-    monkeypatch.setattr("training.ranks.arrange_buckets", made.arrange)
     made.is_nccl_available.return_value = built
     model = mock.Mock(parameters=lambda: iter([mock.Mock(is_cuda=on_gpu)]))
     ranks.data_parallel(model)
