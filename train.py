@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch counts towards the run's time
@@ -114,14 +113,13 @@ class Progress:
 class Start:
     """Says where a run begins: with random weights, with given ones, or at its own checkpoint."""
 
-    kind: Literal["new", "weights", "resume"]
     source: str = ""  # the checkpoint's path, or init_from's value
-    state: dict | None = None  # a checkpoint's state or load_pretrained()'s; None for a new run
+    state: dict | None = None  # a checkpoint's state or load_pretrained()'s; None: random weights
 
     @property
     def resumed(self) -> dict | None:
         """Return the state of the run that continues; None if another begins."""
-        return self.state if self.kind == "resume" else None
+        return self.state if self.state and "progress" in self.state else None
 
 
 def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, Start]:
@@ -138,11 +136,11 @@ def find_start(c: Config, ranks: Ranks) -> Start:
         ranks.on_main(check_fields, path, state)
         if (it := state["progress"]["iter_num"]) != checkpoint.iteration(path):
             ranks.fail(f"{path}: holds iteration {it}, so its name is wrong; rename it")
-        return Start("resume", str(path), state)
+        return Start(str(path), state)
     if c.init_from in NOT_WEIGHTS:
-        return Start("new")
+        return Start()
     block_size = c.block_size if "block_size" in c.set_keys else None
-    return Start("weights", c.init_from, ranks.main_first(load_pretrained, c.init_from, block_size))
+    return Start(c.init_from, ranks.main_first(load_pretrained, c.init_from, block_size))
 
 
 def find_checkpoint(c: Config) -> Path | None:
@@ -777,13 +775,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
             # evaluate once in a while and when the run is complete
             if evaluation_due(c, now, progress, stop):
-                with clock.pause("evaluation"):  # keeps its seconds out of iteration times
+                # a pause keeps its seconds out of iteration times. With hours, it also moves the
+                # next now.share, and so changes the learning rates
+                with clock.pause("evaluation"):
                     numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
                     progress.evaluate(numbers["val_loss"], now.share)
                     log.report_eval(it, progress.tokens, numbers)
-                    # expect the next one to take as long. With hours, this moves now.share and so
-                    # changes the learning rates
-                    clock.expect("evaluation")
         except Stopped as stopped:  # the next launch makes the evaluation that was cut short
             stop = stopped.reason
 
@@ -798,14 +795,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 state = state_to_save(c, data, model, optimizer, scaler, to_save, clock, hw, ranks)
                 if save(state, stop, saver, signals, log):
                     progress = to_save
-                    clock.expect("checkpoints")
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights
         if numbers and tokenizer and it > 0:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
-                clock.expect("samples")
 
         if stop:
             break

@@ -17,7 +17,6 @@ from reports.plan import time_run
 
 N = 124_373_760
 GIB = 2**30
-COPIES = 2 * 12 * 768**2  # autocast's bfloat16 copies of one block's matrices
 BLOCKS = 1 - 6 * 768 * 50304 / 854.7e6  # the blocks' share of the FLOPs
 LINK = 2 * 4 * N  # bytes of all gradients, sent and received
 OF_1000 = ("--iter_seconds=1", "--max_iters=1000", "--eval_interval=300", "--eval_tokens=524288")
@@ -137,12 +136,9 @@ MEMORY = {
         ("--optimizer=muon",),
         dict(optimizer=12 * N - 4 * 84_934_656 + 4 * 12 * 9 * 768),
     ),
-    "recompute keeps the stream at each block's entry, and one block's copies": (
+    "recompute keeps the stream at each block's entry": (
         ("--recompute=True",),
-        dict(
-            weights=6 * N - 2 * 1024 * 768 - 11 * 6 * COPIES / 6,
-            activations=TOKENS * (12 * 2 * 768 + 4 * 768),
-        ),
+        dict(activations=TOKENS * (12 * 2 * 768 + 4 * 768)),
     ),
     "all logits at once": (("--loss_chunk=off",), dict(logits=2 * 50304 * (TOKENS + 768))),
     "logits in chunks of 1,024 tokens, and the head's gradient in float32": (

@@ -134,7 +134,7 @@ def test_a_measure_compiles_nothing_so_that_training_keeps_its_code():
     model.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
     idx, hw = torch.arange(5)[None], hardware.set_up(Config(device="cpu", dtype="float32"))
     with torch.no_grad():  # as in an evaluation
-        loss = measure("name", lambda model: model(idx, idx), model, hw)
+        loss = measure(lambda model: model(idx, idx), model, hw)
     assert compiled == [] and loss == model.forward(idx, idx).item()
     assert model(idx, idx).item() == pytest.approx(loss) and compiled != []
 

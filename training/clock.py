@@ -145,12 +145,16 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self, category: str) -> Iterator[None]:
-        """Book the seconds until this block to steps, and the block's own to `category`."""
+        """
+        Book the seconds until this block to steps, and the block's own to `category`. Expect the
+        next such pause to take as long.
+        """
         self.lap("steps")
         try:
             yield
         finally:  # a signal may end an evaluation
-            self.lap(category)
+            seconds = self.lap(category)
+        self.expect(category, seconds)
 
     def begin_iterations(self, progress) -> None:
         """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
@@ -178,13 +182,12 @@ class Clock:
         """Remember the share at which an update was made."""
         self.updated_share = share
 
-    def expect(self, what: str, seconds: float | None = None) -> None:
+    def expect(self, what: str, seconds: float) -> None:
         """
-        Expect the next iteration or pause to take as long as the last one: `seconds`, or by
-        default the pause so far. `what` is "iteration" or one of PAUSES. An estimate at most
-        doubles per call, so that a single hang does not end the run far too early.
+        Expect the next iteration or pause to take as long as the last one. `what` is "iteration"
+        or one of PAUSES. An estimate at most doubles per call, so that a single hang does not end
+        the run far too early.
         """
-        seconds = self.since_lap() if seconds is None else seconds
         before = self.estimates.get(what) or seconds
         self.estimates[what] = min(seconds, 2 * before)
 

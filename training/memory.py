@@ -45,11 +45,10 @@ class Kept:
 
     block: int  # values per block, token and channel, without the residual stream
     logit: int  # peak bytes per logit in eager mode
-    recomputed: int  # gradient values per token and channel in the block that recompute reruns
 
 
-KEPT_BY_GPT2 = Kept(block=14, logit=12, recomputed=4)
-KEPT_BY_FAST = Kept(block=16, logit=28, recomputed=8)
+KEPT_BY_GPT2 = Kept(block=14, logit=12)
+KEPT_BY_FAST = Kept(block=16, logit=28)
 
 
 def kept_by(model: GPTConfig) -> Kept:
@@ -99,8 +98,6 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     others = [module for module in modules if not isinstance(module, nn.Embedding)]
     in_products = sum(p.numel() for m in others for p in m.parameters(recurse=False))
     copies = 0 if dtype == "float32" else 2 * in_products
-    if model.recompute:
-        copies -= copies_of_other_blocks(model, dtype)
     allocated = dict(
         weights=4 * params + copies,
         gradients=4 * count_trained(model),
@@ -132,32 +129,12 @@ def optimizer_bytes(model: GPTConfig, config: Config) -> int:
     return sum(t.nbytes for t in state if isinstance(t, Tensor) and t.dim())  # skip step counters
 
 
-def copies_of_other_blocks(model: GPTConfig, dtype: str) -> int:
-    """Return the bytes of autocast's copies of the matrices in all blocks but one."""
-    return 0 if dtype == "float32" else 2 * (model.n_layer - 1) * 12 * model.n_embd**2
-
-
 def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
-    """
-    Return the bytes that all blocks and the last norm keep until the backward pass; with recompute,
-    the bytes at the moment of peak memory.
-    """
-    element, C = element_bytes(dtype), model.n_embd
-    stream = stream_bytes(model, dtype, compiled) * C
-    block = block_bytes(model, dtype, compiled)
-    kept = tokens * model.n_layer * (stream if model.recompute else block)
+    """Return the bytes that all blocks and the last norm keep until the backward pass."""
+    stream = stream_bytes(model, dtype, compiled) * model.n_embd
+    kept = model.n_layer * (stream if model.recompute else block_bytes(model, dtype, compiled))
     # add the stream at the last norm, and the head's input
-    beside_logits = kept + tokens * (stream + element * C)
-    if not model.recompute:
-        return beside_logits
-    if not compiled and 0 < model.loss_chunk < tokens:
-        # chunks run within the forward pass, where autocast still holds its copies
-        beside_logits += copies_of_other_blocks(model, dtype)
-    # Memory may also peak later, in the backward pass: the logits are freed by then, but one block
-    # is being recomputed, and gradients exist.
-    again = tokens * (block + (kept_by(model).recomputed * element + 2) * C)
-    again += 4 * count_trained(model) if compiled else 4 * element * C**2
-    return max(beside_logits, kept + again - logit_bytes(model, tokens, dtype, compiled))
+    return tokens * (kept + stream + element_bytes(dtype) * model.n_embd)
 
 
 def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:

@@ -76,7 +76,7 @@ RESUMED = [
 
 def resumed(words: list[str], processes: int) -> Config:
     """Return the configuration of a command that resumes a run of 12 x 40 sequences."""
-    start = Start("resume", "out", dict(config=config_values(Config())))
+    start = Start("out", dict(config=config_values(Config()), progress={}))
     return config_of_run(read_config(["--device=cpu", *words]), start, processes)
 
 
