@@ -75,7 +75,6 @@ class Config:
     wandb_run_name: str = "gpt2"  # run name in wandb
     # Data
     dataset: str = "openwebtext"  # a folder in data/, or a path
-    stream: bool = False  # read the shards in order, unshuffled, even while they are being written
     batch_size: int = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
     block_size: int = 1024  # tokens in a sequence (context length)
     gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs

@@ -68,7 +68,7 @@ from training.speed import describe
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. Other keys get the command's values, or their
 # defaults, except dtype and the evaluations' tokens: see config_of_run()
-FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "stream", "init_from")
+FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "init_from")
 # Keys that a resumed run keeps unless the command sets them. The three of the batch may only change
 # so that an iteration has as many tokens as before: see share_iteration()
 KEPT_UNLESS_SET = ("dataset", "batch_size", "gradient_accumulation_steps", "tokens_per_iter")
@@ -244,7 +244,7 @@ def is_done(c: Config, resumed: dict) -> bool:
 def open_data(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
     ranks.on_main(make_or_explain, c, key)
-    data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size, c.stream)
+    data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size)
     if any(theirs != data.fingerprint for theirs in ranks.gather(data.fingerprint)):
         ranks.fail(f"{key}: some rank has other files; give all machines the same")
     ranks.on_main(check_dataset, data, c.block_size)

@@ -9,28 +9,24 @@ Feed the model: decide the order of the training windows, and load micro-batches
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-With --stream=True, training begins while the shards are still being written: see WindowsInOrder.
-
 The window order is a pure function of (seed, number of sequences consumed). That number is all a
 resumed run needs, and changing the batch size, gradient accumulation or the number of ranks only
 splits the same sequence of windows differently.
 """
 
 import atexit
-import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.console import UserError, say
+from common.console import UserError
 from common.files import retrying
 from configurator import Config
-from data.shards import Dataset, ShardTokens, is_being_prepared, read_folder
+from data.shards import Dataset, ShardTokens
 
 READ_AHEAD = 4  # micro-batches to read beyond the next iteration's
 POLL_SECONDS = 0.2  # how often to look for data, or for signals while waiting for data
@@ -76,55 +72,6 @@ class ShuffledWindows:
         starts = [self.start(n) for n in range(first, first + count)]
         return self.tokens.read_windows(starts, self.block_size + 1)
 
-    def has(self, sequences: int) -> bool:
-        return True
-
-
-class WindowsInOrder:
-    """
-    Read the training windows of a folder in the order of its shards, which may still be growing in
-    number. Sequence n begins at token n * block_size. After the last shard of a finished folder,
-    the next epoch starts over with the first.
-    """
-
-    def __init__(self, folder: Path, block_size: int):
-        self.folder, self.block_size = folder.absolute(), block_size
-        self.data = read_folder(self.folder)
-        self.told = ""  # what the console was told last
-
-    def has(self, sequences: int) -> bool:
-        """
-        Return whether the first `sequences` sequences can be read already. Raises UserError if they
-        cannot, and nobody is preparing the folder, and OSError while it is missing.
-        """
-        tokens = sequences * self.block_size + 1
-        if self.data.complete or len(self.data.train) >= tokens:
-            return True
-        # Ask before reading the manifest: a preparation may finish it and end between the two.
-        goes_on = is_being_prepared(self.folder)
-        data = read_folder(self.folder)
-        if not data.manifest:
-            gone = "its manifest.json is gone; restore it"
-            raise FileNotFoundError(errno.ENOENT, gone, str(self.folder))
-        self.data = data
-        if self.data.complete or len(self.data.train) >= tokens:
-            return True
-        there = f"{len(self.data.train):,} training tokens are prepared"
-        if not goes_on:
-            problem = f"{there}, the run needs {tokens:,}, and its preparation has ended"
-            hint = "repeat the command that prepares it, then resume with --init_from=resume"
-            raise UserError(f"{self.folder}: {problem}; {hint}")
-        if there != self.told:
-            self.told = there
-            say(f"data: {there}; the run is waiting for {tokens:,}")
-        return False
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return windows as ShuffledWindows.read() does. has() must have returned True for them."""
-        windows = (len(self.data.train) - 1) // self.block_size
-        starts = [n % windows * self.block_size for n in range(first, first + count)]
-        return self.data.train.read_windows(starts, self.block_size + 1)
-
 
 class Batches:
     """
@@ -146,11 +93,7 @@ class Batches:
         rank: int,
         world_size: int,
     ):
-        self.windows: ShuffledWindows | WindowsInOrder
-        if config.stream:
-            self.windows = WindowsInOrder(Path(data.source), config.block_size)
-        else:
-            self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
+        self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
         self.device = device
         self.config = config
         self.batch_size = config.batch_size
@@ -173,9 +116,6 @@ class Batches:
     def read_ahead(self, first: int) -> None:
         try:
             while not self.closed:
-                if not retrying(self.pause, self.windows.has, first + self.batch_size):
-                    self.pause(POLL_SECONDS)
-                    continue
                 block = retrying(self.pause, self.load, first)
                 first += self.stride
                 with self.changed:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError, count, raise_if_any
-from common.files import read_json, replacing, try_lock
+from common.files import read_json, replacing
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
@@ -147,19 +147,17 @@ class ShardTokens:
 @dataclass
 class Dataset:
     source: str  # the folder's path
-    train: ShardTokens  # with --stream=True the first shard alone, which evaluations read
+    train: ShardTokens
     val: ShardTokens
     vocab: int  # vocabulary size before padding
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
     manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
     fingerprint: str = ""  # differs if the tokens or the files' names do
     val_fingerprint: str = ""  # a hash of the validation tokens that a run evaluates
-    train_tokens: int | None = None  # None: unknown, because the folder is still growing
 
     def line(self) -> str:
         """Describe the data."""
-        train = count(self.train_tokens) if self.train_tokens else "growing"
-        tokens = f"{train} train and {count(len(self.val))} val tokens"
+        tokens = f"{count(len(self.train))} train and {count(len(self.val))} val tokens"
         return f"data: {self.source}, {tokens}, tokenizer {self.tokenizer['kind']}"
 
     def record(self) -> dict:
@@ -168,18 +166,13 @@ class Dataset:
             tokenizer=tokenizer_name(self.tokenizer),
             data_fingerprint=self.fingerprint,
             val_fingerprint=self.val_fingerprint,
-            train_tokens=self.train_tokens,
+            train_tokens=len(self.train),
             val_tokens=len(self.val),
         )
 
     def facts(self) -> dict:
         """Return what a checkpoint holds about the data of its run."""
         return dict(vocab=self.vocab, tokenizer=self.tokenizer, data_fingerprint=self.fingerprint)
-
-    @property
-    def complete(self) -> bool:
-        """Return False while the dataset is still being prepared, or if its folder seems empty."""
-        return self.manifest.get("complete", len(self.train) > 0)
 
     def listed(self, split: ShardTokens) -> list[dict]:
         """Return the manifest's entries of a split's shards, in order; [] without a manifest."""
@@ -219,35 +212,22 @@ def dataset_folder(name: str) -> Path:
     return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
 
-def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
+def open_dataset(name: str, eval_tokens: int) -> Dataset:
     """
     Open a dataset by name or path, and check every shard. An evaluation reads the first
-    `eval_tokens` validation tokens. With `stream` the preparation may still be running: see
-    WindowsInOrder. Raises UserError, and OSError if there is no such folder.
+    `eval_tokens` validation tokens. Raises UserError, and OSError if there is no such folder.
     """
     folder = dataset_folder(name)
     data = read_folder(folder)
-    data.train_tokens = len(data.train) if data.complete else None
-    if data.manifest and not data.complete:
-        if not stream:
-            hint = "wait; if nothing prepares it now, repeat the command that prepares it"
-            raise UserError(f"{folder}: is unfinished; {hint}")
-        if not len(data.train) or len(data.val) <= eval_tokens:
-            there = f"is unfinished, and has {len(data.val):,} validation tokens so far"
-            hint = f"wait until there are more than {eval_tokens:,}, or lower --eval_tokens"
-            raise UserError(f"{folder}: {there}; {hint}")
+    if not data.manifest.get("complete", True):
+        hint = "wait; if nothing prepares it now, repeat the command that prepares it"
+        raise UserError(f"{folder}: is unfinished; {hint}")
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
             raise UserError(f"{folder}: has no {split} tokens; {hint}")
-    known = data.val
-    if stream:  # A resume must find the same fingerprints, however many shards were added.
-        needed = bisect.bisect_right(data.val.ends, eval_tokens) + 1
-        data.train = ShardTokens(data.train.shards[:1], data.vocab)
-        data.val = ShardTokens(data.val.shards[:needed], data.vocab)
-        known = ShardTokens(data.val.shards[:1], data.vocab)  # for any eval_tokens
-    data.fingerprint = check_and_fingerprint(data, data.train, known)
+    data.fingerprint = check_and_fingerprint(data, data.train, data.val)
     evaluated = np.empty(min(eval_tokens + 1, len(data.val)), dtype="<u2")  # 1: the last target
     data.val.read(0, evaluated)
     data.val_fingerprint = hashlib.sha256(evaluated).hexdigest()
@@ -257,8 +237,8 @@ def open_dataset(name: str, eval_tokens: int, stream: bool = False) -> Dataset:
 def read_folder(folder: Path) -> Dataset:
     """
     Read what a folder holds, according to its manifest.json or else its meta.pkl, if it has either.
-    The folder may still be in preparation. Checks the header of every shard. If the tokenizer's
-    kind is unknown, a run can train but not print samples. Raises UserError.
+    Checks the header of every shard. If the tokenizer's kind is unknown, a run can train but not
+    print samples. Raises UserError.
     """
     manifest: dict = {}
     vocab, tokenizer = GPT2_VOCAB, dict(kind="gpt2")
@@ -289,15 +269,6 @@ def read_folder(folder: Path) -> Dataset:
 def read_manifest(folder: Path) -> dict:
     """Read manifest.json. Raises UserError."""
     return read_json(folder / "manifest.json", "prepare the dataset again")
-
-
-def is_being_prepared(folder: Path) -> bool:
-    """Return whether a preparation holds the folder's lock. Raises OSError."""
-    try:
-        with open(folder / "lock", "rb") as lock:  # the folder may be read-only here
-            return not try_lock(lock)
-    except FileNotFoundError:  # a copy of the folder has no lock
-        return False
 
 
 def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:

@@ -71,9 +71,9 @@ def plan(config: Config, options: Namespace) -> dict:
     config, weights = with_initial_sizes(config)
     vocab = vocab_where_missing(config)
     if vocab is None:
-        data = open_dataset(config.dataset, config.eval_size, config.stream)
+        data = open_dataset(config.dataset, config.eval_size)
         vocab = data.vocab
-        options.dataset_tokens = options.dataset_tokens or data.train_tokens
+        options.dataset_tokens = options.dataset_tokens or len(data.train)
         config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
     model = model_config(
         config, vocab, flash=config.flash, compiled=config.compile, weights=weights

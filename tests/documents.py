@@ -5,10 +5,8 @@ this machine), read what was prepared from them, and let a prepared folder grow 
 
 import hashlib
 import json
-import os
 import random
 import re
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -76,50 +74,6 @@ def manifest_of(folder: Path) -> dict:
 def digests(folder: Path) -> dict[str, str]:
     """Return the sha256 of each shard, by file name."""
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.bin")}
-
-
-class GrowingFolder:
-    """
-    Show a finished folder as its preparation left it after each training shard, and hold the
-    preparation's lock in this process.
-    """
-
-    def __init__(self, finished: Path, folder: Path):
-        self.finished, self.folder = finished, folder
-        self.manifest = manifest_of(finished)
-        folder.mkdir(exist_ok=True)
-        import fcntl
-
-        self.lock = open(folder / "lock", "ab")
-        fcntl.lockf(self.lock, fcntl.LOCK_EX)
-        self.left = [shard["name"] for shard in self.manifest["shards"] if "train" in shard["name"]]
-        self.add()
-
-    def release(self) -> None:
-        self.lock.close()
-
-    def add(self, shards: int = 1) -> None:
-        """Add training shards, and all shards that were made before them."""
-        self.left = self.left[shards:]
-        there = [shard for shard in self.manifest["shards"] if shard["name"] not in self.left]
-        for shard in there:
-            if not (self.folder / shard["name"]).exists():  # a run may be reading it
-                shutil.copy(self.finished / shard["name"], self.folder)
-        self.write(self.manifest | dict(shards=there, complete=False))
-
-    def finish(self) -> None:
-        self.add(len(self.left))
-        self.write(self.manifest)
-        self.release()
-
-    def write(self, manifest: dict) -> None:
-        (self.folder / "new").write_text(json.dumps(manifest))
-        os.replace(self.folder / "new", self.folder / "manifest.json")
-
-
-def wait_until_it_waits(process) -> None:
-    """Read a run's console up to the line that says for how many tokens it is waiting."""
-    assert any("waiting for" in line for line in process.stdout), process.communicate()
 
 
 def check_documents(val: list[str], train: list[str], texts: list[str]) -> None:

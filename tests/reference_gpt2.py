@@ -119,18 +119,11 @@ def shuffled(ids: np.ndarray, T: int, seed: int) -> Iterator[np.ndarray]:
         epoch += 1
 
 
-def in_order(ids: np.ndarray, T: int) -> Iterator[np.ndarray]:
-    """Yield the training windows with stream=True, in the order of the shards."""
-    while True:
-        for n in range((len(ids) - 1) // T):
-            yield ids[n * T :][: T + 1]
-
-
 def batches(folder: Path, config: dict) -> Iterator[np.ndarray]:
     """Yield the windows of each iteration, (sequences, T + 1)."""
     ids = split(folder, "train")
     T = config["block_size"]
-    windows = in_order(ids, T) if config.get("stream") else shuffled(ids, T, config["seed"])
+    windows = shuffled(ids, T, config["seed"])
     sequences = config["batch_size"] * config["gradient_accumulation_steps"]
     while True:
         yield np.stack([next(windows) for _ in range(sequences)])

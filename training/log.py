@@ -61,7 +61,7 @@ class Log:
         self.world_size = saver.ranks.world_size
         self.data = data
         self.model, self.optimizer = model, optimizer
-        self.train_tokens = data.train_tokens
+        self.train_tokens = len(data.train)
         self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
         self.saver = saver
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
@@ -113,8 +113,8 @@ class Log:
         iterations = f"{c.max_iters:,} iterations"
         if not c.by_clock:
             total = self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
-            epochs = f", {total / self.train_tokens:.2f} epochs" if self.train_tokens else ""
-            return f"{iterations}, {count(total)} tokens{epochs}"
+            epochs = f"{total / self.train_tokens:.2f} epochs"
+            return f"{iterations}, {count(total)} tokens, {epochs}"
         bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
         digits = 2 if c.hours >= 1 else 4
         used = f"{self.clock.used() / 3600:.{digits}f} of {c.hours:.{digits}f}"
@@ -143,7 +143,7 @@ class Log:
             iter=it,
             tokens=tokens,
             tokens_after=tokens_after,
-            epoch=tokens / self.train_tokens if self.train_tokens else None,
+            epoch=tokens / self.train_tokens,
             loss=loss,
             lr=lr,
             **{name: float(number) for name, number in numbers.items()},
@@ -259,7 +259,7 @@ class Log:
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
             bits_per_byte=(self.data.bits_per_byte(val_loss), ".4f"),
             tokens=(tokens, "d"),
-            epochs=(tokens / self.train_tokens if self.train_tokens else None, ".2f"),
+            epochs=(tokens / self.train_tokens, ".2f"),
             seconds=(sum(self.clock.seconds.values()), ".1f"),
             tokens_per_sec=(rate, ".0f"),
             mfu=(mfu, ".4f"),

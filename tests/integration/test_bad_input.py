@@ -69,7 +69,6 @@ COMMAND_LINE = [
 
 DATA = [
     ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
-    ("train.py tiny.py --stream=True --dataset=config", "config no train tokens"),
     ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),
     ("train.py tiny.py --dataset=cut", "train_000002.bin 2,014 prepare"),
@@ -119,7 +118,7 @@ FOLDERS = [
 ARCHITECTURE = [("model", "gpt2", "fast"), ("n_layer", 2, 3), ("n_head", 2, 4), ("n_embd", 32, 64)]
 ARCHITECTURE += [("bias", False, True), ("tie_weights", True, False), ("block_size", 16, 32)]
 OF_A_RUN = [*ARCHITECTURE, ("block_size", 16, 8), ("pad_vocab_multiple", 128, 1)]
-OF_A_RUN += [("optimizer", "adamw", "muon"), ("seed", 1337, 2), ("stream", False, True)]
+OF_A_RUN += [("optimizer", "adamw", "muon"), ("seed", 1337, 2)]
 FIXED = [
     (f"train.py tiny.py {flag} --{key}={other}", f"{key}: --{key}={kept} {instead}")
     for flag, keys, instead in (

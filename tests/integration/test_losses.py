@@ -162,14 +162,6 @@ def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, train
     assert distance(last, w) < 0.004 * distance(before, w)
 
 
-def test_a_streaming_run_trains_in_the_order_of_the_shards(tokens, trained, tmp_path):
-    config = BASE | dict(stream=True)
-    train(**config, init_from=trained(), dataset=tokens, out_dir=tmp_path)
-    w = reference_gpt2.weights(torch.load(trained())["model"])
-    losses = [loss for loss, *_ in reference_gpt2.train(w, tokens, config).steps]
-    assert column(tmp_path, "step", "loss") == pytest.approx(losses, **CLOSE)
-
-
 def distance(a: reference_gpt2.Weights, b: reference_gpt2.Weights) -> float:
     """
     Return the distance between two models' weights, without the biases of attention's keys. These

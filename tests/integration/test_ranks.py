@@ -22,7 +22,6 @@ import psutil
 import pytest
 import torch
 from cases import slow_but
-from documents import GrowingFolder, wait_until_it_waits
 from fault_injection import watched
 from program import (
     FAST,
@@ -113,7 +112,6 @@ CHANGES = {
         FAST | dict(batch_size=1, eval_tokens=15 * 16),
         (2, 1),
     ),
-    "in order, 1 rank and then 2": (dict(stream=True), (1, 2)),
     "4 ranks and then 2": (dict(), (4, 2)),
 }
 
@@ -397,31 +395,6 @@ def test_a_rank_gives_up_if_another_rank_hangs(tiny):
 
 
 # -----------------------------------------------------------------------------
-# A folder that grows
-
-
-@pytest.mark.slow
-def test_two_ranks_on_a_growing_folder_train_like_one_on_the_finished_folder(
-    tiny, ran, tokens, tmp_path
-):
-    """Let both wait for each of the shards."""
-    keys = tiny | dict(stream=True)
-    train(**keys | dict(out_dir=tmp_path / "alone"))
-    growing = GrowingFolder(tokens, tmp_path / "growing")
-    ranks = start_ranks(2, *flags(**keys | dict(dataset=growing.folder)))
-    while growing.left:
-        wait_until_it_waits(ranks[0])
-        growing.add()
-    wait_until_it_waits(ranks[0])
-    growing.finish()
-    results = finish_ranks(ranks)
-    assert [result.code for result in results] == [0, 0], results
-    for kind, name in (("step", "loss"), ("eval", "train_loss"), ("eval", "val_loss")):
-        expected = pytest.approx(Run(tmp_path / "alone").column(kind, name), abs=1e-6)
-        assert ran.column(kind, name) == expected
-
-
-# -----------------------------------------------------------------------------
 # torchrun
 
 
@@ -468,13 +441,12 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
 def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
-    stream, tiny, ran, tmp_path
+    tiny, ran, tmp_path
 ):
     """Kill a rank five times, every other time within four seconds of its start."""
     kills, chance, killed = 5, random.Random(1), set()
-    keys = tiny | dict(stream=stream, max_iters=600, eval_interval=300, log_interval=10)
+    keys = tiny | dict(max_iters=600, eval_interval=300, log_interval=10)
     keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
     restarts = ("--standalone", f"--max-restarts={kills}")
     command = train_py(**keys, init_from="auto")
