@@ -51,7 +51,7 @@ from common.console import (
     table_lines,
 )
 from common.files import replacing
-from configurator import UNREACHED, Config, config_text, load_config, read_config
+from configurator import Config, config_text, load_config, read_config
 from data.missing import vocab_where_missing
 from reports import plan
 from reports.check import check
@@ -79,6 +79,8 @@ BARE_CPU = [
     "--gradient_accumulation_steps=1",
     "--compile=False",
 ]
+
+UNREACHED = 2**40  # an iteration that no run reaches
 
 # Overrides for a measured run: it trains from random weights until it is killed. Apart from the
 # evaluation before its first iteration it neither evaluates nor saves.

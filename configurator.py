@@ -37,8 +37,6 @@ from common.files import read_text
 
 # defaults with Muon, from the public recipe of the fast model
 MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
-# An iteration that no run reaches, for keys like max_iters when the clock decides instead
-UNREACHED = 2**40
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that accept only a few
@@ -102,7 +100,7 @@ class Config:
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
-    hours: float = 0.0  # end within this many hours, with the schedule fitted to them; 0: off
+    hours: float = 0.0  # train for this many hours at most, and fit the schedule to them; 0: off
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
     warmup_iters: int = 2000  # iterations of linear warmup
@@ -119,11 +117,6 @@ class Config:
     peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up, or measure it
     # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
-
-    @property
-    def by_clock(self) -> bool:
-        """Return True if the schedule follows the clock instead of the iteration count."""
-        return bool(self.hours)
 
     @property
     def checkpoint_files(self) -> int:
@@ -228,9 +221,6 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         if "gradient_accumulation_steps" in keys_set and not keys_set.get("tokens_per_iter"):
             values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
-    if values.get("hours"):
-        # The defaults are for runs without a time limit, and would end this one too early.
-        values = dict(max_iters=UNREACHED, eval_interval=UNREACHED) | values
     return keys(**values, set_keys=frozenset(values))
 
 

@@ -41,7 +41,6 @@ from configurator import (
     FIELDS,
     NOT_WEIGHTS,
     SAVE_EVERY,
-    UNREACHED,
     Config,
     config_values,
     read_config,
@@ -56,7 +55,7 @@ from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from training import checkpoint, hardware, preflight
 from training.checkpoint import Saver
-from training.clock import Clock, Position
+from training.clock import Clock, Now, training_seconds
 from training.compiled import compile_checked, freeze_garbage
 from training.hardware import Hardware
 from training.log import Log, evaluation_line, origin_lines
@@ -72,7 +71,6 @@ FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "in
 # Keys that a resumed run keeps unless the command sets them. The three of the batch may only change
 # so that an iteration has as many tokens as before: see share_iteration()
 KEPT_UNLESS_SET = ("dataset", "batch_size", "gradient_accumulation_steps", "tokens_per_iter")
-FIRST_LENGTH = 1000  # iterations that a run with hours expects to make, before it has timed any
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
@@ -88,7 +86,6 @@ class Progress:
     tokens: int = 0  # tokens trained on
     sequences: int = 0  # sequences read, which is the position in the data order
     evaluated_at: int = -1  # iteration of the last evaluation
-    evaluated_share: float = -1.0  # schedule share at that evaluation (with hours)
     val_loss: float = math.inf  # validation loss of the last evaluation
     best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
     best_iter: int = -1  # iteration of best_val_loss; at 0 (untrained) there is usually no best.pt
@@ -98,9 +95,9 @@ class Progress:
         """Return whether val_loss was measured with the current weights."""
         return self.evaluated_at == self.iter_num
 
-    def evaluate(self, val_loss: float, share: float) -> None:
-        """Record an evaluation of the current weights, at this share of the schedule."""
-        self.val_loss, self.evaluated_at, self.evaluated_share = val_loss, self.iter_num, share
+    def evaluate(self, val_loss: float) -> None:
+        """Record an evaluation of the current weights."""
+        self.val_loss, self.evaluated_at = val_loss, self.iter_num
         if self.iter_num == 0 and math.isfinite(val_loss):  # best.pt must beat the untrained model
             self.best_val_loss, self.best_iter = val_loss, 0
 
@@ -234,10 +231,7 @@ def config_before(resumed: dict) -> Config:
 def is_done(c: Config, resumed: dict) -> bool:
     """Return whether this launch resumes a finished run and adds no time or iterations to it."""
     it = resumed["progress"]["iter_num"]
-    before = config_before(resumed)
-    # at max_iters, too, the last update has share 1
-    ended_by_time = resumed["clock"]["share"] >= 1 and it < before.max_iters
-    time_is_up = ended_by_time and c.hours == before.hours
+    time_is_up = c.hours and training_seconds(resumed["ledger"]) >= 3600 * c.hours
     return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
 
 
@@ -293,12 +287,9 @@ def make_model(c: Config, vocab: int, hw: Hardware, weights: dict | None):
 def run_length(it: int, c: Config, share: float) -> float:
     """
     Return how many iterations the run has. With hours this is predicted at iteration `it`, from the
-    share of the schedule that is done: 0 at the first update, 1 at the last, counting the time of
-    evaluations and saves too. The pace is assumed to stay the same.
+    share of them that has passed, as if the pace stayed the same.
     """
-    if not c.by_clock:
-        return c.max_iters
-    return min(c.max_iters, it / share if it and share else it + FIRST_LENGTH)
+    return min(c.max_iters, it / share) if it and share else c.max_iters
 
 
 def get_lr(it: int, c: Config, length: float, peak: float) -> float:
@@ -309,7 +300,7 @@ def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     """
     decay_end: float = c.lr_decay_iters or length
     warmup: float = c.warmup_iters
-    if c.by_clock:
+    if c.hours:
         decay_end = min(decay_end, length)
         warmup = min(warmup, decay_end / 10)
     # 1) linear warmup; like nanoGPT's, it starts above 0
@@ -356,29 +347,23 @@ class Stopped(Exception):
 # What the loop asks before each iteration. Asking changes nothing
 
 
-def why_stop(c: Config, now: Position, progress: Progress) -> str | None:
+def why_stop(c: Config, now: Now, progress: Progress) -> str | None:
     """Return why the run is complete here, or None. is_done() must know each reason, too."""
     if progress.iter_num >= c.max_iters:
         return "max_iters"
-    if now.time_is_up:  # counting all launches; the final evaluation and save still fit
+    if now.share >= 1:  # counting all launches; a last evaluation and save follow
         return "hours"
     return None
 
 
-def evaluation_due(c: Config, now: Position, progress: Progress, stop: str | None) -> bool:
+def evaluation_due(c: Config, progress: Progress, stop: str | None) -> bool:
     """
-    Return whether to evaluate here: every eval_interval iterations, or every twentieth of the
-    schedule with hours, and when the run is complete (`stop`).
+    Return whether to evaluate here: every eval_interval iterations, and when the run is complete
+    (`stop`).
     """
     if progress.is_evaluated:
         return False  # the resumed run made this evaluation before it saved
-    if stop:
-        return True
-    if not now.has_spare_time:  # the final evaluation must fit afterwards
-        return False
-    if c.eval_interval == UNREACHED:  # hours is set, and eval_interval is not
-        return int(20 * now.share) > int(20 * progress.evaluated_share)
-    return progress.iter_num % c.eval_interval == 0
+    return bool(stop) or progress.iter_num % c.eval_interval == 0
 
 
 def is_best(progress: Progress) -> bool:
@@ -386,7 +371,7 @@ def is_best(progress: Progress) -> bool:
     return progress.is_evaluated and progress.val_loss < progress.best_val_loss
 
 
-def save_due(c: Config, now: Position, progress: Progress, saver: Saver, stop: str | None) -> bool:
+def save_due(c: Config, now: Now, progress: Progress, saver: Saver, stop: str | None) -> bool:
     """
     Return whether to save here: every checkpoint_interval iterations or ten minutes, after an
     evaluation, half a minute after a failed save, and at the end.
@@ -399,7 +384,7 @@ def save_due(c: Config, now: Position, progress: Progress, saver: Saver, stop: s
     # The retry saves the current weights. If the best ones could not be saved, they are lost
     if saver.failed and now.seconds_since_save >= RETRY_SECONDS:
         return True
-    if it == 0 or not now.has_spare_time:  # the final save must fit afterwards
+    if it == 0:
         return False
     if progress.is_evaluated:
         return True
@@ -621,7 +606,6 @@ def state_to_save(c, data: Dataset, model, optimizer, scaler, progress, clock, h
         rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
         progress=asdict(progress),
         ledger=dict(clock.seconds),
-        clock=clock.state_dict(),
         val_loss=progress.val_loss if progress.is_evaluated else None,
     )
 
@@ -657,10 +641,7 @@ def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int
         scaler.load_state_dict(resumed["scaler"])
     if rank < len(resumed["rng"]):
         hw.set_rng_states(resumed["rng"][rank])
-    progress = Progress(**resumed["progress"])
-    if config_before(resumed).hours != c.hours:
-        progress.evaluated_share = -1.0  # it belongs to another schedule, so evaluate soon
-    return progress
+    return Progress(**resumed["progress"])
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
@@ -749,17 +730,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     skipped = torch.zeros((), device=hw.device)  # updates in a row, counted on the device
     signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
-    # Measure speed from here on. In a new run, the schedule begins too: the time so far counts for
-    # hours, but not for the learning rate
-    clock.begin_iterations(progress)
+    clock.begin_iterations(progress)  # measure speed, and count hours, from here on
 
     while True:
         it = progress.iter_num
-        # Rank 0's clock decides for all ranks. With hours, now.share is the part of the schedule
-        # that is done: 0 at the first update, 1 at the last. now.has_spare_time says whether an
-        # evaluation, a save and a sample fit here and then once more at the end. In other runs,
-        # share stays 0 and there is always spare time
-        now = clock.position(it)
+        now = clock.now()  # rank 0's clock decides for all ranks
 
         # `stop` is the reason to stop here, or None. "max_iters" and "hours" complete the run. With
         # any other reason, which Stopped brings, it can be resumed
@@ -774,12 +749,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 log.report_averages(it)
 
             # evaluate once in a while and when the run is complete
-            if evaluation_due(c, now, progress, stop):
-                # a pause keeps its seconds out of iteration times. With hours, it also moves the
-                # next now.share, and so changes the learning rates
-                with clock.pause("evaluation"):
+            if evaluation_due(c, progress, stop):
+                with clock.pause("evaluation"):  # keeps its seconds out of iteration times
                     numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
-                    progress.evaluate(numbers["val_loss"], now.share)
+                    progress.evaluate(numbers["val_loss"])
                     log.report_eval(it, progress.tokens, numbers)
         except Stopped as stopped:  # the next launch makes the evaluation that was cut short
             stop = stopped.reason
@@ -816,12 +789,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         progress.iter_num += 1
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
-        clock.advance(now.share)
 
-        # log every log_interval iterations, and after the last one (with hours, perhaps the last
-        # few). Training waits for the device only here, so it also notices skipped updates here;
-        # MAX_SKIPS in a row end the run
-        is_last = progress.iter_num == c.max_iters or now.share >= 1
+        # log every log_interval iterations, and after the last one. Training waits for the device
+        # only here, so it also notices skipped updates here; MAX_SKIPS in a row end the run
+        is_last = progress.iter_num == c.max_iters
         if it % c.log_interval == 0 or is_last:
             # speed since the last line, including waits for data but not evaluations and saves; but
             # the loss of this iteration alone

@@ -24,15 +24,13 @@ def shards_to_download(tokens: int) -> int:
     return min(SHARDS, max(LEAST_SHARDS, math.ceil(tokens / SHARD_TOKENS)))
 
 
-def download(folder: Path, tokens: int, hours: float) -> None:
+def download(folder: Path, tokens: int) -> None:
     """
     Download the validation shard and as many training shards as `tokens` need. The folder may exist
     if it is empty. It gets its files only when all have arrived; until then they are in a folder
     beside it, FOLDER.part, where the next call continues. Raises OSError, and UserError if the
-    first file fails, if a later one fails for an hour, or if the download outlasts `hours` (0: no
-    limit).
+    first file fails, or if a later one fails for an hour.
     """
-    began = time.monotonic()
     folder = folder.resolve()  # it may be a link to a larger disk
     shards = shards_to_download(tokens)
     names = [f"fineweb_{'train' if n else 'val'}_{n:06}.bin" for n in range(shards + 1)]
@@ -56,9 +54,6 @@ def download(folder: Path, tokens: int, hours: float) -> None:
         for number, name in enumerate(missing, 1 + len(names) - len(missing)):
             fetch(name, part, name == missing[0])
             say(f"data: file {number} of {len(names)}, {number * SHARD_BYTES / 1e9:.1f} GB")
-            if 0 < 3600 * hours < time.monotonic() - began:
-                hint = "give more --hours, or repeat the command, which keeps the files"
-                raise UserError(f"hours: the download has used up all {hours:g} of them; {hint}")
         shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
         if folder.exists():
             folder.rmdir()  # Windows cannot rename onto it

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from common.console import COMMAND, UserError, command_line, count, say
-from configurator import UNREACHED, Config
+from configurator import Config
 from data.download import download, warn_of_repeats
 from data.shards import dataset_folder, read_manifest
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
@@ -39,22 +39,20 @@ def make_or_explain(config: Config, key: str) -> None:
     elif name == DOWNLOADED_ON_DEMAND:
         tokens = run_tokens(config)
         if not any(folder.glob("*")):
-            download(folder, tokens, config.hours)
+            download(folder, tokens)
         warn_of_repeats(folder, tokens)
     elif not folder.is_dir():
         raise UserError(explanation(config, key, folder))
 
 
 def run_tokens(config: Config) -> int:
-    """Return how many tokens a run reads at most, or a guess if only the clock ends it."""
-    if config.max_iters == UNREACHED:
-        return HOURS_TOKENS
+    """Return how many tokens a run reads at most."""
     return config.iter_tokens * config.max_iters
 
 
 def explanation(config: Config, key: str, folder: Path) -> str:
     """Say that the dataset of this key is missing, and how to get it."""
-    most = HOURS_TOKENS if config.by_clock else MOST_TOKENS
+    most = HOURS_TOKENS if config.hours else MOST_TOKENS
     size = f"--tokens={count(min(run_tokens(config), most))}"
     fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
     own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")

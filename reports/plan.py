@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.console import UserError, count, parse_count, percent, raise_if_any, say
-from configurator import NOT_WEIGHTS, SAVE_EVERY, UNREACHED, Config, resolve, with_batch
+from configurator import NOT_WEIGHTS, SAVE_EVERY, Config, resolve, with_batch
 from data.download import SHARD_TOKENS, shards_to_download
 from data.missing import DOWNLOADED_ON_DEMAND, MOST_TOKENS, run_tokens, vocab_where_missing
 from data.shards import open_dataset
@@ -176,8 +176,7 @@ def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
     n = config.max_iters
     if config.hours:
         n = max(1, min(n, int(3600 * config.hours / iter_seconds)))
-    # as train.py chooses it
-    evals = config.eval_interval if config.eval_interval < UNREACHED else math.ceil(n / 20)
+    evals = config.eval_interval
     saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
     # every evaluation except the first saves a checkpoint
     saved_at = {n, *range(evals, n, evals), *range(saves, n, saves)}

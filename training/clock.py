@@ -1,34 +1,28 @@
 """
-Accounts for wall-clock time, and says where a run with --hours stands. Does not import torch.
+Accounts for wall-clock time. Does not import torch.
 
-The clock books each second to one category. From these seconds, and from the durations that
-train.py expects, it computes how much of the schedule is done, whether the time is up, and whether
-there is time for another evaluation or save. train.py acts on that.
+The clock books each second to one category. From these seconds it computes how much of a run with
+--hours is done: train.py sets the learning rate and ends the run by that.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from configurator import Config
 
 PAUSES = ("evaluation", "samples", "checkpoints")  # between iterations
 CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
-RESERVE = 0.01  # share of the time to reserve for an evaluation, sample or save not yet timed
 
 
-@dataclass(frozen=True)
-class Position:
-    """Describes where a run stands between two iterations, relative to its time limits."""
+class Now(NamedTuple):
+    """Holds what rank 0's clock says between two iterations."""
 
+    share: float  # how much of `hours` has passed; 0.0 in a run without hours
     seconds_since_save: float  # since the last attempt to save, or since the launch
-    # The rest is for runs with hours
-    share: float = 0.0  # how much of the schedule is done: 0 at the first update, 1 at the last
-    time_is_up: bool = False
-    has_spare_time: bool = True  # for another evaluation, save and sample besides the final ones
 
 
 @dataclass
@@ -55,28 +49,12 @@ class Clock:
         """
         self.ranks = ranks
         self.synchronize = synchronize
-        self.c = c
+        self.hours = c.hours
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if resumed:
             self.seconds |= resumed["ledger"]
         self.lapped_at = began  # every second before this moment is in the ledger
         self.save_timer_began = began
-        # The rest is for runs with hours
-        saved = resumed["clock"] if resumed else {}
-        # seconds used before the first iteration; None until begin_iterations()
-        self.setup_seconds: float | None = saved.get("setup_seconds")
-        # the share at the last update; position().share is the current one
-        self.updated_share = saved.get("share", 0.0) if c.by_clock else 0.0
-        # expected seconds of the next iteration and of each kind of pause
-        self.estimates: dict[str, float] = dict(saved.get("estimates", {}))
-
-    def state_dict(self) -> dict:
-        """Return what a checkpoint keeps besides the ledger."""
-        return dict(
-            share=self.updated_share,
-            setup_seconds=self.setup_seconds,
-            estimates=self.estimates,
-        )
 
     # -------------------------------------------------------------------------
     # Questions. None of them changes the clock.
@@ -85,49 +63,20 @@ class Clock:
         """Return the seconds since the last lap, which are not yet booked to any category."""
         return time.perf_counter() - self.lapped_at
 
-    def used(self) -> float:
-        """Return the seconds that the run has used, across all launches."""
-        return sum(self.seconds.values()) + self.since_lap()
-
     def training_hours(self) -> float:
-        """Return the hours of iterations, evaluations and saves, across all launches."""
-        return (self.used() - self.seconds["start-up"] - self.seconds["compile"]) / 3600
+        """Return the hours of all launches, without their start-up and compilation."""
+        return (training_seconds(self.seconds) + self.since_lap()) / 3600
 
-    def left(self) -> float:
-        """Return the seconds until `hours` is reached; inf if it is not set."""
-        return 3600 * self.c.hours - self.used() if self.c.hours else math.inf
+    def now(self) -> Now:
+        """
+        Return where the run stands, by rank 0's clock. Every rank must call this: if each asked its
+        own clock, they would soon wait for each other forever.
+        """
+        return self.ranks.on_main(self.now_here)
 
-    def position(self, it: int) -> Position:
-        """
-        Return where the run stands before iteration `it`, by rank 0's clock. Every rank must call
-        this: if each asked its own clock, they would soon wait for each other forever.
-        """
-        return self.ranks.on_main(self.position_here, it)
-
-    def position_here(self, it: int) -> Position:
-        """
-        Return where the run stands by this rank's clock. The share is the time so far divided by
-        the time at which the final update is due, or it / max_iters if max_iters ends the run
-        sooner. After that update there is room for an evaluation, a save and a sample, which are
-        expected to take as long as the previous ones did, or 1% of the time each if there was none.
-        """
-        since_save = time.perf_counter() - self.save_timer_began
-        if not self.c.by_clock:
-            return Position(since_save)
-        used, left = self.used(), self.left()
-        reserve = RESERVE * (used + left)
-        last = [name for name in PAUSES if name != "samples" or self.c.sample_tokens]
-        closing = sum(self.estimates.get(name, reserve) for name in last)
-        iteration = self.estimates.get("iteration", 0.0)
-        past = used - (self.setup_seconds or 0.0)
-        room = left - closing - iteration  # seconds until the last update must begin
-        share = past / (past + room) if room > iteration else 1.0
-        share = max(share, it / max(1, self.c.max_iters - 1))  # max_iters may end the run first
-        # time is up only after an update at share 1, which brings the learning rate down to min_lr
-        time_is_up = self.updated_share >= 1 and room < 0
-        # twice: the final evaluation and save must still fit afterwards
-        has_spare_time = left > 2 * (closing + iteration)
-        return Position(since_save, share, time_is_up, has_spare_time)
+    def now_here(self) -> Now:
+        share = min(1.0, self.training_hours() / self.hours) if self.hours else 0.0
+        return Now(share, time.perf_counter() - self.save_timer_began)
 
     # -------------------------------------------------------------------------
     # Changes
@@ -153,14 +102,11 @@ class Clock:
         try:
             yield
         finally:  # a signal may end an evaluation
-            seconds = self.lap(category)
-        self.expect(category, seconds)
+            self.lap(category)
 
     def begin_iterations(self, progress) -> None:
-        """Measure speed from now on and, in a new run, the share. Takes a train.Progress."""
+        """Measure speed from now on. Takes a train.Progress."""
         self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"])
-        if self.setup_seconds is None:
-            self.setup_seconds = self.used()
 
     def lap_iterations(self, progress, mem_gib: float) -> Speed:
         """
@@ -175,21 +121,12 @@ class Clock:
         )
         self.last_line = line
         elapsed, mem_gib = self.ranks.max(elapsed, mem_gib)
-        self.expect("iteration", elapsed / iterations)
         return Speed(elapsed / iterations, trained / elapsed, mem_gib)
 
-    def advance(self, share: float) -> None:
-        """Remember the share at which an update was made."""
-        self.updated_share = share
 
-    def expect(self, what: str, seconds: float) -> None:
-        """
-        Expect the next iteration or pause to take as long as the last one. `what` is "iteration"
-        or one of PAUSES. An estimate at most doubles per call, so that a single hang does not end
-        the run far too early.
-        """
-        before = self.estimates.get(what) or seconds
-        self.estimates[what] = min(seconds, 2 * before)
+def training_seconds(ledger: dict[str, float]) -> float:
+    """Return a ledger's seconds without start-up and compilation."""
+    return sum(ledger[name] for name in ("steps", *PAUSES))
 
 
 def clock_time(seconds: float) -> str:

@@ -18,10 +18,10 @@ import torch
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import plain
-from configurator import FIELDS, NOT_WEIGHTS, UNREACHED, Config, batch_line, config_values
+from configurator import FIELDS, NOT_WEIGHTS, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import Saver, checkpoint_path
-from training.clock import PAUSES, Clock, Speed, clock_time
+from training.clock import Clock, Speed, clock_time, training_seconds
 from training.hardware import Hardware
 from training.speed import count_flops, describe
 from training.tracker import Tracker
@@ -54,6 +54,7 @@ class Log:
         """
         self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
         self.first_steps = clock.seconds["steps"]
+        self.first_hours = training_seconds(clock.seconds) / 3600
         self.config = c
         self.clock = clock
         self.hw = hw
@@ -110,15 +111,14 @@ class Log:
     def length(self) -> str:
         """Return the run's length as text."""
         c = self.config
-        iterations = f"{c.max_iters:,} iterations"
-        if not c.by_clock:
-            total = self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
-            epochs = f"{total / self.train_tokens:.2f} epochs"
-            return f"{iterations}, {count(total)} tokens, {epochs}"
-        bound = "" if c.max_iters == UNREACHED else f" or {iterations}"
-        digits = 2 if c.hours >= 1 else 4
-        used = f"{self.clock.used() / 3600:.{digits}f} of {c.hours:.{digits}f}"
-        return f"hours {used}{bound}; stops by {clock_time(self.clock.left())}"
+        total = self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
+        epochs = f"{total / self.train_tokens:.2f} epochs"
+        most = f"{c.max_iters:,} iterations, {count(total)} tokens, {epochs}"
+        if not c.hours:
+            return most
+        done = training_seconds(self.clock.seconds) / 3600
+        end = clock_time(3600 * (c.hours - done))
+        return f"{done:.3g} of {c.hours:.3g} hours are done, until about {end}; at most {most}"
 
     # -------------------------------------------------------------------------
     # During the run
@@ -165,17 +165,13 @@ class Log:
 
     def eta(self, it: int) -> float:
         """
-        Return the estimated seconds to the end of the run. The remaining iterations are assumed to
-        run at this launch's mean pace, with one evaluation, save and sample per remaining
-        interval. The estimate never exceeds a time limit.
+        Return the estimated seconds to the end of the run, at this launch's mean pace, evaluations
+        and saves included.
         """
-        c = self.config
-        pace = (self.clock.seconds["steps"] - self.first_steps) / (it + 1 - self.first_iter)
-        intervals = math.ceil(c.max_iters / c.eval_interval) - it // c.eval_interval
-        estimates = self.clock.estimates
-        pause = sum(estimates.get(name, 0.0) for name in PAUSES)
-        left = (c.max_iters - it - 1) * pace + intervals * pause
-        return max(0.0, min(left, self.clock.left()))
+        c, done = self.config, self.clock.training_hours()
+        pace = 3600 * (done - self.first_hours) / (it + 1 - self.first_iter)
+        left = (c.max_iters - it - 1) * pace
+        return max(0.0, min(left, 3600 * (c.hours - done))) if c.hours else left
 
     def report_eval(self, it: int, tokens: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
@@ -272,7 +268,7 @@ class Log:
 
     def draw(self) -> None:
         """Draw loss.png in a child process, or warn. During the run, compare.py draws it."""
-        if not self.ranks.is_main or self.clock.used() < SHORTEST_RUN:
+        if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         command = ("-m", "reports.picture", self.saver.out_dir)
         try:
@@ -306,7 +302,7 @@ def origin_lines(c: Config, start) -> list[str]:
     lines = [f"resume: {start.source}, iteration {it:,}{begun}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
         before = start.resumed["config"].get(name, FIELDS[name].default)
-        if value != before and name != "wandb_run_name" and UNREACHED not in (value, before):
+        if value != before and name != "wandb_run_name":
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     return lines
 

@@ -34,30 +34,24 @@ def rate_at(ran: Run, hours: float) -> float:
 # The schedule of a timed run
 
 
-def test_a_timed_run_ends_on_time_with_its_schedule_complete(trainer, tiny, ran):
-    result = trainer.launch(**tiny, hours=HOURS)
+def test_a_timed_run_trains_for_its_hours_with_its_schedule_complete(trainer, tiny, ran):
+    result = trainer.launch(**tiny, hours=HOURS, eval_interval=5)
     assert result.code == 0
-    (used,) = re.findall(r" hours (\S+) of 0.25", result.out)
-    assert float(used) == 0
     assert "23:15" in result.out.partition("iter 0:")[0]
-    # the time left would not hold another iteration
-    assert SECONDS - 20 <= trainer.now <= SECONDS
+    # an iteration of 10 s or an evaluation of 4 s may end after the hours; an evaluation and a save
+    # of 1 s follow
+    assert SECONDS <= 3600 * ran.end["hours"] <= SECONDS + 10 + 4 + 4 + 1
     assert ran.end["reason"] == "hours"
     rate = ran.steps("lr")
-    assert (rate[0], rate[-1]) == (1.0, 0.0)
-    # the slowest iteration, with an evaluation and two saves, takes 16 s
+    assert rate[0] == pytest.approx(1.0, abs=0.01) and 0 <= rate[-1] <= 16 / SECONDS
     assert all(0 < before - after <= 17 / SECONDS for before, after in pairwise(rate))
     assert rate_at(ran, HOURS / 2) == pytest.approx(0.5, abs=0.03)
     last = len(rate)
-    assert ran.evals("iter")[-1] == last
-    # evaluations come at each twentieth of the time; an iteration, an evaluation and a save take
-    # 15 s; time is reserved for the last evaluation and save
-    twentieths = [n / 20 * HOURS for n in range(21)]
-    assert ran.evals("hours") == pytest.approx(twentieths, abs=20 / 3600)
+    assert ran.evals("iter") == [*range(0, last, 5), last]
     assert ran.saved[-1] == last
 
 
-def test_a_timed_run_still_ends_on_time_after_it_was_suspended(trainer, tiny, ran):
+def test_the_schedule_of_a_timed_run_follows_a_jump_of_the_clock(trainer, tiny, ran):
     """Let the clock jump by five minutes, as it does for a suspended process."""
 
     def suspend():
@@ -65,22 +59,9 @@ def test_a_timed_run_still_ends_on_time_after_it_was_suspended(trainer, tiny, ra
 
     trainer.at["iteration", 30] = suspend
     trainer.launch(**tiny, hours=HOURS)
-    assert SECONDS - 20 <= trainer.now <= SECONDS
-    assert ran.steps("lr")[-1] == 0.0
-    assert len(ran.steps("lr")) == pytest.approx(50, abs=5)
-
-
-def test_a_timed_run_skips_evaluations_that_would_delay_the_last_one(trainer, tiny, ran):
-    trainer.seconds["evaluation"] = 40.0
-    trainer.launch(**tiny, hours=HOURS, eval_interval=5)
-    assert SECONDS - 20 <= trainer.now <= SECONDS
-    evaluated = ran.evals("iter", "hours")
-    assert [it for it, _ in evaluated[:3]] == [0, 5, 10]  # the interval that was given
-    (before, hours), (last, _) = evaluated[-2:]
-    # the last evaluation but one needs time for two, each 40 s with its save and update
-    assert 3600 * hours <= SECONDS - 2 * 40
-    assert last - before <= 10
-    assert last == ran.end["iters"]
+    assert SECONDS <= 3600 * ran.end["hours"] <= SECONDS + 20
+    assert ran.steps("lr")[-1] <= 16 / SECONDS
+    assert len(ran.steps("lr")) == pytest.approx(60, abs=3)
 
 
 def test_the_warmup_of_a_timed_run_takes_at_most_a_tenth_of_its_time(trainer, tiny, ran):
@@ -88,7 +69,7 @@ def test_the_warmup_of_a_timed_run_takes_at_most_a_tenth_of_its_time(trainer, ti
     rate = ran.steps("lr")
     assert rate.index(max(rate)) == pytest.approx(len(rate) / 10, abs=2)
     assert max(rate) > 0.95
-    assert rate[-1] == 0.0
+    assert rate[-1] <= 16 / SECONDS
 
 
 def test_lr_decay_iters_ends_the_decay_of_a_timed_run_earlier(trainer, tiny, ran):
@@ -105,9 +86,7 @@ def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(place, trainer, tiny
     file.write_text("max_iters = 41\n" if place == "a file" else "max_iters = 600\n")
     trainer.launch(file, **tiny, hours=HOURS, **({} if place == "a file" else dict(max_iters=41)))
     assert ran.end["reason"] == "max_iters"
-    assert len(ran.steps("lr")) == 41
-    assert ran.steps("lr")[20] == pytest.approx(0.5)
-    assert ran.steps("lr")[-1] == 0.0
+    assert ran.steps("lr") == pytest.approx([1 - it / 41 for it in range(41)])
 
 
 def test_a_run_by_hours_ends_on_time_in_real_time(tiny, ran):
@@ -119,18 +98,13 @@ def test_a_run_by_hours_ends_on_time_in_real_time(tiny, ran):
     assert result.code == 0, result.err
     # The run is over at its last record. Leaving Python takes 0.3 s, and 2 s on a busy machine.
     took = (ran.out_dir / "metrics.jsonl").stat().st_mtime - began
-    # the process needs up to 0.3 s to begin; a busy machine may hold up a last save
-    assert 0.9 * seconds <= took <= 1.1 * seconds + 0.5
+    assert seconds <= took <= 1.1 * seconds + 2.5  # with the start-up, and the last evaluation
     assert ran.end["reason"] == "hours"
-    # the schedule begins with the first iteration, not with the start-up
-    assert ran.steps("lr")[0] == 0.01
-    assert ran.steps("lr")[-1] == 0.0
     # rates follow the time left when an iteration begins; a busy machine holds up a few iterations
-    *begins, end = 0.0, *ran.steps("hours")
-    pairs = zip(begins, ran.steps("lr"), strict=True)
-    assert statistics.median(abs(lr - 0.01 * (1 - at / end)) for at, lr in pairs) < 0.0005
-    # an evaluation at the start, and one in each twentieth unless the machine was held up
-    assert 15 <= len(ran.records("eval")) <= 21
+    begins = [0.0, *ran.steps("hours")]
+    expected = [0.01 * (1 - 3600 * at / seconds) for at in begins]
+    pairs = zip(expected, ran.steps("lr"), strict=False)
+    assert statistics.median(abs(lr - by_hand) for by_hand, lr in pairs) < 0.0005
 
 
 # ten seconds an iteration for one rank, and seven for the other
@@ -181,8 +155,6 @@ def test_a_finished_run_resumes_only_if_it_is_given_more_time(trainer, tiny, ran
     # half of the longer schedule is over
     assert rate[iterations] == pytest.approx(0.5, abs=0.05)
     assert rate[-1] == pytest.approx(0.0, abs=0.02)
-    # evaluations at the second half of the twentieths
-    assert sum(hours > 0.1 for hours in ran.evals("hours")) == pytest.approx(10, abs=1)
 
 
 def test_a_run_that_ended_before_its_hours_resumes_with_more_iterations(trainer, tiny, ran):
@@ -192,28 +164,25 @@ def test_a_run_that_ended_before_its_hours_resumes_with_more_iterations(trainer,
         assert result.code == 0 and len(ran.steps("lr")) == iterations
 
 
-def test_a_stop_changes_neither_the_hours_nor_the_number_of_evaluations(trainer, tiny, ran):
-    """Do not count the time between launches. Make 21 evaluations, as an unbroken run does."""
+def test_the_hours_do_not_include_the_time_between_launches(trainer, tiny, ran):
     trainer.at["iteration", 42] = sigterm
     assert trainer.launch(**tiny, hours=HOURS).code == 143
-    assert ran.evals("iter")[-1] == 40  # the next one is due at 44
     trainer.now += 5 * 3600
     assert trainer.launch(**tiny, hours=HOURS, init_from="auto").code == 0
-    assert SECONDS - 20 <= trainer.now - 5 * 3600 <= SECONDS
+    assert SECONDS <= 3600 * ran.end["hours"] <= SECONDS + 20
     assert all(0 < before - after < 0.03 for before, after in pairwise(ran.steps("lr")))
-    assert ran.steps("lr")[-1] == 0.0
-    assert len(ran.evals("iter")) == 21
+    assert ran.steps("lr")[-1] <= 16 / SECONDS
 
 
 def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, ran):
     trainer.at["iteration", 40] = sigterm
     trainer.launch(**tiny, hours=HOURS)
     half = ran.steps("lr")[-1]
-    assert half == pytest.approx(0.5, abs=0.05)
+    assert half == pytest.approx(0.56, abs=0.02)
     assert trainer.launch(**tiny, hours=2 * HOURS, init_from="auto").code == 0
     assert ran.steps("lr")[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
-    assert ran.steps("lr")[-1] == 0.0
-    assert 2 * SECONDS - 40 <= trainer.now <= 2 * SECONDS
+    assert ran.steps("lr")[-1] <= 16 / SECONDS
+    assert 2 * SECONDS <= 3600 * ran.end["hours"] <= 2 * SECONDS + 20
 
 
 def test_a_run_may_switch_between_max_iters_and_hours_when_it_resumes(trainer, tiny, ran):
@@ -262,19 +231,18 @@ def etas(out: str) -> dict[int, int]:
     return {int(it): 60 * int(m or 0) + int(s) for it, m, s in ETA.findall(out)}
 
 
-def test_eta_counts_the_evaluations_and_saves_to_come_at_this_launchs_speed(trainer, tiny):
+def test_eta_follows_this_launchs_pace_with_its_evaluations_and_saves(trainer, tiny):
     keys = tiny | dict(max_iters=100, eval_interval=30)
     trainer.at["iteration", 40] = sigterm
     first = etas(trainer.launch(**keys).out)
-    # evaluations and saves of 5 s come at 30, 60, 90 and at the end
-    assert first[35] == 64 * 10 + 3 * 5
+    # 36 iterations of 10 s, two evaluations of 4 s and a save of 1 s are over
+    assert first[35] == round((36 * 10 + 2 * 4 + 1) / 36 * 64)
     trainer.seconds["iteration"] = 20.0
     second = etas(trainer.launch(**keys, init_from="auto").out)
-    assert second[50] == 49 * 20 + 3 * 5
-    assert second[95] == 4 * 20 + 1 * 5
-    # no eta is longer than the time that hours leave; each stop's save of 1 s is not in the ledger
+    assert second[50] == 49 * 20  # none since the resume
+    # no eta is longer than the time that hours leave
     more = keys | dict(max_iters=200, hours=(trainer.now + 120) / 3600)
-    assert etas(trainer.launch(**more, init_from="auto").out)[101] == 120 - 2 * 20 + 2
+    assert etas(trainer.launch(**more, init_from="auto").out)[101] <= 120 - 2 * 20 + 2
 
 
 def test_compile_time_is_recorded_separately_and_not_counted_as_training_time(trainer, tiny, ran):
