@@ -686,6 +686,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     hw = hardware.set_up(c, ranks.local_rank)
+    if len({*ranks.gather(hw.name)}) > 1:  # they round differently
+        ranks.fail("device: GPUs of different models; CUDA_VISIBLE_DEVICES=0,1 chooses some of one")
     c, fitted = fit_run(c, data.vocab, hw, ranks, start.state)  # the micro-batch that fits
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 

@@ -308,10 +308,10 @@ def test_downloads_all_the_records_or_none(hub, tmp_path):
     folder = tmp_path / "fineweb_records"
     last = {name: Hub.files.pop(name) for name in ["fineweb_train_000020.bin"]}
     with pytest.raises(UserError, match="000020.bin: .*404.*check the network"):
-        download(folder, 10**9, hours=0)
+        download(folder, 10**9)
     assert not folder.exists()
     Hub.files = last
-    download(folder, 10**9, hours=0)
+    download(folder, 10**9)
     names = [path.name for path in hub.glob("*.bin")]
     assert filecmp.cmpfiles(hub, folder, names, shallow=False)[0] == names
     assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
@@ -321,7 +321,7 @@ def test_the_download_fills_an_empty_folder_on_another_disk(hub, tmp_path):
     (tmp_path / "large_disk/records").mkdir(parents=True)
     link = tmp_path / "fineweb_records"
     link.symlink_to(tmp_path / "large_disk/records", target_is_directory=True)
-    download(link, 10**9, hours=0)
+    download(link, 10**9)
     assert link.is_symlink() and len([*(tmp_path / "large_disk/records").iterdir()]) == 21
     assert not [*tmp_path.glob("*.part")]
 
@@ -335,7 +335,7 @@ def test_a_download_that_cannot_begin_ends_at_once_in_one_line(network, hub, tmp
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
     said = "val_000000.bin: .*check the network, unset HF_TOKEN .*docs/fast_recipe.md"
     with pytest.raises(UserError, match=said) as error:
-        download(tmp_path / "fineweb_records", 10**9, hours=0)
+        download(tmp_path / "fineweb_records", 10**9)
     assert len(error.value.problems) == 1
 
 
@@ -343,18 +343,7 @@ def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("data.download.SHARD_BYTES", 10**15)
     for tokens, gb in [(1, 21), (2.1e9, 22), (9e10, 104)]:
         with pytest.raises(UserError, match=f"needs {gb},000,000.00 GB of disk"):
-            download(tmp_path / "fineweb_records", int(tokens), hours=0)
-
-
-def test_a_download_ends_with_the_runs_hours_and_keeps_its_files(hub, tmp_path):
-    folder = tmp_path / "fineweb_records"
-    with pytest.raises(UserError, match="^hours: .* give more --hours, or repeat the command"):
-        download(folder, 10**9, hours=1e-9)
-    assert [path.name for path in (tmp_path / "fineweb_records.part").glob("*.bin")] == [
-        "fineweb_val_000000.bin"
-    ]
-    download(folder, 10**9, hours=1)
-    assert len([*folder.iterdir()]) == 21
+            download(tmp_path / "fineweb_records", int(tokens))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +352,6 @@ def test_a_download_ends_with_the_runs_hours_and_keeps_its_files(hub, tmp_path):
         ("--max_iters=3", ""),
         ("--max_iters=6", "1.02k tokens, but .* up to 1.54k, .* downloads 1 more shards"),
         ("--max_iters=6 --hours=9", "up to 1.54k"),
-        ("--hours=9", "downloads 20 more"),  # as many as a fresh folder gets
     ],
 )
 def test_warns_of_records_that_the_run_reads_again(flags, warned, tmp_path, monkeypatch, capsys):

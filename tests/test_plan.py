@@ -12,9 +12,6 @@ from cases import slow_but
 from doc_pages import plan
 from program import ROOT, flags, records, run, train
 
-from configurator import load_config
-from reports.plan import time_run
-
 N = 124_373_760
 GIB = 2**30
 BLOCKS = 1 - 6 * 768 * 50304 / 854.7e6  # the blocks' share of the FLOPs
@@ -241,16 +238,6 @@ def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange
 
 # -----------------------------------------------------------------------------
 # What a run does, and what it prints
-
-
-def test_a_plan_by_hours_counts_the_evaluations_and_checkpoints_that_train_py_makes_by_default():
-    """
-    Count an evaluation at the start and after each twentieth of the run, and checkpoints after
-    evaluations and every ten minutes.
-    """
-    config = load_config(["--hours=10", "--eval_tokens=1000"])
-    planned = time_run(config, iter_seconds=10, checkpoint_gb=1.0)
-    assert planned["evaluations"] == 21 and 60 <= planned["checkpoints"] <= 80
 
 
 def test_a_plan_of_the_downloaded_dataset_counts_what_is_downloaded():

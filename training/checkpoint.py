@@ -33,7 +33,7 @@ from common.files import (
 # One file
 
 
-FORMAT = 2  # raise this when checkpoints change; a run of another format is refused
+FORMAT = 3  # raise this when checkpoints change; a run of another format is refused
 TEMPORARIES = ("ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")  # files that replacing() writes
 
 
