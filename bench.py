@@ -51,7 +51,7 @@ from common.console import (
     table_lines,
 )
 from common.files import replacing
-from configurator import Config, config_text, load_config, read_config
+from configurator import Config, config_text, load_config, micro_batches, read_config, with_batch
 from data.missing import vocab_where_missing
 from reports import plan
 from reports.check import check
@@ -103,7 +103,8 @@ def load(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     """Load a config. A batch_size among the flags is measured as it is, not as a maximum."""
     config = load_config(argv, other_flags)
     if any(word.startswith("--batch_size=") for word in argv):
-        config = replace(config, tokens_per_iter=0)
+        size = micro_batches(config, 1)[-1]
+        config = replace(with_batch(config, size), tokens_per_iter=0)
     return config
 
 
@@ -148,7 +149,7 @@ def run_train(config: Config, seconds: float) -> Run:
     """Run train.py in a child process until its log has enough lines, then kill it."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
-        every = max(1, MICRO_BATCHES_PER_LINE // config.gradient_accumulation_steps)
+        every = max(1, MICRO_BATCHES_PER_LINE * config.batch_size // config.iter_sequences)
         values["log_interval"] = min(config.log_interval, every)
         if config.tokens_per_iter:
             values["tokens_per_iter"] = config.iter_tokens  # keeps batch_size a maximum in the run

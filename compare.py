@@ -213,7 +213,7 @@ def eval_settings(run: Run) -> tuple:
     number of tokens evaluated, and keys that a user has added with names that begin with eval_.
     """
     config = Config(**{key: value for key, value in run.config.items() if key in FIELDS})
-    windows = max(config.eval_size // config.block_size, 1)
+    windows = max(config.eval_tokens // config.block_size, 1)
     if run.start.get("val_tokens"):
         windows = min(windows, (run.start["val_tokens"] - 1) // config.block_size)
     ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}

@@ -1,13 +1,14 @@
 """
 Define every configuration key, its default and its meaning, and read config files and flags.
 
-    python train.py config/gpt124m_4070.py --batch_size=4    files and flags, left to right
+    python train.py config/gpt124m_4070.py --batch_size=4    files from left to right, then flags
     python train.py --help                                   every key: type, default, meaning
     python configurator.py config/x.py --batch_size=4        print the result as a config file
 
-If a key is set more than once, the last value wins. A config file is Python and runs with the
-values so far, and all flags, as its variables, so `lr_decay_iters = max_iters` works. Keys that
-nanoGPT also has keep its names, and its defaults except for device, dtype and lr_decay_iters.
+A flag wins over a file, wherever it stands, and a later file over an earlier one. A config file is
+Python and runs with the values so far, and all flags, as its variables, so `lr_decay_iters =
+max_iters` works. Keys that nanoGPT also has keep its names, and its defaults except for device,
+dtype and lr_decay_iters.
 
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
@@ -129,17 +130,14 @@ class Config:
     @property
     def iter_sequences(self) -> int:
         """Return the sequences per iteration, across all ranks."""
+        if self.tokens_per_iter:  # batch_size is a maximum until fit_batch() has chosen
+            return self.tokens_per_iter // self.block_size
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
     def iter_tokens(self) -> int:
         """Return the tokens per iteration, across all ranks."""
         return self.iter_sequences * self.block_size
-
-    @property
-    def eval_size(self) -> int:
-        """Return how many tokens of each split an evaluation reads."""
-        return self.eval_tokens or self.eval_iters * self.batch_size * self.block_size
 
 
 @dataclass
@@ -194,7 +192,7 @@ def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
 
 def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str] = ()) -> Any:
     """
-    Read config files and --key=value flags, left to right, into an instance of the dataclass
+    Read config files from left to right, then --key=value flags, into an instance of the dataclass
     `keys`. A Config must still go through resolve(). Raises UserError with one line per problem.
     """
     if "--help" in argv or "-h" in argv:
@@ -202,26 +200,28 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
         sys.exit(0)
     known = find_keys(keys) | (NANOGPT_FIELDS if keys is Config else {})
     problems: list[str] = []
-    flags = [n for n, argument in enumerate(argv) if argument.startswith("-") or "=" in argument]
-    files = [n for n in range(len(argv)) if n not in flags]
-    found: list[dict[str, Any]] = [{} for _ in argv]  # what each argument sets
-    for n in flags + files:  # flags first, so that a file sees even the flags that follow it
+    values: dict[str, Any] = {}  # what the files set
+    typed: dict[str, Any] = {}  # what the flags set; read first, because files see them
+    flags = [argument for argument in argv if argument.startswith("-") or "=" in argument]
+    for argument in [*flags, *(argument for argument in argv if argument not in flags)]:
         try:
-            if n in flags:
-                keys_set = read_flag(argv[n], known, other_flags)
+            if argument in flags:
+                typed |= read_flag(argument, known, other_flags)
             else:
-                so_far = {name: value for keys_set in found for name, value in keys_set.items()}
-                keys_set = read_file(Path(argv[n]), known, so_far)
-            found[n] = from_nanogpt(keys_set)
+                found = read_file(Path(argument), known, values | from_nanogpt(typed))
+                values = last_wins(values, from_nanogpt(found))
         except UserError as error:
             problems += error.problems
-    values: dict[str, Any] = {}
-    for keys_set in found:
-        values |= keys_set
-        if "gradient_accumulation_steps" in keys_set and not keys_set.get("tokens_per_iter"):
-            values["tokens_per_iter"] = 0  # the last one wins
     raise_if_any(problems)
+    values = last_wins(values, from_nanogpt(typed))
     return keys(**values, set_keys=frozenset(values))
+
+
+def last_wins(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the values before, replaced by those found in a later file or in the flags."""
+    if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
+        found = found | dict(tokens_per_iter=0)  # an exact batch replaces tokens_per_iter
+    return before | found
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
@@ -333,12 +333,10 @@ def check_value(value: Any, f: Field, where: str) -> Any:
 # What follows from the keys
 
 
-def resolve(
-    c: Config, world_size: int, saved: dict[str, Any] | None = None
-) -> tuple[Config, list[str]]:
+def resolve(c: Config, world_size: int, before: Config | None = None) -> tuple[Config, list[str]]:
     """
     Fill in the values that follow from other keys. Returns that Config and the problems: keys that
-    cannot be combined. `saved` is the configuration of a run to resume.
+    cannot be combined. `before` is the configuration of a run to resume.
     """
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
@@ -348,72 +346,61 @@ def resolve(
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
-    c, uneven = share_iteration(c, world_size, saved)
-    return c, check_model(c) + uneven
+    if not c.eval_tokens:
+        c = replace(c, eval_tokens=c.eval_iters * c.batch_size * c.block_size)
+    return c, check_model(c) + check_batch(c, world_size, before)
 
 
-def share_iteration(
-    c: Config, world_size: int, saved: dict[str, Any] | None
-) -> tuple[Config, list[str]]:
+def check_batch(c: Config, world_size: int, before: Config | None) -> list[str]:
     """
-    Share an iteration's sequences among the processes. Returns the Config with the micro-batch and
-    gradient_accumulation_steps, and the problems.
-
-    With tokens_per_iter, the micro-batch is the largest that divides a process's sequences, up to
-    batch_size. Without it, both numbers are exact. A resume keeps the tokens per iteration of its
-    run, whose configuration is `saved`; if the command sets no number of the batch, the run's
-    batch_size, too, is a maximum.
+    Return the problems in the keys of the batch. With tokens_per_iter, the tokens of an iteration
+    must be met exactly, and batch_size is a maximum. Without it, both numbers are exact. A resume
+    keeps its run's tokens per iteration; if the command sets no number of the batch, the run's
+    batch_size, too, is a maximum, so that another number of processes can share it.
     """
-    tokens = c.tokens_per_iter or c.iter_tokens
-    if saved:
-        sequences = saved["batch_size"] * saved["gradient_accumulation_steps"]
-        if tokens != (before := sequences * c.block_size):
-            key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
-            problem = f"this run has {before} tokens per iteration, you asked for {tokens}"
-            hint = f"let batch_size x gradient_accumulation_steps be {sequences}"
-            return c, [f"{key}: {problem}; {hint}, or give another --out_dir"]
     among = f"among {world_size} processes (WORLD_SIZE)"
+    tokens, sequences = c.tokens_per_iter or c.iter_tokens, c.iter_sequences
+    if before and tokens != before.iter_tokens:
+        key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
+        problem = f"this run has {before.iter_tokens} tokens per iteration, you asked for {tokens}"
+        hint = f"let batch_size x gradient_accumulation_steps be {before.iter_sequences}"
+        return [f"{key}: {problem}; {hint}, or give another --out_dir"]
     is_typed = bool(c.set_keys & {"batch_size", "gradient_accumulation_steps"})
-    if not c.tokens_per_iter and (is_typed or not saved):
-        accum = c.gradient_accumulation_steps
+    if not c.tokens_per_iter and (is_typed or not before):
+        if c.gradient_accumulation_steps % world_size == 0:
+            return []
         hint = f"use a multiple of {world_size}"
-        if saved and c.iter_sequences % world_size == 0:
-            size = micro_batches(c.iter_sequences, world_size, c.batch_size)[-1]
-            pair = f"--batch_size={size} --gradient_accumulation_steps={c.iter_sequences // size}"
+        if before and sequences % world_size == 0:
+            size = micro_batches(c, world_size)[-1]
+            pair = f"--batch_size={size} --gradient_accumulation_steps={sequences // size}"
             hint = f"this run's batch can be divided with {pair}"
-        problem = f"{accum} micro-batches cannot be divided {among}; {hint}"
-        return c, [f"gradient_accumulation_steps: {problem}"] if accum % world_size else []
+        problem = f"{c.gradient_accumulation_steps} micro-batches cannot be divided {among}"
+        return [f"gradient_accumulation_steps: {problem}; {hint}"]
     unit = c.block_size * world_size
     if tokens % unit:
         problem = f"{tokens} cannot be shared equally {among} with block_size {c.block_size}"
         nearest = max(1, round(tokens / unit)) * unit
-        hint = "use another number of processes" if saved else f"use {nearest}"
-        return c, [f"tokens_per_iter: {problem}; {hint}"]
-    sequences = tokens // c.block_size
-    return with_batch(c, micro_batches(sequences, world_size, c.batch_size)[-1], sequences), []
+        hint = "use another number of processes" if before else f"use {nearest}"
+        return [f"tokens_per_iter: {problem}; {hint}"]
+    return []
 
 
 def batch_line(c: Config) -> str:
-    """Return the line that a run prints about its batch. Takes a resolved Config."""
+    """Return the line that a run prints about its batch."""
     sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
     of_what = "micro-batches x sequences x tokens"
     return f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
 
 
-def micro_batches(sequences: int, processes: int, most: int) -> list[int]:
-    """Return the micro-batches of at most this size that an iteration can be divided into."""
-    return [n for n in divisors(sequences // processes) if n <= most]
+def micro_batches(c: Config, processes: int) -> list[int]:
+    """Return the sizes of micro-batches, up to batch_size, that an iteration divides into."""
+    return [n for n in divisors(c.iter_sequences // processes) if n <= c.batch_size]
 
 
-def with_batch(c: Config, batch_size: int, sequences: int) -> Config:
-    """
-    Return the config with micro-batches of this size, this many sequences per iteration, and as
-    many tokens per evaluation as before.
-    """
-    c = replace(c, gradient_accumulation_steps=sequences // batch_size)
-    if batch_size != c.batch_size:
-        c = replace(c, batch_size=batch_size, eval_tokens=c.eval_size)
-    return c
+def with_batch(c: Config, batch_size: int) -> Config:
+    """Return the config with micro-batches of this size and as many sequences per iteration."""
+    accumulation = c.iter_sequences // batch_size
+    return replace(c, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
 def check_model(c: Config) -> list[str]:
@@ -472,7 +459,7 @@ def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
 def print_help(keys: type = Config) -> None:
     """Print the keys as flags, with the dataclass's own headings and comments."""
     script = os.path.basename(sys.argv[0])
-    print(f"usage: python {script} [config.py ...] [--key=value ...]   (the last value wins)\n")
+    print(f"usage: python {script} [config.py ...] [--key=value ...]   (flags win over files)\n")
     print(inspect.cleandoc(keys.__doc__ or ""))
     known = find_keys(keys)
     for heading, meanings in describe_keys(keys).items():

@@ -31,13 +31,20 @@ class GPTConfig:
     bias: bool = True  # biases in Linear and LayerNorm, as in GPT-2
     tie_weights: bool = True  # the output head is the token embedding
     flash: bool = True  # fused attention kernel; False: plain matmuls
-    loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
+    loss_chunk: str = "auto"  # compute the loss for this many tokens at a time; off: all at once
     # store only each block's input, and run the block again in the backward pass
     recompute: bool = False
 
 
-# Fields that a resumed run may change, because they change no weight. All others are the
-# architecture.
+# Tokens per chunk of the loss if loss_chunk is auto. Eager code keeps 12 bytes per logit, so its
+# chunks are smaller. Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of
+# all logits.
+LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
+# The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
+# bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
+PLAIN_ATTENTION_TOKENS = 512
+# Fields that a resumed run may change, because no weight's name or shape depends on them. All
+# others are the architecture.
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
 
 
@@ -54,16 +61,25 @@ def attend(
     """
     is_causal = q.size(2) > 1  # a single token may attend to every token in k
     # A single token takes the plain path, because cuDNN would plan a kernel for each length of k.
-    if flash and is_causal:
+    if flash and is_causal and not prefers_plain(q):
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, scale=scale
         )
-    # On a CPU in bfloat16 the plain path is faster: 4 times at 64 tokens (results/cpu/kernels.json)
     scores = q * scale @ k.mT  # (B, nh, T, T), or (B, nh, 1, all tokens)
     if is_causal:
         # adding a mask is faster than masked_fill
         scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)
     return F.dropout(F.softmax(scores, dim=-1), dropout) @ v
+
+
+def prefers_plain(q: Tensor) -> bool:
+    """
+    Return whether queries (B, nh, T, hs) are on a device where the fused kernel is slower or, on
+    MPS, wrong: in half precision without gradients it may attend to later tokens (pytorch #195910).
+    """
+    is_short = q.size(2) <= PLAIN_ATTENTION_TOKENS
+    is_slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and is_short
+    return is_slower or q.device.type == "mps"
 
 
 class CausalSelfAttention(nn.Module):
@@ -224,18 +240,28 @@ def mean_loss(
     over the targets (B, T) that are not -1; 0 if there are none. With a loss_chunk, the logits of
     only that many tokens are in memory at a time.
     """
-    chunk = config.loss_chunk
     x = x.flatten(0, 1)
     targets = targets.flatten()
     count = (targets != -1).sum().clamp(min=1)
-    if not 0 < chunk < len(x):
+    chunk = chunk_size(config.loss_chunk, len(x), torch.compiler.is_compiling())
+    if chunk == len(x):
         return loss_sum(F.linear(x, head, bias), targets, config, cap) / count
     if torch.is_grad_enabled():
         weights = (head,) if bias is None else (head, bias)
-        return ChunkedLoss.apply(x, targets, config, cap, product_dtype(x), *weights)
+        return ChunkedLoss.apply(x, targets, config, chunk, cap, product_dtype(x), *weights)
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
     losses = [loss_sum(F.linear(part, head, bias), y_part, config, cap) for part, y_part in parts]
     return torch.stack(losses).sum() / count
+
+
+def chunk_size(loss_chunk: str, tokens: int, compiled: bool) -> int:
+    """Return of how many of a micro-batch's tokens to hold the logits in memory at a time."""
+    if loss_chunk == "off":
+        return tokens
+    if loss_chunk == "auto":
+        chunk = max(COMPILED_LOSS_CHUNK, tokens // MOST_CHUNKS) if compiled else LOSS_CHUNK
+        return min(chunk, tokens)
+    return min(int(loss_chunk), tokens)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -247,14 +273,13 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, targets, config, cap, dtype, *weights) -> Tensor:
+    def forward(ctx, x, targets, config, chunk, cap, dtype, *weights) -> Tensor:
         head = [weight.detach().to(dtype).requires_grad_() for weight in weights]
         wide = torch.promote_types(dtype, torch.float32)
         dweight = torch.zeros_like(head[0], dtype=wide)
         dbias = []  # one per chunk: a running sum would compile to a kernel that needs all logits
         dx = []
         losses = []
-        chunk = config.loss_chunk
         for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
@@ -276,7 +301,7 @@ class ChunkedLoss(torch.autograd.Function):
         dx, count, *dhead = ctx.saved_tensors
         scale = dloss / count
         dx = dx.to(dhead[0].dtype) * scale
-        return dx, None, None, None, None, *(gradient * scale for gradient in dhead)
+        return dx, None, None, None, None, None, *(gradient * scale for gradient in dhead)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

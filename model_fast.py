@@ -41,9 +41,6 @@ LOGIT_CAP = 15.0
 # Multiplies 1 / sqrt(hs), giving 0.12 at hs = 128. With normed q and k, 1 / sqrt(hs) alone makes
 # attention too flat (record of 2025-01-16).
 ATTENTION_SCALE = 0.12 * 128**0.5
-# Tokens per chunk of the loss. Eager code keeps 12 bytes per logit, so its chunks are smaller.
-# Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of all logits.
-LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 
 
 @dataclass(frozen=True)
@@ -269,13 +266,10 @@ class FastGPT(nn.Module):
 # Building either model from its config
 
 
-def model_config(
-    c, vocab: int, *, flash: bool, compiled: bool, weights: dict | None = None
-) -> GPTConfig:
+def model_config(c, vocab: int, weights: dict | None = None) -> GPTConfig:
     """
     Return the model config of a run with the configurator.Config c. `vocab` is rounded up, unless
-    `weights` are loaded, which have their own size. `flash` and `compiled` say whether this machine
-    really uses fused attention and compiled code.
+    `weights` are loaded, which have their own size.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if hasattr(c, f.name)}
@@ -283,16 +277,7 @@ def model_config(
     values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
     if weights:
         values["vocab_size"] = weights["model_config"]["vocab_size"]
-    return kind(**values | dict(flash=flash, loss_chunk=loss_chunk(c, compiled)))
-
-
-def loss_chunk(c, compiled: bool) -> int:
-    """Return how many tokens' logits to hold in memory at a time; 0 for a whole micro-batch."""
-    if c.loss_chunk != "auto":
-        return 0 if c.loss_chunk == "off" else int(c.loss_chunk)
-    if compiled:
-        return max(COMPILED_LOSS_CHUNK, c.batch_size * c.block_size // MOST_CHUNKS)
-    return LOSS_CHUNK
+    return kind(**values)
 
 
 def build_model(config: GPTConfig) -> GPT | FastGPT:

@@ -13,7 +13,7 @@ token. The default prompt is a newline, as in nanoGPT.
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -80,8 +80,7 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
 def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
     """Build the model with the weights of `state`, in the dtype and on the device of `c`."""
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
-    config = config_from_dict(state["model_config"])
-    model = build_model(replace(config, flash=hw.flash(config)))
+    model = build_model(config_from_dict(state["model_config"]))
     load_weights(model, state)
     model.to(hw.device, hw.dtype).eval()
     if c.compile:

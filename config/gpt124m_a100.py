@@ -8,8 +8,7 @@ dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 32  # estimated: 13.2 GiB; fewer if they do not fit
-tokens_per_iter = 524288  # as in GPT-3 at this size, whatever the batch_size
-gradient_accumulation_steps = 16  # 16 x 32 x 1024 = 524,288 tokens per iteration
+gradient_accumulation_steps = 16  # 16 x 32 x 1024 = 524,288 tokens per iteration, as in GPT-3
 
 learning_rate = 6e-4  # GPT-3's rate for 125M parameters
 warmup_iters = 715

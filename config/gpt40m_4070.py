@@ -9,8 +9,7 @@ init_from = "auto"
 
 batch_size = 16  # estimated: 4.4 GiB; fewer if they do not fit
 block_size = 1024
-tokens_per_iter = 524288  # as in gpt124m, whatever the batch_size
-gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration
+gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration, as in gpt124m
 
 n_layer = 12
 n_head = 6  # heads of 64

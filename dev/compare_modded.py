@@ -129,8 +129,7 @@ class Ours:
 
     def __init__(self, weights: dict[str, Tensor], c: Config, hw: hardware.Hardware):
         self.c, self.hw = c, hw
-        config = model_config(c, VOCAB, flash=hw.flash(c), compiled=False)
-        self.model = build_model(config).to(hw.device)
+        self.model = build_model(model_config(c, VOCAB)).to(hw.device)
         self.model.load_state_dict(weights)
         self.optimizer = build_optimizer(self.model, c, hw.dtype)
         self.scaler = torch.amp.GradScaler(hw.device.type, enabled=False)

@@ -73,18 +73,18 @@ def check_training(config: Config, hw: Hardware) -> tuple[list[dict], list[str],
     uncompiled: list[str] = []
     for recipe in RECIPES:
         c = config_of(recipe, config, hw)
-        on_cpu = build(c, flash=False)  # plain attention, because a fused kernel may be wrong
+        on_cpu = build(replace(c, flash=False))  # because a fused kernel may be wrong
         for name, way, matmuls in ways_to_train(config, hw):
             name = f"{recipe} {name}"
             began = time.perf_counter()
             try:
-                model = build(c, flash=hw.flash(c)).to(hw.device)
+                model = build(c).to(hw.device)
                 with matmuls:
                     error, weight = check_code(model, c.batch_size, VOCAB, way, False, on_cpu)
                 rows.append(dict(name=name, gradient=error, weight=weight))
                 result = f"{error:.1e} ({weight})"
-                if way == hw and config.compile and hw.can_compile:
-                    compiled = build(c, flash=hw.flash(c), compiled=True).to(hw.device)
+                if way == hw and hw.compiles:
+                    compiled = build(c).to(hw.device)
                     try:
                         error, _ = check_code(compiled, c.batch_size, VOCAB, hw, True, on_cpu)
                         result += f", compiled: {error:.1e}"
@@ -124,6 +124,6 @@ def config_of(recipe: str, config: Config, hw: Hardware) -> Config:
     return load_config([f"--{name}={value}" for name, value in keys.items()])
 
 
-def build(c: Config, flash: bool, compiled: bool = False) -> torch.nn.Module:
+def build(c: Config) -> torch.nn.Module:
     torch.manual_seed(1)  # check the same weights every time
-    return build_model(model_config(c, VOCAB, flash=flash, compiled=compiled))
+    return build_model(model_config(c, VOCAB))

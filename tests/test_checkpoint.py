@@ -12,9 +12,8 @@ import torch
 
 from common.console import keep_transcript
 from training import checkpoint
-from training.checkpoint import Saver
+from training.checkpoint import RunFolder
 from training.pretrained import find_weights
-from training.ranks import Ranks
 
 
 def flipped(content: bytes) -> bytes:
@@ -43,9 +42,9 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert line.startswith(f"warning: {bad}: ") and words in line
 
 
-def saved(saver: Saver, it: int, loss: float, best_iter: int) -> str:
+def saved(folder: RunFolder, it: int, loss: float, best_iter: int) -> str:
     progress = dict(iter_num=it, evaluated_at=it, best_iter=best_iter)
-    return saver.save(dict(model=torch.full((9999,), loss), progress=progress))
+    return folder.save(dict(model=torch.full((9999,), loss), progress=progress))
 
 
 def held(path) -> float:
@@ -58,9 +57,9 @@ def test_best_pt_holds_the_best_and_the_newest_are_kept(links, tmp_path, monkeyp
     if not links:
         refused = OSError(errno.EPERM, "Operation not permitted")
         monkeypatch.setattr("os.link", mock.Mock(side_effect=refused))
-    saver = Saver(tmp_path, keep=2, ranks=Ranks())
+    folder = RunFolder(tmp_path, keep=2)
     for it, loss, best_iter in ((1, 5.0, 1), (2, 4.0, 2), (3, 6.0, 2), (4, 7.0, 2)):
-        assert not saved(saver, it, loss, best_iter)
+        assert not saved(folder, it, loss, best_iter)
         assert held(tmp_path / "best.pt") == {1: 5.0, 2: 4.0}[best_iter]
         assert held(checkpoint.checkpoint_path(tmp_path, it)) == loss
     assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [3, 4]
@@ -68,19 +67,19 @@ def test_best_pt_holds_the_best_and_the_newest_are_kept(links, tmp_path, monkeyp
 
 
 def test_a_resume_makes_best_pt_if_a_kill_came_before_it(tmp_path):
-    saver = Saver(tmp_path, keep=2, ranks=Ranks())
-    assert not saved(saver, 1, 5.0, 1) and not saved(saver, 2, 4.0, 2)
+    folder = RunFolder(tmp_path, keep=2)
+    assert not saved(folder, 1, 5.0, 1) and not saved(folder, 2, 4.0, 2)
     (tmp_path / "best.pt").unlink()
     (tmp_path / "best.pt").hardlink_to(checkpoint.checkpoint_path(tmp_path, 1))
-    saver.claim(checkpoint.read(checkpoint.checkpoint_path(tmp_path, 2)))
-    saver.close()
+    folder.claim(checkpoint.read(checkpoint.checkpoint_path(tmp_path, 2)))
+    folder.close()
     keep_transcript(None)
     assert held(tmp_path / "best.pt") == 4.0
 
 
 def test_a_full_disk_cuts_no_line_of_the_log(tmp_path, monkeypatch, capsys):
     """Warn once, leave out the lines that do not fit, and go on once there is room."""
-    saver, write = Saver(tmp_path, keep=1, ranks=Ranks()), io.FileIO.write
+    folder, write = RunFolder(tmp_path, keep=1), io.FileIO.write
     room = [99]
 
     class FillingFile(io.FileIO):
@@ -94,16 +93,16 @@ def test_a_full_disk_cuts_no_line_of_the_log(tmp_path, monkeypatch, capsys):
     )
     for number, left in enumerate((99, 3, 0, 99)):
         room[0] = left
-        saver.append("metrics.jsonl", f"line {number}")
+        folder.append("metrics.jsonl", f"line {number}")
     assert (tmp_path / "metrics.jsonl").read_text() == "line 0\nline 3\n"
     assert capsys.readouterr().err.count("the logs lack lines") == 1
+    assert folder.missing == {"metrics.jsonl": 2}
 
 
 def test_a_save_that_fails_says_so_and_keeps_what_was_there(tmp_path, monkeypatch):
-    saver = Saver(tmp_path, keep=2, ranks=Ranks())
-    assert not saved(saver, 1, 5.0, 1)
+    folder = RunFolder(tmp_path, keep=2)
+    assert not saved(folder, 1, 5.0, 1)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("torch.save", full)
-    assert "checkpoint 2 is not saved: No space left" in saved(saver, 2, 4.0, 2)
-    assert saver.failed and saver.newest == (1, 1)
+    assert "checkpoint 2 is not saved: No space left" in saved(folder, 2, 4.0, 2)
     assert held(tmp_path / "best.pt") == held(checkpoint.checkpoint_path(tmp_path, 1)) == 5.0

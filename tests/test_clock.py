@@ -4,15 +4,12 @@ Check a run's clock by itself. test_train_decisions.py runs whole nights by a fa
 
 import time
 from datetime import datetime, timedelta
-from types import SimpleNamespace
 
 import pytest
 
 from configurator import Config
 from training.clock import Clock, Speed, clock_time
 from training.ranks import Ranks
-
-BEGINNING = SimpleNamespace(iter_num=0, tokens=0)  # the fields of a Progress that a clock reads
 
 
 def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None) -> Clock:
@@ -37,7 +34,6 @@ def test_computes_the_share_of_the_hours_that_has_passed(name, monkeypatch):
     c, startup, seconds, share = SHARES[name]
     clock = clock_at(startup, c, monkeypatch)
     clock.lap("start-up")
-    clock.begin_iterations(BEGINNING)
     monkeypatch.setattr(time, "perf_counter", lambda: startup + seconds)
     before = repr(vars(clock))
     assert clock.now().share == pytest.approx(share, abs=1e-12)
@@ -60,10 +56,9 @@ def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypat
     clock = clock_at(0, HOUR, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
     assert clock.lap("start-up") == 50
-    clock.begin_iterations(BEGINNING)
     monkeypatch.setattr(time, "perf_counter", lambda: 80.0)
     assert clock.lap("steps") == 30
-    resumed = dict(ledger=dict(clock.seconds))
+    resumed = dict(ledger=dict(clock.seconds), progress=dict(iter_num=3, tokens=300))
 
     later = clock_at(7, HOUR, monkeypatch, resumed)
     later.lap("start-up")
@@ -101,16 +96,15 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     """
     now, waits = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    resumed = dict(ledger=dict(steps=500.0))
+    resumed = dict(ledger=dict(steps=500.0), progress=dict(iter_num=7, tokens=700))
     clock = Clock(0.0, lambda: waits.append(now[0]), HOUR, resumed, Slower())
-    clock.begin_iterations(SimpleNamespace(iter_num=7, tokens=700))
     now[0] = 30.0
-    speed = clock.lap_iterations(SimpleNamespace(iter_num=10, tokens=1000), 4.5)
+    speed = clock.lap_iterations(10, 1000, 4.5)
     assert speed == Speed(20.0, 300 / 60, 4.5)
     now[0] = 130.0
     clock.lap("evaluation")  # no part of an iteration
     now[0] = 138.0
-    speed = clock.lap_iterations(SimpleNamespace(iter_num=12, tokens=1200), 4.6)
+    speed = clock.lap_iterations(12, 1200, 4.6)
     assert speed == Speed(8.0, 200 / 16, 4.6)
     assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
     assert waits == [30.0, 130.0, 138.0]

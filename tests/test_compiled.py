@@ -25,8 +25,8 @@ SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {
     "gpt2": GPTConfig(**SIZES),
     "fast": FastConfig(**SIZES, bias=True),
-    "gpt2 in chunks": GPTConfig(**SIZES, loss_chunk=64),
-    "fast in chunks": FastConfig(**SIZES, bias=True, loss_chunk=64),
+    "gpt2 in chunks": GPTConfig(**SIZES, loss_chunk="64"),
+    "fast in chunks": FastConfig(**SIZES, bias=True, loss_chunk="64"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 BATCH = 4

@@ -73,7 +73,7 @@ def random_model(device: str, c: Config, vocab: int) -> torch.nn.Module:
     a zero matrix has a gradient.
     """
     torch.manual_seed(0)
-    model = build_model(model_config(c, vocab, flash=True, compiled=True)).to(device)
+    model = build_model(model_config(c, vocab)).to(device)
     for p in model.parameters():
         if p.dim() == 2 and not p.any():
             torch.nn.init.normal_(p, std=0.02)
@@ -251,7 +251,7 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         with ProcessPoolExecutor(1, spawn) as pool:
             reserved = pool.submit(reserved_bytes, config).result()
-        model = model_config(config, 50257, flash=True, compiled=compile)
+        model = model_config(config, 50257)
         dtype = hardware.set_up(config).dtype_name
         # the allocator knows nothing of CUDA's own memory
         modelled = memory_needed(config, model, dtype, config.batch_size) - CONTEXT_BYTES

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from model_fast import build_model, model_config
 from training import memory
 from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 from training.hardware import Hardware
-from training.memory import CONTEXT_BYTES, checkpoint_bytes, fit_run, memory_bytes, memory_needed
+from training.memory import CONTEXT_BYTES, checkpoint_bytes, fit_batch, memory_bytes, memory_needed
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
 N = 124_373_760  # parameters of GPT-2 124M
@@ -38,7 +37,7 @@ SIMULATED = {
 
 
 def model_of(config: Config) -> GPTConfig:
-    return model_config(config, 50257, flash=config.flash, compiled=config.compile)
+    return model_config(config, 50257)
 
 
 def test_the_example_in_memory_model_md_shows_plans_figures():
@@ -179,25 +178,15 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * GIB))
     sequences = 512
     values = dict(tokens_per_iter=2**19, batch_size=saved)
-    resumed = saved and dict(config=values | dict(gradient_accumulation_steps=sequences // saved))
+    before = saved and Config(**values, gradient_accumulation_steps=sequences // saved)
     asked = read_config([f"{ROOT}/config/fast124m.py", "--eval_tokens=0", *argv])
-    c, problems = resolve(asked, processes, resumed and resumed["config"])
+    c, problems = resolve(asked, processes, before)
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", 1.0, "", compiles=True)
-    ranks = SimpleNamespace(world_size=processes, max=lambda *values: values)
-    c, _ = fit_run(c, 50257, hw, ranks, None)
+    c = fit_batch(c, 50257, hw, processes, None)
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
-    assert c.eval_size == asked.eval_size
-
-
-def test_the_smallest_gpu_decides(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GIB, 80 * GIB))
-    c, _ = resolve(read_config([f"{ROOT}/config/fast124m.py"]), 2)
-    hw = Hardware(torch.device("cuda"), torch.bfloat16, "", 1.0, "", compiles=True)
-    ranks = SimpleNamespace(world_size=2, max=lambda *values: [-8 * GIB])
-    c, line = fit_run(c, 50257, hw, ranks, None)
-    assert c.batch_size == 4 and line
+    assert c.eval_tokens == asked.eval_iters * asked.batch_size * asked.block_size
 
 
 # -----------------------------------------------------------------------------
@@ -244,14 +233,15 @@ SLOW_SHAPES = [
 
 
 @pytest.mark.parametrize("changes", [*SHAPES, *map(slow, SLOW_SHAPES)], ids=str)
-def test_plan_estimates_the_tensors_alive_in_an_iteration(changes):
+def test_plan_estimates_the_tensors_alive_in_an_iteration(changes, monkeypatch):
     """
     Estimate their peak in bytes within 1% for eager code, within 10% for compiled code, whose fused
     operations vary, or with recompute.
     """
     keys = BASE | changes
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
-    setup = TrainingSetup(config, VOCAB, flash=True)  # as on a GPU
+    monkeypatch.setattr("model.PLAIN_ATTENTION_TOKENS", 0)  # as on a GPU
+    setup = TrainingSetup(config, VOCAB)
     modelled = tensor_bytes(config, setup.model.config, setup.hw.dtype_name, 4)
     within = 0.1 if config.compile or config.recompute else 0.01
     assert modelled == pytest.approx(peak_bytes(setup), rel=within)

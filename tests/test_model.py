@@ -4,6 +4,7 @@ with each switch changed.
 """
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from model import (
     cap_logits,
     generate,
     mean_loss,
+    prefers_plain,
 )
 from model_fast import FastConfig, build_model, config_from_dict, config_to_dict
 
@@ -68,8 +70,25 @@ def test_logits_equal_transformers_gpt2(name, flash):
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
 
 
+PLAIN = [  # the queries' device, dtype and number; whether plain attention takes them
+    ("cpu", torch.bfloat16, 512, True),
+    ("cpu", torch.bfloat16, 513, False),
+    ("cpu", torch.float32, 64, False),
+    ("cuda", torch.bfloat16, 64, False),
+    ("mps", torch.float32, 1024, True),
+]
+
+
+@pytest.mark.parametrize("device, dtype, tokens, plain", PLAIN)
+def test_uses_plain_attention_for_short_sequences_on_a_cpu_and_on_a_mac(
+    device, dtype, tokens, plain
+):
+    q = SimpleNamespace(device=torch.device(device), dtype=dtype, size=(1, 2, tokens, 8).__getitem__)
+    assert prefers_plain(q) is plain
+
+
 @pytest.mark.parametrize("cap", [None, 15.0])
-@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize("chunk", ["off", "16"])
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32(chunk, cap):
     """
     Round less than bfloat16, in which a loss of 5 would be off by up to 0.016 and the sum of many
@@ -133,7 +152,7 @@ ROUNDED = {
 def test_chunks_change_neither_the_loss_nor_its_gradients(changes, rounded):
     """Split 150 tokens into chunks of 23; the last is smaller, and the first has one target."""
     dtype, compiled, scale, tolerance = ROUNDED[rounded]
-    whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in (0, 23))
+    whole, chunked = (config_from_dict(SMALL | changes | dict(loss_chunk=n)) for n in ("off", "23"))
     loss, gradients = loss_and_gradients(whole, dtype, scale=scale)
     chunked_loss, chunked_gradients = loss_and_gradients(chunked, dtype, compiled, scale)
     # float32 adds in a different order
@@ -150,7 +169,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("dtype, backend, tolerance", slow_but(*BACKENDS[:3], of=BACKENDS))
-@pytest.mark.parametrize("chunk", [0, 30])
+@pytest.mark.parametrize("chunk", ["off", "30"])
 def test_a_term_added_to_the_loss_counts_even_if_chunked_or_compiled(
     chunk, dtype, backend, tolerance, monkeypatch
 ):
@@ -191,13 +210,13 @@ def test_gradients_of_logits_far_beyond_their_cap_are_finite():
     """Stay finite although in float32 such a logit rounds to a little more than its cap."""
     head = torch.logspace(2, 8, 1000)[:, None].requires_grad_()
     x = torch.ones(1, 2, 1)
-    for chunk in (0, 1):
+    for chunk in ("off", "1"):
         loss = mean_loss(x, head, torch.tensor([[0, 999]]), GPTConfig(loss_chunk=chunk), 15.0)
         (gradient,) = torch.autograd.grad(loss, head)
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("chunk", ["off", "7"])
 @pytest.mark.parametrize("cap", [None, 15.0])
 def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk):
     """Return zeros, because NaN gradients of one micro-batch would skip the whole update."""
@@ -216,7 +235,7 @@ def test_training_computes_each_product_with_the_head_once():
     """Spend 2 N C V operations on the logits, and as many on each of the two gradients."""
     x, head = torch.randn(4, 10, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        mean_loss(x, head, tokens(4, 10, 37), GPTConfig(loss_chunk=7)).backward()
+        mean_loss(x, head, tokens(4, 10, 37), GPTConfig(loss_chunk="7")).backward()
     assert counter.get_total_flops() == 6 * 40 * 16 * 37
 
 
@@ -224,7 +243,7 @@ def test_training_computes_each_product_with_the_head_once():
 def test_the_model_compiles_once_as_a_single_graph(model):
     """Trace the model without a graph break, and not again for the next batches."""
     torch._dynamo.reset()  # after another test's sizes, these would be dynamic
-    model = build_model(config_from_dict(SMALL | dict(n_layer=1, model=model, loss_chunk=32)))
+    model = build_model(config_from_dict(SMALL | dict(n_layer=1, model=model, loss_chunk="32")))
     backend = CompileCounterWithBackend("aot_eager")
     compile_model(model, fullgraph=True, backend=backend)
     for seed in range(3):
@@ -248,7 +267,7 @@ def test_the_graph_of_a_chunked_loss_counts_targets_last_and_has_no_scatter(cap)
 
     x, head = torch.randn(1, 12, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
     ours = compile_function(mean_loss, backend=aot_autograd(fw_compiler=forward))
-    ours(x, head, tokens(1, 12, 37), GPTConfig(loss_chunk=4), cap)
+    ours(x, head, tokens(1, 12, 37), GPTConfig(loss_chunk="4"), cap)
     products = [number for number, step in enumerate(steps) if step.startswith("aten.mm")]
     assert len(products) == 3 * 3 and "aten.sum.default" in steps[products[-1] :]
     assert not [step for step in steps if "scatter" in step]
@@ -276,7 +295,7 @@ FAST, DROPOUT = dict(model="fast", tie_weights=False), dict(dropout=0.2)
 RECOMPUTED = [
     ({}, torch.float32, False, 0.0),
     (DROPOUT, torch.float32, False, 0.0),
-    (DROPOUT | dict(flash=False, loss_chunk=23), torch.bfloat16, False, 0.0),
+    (DROPOUT | dict(flash=False, loss_chunk="23"), torch.bfloat16, False, 0.0),
     (FAST, torch.float32, False, 0.0),
     (FAST | DROPOUT, torch.bfloat16, False, 0.0),
     # other kernels, which sum in a different order

@@ -8,7 +8,6 @@ import itertools
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from cases import slow_but
@@ -16,7 +15,6 @@ from program import InProcessRun, Run, raises, sigterm
 
 from configurator import Config
 from train import (
-    Progress,
     evaluation_due,
     get_lr,
     is_best,
@@ -25,6 +23,7 @@ from train import (
     why_stop,
 )
 from training.clock import PAUSES, Now
+from training.start import Progress
 
 IN_TIME = Now(share=0.5, seconds_since_save=10.0)
 OVER = Now(share=1.0, seconds_since_save=10.0)
@@ -86,8 +85,7 @@ def test_a_run_saves_at_intervals_after_an_evaluation_and_at_its_end():
     def due(it=20, now=IN_TIME, stop=None, failed=False, newest=(10, 10), keys=(), **progress):
         values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
         c = Config(**dict(checkpoint_interval=15) | dict(keys))
-        saver = SimpleNamespace(newest=newest, failed=failed)
-        return asked(save_due, c, now, Progress(iter_num=it, **values), saver, stop)
+        return asked(save_due, c, now, Progress(iter_num=it, **values), newest, failed, stop)
 
     by_time = dict(checkpoint_interval=0)
     after = {seconds: Now(0.5, seconds) for seconds in (29, 30, 599, 600)}

@@ -14,15 +14,11 @@ from training.compiled import compile_model
 class TrainingSetup:
     """Hold a run's model, its optimizer and the micro-batches of an iteration, of random tokens."""
 
-    def __init__(
-        self, config: Config, vocab: int = 50257, flash: bool | None = None, build=build_model
-    ):
+    def __init__(self, config: Config, vocab: int = 50257, build=build_model):
         self.config = config
         self.hw = hardware.set_up(config)
         torch.manual_seed(config.seed)
-        flash = self.hw.flash(config) if flash is None else flash
-        made = model_config(config, vocab, flash=flash, compiled=config.compile)
-        self.model = build(made).to(self.hw.device)
+        self.model = build(model_config(config, vocab)).to(self.hw.device)
         if config.compile:
             compile_model(self.model)
         self.optimizer = build_optimizer(self.model, config, self.hw.dtype)

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -165,80 +166,59 @@ def link_best(out_dir: Path, progress: dict) -> None:
 # Writing the run's files during training
 
 
-class Saver:
+class RunFolder:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
-    Only rank 0 writes, but every rank must call claim() and save(). Only the lock stays open,
-    because a handle on a share dies with its connection.
+    Only rank 0 may call its methods. Only the lock stays open, because a handle on a network disk
+    dies with its connection.
     """
 
-    def __init__(self, out_dir: Path, keep: int, ranks):
-        self.ranks = ranks
-        self.out_dir = out_dir
+    def __init__(self, path: Path, keep: int):
+        self.path = path
         self.keep = keep  # how many of the newest checkpoints to keep
-        self.newest: tuple[int, int] | None = None  # newest checkpoint, and its evaluation
-        self.failed = False  # whether the last attempt to save failed
         self.lock: BinaryIO | None = None
-        self.lacks_lines = False  # whether a line did not fit on the disk
+        self.missing: Counter[str] = Counter()  # how many lines of a log the disk did not take
         self.size = 0  # bytes of the newest checkpoint
 
     def claim(self, resumed: dict | None) -> None:
         """
-        Lock out_dir and create the logs. On a resume, removes the records that the run will write
-        again, so that none appears twice. Raises UserError and OSError.
+        Lock the folder and create the logs. On a resume, removes the records that the run will
+        write again, so that none appears twice. Raises OSError if the folder cannot be written, and
+        UserError if another run is using it.
         """
-        if resumed:
-            self.newest = (resumed["progress"]["iter_num"], resumed["progress"]["evaluated_at"])
-        self.ranks.on_main(self.claim_here, resumed)
-
-    def claim_here(self, resumed: dict | None) -> None:
-        """
-        Do claim()'s work, on rank 0. Raises OSError if the folder cannot be written, and UserError
-        if another run is using it.
-        """
-        out_dir, it = self.out_dir, resumed["progress"]["iter_num"] if resumed else -1
-        out_dir.mkdir(parents=True, exist_ok=True)
-        self.lock = open(out_dir / "lock", "ab")
+        folder, it = self.path, resumed["progress"]["iter_num"] if resumed else -1
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(folder / "lock", "ab")
         if not try_lock(self.lock):
             hint = "stop that one first, or choose another --out_dir"
-            raise UserError(f"out_dir: another run is writing to {out_dir}; {hint}")
-        for path in list_checkpoints(out_dir):
+            raise UserError(f"out_dir: another run is writing to {folder}; {hint}")
+        for path in list_checkpoints(folder):
             if iteration(path) > it:
                 set_aside(path)  # damaged; prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
-        remove_temporaries(out_dir, *TEMPORARIES)
+        remove_temporaries(folder, *TEMPORARIES)
         if resumed:
-            link_best(out_dir, resumed["progress"])
-            drop_records(out_dir / "metrics.jsonl", resumed["progress"])
+            link_best(folder, resumed["progress"])
+            drop_records(folder / "metrics.jsonl", resumed["progress"])
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
-                set_aside(out_dir / name)
+                set_aside(folder / name)
         for name in ("metrics.jsonl", "log.txt"):
-            open(out_dir / name, "ab").close()  # create it, or find that it cannot be written
+            open(folder / name, "ab").close()  # create it, or find that it cannot be written
         keep_transcript(lambda text: self.append("log.txt", text))
 
     def save(self, state: dict) -> str:
         """
         Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
-        or why nothing was saved: the disk is full, failing or missing.
-        """
-        problem = self.ranks.on_main(self.write, state)
-        self.failed = bool(problem)
-        if not problem:
-            self.newest = (state["progress"]["iter_num"], state["progress"]["evaluated_at"])
-        return problem
-
-    def write(self, state: dict) -> str:
-        """
-        Save `state` on this rank, and return what save() returns. Older checkpoints are deleted
-        before the write to make room, but at least one stays until the write has succeeded.
+        or why nothing was saved: the disk is full, failing or missing. Older checkpoints are
+        deleted before the write to make room, but at least one stays until the write has succeeded.
         """
         it = state["progress"]["iter_num"]
-        path = checkpoint_path(self.out_dir, it)
+        path = checkpoint_path(self.path, it)
         try:
             self.prune(max(1, self.keep - 1))
             save(state, path)
-            link_best(self.out_dir, state["progress"])
+            link_best(self.path, state["progress"])
             self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
@@ -247,25 +227,25 @@ class Saver:
 
     def prune(self, keep: int) -> None:
         """Delete all checkpoints but the newest `keep`."""
-        for path in list_checkpoints(self.out_dir)[:-keep]:
+        for path in list_checkpoints(self.path)[:-keep]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
                 path.unlink(missing_ok=True)
 
     def append(self, name: str, line: str) -> None:
         """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
         try:
-            with open(self.out_dir / name, "ab", buffering=0) as file:
+            with open(self.path / name, "ab", buffering=0) as file:
                 end, content = file.tell(), f"{line}\n".encode(errors="replace")
                 if file.write(content) < len(content):
                     file.truncate(end)  # leave no half line
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if not self.lacks_lines:
-                self.lacks_lines = True
+            self.missing[name] += 1
+            if self.missing.total() == 1:
                 warn(f"{name}: {error_lines(error)[0]}; until this ends, the logs lack lines")
 
     def close(self) -> None:
-        """Unlock out_dir for other runs."""
+        """Unlock the folder for other runs."""
         if self.lock:
             self.lock.close()
 

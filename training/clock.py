@@ -51,8 +51,11 @@ class Clock:
         self.synchronize = synchronize
         self.hours = c.hours
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self.last_line = (0, 0, 0.0)  # iterations, tokens and seconds of steps at the last log line
         if resumed:
             self.seconds |= resumed["ledger"]
+            progress = resumed["progress"]
+            self.last_line = (progress["iter_num"], progress["tokens"], self.seconds["steps"])
         self.lapped_at = began  # every second before this moment is in the ledger
         self.save_timer_began = began
 
@@ -64,17 +67,14 @@ class Clock:
         return time.perf_counter() - self.lapped_at
 
     def training_hours(self) -> float:
-        """Return the hours of all launches, without their start-up and compilation."""
-        return (training_seconds(self.seconds) + self.since_lap()) / 3600
+        """Return training_hours() of all launches, including the time since the last lap."""
+        return training_hours(self.seconds) + self.since_lap() / 3600
 
     def now(self) -> Now:
         """
-        Return where the run stands, by rank 0's clock. Every rank must call this: if each asked its
-        own clock, they would soon wait for each other forever.
+        Return where the run stands. Rank 0's clock must decide for all ranks: if each asked its
+        own, they would soon wait for each other forever.
         """
-        return self.ranks.on_main(self.now_here)
-
-    def now_here(self) -> Now:
         share = min(1.0, self.training_hours() / self.hours) if self.hours else 0.0
         return Now(share, time.perf_counter() - self.save_timer_began)
 
@@ -94,28 +94,21 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self, category: str) -> Iterator[None]:
-        """
-        Book the seconds until this block to steps, and the block's own to `category`. Expect the
-        next such pause to take as long.
-        """
+        """Book the seconds until this block to steps, and the block's own to `category`."""
         self.lap("steps")
         try:
             yield
         finally:  # a signal may end an evaluation
             self.lap(category)
 
-    def begin_iterations(self, progress) -> None:
-        """Measure speed from now on. Takes a train.Progress."""
-        self.last_line = (progress.iter_num, progress.tokens, self.seconds["steps"])
-
-    def lap_iterations(self, progress, mem_gib: float) -> Speed:
+    def lap_iterations(self, it: int, tokens: int, mem_gib: float) -> Speed:
         """
         Book a lap of steps, and return the speed since the last call, as seen by the slowest rank.
         Evaluations and checkpoints do not lower the speed, because they are booked to other
         categories. Every rank must call this. `mem_gib` is this rank's peak memory.
         """
         self.lap("steps")
-        line = (progress.iter_num, progress.tokens, self.seconds["steps"])
+        line = (it, tokens, self.seconds["steps"])
         iterations, trained, elapsed = (
             after - before for after, before in zip(line, self.last_line, strict=True)
         )
@@ -124,9 +117,9 @@ class Clock:
         return Speed(elapsed / iterations, trained / elapsed, mem_gib)
 
 
-def training_seconds(ledger: dict[str, float]) -> float:
-    """Return a ledger's seconds without start-up and compilation."""
-    return sum(ledger[name] for name in ("steps", *PAUSES))
+def training_hours(ledger: dict[str, float]) -> float:
+    """Return the hours in a ledger that count for --hours: no start-up and no compilation."""
+    return sum(ledger[name] for name in ("steps", *PAUSES)) / 3600
 
 
 def clock_time(seconds: float) -> str:

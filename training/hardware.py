@@ -18,16 +18,12 @@ from pathlib import Path
 import torch
 
 from configurator import Config, divisors
-from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
 from training.speed import measure_matmul
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.
 WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lower()
-# The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
-# bfloat16 (results/cpu/kernels.json)
-PLAIN_ATTENTION_TOKENS = 512
 # How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
 # Windows' and MPS's
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
@@ -72,20 +68,6 @@ class Hardware:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
-
-    @property
-    def can_compile(self) -> bool:
-        return self.device.type != "mps"  # torch's compiler for MPS is an early prototype
-
-    def flash(self, config: Config | GPTConfig) -> bool:
-        """
-        Return whether attention uses the fused kernel. The `flash` key is overruled on a CPU in
-        bfloat16 with a short context, where plain attention is faster, and on MPS, whose fused
-        kernel may attend to later tokens in half precision without gradients (pytorch #195910).
-        """
-        short = config.block_size <= PLAIN_ATTENTION_TOKENS
-        plain_is_faster = self.device.type == "cpu" and self.dtype == torch.bfloat16 and short
-        return config.flash and not plain_is_faster and self.device.type != "mps"
 
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
@@ -168,7 +150,8 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     device = choose_device(config, local_rank)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     hw = Hardware(device, dtype, cpu_name(), config.peak_tflops, "peak_tflops")
-    hw.compiles = config.compile and hw.can_compile and not config.eval_only
+    # torch's compiler for MPS is an early prototype
+    hw.compiles = config.compile and device.type != "mps" and not config.eval_only
     if device.type == "cuda":
         torch.cuda.set_device(device)
         limit_memory(device)
@@ -246,4 +229,4 @@ def explain_memory(error: Exception, config: Config, world_size: int) -> str:
         return f"{line}; use {recompute}a smaller --block_size, a smaller model{half}"
     accumulation = config.iter_sequences // smaller[-1]
     pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
-    return f"{line}; use the next smaller: {pair} --eval_tokens={config.eval_size}"
+    return f"{line}; use the next smaller: {pair} --eval_tokens={config.eval_tokens}"

@@ -20,10 +20,12 @@ from common.console import command_line, count, duration, keep_transcript, say, 
 from common.files import plain
 from configurator import FIELDS, NOT_WEIGHTS, Config, batch_line, config_values
 from data.shards import Dataset
-from training.checkpoint import Saver, checkpoint_path
-from training.clock import Clock, Speed, clock_time, training_seconds
+from training.checkpoint import RunFolder, checkpoint_path
+from training.clock import Clock, Speed, clock_time, training_hours
 from training.hardware import Hardware
+from training.ranks import Ranks
 from training.speed import count_flops, describe
+from training.start import Progress, Start
 from training.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -45,36 +47,33 @@ class Log:
         data: Dataset,
         model,
         optimizer,
-        progress,
-        saver: Saver,
+        progress: Progress,
+        folder: RunFolder,
+        ranks: Ranks,
     ):
         """
-        Take the parts of the run that the log tells about, the train.Progress at which this launch
-        begins, and the saver, which writes.
+        Take the parts of the run that the log tells about, the progress at which this launch
+        begins, and the folder, which writes.
         """
         self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
         self.first_steps = clock.seconds["steps"]
-        self.first_hours = training_seconds(clock.seconds) / 3600
+        self.first_hours = training_hours(clock.seconds)
         self.config = c
         self.clock = clock
         self.hw = hw
-        self.ranks = saver.ranks
-        self.world_size = saver.ranks.world_size
+        self.ranks, self.world_size = ranks, ranks.world_size
         self.data = data
         self.model, self.optimizer = model, optimizer
         self.train_tokens = len(data.train)
         self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
-        self.saver = saver
+        self.folder = folder
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
 
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, start, fitted: str) -> None:
-        """
-        Start the tracker and describe the run. `start` is the train.Start from which it begins, and
-        `fitted` fit_run()'s line about the micro-batch, or "".
-        """
+    def begin(self, start: Start) -> None:
+        """Start the tracker, and describe the run and where it begins."""
         c = self.config
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
@@ -89,7 +88,6 @@ class Log:
             describe(self.model, self.data.vocab),
             self.data.line(),
             batch_line(c),
-            *filter(None, [fitted]),
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.world_size > 1:
@@ -116,7 +114,7 @@ class Log:
         most = f"{c.max_iters:,} iterations, {count(total)} tokens, {epochs}"
         if not c.hours:
             return most
-        done = training_seconds(self.clock.seconds) / 3600
+        done = training_hours(self.clock.seconds)
         end = clock_time(3600 * (c.hours - done))
         return f"{done:.3g} of {c.hours:.3g} hours are done, until about {end}; at most {most}"
 
@@ -197,7 +195,7 @@ class Log:
         if not self.ranks.is_main:
             return
         path, seconds = checkpoint_path(self.config.out_dir, it), self.clock.since_lap()
-        size = self.saver.size
+        size = self.folder.size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
         self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
@@ -218,14 +216,14 @@ class Log:
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.saver.append("metrics.jsonl", json.dumps(record))
+        self.folder.append("metrics.jsonl", json.dumps(record))
         self.tracker.log(record)
 
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, progress) -> None:
-        """Print where the time went, why the run ended, and the results of its train.Progress."""
+    def finish(self, reason: str, progress: Progress) -> None:
+        """Print where the time went, why the run ended, its results, and how much the log lacks."""
         # the final evaluation and save may have used more memory than the iterations did
         (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
         it, tokens = progress.iter_num, progress.tokens
@@ -238,12 +236,15 @@ class Log:
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
+        if missing := self.folder.missing:
+            told = " and ".join(f"{name} lacks {n} lines" for name, n in missing.items())
+            warn(f"{told} of this launch, which the disk did not take")
         self.tracker.close()
         if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
             self.draw()
         keep_transcript(None)
 
-    def results(self, tokens: int, progress, mem_gib: float) -> list[str]:
+    def results(self, tokens: int, progress: Progress, mem_gib: float) -> list[str]:
         """
         Return the `name: value` lines that scripts read at the end of a run. val_loss is that of
         the last weights, or n/a if they were not evaluated. mfu, tokens_per_sec and mem_gib
@@ -270,7 +271,7 @@ class Log:
         """Draw loss.png in a child process, or warn. During the run, compare.py draws it."""
         if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
-        command = ("-m", "reports.picture", self.saver.out_dir)
+        command = ("-m", "reports.picture", self.folder.path)
         try:
             child = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
             with child.stdin:  # type: ignore[union-attr]  # closing this pipe ends the child
@@ -289,17 +290,13 @@ def launch_command(world_size: int) -> str:
     return f"torchrun ... {command_line(*sys.argv)}"
 
 
-def origin_lines(c: Config, start) -> list[str]:
-    """
-    Say from which checkpoint or weights a run begins. Takes a train.Start. With init_from=scratch,
-    says nothing.
-    """
+def origin_lines(c: Config, start: Start) -> list[str]:
+    """Say from which checkpoint or weights a run begins. With init_from=scratch, says nothing."""
     if not start.resumed:
         began = [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
         return [*began, f"weights: {start.state['source']}"] if start.state else began
-    it = start.resumed["progress"]["iter_num"]
     begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    lines = [f"resume: {start.source}, iteration {it:,}{begun}"]
+    lines = [f"resume: {start.source}, iteration {start.progress.iter_num:,}{begun}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
         before = start.resumed["config"].get(name, FIELDS[name].default)
         if value != before and name != "wandb_run_name":

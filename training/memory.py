@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from common.console import warn
+from common.console import say, warn
 from configurator import Config, micro_batches, with_batch
-from model import GPT, GPTConfig
-from model_fast import MOST_CHUNKS, FastConfig, FastGPT, build_model, model_config
+from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
+from model_fast import FastConfig, FastGPT, build_model, model_config
 from optimizer import build_optimizer
 from training.gpus import GIB
 from training.hardware import WINDOWS_DRIVER, Hardware
-from training.ranks import Ranks
 
 # estimated size of CUDA's context and its libraries' workspaces, which torch does not allocate
 CONTEXT_BYTES = 0.55e9
@@ -109,7 +108,7 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     if not config.compile:
         # The logits that are freed last leave a gap, of the size that logits have in the matmuls'
         # dtype.
-        reserved += element_bytes(dtype) * logits_at_once(model, tokens)
+        reserved += element_bytes(dtype) * logits_at_once(model, tokens, compiled=False)
     return allocated | dict(fragmentation=reserved, context=CONTEXT_BYTES)
 
 
@@ -151,22 +150,23 @@ def block_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
     return size
 
 
-def logits_at_once(model: GPTConfig, tokens: int) -> int:
-    return min(model.loss_chunk or tokens, tokens) * model.vocab_size
+def logits_at_once(model: GPTConfig, tokens: int, compiled: bool) -> int:
+    return chunk_size(model.loss_chunk, tokens, compiled) * model.vocab_size
 
 
 def logit_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """Return the bytes of the logits, plus the head's gradient if both exist at once."""
     element = element_bytes(dtype)
-    logits = logits_at_once(model, tokens)
+    chunk = chunk_size(model.loss_chunk, tokens, compiled)
+    logits = logits_at_once(model, tokens, compiled)
     head = model.n_embd * model.vocab_size
-    chunked = 0 < model.loss_chunk < tokens
+    chunked = chunk < tokens
     if not compiled:
         return kept_by(model).logit * logits + (4 * head if chunked else 0)
     if not chunked:
         return element * (logits + head)
     # count one chunk's logits and their gradient, and the head's gradient of every chunk
-    chunks = -(-tokens // model.loss_chunk)
+    chunks = -(-tokens // chunk)
     most = 2 * logits if chunks <= MOST_CHUNKS else tokens * model.vocab_size
     return element * (most + chunks * head)
 
@@ -182,31 +182,26 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. Returns 1 even if one
     sequence does not fit, because the estimate may be too high.
     """
+    sizes = micro_batches(c, processes)
     if not memory:
-        return max(micro_batches(c.iter_sequences, processes, min(c.batch_size, MICRO_BATCH)))
-    sizes = micro_batches(c.iter_sequences, processes, c.batch_size)
+        return max(n for n in sizes if n <= MICRO_BATCH)
     return max((n for n in sizes if memory_needed(c, model, dtype, n) <= memory), default=1)
 
 
-def fit_run(
-    c: Config, vocab: int, hw: Hardware, ranks: Ranks, weights: dict | None
-) -> tuple[Config, str]:
+def fit_batch(c: Config, vocab: int, hw: Hardware, world_size: int, weights: dict | None) -> Config:
     """
-    Choose the micro-batch of a run with tokens_per_iter. Returns the config with it, and a line for
-    the log, or "" if none was chosen. Only the size of the smallest GPU counts, not what is free
-    now, so that each start on a card chooses alike.
+    Return the config with the micro-batch that fits this device. A run with an exact batch that can
+    be divided among its processes keeps it. Only the size of the GPU counts, not what is free now,
+    so that each start on a card, and each rank, chooses alike.
     """
-    if not c.tokens_per_iter:
-        return c, ""
+    if not c.tokens_per_iter and c.gradient_accumulation_steps % world_size == 0:
+        return c
     is_gpu = hw.device.type == "cuda"
-    total = torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0
-    (most,) = ranks.max(-total)
-    model = model_config(c, vocab, flash=hw.flash(c), compiled=hw.compiles, weights=weights)
-    memory = CHOSEN_MEMORY * -most
-    size = choose_batch(c, model, hw.dtype_name, ranks.world_size, memory)
+    memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
+    size = choose_batch(c, model_config(c, vocab, weights), hw.dtype_name, world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
-    line = f"batch_size: {size} of at most {c.batch_size} sequences, {limit}"
-    return with_batch(c, size, c.iter_sequences), line
+    say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
+    return with_batch(c, size)
 
 
 # -----------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """
 Coordinates the processes of a multi-GPU run, and handles the signals that stop them together.
 
-torchrun starts one process per device, and all of them run the same loop. Rank 0 decides for the
-others: it reads the command line, looks at the clock and writes the files. The ranks exchange small
-messages on the host (gloo), and torch's DistributedDataParallel averages gradients on the devices.
-With a single process nothing is sent, and the same calls return the process's own values.
+torchrun starts one process per device, and all of them run the same loop. Each reads the command,
+the checkpoint and the data for itself; rank 0 alone looks at the clock and writes the files. The
+ranks exchange small messages on the host (gloo), and torch's DistributedDataParallel averages
+gradients on the devices. With a single process nothing is sent, and the same calls return the
+process's own values.
 """
 
 import faulthandler
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import UserError, print_in_handler
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
-# For all other collectives. The ranks wait in one while rank 0 downloads weights or tokens.
+# For all other collectives. The ranks wait in one while rank 0 computes a measure or saves.
 HOST_TIMEOUT = timedelta(hours=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
 
@@ -76,17 +77,20 @@ class Ranks:
     # -------------------------------------------------------------------------
     # Collectives. Every rank must call them, in the same order.
 
-    def sum(self, *values: float, op=dist.ReduceOp.SUM) -> list[float]:
-        """Sum each value over all ranks, or reduce by `op`, in float64."""
+    def sum(self, *values: float) -> list[float]:
+        """Return each value's sum over all ranks, in float64."""
+        return self.reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, *values: float) -> list[float]:
+        """Return each value's maximum over all ranks."""
+        return self.reduce(values, dist.ReduceOp.MAX)
+
+    def reduce(self, values: tuple[float, ...], op) -> list[float]:
         if self.world_size == 1:
             return [*values]
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op)
         return tensor.tolist()
-
-    def max(self, *values: float) -> list[float]:
-        """Return each value's maximum over all ranks."""
-        return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list:
         """Return every rank's value, in order, on every rank."""
@@ -98,31 +102,19 @@ class Ranks:
     def on_main(self, function: Callable[..., Any], *args) -> Any:
         """
         Call function(*args) on rank 0 and return the result on every rank. If the call raises
-        UserError, OSError or SystemExit (--help), every rank exits, and only rank 0 prints why.
+        UserError or OSError, every rank exits, and only rank 0 prints why.
         """
         box: list[Any] = [None]
         if self.is_main:
             try:
                 box = [function(*args)]
-            except (UserError, OSError, SystemExit) as error:
+            except (UserError, OSError) as error:
                 box = [error]
         if self.world_size > 1:
             dist.broadcast_object_list(box)
-        if isinstance(box[0], SystemExit) or (isinstance(box[0], Exception) and self.is_main):
-            raise box[0]
         if isinstance(box[0], Exception):
-            raise UserError()
+            raise box[0] if self.is_main else UserError()
         return box[0]
-
-    def main_first(self, function: Callable[..., Any], *args) -> Any:
-        """
-        Call function(*args) on rank 0 first and then on the other ranks, which find the files that
-        rank 0 has downloaded or prepared. Each rank returns its own result. An error on rank 0 ends
-        all ranks, as in on_main.
-        """
-        mine = []
-        self.on_main(lambda: mine.append(function(*args)))
-        return mine[0] if self.is_main else function(*args)
 
     def fail(self, line: str) -> NoReturn:
         """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""
@@ -210,10 +202,3 @@ class StopSignals:
                 break
             time.sleep(0.2)
         return bool(self.received)
-
-    def wait(self, seconds: int) -> None:
-        """Wait for `seconds`, or until any rank receives a signal. Every rank must call this."""
-        for _ in range(seconds):
-            if self.stop_asked():
-                return
-            time.sleep(1)

@@ -32,7 +32,7 @@ def count_flops(config: GPTConfig) -> float | None:
         # Fake tensors need no memory and draw no random numbers, but a modified model may set the
         # seed. torch cannot count FLOPs of the CPU's fused attention.
         with torch.random.fork_rng([]), FakeTensorMode():
-            model = build_model(replace(config, recompute=False, loss_chunk=0))
+            model = build_model(replace(config, recompute=False, loss_chunk="off"))
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 torch.autograd.backward(model(idx, idx))

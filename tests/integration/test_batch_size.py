@@ -1,14 +1,21 @@
 """Check the tokens per iteration that configs, flags and resumes lead to."""
 
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from program import ROOT, flags, refused, run
 
 from common.console import UserError
-from configurator import Config, config_values, load_config, read_config
-from train import Start, config_of_run
+from configurator import Config, config_values, load_config
+from training import start
+from training.hardware import Hardware
+from training.memory import fit_batch
+from training.start import Start
 
+CPU = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "")
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=64)
 # tokens_per_iter, and the accumulation that follows from it
 BATCH = "batch_size = 4\nblock_size = 16\ntokens_per_iter = 512\ngradient_accumulation_steps = 8\n"
@@ -41,8 +48,8 @@ def test_recomputes_accumulation_for_flags_after_a_config(
     after, processes, accumulation, config, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    loaded = load_config([str(config), *after])
-    assert loaded.gradient_accumulation_steps == accumulation
+    c = fit_batch(load_config([str(config), *after]), 50257, CPU, processes, None)
+    assert c.gradient_accumulation_steps == accumulation
 
 
 def test_tokens_that_the_processes_cannot_share_are_refused(config, monkeypatch):
@@ -76,8 +83,11 @@ RESUMED = [
 
 def resumed(words: list[str], processes: int) -> Config:
     """Return the configuration of a command that resumes a run of 12 x 40 sequences."""
-    start = Start("out", dict(config=config_values(Config()), progress={}))
-    return config_of_run(read_config(["--device=cpu", *words]), start, processes)
+    before = replace(Config(), eval_tokens=5000)
+    checkpoint = Start("out", dict(config=config_values(before), progress={}))
+    with mock.patch.object(start, "find_start", lambda c: checkpoint):
+        c, _ = start.choose_run(["--device=cpu", *words], processes)
+    return fit_batch(c, 50257, CPU, processes, None)
 
 
 @pytest.mark.parametrize("words, processes, expected", RESUMED)
@@ -97,7 +107,7 @@ def test_a_run_resumes_on_every_number_of_gpus_that_divides_its_sequences():
                 resumed([], processes)
         else:
             c = resumed([], processes)
-            assert c.iter_sequences == 480 and c.eval_size == Config().eval_size
+            assert c.iter_sequences == 480 and c.eval_tokens == 5000
             assert c.batch_size <= 12 and c.gradient_accumulation_steps % processes == 0
 
 

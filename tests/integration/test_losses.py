@@ -200,7 +200,7 @@ def test_a_run_from_scratch_has_gpt2s_initial_weights_and_a_loss_near_ln_v(token
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple():
     for multiple, padded in {1: V, 2: 62, 64: 64, 128: 128}.items():
-        made = model_config(Config(pad_vocab_multiple=multiple), V, flash=True, compiled=False)
+        made = model_config(Config(pad_vocab_multiple=multiple), V)
         assert made.vocab_size == padded
 
 

@@ -1,0 +1,258 @@
+"""
+Decide how a run starts: read the command, find the checkpoint or the weights that it begins with,
+and settle its configuration. Nothing is written here.
+
+With several ranks, each of them does all of this for itself. The command, the checkpoints and the
+data are the same everywhere, and check_alike() says so before the first update.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common.console import UserError, raise_if_any
+from configurator import FIELDS, NOT_WEIGHTS, Config, read_config, resolve
+from data.missing import make_or_explain
+from data.shards import Dataset, check_dataset, open_dataset
+from data.tokenizer import same_tokenizer
+from training import checkpoint, hardware, preflight
+from training.clock import training_hours
+from training.pretrained import ARCHITECTURE, check_fields, load_pretrained
+from training.ranks import Ranks
+
+# Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
+# changing that key would invalidate the saved state. Other keys get the command's values, or their
+# defaults, except dtype and the evaluations' tokens: see config_of_resume()
+FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "init_from")
+# Keys that a resumed run keeps unless the command sets them. The three of the batch may only change
+# so that an iteration has as many tokens as before
+BATCH = ("batch_size", "gradient_accumulation_steps", "tokens_per_iter")
+
+
+@dataclass
+class Progress:
+    """Records how far a run has come. The loop updates this, and checkpoints store it."""
+
+    iter_num: int = 0  # iterations done, including those whose update was skipped
+    tokens: int = 0  # tokens trained on
+    sequences: int = 0  # sequences read, which is the position in the data order
+    evaluated_at: int = -1  # iteration of the last evaluation
+    val_loss: float = math.inf  # validation loss of the last evaluation
+    best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
+    best_iter: int = -1  # iteration of best_val_loss; at 0 (untrained) there is usually no best.pt
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Return whether val_loss was measured with the current weights."""
+        return self.evaluated_at == self.iter_num
+
+    def evaluate(self, val_loss: float) -> None:
+        """Record an evaluation of the current weights."""
+        self.val_loss, self.evaluated_at = val_loss, self.iter_num
+        if self.iter_num == 0 and math.isfinite(val_loss):  # best.pt must beat the untrained model
+            self.best_val_loss, self.best_iter = val_loss, 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Says where a run begins: with random weights, with given ones, or at its own checkpoint."""
+
+    source: str = ""  # the checkpoint's path, or init_from's value
+    state: dict | None = None  # a checkpoint's state or load_pretrained()'s; None: random weights
+
+    @property
+    def resumed(self) -> dict | None:
+        """Return the state of the run that continues; None if another begins."""
+        return self.state if self.state and "progress" in self.state else None
+
+    @property
+    def progress(self) -> Progress:
+        """Return how far the run had come at its checkpoint; a new run is at iteration 0."""
+        return Progress(**self.resumed["progress"]) if self.resumed else Progress()
+
+
+def choose_run(argv: list[str], world_size: int) -> tuple[Config, Start]:
+    """
+    Read the command. Returns the configuration, and where the run begins. The configuration is
+    final but for the micro-batch of a run with tokens_per_iter, which fit_batch() chooses. Raises
+    UserError, with a line for each problem.
+    """
+    c = read_config(argv)
+    start = find_start(c)
+    problems: list[str] = []
+    before = config_before(start.resumed) if start.resumed else None
+    if before:
+        c, problems = config_of_resume(c, before)
+    elif start.state:
+        c, problems = config_of_weights(c, start)
+    c, impossible = resolve(c, world_size, before)
+    problems += impossible
+    try:
+        preflight.check_device(c)
+        preflight.check_gpu(c)
+    except UserError as error:
+        problems += error.problems
+    raise_if_any(problems)
+    if c.dtype == "auto":
+        dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
+        c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    return c, start
+
+
+# -----------------------------------------------------------------------------
+# Where the run begins
+
+
+def find_start(c: Config) -> Start:
+    """Find the checkpoint or the weights that this command begins with. Raises UserError."""
+    if path := find_checkpoint(c):
+        state = checkpoint.read(path)
+        check_fields(path, state)
+        if (it := state["progress"]["iter_num"]) != checkpoint.iteration(path):
+            raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
+        return Start(str(path), state)
+    if c.init_from in NOT_WEIGHTS:
+        return Start()
+    block_size = c.block_size if "block_size" in c.set_keys else None
+    return Start(c.init_from, load_pretrained(c.init_from, block_size))
+
+
+def find_checkpoint(c: Config) -> Path | None:
+    """
+    Return the newest valid checkpoint of out_dir's run, or None if this command neither continues
+    nor evaluates that run. Raises UserError if another run would begin in its folder.
+    """
+    out_dir = Path(c.out_dir)
+    names_weights = c.init_from not in NOT_WEIGHTS
+    # --eval_only evaluates the weights that init_from names or, without init_from, out_dir's run
+    if c.eval_only:
+        wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
+    else:
+        wants_run = c.init_from != "scratch"
+    if wants_run and (path := checkpoint.find_newest(out_dir)):
+        return path
+    others = sorted(out_dir.glob("*.pt"))
+    if others and not (c.eval_only and names_weights):
+        hint = "--init_from=auto resumes it, another --out_dir starts a new run"
+        if not checkpoint.list_checkpoints(out_dir):  # nanoGPT's ckpt.pt, or best.pt alone
+            hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
+        raise UserError(f"out_dir: {others[-1]} is from an earlier run; {hint}")
+    if c.init_from == "resume":
+        hint = "is its disk mounted? --init_from=auto begins a new run"
+        raise UserError(f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+    return None
+
+
+def is_done(c: Config, resumed: dict) -> bool:
+    """
+    Return whether this launch resumes a finished run and adds no time or iterations to it. Raises
+    UserError if it allows fewer hours than the run has trained for, because the learning rate would
+    stay where it is.
+    """
+    it, hours = resumed["progress"]["iter_num"], training_hours(resumed["ledger"])
+    time_is_up = 0 < c.hours <= hours
+    if time_is_up and c.hours != config_before(resumed).hours:
+        problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
+        hint = f"to end soon with a decayed learning rate, give --hours={hours + 0.5:.1f}"
+        raise UserError(f"hours: {problem}; {hint}")
+    return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
+
+
+# -----------------------------------------------------------------------------
+# What the checkpoint or the weights decide
+
+
+def config_before(resumed: dict) -> Config:
+    """Return the configuration of a checkpoint's run. Keys that it lacks get their defaults."""
+    return Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
+
+
+def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
+    """Return the configuration with what the resumed run keeps, and the problems."""
+    if c.init_from in NOT_WEIGHTS:  # the run keeps the one that began it
+        c = replace(c, init_from=before.init_from)
+    saved = {name: getattr(before, name) for name in FIXED_ON_RESUME}
+    c, problems = keep_values(c, saved, c.out_dir, "--out_dir for a new run")
+    kept = {n: getattr(before, n) for n in ("dataset", *BATCH) if n not in c.set_keys}
+    if c.dtype == "auto":
+        kept |= dict(dtype=before.dtype)
+    if not c.eval_tokens and c.eval_iters == before.eval_iters:
+        # otherwise a new batch_size would change which tokens are evaluated
+        kept |= dict(eval_tokens=before.eval_tokens)
+    return replace(c, **kept), problems
+
+
+def config_of_weights(c: Config, start: Start) -> tuple[Config, list[str]]:
+    """Return the configuration with the sizes of the weights from which it begins."""
+    assert start.state
+    sizes = start.state["model_config"]
+    saved = {name: sizes.get(name, FIELDS[name].default) for name in ARCHITECTURE}
+    if sizes["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
+        saved |= dict(pad_vocab_multiple=1)
+    return keep_values(c, saved, start.source, "--init_from")
+
+
+def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config, list[str]]:
+    """
+    Return the configuration with the saved values of these keys, and a problem for each key that a
+    file or flag sets to something else.
+    """
+    problems = [
+        f"{name}: {source} has {value!r}, you asked for {getattr(c, name)!r}. "
+        f"Give --{name}={value}, or another {other}"
+        for name, value in saved.items()
+        if name in c.set_keys and getattr(c, name) != value
+    ]
+    return replace(c, **saved), problems
+
+
+# -----------------------------------------------------------------------------
+# The data
+
+
+def open_data(c: Config, key: str = "dataset") -> Dataset:
+    """
+    Open the dataset that this key names; make or download it first if the program can. Raises
+    UserError if it is missing or too short.
+    """
+    make_or_explain(c, key)
+    data = open_dataset(getattr(c, key), c.eval_tokens)
+    check_dataset(data, c.block_size)
+    return data
+
+
+def check_data(c: Config, data: Dataset, start: Start) -> None:
+    """Raise UserError if the data do not match the checkpoint or the weights."""
+    if start.state:
+        check_tokens("dataset", data, start.state, c.out_dir if start.resumed else start.source)
+    if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
+        trained = f"what {c.out_dir} was trained on ({start.resumed['config']['dataset']})"
+        change = "or has changed since; for a new run give another --out_dir"
+        raise UserError(f"dataset: {data.source} is not {trained}, {change}")
+
+
+def check_tokens(key: str, data: Dataset, known: dict, source: str) -> None:
+    """
+    Raise UserError if the dataset of this key has other tokens than `source`, whose tokenizer and
+    vocab are `known`: a checkpoint, weights, or another dataset's facts().
+    """
+    hint = f"prepare the text with the tokenizer of {source}"
+    theirs, ours = known["tokenizer"], data.tokenizer
+    if not same_tokenizer(theirs, ours):
+        kinds = f"a different tokenizer ({ours['kind']}) from {source} ({theirs['kind']})"
+        raise UserError(f"{key}: {data.source} has {kinds}; {hint}")
+    if known["vocab"] < data.vocab:
+        ids = f"{data.vocab} token ids, but {source} knows only {known['vocab']}"
+        raise UserError(f"{key}: {data.source} has {ids}; {hint}")
+
+
+def check_alike(c: Config, data: Dataset, device: str, progress: Progress, ranks: Ranks) -> None:
+    """
+    End the run if a rank reads other files, resumes at another iteration or would round
+    differently: the ranks' weights would drift apart.
+    """
+    mine = dict(device=device, dataset=data.fingerprint, checkpoint=progress.iter_num, config=c)
+    of_ranks = ranks.gather(mine)
+    if unlike := [name for name in mine if any(theirs[name] != mine[name] for theirs in of_ranks)]:
+        hint = "give all machines the same command, files and GPU model"
+        ranks.fail(f"{unlike[0]}: not the same on all ranks; {hint} (CUDA_VISIBLE_DEVICES=0,1)")
