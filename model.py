@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,11 @@ class GPTConfig:
     tie_weights: bool = True  # the output head is the token embedding
     flash: bool = True  # fused attention kernel; False: plain matmuls
     loss_chunk: int = 0  # compute the loss for this many tokens at a time; 0: all at once
-    # store only each block's input, and run the block again in the backward pass
-    recompute: bool = False
 
 
 # Fields that a resumed run may change, because they change no weight. All others are the
 # architecture.
-FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
+FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
 
 
 # -----------------------------------------------------------------------------
@@ -172,11 +169,10 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # only when compiled: eager CPU norms would sum in bfloat16
-        recompute = self.config.recompute and self.training
         blocks = self.transformer.h
         of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
         for block, cache in zip(blocks, of_blocks, strict=True):
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
+            x = block(x, cache)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
