@@ -88,7 +88,6 @@ class Config:
     tie_weights: bool = True  # share token embedding and output head; model=fast sets False
     flash: bool = True  # use PyTorch's fused attention; False needs much more memory
     loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
-    recompute: bool = False  # recompute activations in the backward pass: slower, less memory
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices

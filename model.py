@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,6 @@ class GPTConfig:
     tie_weights: bool = True  # the output head is the token embedding
     flash: bool = True  # fused attention kernel; False: plain matmuls
     loss_chunk: str = "auto"  # compute the loss for this many tokens at a time; off: all at once
-    # store only each block's input, and run the block again in the backward pass
-    recompute: bool = False
 
 
 # Tokens per chunk of the loss if loss_chunk is auto. Eager code keeps 12 bytes per logit, so its
@@ -45,7 +42,7 @@ LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 PLAIN_ATTENTION_TOKENS = 512
 # Fields that a resumed run may change, because no weight's name or shape depends on them. All
 # others are the architecture.
-FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "recompute"})
+FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
 
 
 # -----------------------------------------------------------------------------
@@ -188,11 +185,10 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()  # only when compiled: eager CPU norms would sum in bfloat16
-        recompute = self.config.recompute and self.training
         blocks = self.transformer.h
         of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
         for block, cache in zip(blocks, of_blocks, strict=True):
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x, cache)
+            x = block(x, cache)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:

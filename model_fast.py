@@ -21,7 +21,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from model import (
     GPT,
@@ -229,14 +228,10 @@ class FastGPT(nn.Module):
             x = x.bfloat16()
         x = self.transformer.drop(x)
         angles = self.angles(past, idx.size(1), idx.device)
-        recompute = self.config.recompute and self.training
         blocks = self.transformer.h
         of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
         for block, cache in zip(blocks, of_blocks, strict=True):
-            if recompute:
-                x = checkpoint(block, x, angles, use_reentrant=False)
-            else:
-                x = block(x, angles, cache)
+            x = block(x, angles, cache)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:

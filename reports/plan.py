@@ -144,10 +144,6 @@ def seconds_by_mfu(config: Config, model: GPTConfig, card: Card) -> tuple[list[f
             "give --gpu=NAME, or --iter_seconds=S, which bench.py CONFIG measures"
         )
     at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12)
-    if config.recompute:
-        # The blocks' forward pass runs twice; it is a third of their work.
-        head = 6 * model.n_embd * model.vocab_size
-        at_peak *= 1 + (flops - head) / flops / 3
     if config.optimizer == "muon":
         at_peak *= MUON_OVERHEAD
     low, likely, high, source = known_mfus(card.name, card.row)

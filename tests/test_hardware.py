@@ -70,10 +70,10 @@ def test_counts_the_flops_of_both_124m_models(config):
 @pytest.mark.parametrize("kind", [GPTConfig, FastConfig])
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(flash=False), dict(recompute=True), dict(loss_chunk="7"), dict(dropout=0.1, bias=True)],
+    [{}, dict(flash=False), dict(loss_chunk="7"), dict(dropout=0.1, bias=True)],
 )
 def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
-    """Ignore plain attention, recomputed activations, a chunked loss, dropout and biases."""
+    """Ignore plain attention, a chunked loss, dropout and biases."""
     sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=40, vocab_size=100)
     config = kind(**dict(bias=False, tie_weights=False) | sizes | changes)
     n = 100 * 96 + 2 * 12 * 96**2
@@ -371,7 +371,7 @@ def test_following_the_out_of_memory_advice_trains_on_as_many_tokens(command, pr
         assert (problems, advised[:1]) == ([], [f"--batch_size={size}"] if size else [])
         tokens.add((config.iter_tokens, config.eval_tokens))
         words += advised
-    assert len(tokens) == 1 and "--recompute=True" in line
+    assert len(tokens) == 1 and "--block_size" in line
 
 
 # -----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from model import (
     GPTConfig,
     KVCache,
     cap_logits,
-    generate,
     mean_loss,
     prefers_plain,
 )
@@ -83,7 +82,9 @@ PLAIN = [  # the queries' device, dtype and number; whether plain attention take
 def test_uses_plain_attention_for_short_sequences_on_a_cpu_and_on_a_mac(
     device, dtype, tokens, plain
 ):
-    q = SimpleNamespace(device=torch.device(device), dtype=dtype, size=(1, 2, tokens, 8).__getitem__)
+    q = SimpleNamespace(
+        device=torch.device(device), dtype=dtype, size=(1, 2, tokens, 8).__getitem__
+    )
     assert prefers_plain(q) is plain
 
 
@@ -291,47 +292,6 @@ def test_the_residual_stream_is_bfloat16_only_if_compiled_under_bfloat16_autocas
             assert found[-1] == torch.float32
 
 
-FAST, DROPOUT = dict(model="fast", tie_weights=False), dict(dropout=0.2)
-RECOMPUTED = [
-    ({}, torch.float32, False, 0.0),
-    (DROPOUT, torch.float32, False, 0.0),
-    (DROPOUT | dict(flash=False, loss_chunk="23"), torch.bfloat16, False, 0.0),
-    (FAST, torch.float32, False, 0.0),
-    (FAST | DROPOUT, torch.bfloat16, False, 0.0),
-    # other kernels, which sum in a different order
-    (DROPOUT, torch.float32, True, 1e-5),
-    (FAST | DROPOUT, torch.float32, True, 1e-5),
-]
-
-
-@pytest.mark.parametrize(
-    "changes, dtype, compiled, tolerance", slow_but(*RECOMPUTED[:5], of=RECOMPUTED), ids=str
-)
-def test_recomputed_activations_change_no_gradient(changes, dtype, compiled, tolerance):
-    """Draw the same dropout masks in the second forward pass."""
-    (loss, kept), (again, recomputed) = (
-        loss_and_gradients(
-            config_from_dict(SMALL | changes | dict(recompute=recompute)), dtype, compiled
-        )
-        for recompute in (False, True)
-    )
-    assert abs(loss - again) <= tolerance * loss
-    assert (recomputed - kept).norm() <= tolerance * kept.norm()
-
-
-@pytest.mark.parametrize("model", ["gpt2", "fast"])
-def test_recompute_runs_a_block_twice_only_in_training(model):
-    """Run a block once when evaluating and once for each generated token."""
-    model, runs = build_model(config_from_dict(SMALL | dict(model=model, recompute=True))), []
-    model.transformer.h[1].register_forward_pre_hook(lambda *_: runs.append(1))
-    idx = tokens(2, 20, SMALL["vocab_size"])
-    model(idx, idx).backward()
-    assert len(runs) == 2
-    model.eval()(idx, idx).backward()
-    generate(model.train(), idx, 3, SMALL["vocab_size"])
-    assert len(runs) == 2 + 1 + 3
-
-
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
 def test_dropout_acts_on_embeddings_attention_and_block_outputs_only_in_training(model):
     """
@@ -399,8 +359,8 @@ def test_logits_with_kv_caches_equal_those_without(model, field):
 @torch.no_grad()
 def test_settings_that_a_resume_may_change_alter_no_logits(model, field):
     """
-    Load the same weights with another dropout, attention, loss_chunk or recompute, and evaluate to
-    the same logits.
+    Load the same weights with another dropout, attention or loss_chunk, and evaluate to the same
+    logits.
     """
     config = config_from_dict(BASE | dict(model=model))
     one, other = random_model(config), build_model(replace(config, **{field: ANOTHER[field]}))
@@ -415,7 +375,7 @@ def test_a_model_config_loads_from_a_checkpoint_that_lacks_newer_fields(config):
     """Use defaults for missing fields, and refuse a field that this program does not know."""
     values = config_to_dict(config)
     assert config_from_dict(values) == config
-    for name in ("dropout", "recompute"):
+    for name in ("dropout", "loss_chunk"):
         del values[name]
     assert config_from_dict(values) == config
     with pytest.raises(TypeError, match="window"):

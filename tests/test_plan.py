@@ -14,7 +14,6 @@ from program import ROOT, flags, records, run, train
 
 N = 124_373_760
 GIB = 2**30
-BLOCKS = 1 - 6 * 768 * 50304 / 854.7e6  # the blocks' share of the FLOPs
 LINK = 2 * 4 * N  # bytes of all gradients, sent and received
 OF_1000 = ("--iter_seconds=1", "--max_iters=1000", "--eval_interval=300", "--eval_tokens=524288")
 SMALL = ("quickstart", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16")
@@ -57,10 +56,6 @@ FIGURES = {
             hours=14.984 / 0.822 / 0.8409,
             hours_range=[14.984 / 0.847, 14.984 / 0.822 / 0.7579],
         ),
-    ),
-    "recompute runs the blocks' forward pass a second time": (
-        ("gpt124m_a100", "--gpu=a100", "--recompute=True"),
-        dict(hours=7.609 / 0.655 * (1 + BLOCKS / 3)),
     ),
     "evaluations and checkpoints are on the bill": (
         # Evaluations at 0, 300, 600, 900, 1000, forward alone; checkpoints at the last four, and
@@ -132,10 +127,6 @@ MEMORY = {
         # number for each of their 12 * 9 * 768 rows
         ("--optimizer=muon",),
         dict(optimizer=12 * N - 4 * 84_934_656 + 4 * 12 * 9 * 768),
-    ),
-    "recompute keeps the stream at each block's entry": (
-        ("--recompute=True",),
-        dict(activations=TOKENS * (12 * 2 * 768 + 4 * 768)),
     ),
     "all logits at once": (("--loss_chunk=off",), dict(logits=2 * 50304 * (TOKENS + 768))),
     "logits in chunks of 1,024 tokens, and the head's gradient in float32": (

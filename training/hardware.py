@@ -224,9 +224,8 @@ def explain_memory(error: Exception, config: Config, world_size: int) -> str:
     smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:
-        recompute = "" if config.recompute else "--recompute=True, "
         half = " or --dtype=bfloat16" if config.dtype == "float32" else ""
-        return f"{line}; use {recompute}a smaller --block_size, a smaller model{half}"
+        return f"{line}; use a smaller --block_size, a smaller model{half}"
     accumulation = config.iter_sequences // smaller[-1]
     pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
     return f"{line}; use the next smaller: {pair} --eval_tokens={config.eval_tokens}"

@@ -60,10 +60,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def stream_bytes(model: GPTConfig, dtype: str, compiled: bool) -> int:
-    """
-    Return the residual stream's bytes per token and channel. With recompute, the stream is all that
-    is kept of a block.
-    """
+    """Return the residual stream's bytes per token and channel."""
     return 2 if dtype == "bfloat16" and (compiled or isinstance(model, FastConfig)) else 4
 
 
@@ -131,7 +128,7 @@ def optimizer_bytes(model: GPTConfig, config: Config) -> int:
 def activation_bytes(model: GPTConfig, tokens: int, dtype: str, compiled: bool) -> int:
     """Return the bytes that all blocks and the last norm keep until the backward pass."""
     stream = stream_bytes(model, dtype, compiled) * model.n_embd
-    kept = model.n_layer * (stream if model.recompute else block_bytes(model, dtype, compiled))
+    kept = model.n_layer * block_bytes(model, dtype, compiled)
     # add the stream at the last norm, and the head's input
     return tokens * (kept + stream + element_bytes(dtype) * model.n_embd)
 

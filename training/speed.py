@@ -20,7 +20,7 @@ def count_flops(config: GPTConfig) -> float | None:
     """
     Return the FLOPs of training on one token, by running one sequence forward and backward without
     data or memory; None if the model does not run on fake tensors. torch counts all matmuls, and
-    attention as if it had no mask. What recompute repeats is not counted. For GPT-2 the result is
+    attention as if it had no mask. For GPT-2 the result is
     the PaLM paper's 6 N + 12 L H Q T (appendix B) without the norms.
     """
     # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
@@ -32,7 +32,7 @@ def count_flops(config: GPTConfig) -> float | None:
         # Fake tensors need no memory and draw no random numbers, but a modified model may set the
         # seed. torch cannot count FLOPs of the CPU's fused attention.
         with torch.random.fork_rng([]), FakeTensorMode():
-            model = build_model(replace(config, recompute=False, loss_chunk="off"))
+            model = build_model(replace(config, loss_chunk="off"))
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 torch.autograd.backward(model(idx, idx))

@@ -62,8 +62,8 @@ KINDS = {
     "AdamW": dict(),
     "float16 with its scale": dict(dtype="float16"),
     "fast with Muon": FAST,
-    "bfloat16, recomputed, untied, wsd": dict(
-        dtype="bfloat16", recompute=True, tie_weights=False, lr_schedule="wsd", decay_fraction=0.6
+    "bfloat16, untied, wsd": dict(
+        dtype="bfloat16", tie_weights=False, lr_schedule="wsd", decay_fraction=0.6
     ),
     "with samples, rarely logged": dict(sample_tokens=8, log_interval=5),
 }

@@ -121,7 +121,7 @@ KINDS = dict(
     # clipped to 1e-5, most gradients are near Adam's eps of 1e-8, which then decides on the step
     tiny_gradients=dict(grad_clip=1e-5),
     # with keys that change only rounding; a chunk of the loss is less than half a micro-batch
-    computed_otherwise=dict(flash=False, loss_chunk="24", recompute=True),
+    computed_otherwise=dict(flash=False, loss_chunk="24"),
     compiled=dict(compile=True),
 )
 

@@ -161,7 +161,7 @@ def test_two_ranks_train_and_resume_beside_frozen_weights(tiny, tmp_path):
 @pytest.mark.slow
 def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
     for last in (6, 12):
-        keys = tiny | dict(max_iters=last, init_from="auto", compile=True, recompute=True)
+        keys = tiny | dict(max_iters=last, init_from="auto", compile=True)
         results = train_ranks(2, [0, 0], **keys)
         assert "".join(result.out for result in results).count("compile: ") == 1
     assert_same_numbers(alone, ran)
