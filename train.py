@@ -61,12 +61,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
 
     # Which run is this, and where does it begin? All ranks go through this function together. Each
-    # reads for itself, but rank 0 alone prints, samples and writes: `on_main` calls a function
-    # there, and all ranks get its result or its error
+    # reads for itself: `each` ends them all if one fails. Rank 0 alone prints, samples and writes:
+    # `on_main` calls a function there, and all ranks get its result
     ranks = Ranks()
-    c, start = choose_run(argv, ranks.world_size)
+    c, start = ranks.each(choose_run, argv, ranks.world_size)
     progress = start.progress
-    if start.resumed and not c.eval_only and is_done(c, start.resumed):
+    if start.resumed and not c.eval_only and ranks.each(is_done, c, start.resumed):
         ranks.on_main(checkpoint.link_best, Path(c.out_dir), start.resumed["progress"])
         done = f"all {progress.iter_num:,} iterations are done"
         say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
@@ -75,8 +75,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
     keep_awake()
-    data = open_data(c)  # may download the tokens first
-    check_data(c, data, start)
+    data = ranks.each(open_data, c)  # may download the tokens first
+    ranks.each(check_data, c, data, start)
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     hw = hardware.set_up(c, ranks.local_rank)

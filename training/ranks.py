@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from common.console import UserError, print_in_handler
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
-# For all other collectives. The ranks wait in one while rank 0 computes a measure or saves.
-HOST_TIMEOUT = timedelta(hours=1)
+# For all other collectives. The ranks wait in one while another machine downloads its tokens. If a
+# rank dies, the others notice at once.
+HOST_TIMEOUT = timedelta(days=1)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
 
 
@@ -115,6 +116,21 @@ class Ranks:
         if isinstance(box[0], Exception):
             raise box[0] if self.is_main else UserError()
         return box[0]
+
+    def each(self, function: Callable[..., Any], *args) -> Any:
+        """
+        Call function(*args) on every rank, and return each rank's own result. If some rank's call
+        raises UserError or OSError, every rank exits, and the first of those ranks prints why.
+        """
+        result, error = None, None
+        try:
+            result = function(*args)
+        except (UserError, OSError) as raised:
+            error = raised
+        failed = [rank for rank, fails in enumerate(self.gather(error is not None)) if fails]
+        if failed:
+            raise error if error and failed[0] == self.rank else UserError()
+        return result
 
     def fail(self, line: str) -> NoReturn:
         """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""
