@@ -125,11 +125,6 @@ def speed_ups(command: str, *gpus: int) -> list[float]:
     return [alone, *(alone / plan(*words, f"--gpus={n}")["iter_seconds"] for n in gpus)]
 
 
-def gpu_hours() -> list[float]:
-    hours = {n: plan("gpt124m_a100", "--gpu=a100", f"--gpus={n}")["hours"] for n in (16, 8)}
-    return [10, 16 * hours[16], 16, 8 * hours[8], 8]
-
-
 FIGURES = [
     ("plan", lambda: assumed_mfu("3060")),
     ("plan", lambda: assumed_mfu("RTX 4070 Laptop")),
@@ -137,7 +132,6 @@ FIGURES = [
     ("several_gpus", lambda: speed_ups("gpt124m_a100 --gpu=a100", 2, 4, 8, 16)),
     ("several_gpus", lambda: speed_ups("gpt124m_a100 --gpu=h200", 2, 4, 8)),
     ("several_gpus", lambda: speed_ups("gpt124m_4070 --gpu=4090", 2, 4, 8)),
-    ("several_gpus", gpu_hours),
 ]
 
 

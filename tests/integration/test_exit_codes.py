@@ -1,6 +1,6 @@
 """
 Check what a run does at its start if it cannot do what it was asked, the documented exit codes, and
-the systemd unit and the script that act on them.
+the script that acts on them.
 """
 
 import errno
@@ -79,28 +79,9 @@ def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, r
     assert not ran.out_dir.exists()
 
 
-def test_the_documented_systemd_unit_restarts_a_run_only_after_a_failure():
-    first = block_with("SuccessExitStatus=").partition("tell@.service\n")[0]
-    unit = dict(re.findall(r"^(\w+)=(.*)$", first, re.M))
-    assert [int(code) for code in unit["SuccessExitStatus"].split()] == [*SIGNALS]
-    assert unit["Restart"] == "on-failure"
-
-
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
-def test_systemd_accepts_the_documented_units(tmp_path):
-    text = block_with("SuccessExitStatus=").replace("User=me", "User=root")
-    text = re.sub(r"=/(home/me/nightshift/\.venv|usr)/bin/\S+", "=/bin/sh", text)
-    names = re.findall(r"^# /etc/systemd/system/(\S+)$", text, re.M)
-    assert len(names) == 2
-    for name, unit in zip(names, re.split(r"^# /etc/.*$", text, flags=re.M)[1:], strict=True):
-        (tmp_path / name).write_text(unit)
-    said = subprocess.run(
-        ["systemd-analyze", "verify", *(tmp_path / name for name in names)],
-        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
-        capture_output=True,
-        text=True,
-    )
-    assert (said.returncode, said.stderr) == (0, "")
+def test_the_documented_systemd_line_takes_a_stop_by_a_signal_as_a_success():
+    (listed,) = re.findall(r"SuccessExitStatus=([\d ]+)", CODES)
+    assert [int(code) for code in listed.split()] == [*SIGNALS]
 
 
 STUBS = {
