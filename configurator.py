@@ -36,8 +36,6 @@ from common.console import (
 )
 from common.files import read_text
 
-# defaults with Muon, from the public recipe of the fast model
-MUON_RATES: dict[str, float] = dict(learning_rate=0.029, lr_floor=0.2)
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
 # The values of keys that accept only a few
@@ -91,8 +89,7 @@ class Config:
     pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
-    learning_rate: float = 6e-4  # peak rate; with Muon: attention's (0.029 if unset)
-    head_lr: float = 0.004  # with Muon: peak rate of the output head
+    learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast124m.py)
     muon_momentum: float = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
     weight_decay: float = 0.1  # for matrices; with Muon: for embeddings and head
     beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
@@ -106,7 +103,6 @@ class Config:
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
-    lr_floor: float = 0.0  # least rate, as a fraction of the peak (0.2 if unset with Muon)
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
@@ -163,7 +159,7 @@ AT_LEAST_1 = """
     gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
 """.split()
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
-AT_MOST_1 = ("decay_fraction", "lr_floor", "top_p")
+AT_MOST_1 = ("decay_fraction", "top_p")
 PATHS = ("out_dir", "init_from", "dataset")
 HELP_COLUMN = 44  # column at which --help explains a flag
 KIND_NAMES = {
@@ -339,9 +335,6 @@ def resolve(c: Config, world_size: int, before: Config | None = None) -> tuple[C
     """
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
-    if c.optimizer == "muon":
-        unset = {name: value for name, value in MUON_RATES.items() if name not in c.set_keys}
-        c = replace(c, **unset)  # type: ignore[arg-type]
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)

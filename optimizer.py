@@ -2,7 +2,8 @@
 Build the optimizer of either model: AdamW, or Muon for the matrices of the blocks and AdamW for all
 other weights.
 
-Muon's numbers come from train_gpt_simple.py, the public program that model_fast.py names.
+Muon's numbers come from train_gpt_simple.py, the public program that model_fast.py names. Those
+that are not keys, which config/fast124m.py sets, are all in this file.
 """
 
 from typing import Any
@@ -25,13 +26,14 @@ NORM_EPS = 1e-7  # added to the norm before Newton-Schulz
 # back over about 6% of it, and the momentum of biases and gains over 4%.
 PUBLIC_ITERS = 2726
 MOMENTUM_WARMUP, FIRST_MOMENTUM = 350 / PUBLIC_ITERS, 0.85
-AVERAGE_DECAY, VECTORS_BETA1 = 0.9935, 0.99
+AVERAGE_DECAY = 0.9935
 
 
 def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimizer:
     """
-    Return the optimizer. Each group's initial_lr is its peak learning rate, which get_lr() scales;
-    the log shows the first group's rate. `dtype` is the dtype of Muon's matmuls.
+    Return the optimizer. get_lr() computes each group's learning rate from its peak_lr, and keeps
+    it at or above lr_floor * peak_lr after the warmup; the log shows the first group's rate.
+    `dtype` is the dtype of Muon's matmuls.
 
     To add an optimizer, add its name in configurator.py and return it at the end of this function.
     Each weight must be in exactly one group, as (name, weight); a resume compares the names. If the
@@ -46,12 +48,12 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     else:
         matrices = [(name, p) for name, p in weights if p.dim() >= 2]  # embeddings too
         vectors = [(name, p) for name, p in weights if p.dim() < 2]  # biases and norms
-        adam = dict(betas=(c.beta1, c.beta2), initial_lr=c.learning_rate)
+        adam = dict(betas=(c.beta1, c.beta2), peak_lr=c.learning_rate, lr_floor=0.0)
         groups = [
             dict(adam, params=matrices, weight_decay=c.weight_decay),
             dict(adam, params=vectors, weight_decay=0.0),
         ]
-    groups = [dict(group, lr=group["initial_lr"]) for group in groups if group["params"]]
+    groups = [dict(group, lr=group["peak_lr"]) for group in groups if group["params"]]
     grouped = [name for group in groups for name, _ in group["params"]]
     if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
         raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
@@ -66,43 +68,44 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
 
 def muon_groups(model: GPT | FastGPT, c: Config) -> list[dict[str, Any]]:
     """
-    Return the parameter groups for Muon. Their params are (name, parameter) pairs, and initial_lr
-    is a group's peak learning rate. MLPs get a fixed part of attention's rate.
+    Return the parameter groups for Muon, with (name, parameter) pairs as their params. MLPs get a
+    fixed part of attention's rate. Muon.step() and Muon.update() read the other fields.
     """
     named = [*model.named_parameters()]
-    head = model.lm_head.weight  # if tied, this is the token embedding too
-    matrices = [(name, p) for name, p in named if p.dim() == 2 and p is not head]
-    tables = [(name, p) for name, p in matrices if ".wte." in name or ".wpe." in name]
     vectors = [(name, p) for name, p in named if p.dim() < 2]  # biases and gains
+    # if tied, the head is the token embedding too
+    head = [(name, p) for name, p in named if p is model.lm_head.weight]
+    matrices = [(name, p) for name, p in named if p.dim() == 2 and p is not model.lm_head.weight]
+    embeddings = [(name, p) for name, p in matrices if ".wte." in name or ".wpe." in name]
     blocks = [(name, p) for name, p in matrices if name.startswith("transformer.h.")]
-    attention = [(name, p) for name, p in blocks if ".attn." in name]
+    projections = [(name, p) for name, p in blocks if ".attn." in name and "c_attn" not in name]
+    qkv = [(name, p) for name, p in blocks if ".attn." in name and "c_attn" in name]
     mlps: list[list] = [[], [], []]  # in the first, the middle and the last third of the blocks
     for name, p in blocks:
         if ".attn." not in name:
             block = int(name.split(".")[2])  # transformer.h.BLOCK.mlp.c_fc.weight
             mlps[3 * block // model.config.n_layer].append((name, p))
 
-    muon = dict(initial_lr=c.learning_rate, momentum=c.muon_momentum, parts=1)
-    muon |= dict(weight_decay=0.08, decay_power=2.25, row_beta=0.84)
-    mlp = muon | dict(initial_lr=27 / 29 * c.learning_rate, decay_power=2.5, row_beta=0.86)
-    adam = dict(betas=(c.beta1, 0.965), weight_decay=c.weight_decay)
     # The fast model's token embedding starts with a standard deviation of 1, GPT-2's of 0.02.
-    table_lr = 0.7 if isinstance(model, FastGPT) else 0.004
+    embedding_lr = 0.7 if isinstance(model, FastGPT) else 0.004
+    muon = dict(momentum=c.muon_momentum, stacked=1)
+    attention = dict(muon, peak_lr=c.learning_rate, decay_power=2.25, row_beta=0.84)
+    mlp = dict(muon, peak_lr=27 / 29 * c.learning_rate, decay_power=2.5, row_beta=0.86)
+    adam = dict(beta1=c.beta1, weight_decay=c.weight_decay)
     groups: list[dict[str, Any]] = [
-        dict(muon, params=[(name, p) for name, p in attention if "c_attn" not in name]),
-        # q, k and v are three matrices in one weight
-        dict(muon, params=[(name, p) for name, p in attention if "c_attn" in name], parts=3),
-        dict(adam, params=tables, initial_lr=table_lr),
-        dict(adam, params=[(name, p) for name, p in named if p is head], initial_lr=c.head_lr),
-        dict(adam, params=vectors, initial_lr=0.035, public_beta1=VECTORS_BETA1, weight_decay=0.0),
+        dict(attention, params=projections, weight_decay=0.08),
+        dict(attention, params=qkv, weight_decay=0.08, stacked=3),  # q, k and v in one weight
+        dict(adam, params=embeddings, peak_lr=embedding_lr),
+        dict(adam, params=head, peak_lr=0.004),
+        dict(adam, params=vectors, peak_lr=0.035, public_beta1=0.99, weight_decay=0.0),
         dict(mlp, params=mlps[0], weight_decay=0.16),
         dict(mlp, params=mlps[1], weight_decay=0.22),
         dict(mlp, params=mlps[2], weight_decay=0.28),
     ]
-    return [dict(group, share=0.0, length=PUBLIC_ITERS) for group in groups if group["params"]]
+    return [dict(group, lr_floor=0.2, done=0.0, length=PUBLIC_ITERS) for group in groups]
 
 
-def stretched(decay: float, length: float) -> float:
+def rescale(decay: float, length: float) -> float:
     """
     Convert the decay of a running mean in the public run for a run of `length` iterations, so that
     the mean covers the same fraction of either run.
@@ -143,15 +146,15 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 class Muon(torch.optim.AdamW):
     """
     Update matrices with Muon and everything else with AdamW. Groups with a `momentum` hold matrices
-    for Muon, `parts` of them stacked in each weight. Muon replaces a matrix's momentum by the
+    for Muon, as many in each weight as `stacked` says. Muon replaces a matrix's momentum by the
     nearest orthogonal matrix, so that every direction moves by the same amount (K. Jordan et al.,
     2024, https://kellerjordan.github.io/posts/muon). Every rank updates all matrices, from the same
     gradients.
 
-    Momenta, weight decay and beta2 follow each group's `share`, the part of the run that is done.
-    The state keeps a running average of every weight. Its horizon is a fraction of `length`, the
-    run's iterations, and so is the momentum's horizon in a group with `public_beta1`.
-    load_averages() ends a run with the averages.
+    Momenta, weight decay and beta2 follow each group's `done`, the part of the run that is done,
+    from 0 to 1. The state keeps a running average of every weight. Its horizon is a fraction of
+    `length`, the run's iterations. So is the horizon of the momentum in a group with `public_beta1`
+    instead of `beta1`. load_averages() ends a run with the averages.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.
@@ -173,10 +176,11 @@ class Muon(torch.optim.AdamW):
             if "momentum" in group:
                 self.step_matrices(group)
                 continue
-            beta1 = group["betas"][0]
             if "public_beta1" in group:
-                beta1 = stretched(group["public_beta1"], group["length"])
-            group["betas"] = (beta1, 0.965 + 0.034 * group["share"])
+                beta1 = rescale(group["public_beta1"], group["length"])
+            else:
+                beta1 = group["beta1"]
+            group["betas"] = (beta1, 0.965 + 0.034 * group["done"])
         # AdamW's step updates every group in param_groups, so hide the matrices from it.
         self.param_groups = [group for group in all_groups if "momentum" not in group]
         super().step()
@@ -184,14 +188,14 @@ class Muon(torch.optim.AdamW):
         for group in all_groups:
             self.average(group)
 
-    def applied(self, p: Tensor) -> Tensor:
-        """Return 1 on p's device, or 0 if this update is skipped."""
+    def finite(self, p: Tensor) -> Tensor:
+        """Return 1 on p's device, or 0 if found_inf says that this update is skipped."""
         return p.new_ones(()) if self.found_inf is None else 1 - self.found_inf
 
     def average(self, group: dict) -> None:
         """Move the averages towards the updated weights, unless the update was skipped."""
-        applied = self.applied(group["params"][0])
-        weight = (1 - stretched(AVERAGE_DECAY, group["length"])) * applied
+        finite = self.finite(group["params"][0])
+        weight = (1 - rescale(AVERAGE_DECAY, group["length"])) * finite
         for p in group["params"]:
             if p.grad is not None:
                 state = self.state[p]
@@ -201,7 +205,6 @@ class Muon(torch.optim.AdamW):
 
     def step_matrices(self, group: dict) -> None:
         """Update all matrices of the same shape together, in a few kernels instead of hundreds."""
-        parts = group["parts"]
         by_shape: dict[torch.Size, list] = {}
         for p in group["params"]:
             if p.grad is None:  # frozen
@@ -211,7 +214,7 @@ class Muon(torch.optim.AdamW):
                 state["momentum"] = torch.zeros_like(p)
                 state["row_squares"] = torch.zeros_like(p[:, :1])
             tensors = p, p.grad, state["momentum"], state["row_squares"]
-            for matrix in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True):
+            for matrix in zip(*(t.chunk(group["stacked"]) for t in tensors), strict=True):
                 by_shape.setdefault(matrix[0].shape, []).append(matrix)
         for same in by_shape.values():
             self.update(group, *zip(*same, strict=True))
@@ -224,22 +227,22 @@ class Muon(torch.optim.AdamW):
         moved by -lr * sqrt(longer side / shorter side) times the orthogonal matrix nearest to u.
         """
         rows, cols = matrices[0].shape
-        share = group["share"]
-        warm = min(1.0, share / MOMENTUM_WARMUP)
+        done = group["done"]
+        warm = min(1.0, done / MOMENTUM_WARMUP)
         mu = FIRST_MOMENTUM * (1 - warm) + group["momentum"] * warm
-        row_beta = group["row_beta"] + 0.1 * share
-        decay = group["weight_decay"] * (1 - share) ** group["decay_power"]
-        applied = self.applied(matrices[0])  # 0 zeroes every rate below and so skips the update
-        lr = group["lr"] * applied
+        row_beta = group["row_beta"] + 0.1 * done
+        decay = group["weight_decay"] * (1 - done) ** group["decay_power"]
+        finite = self.finite(matrices[0])  # 0 zeroes every rate below and so skips the update
+        lr = group["lr"] * finite
         m = torch.stack(momenta)  # (n, rows, cols)
         g = torch.stack(gradients)
-        g.masked_fill_(applied == 0, 0)  # NaN times 0 would be NaN
-        m.lerp_(g, (1 - mu) * applied)
+        g.masked_fill_(finite == 0, 0)  # NaN times 0 would be NaN
+        m.lerp_(g, (1 - mu) * finite)
         torch._foreach_copy_(momenta, m.unbind())
         u = g.lerp_(m, mu)
         # without Adam's bias correction, which would scale all rows alike and so change nothing
         squares = torch.stack(row_squares)  # (n, rows, 1)
-        squares.lerp_(u.square().mean(-1, keepdim=True), (1 - row_beta) * applied)
+        squares.lerp_(u.square().mean(-1, keepdim=True), (1 - row_beta) * finite)
         torch._foreach_copy_(row_squares, squares.unbind())
         # back to float32, because small learning rates would underflow in float16
         update = orthogonalize(u / (squares.sqrt() + ROW_EPS), self.dtype).float()

@@ -363,11 +363,11 @@ def run_length(it: int, c: Config, share: float) -> float:
     return min(c.max_iters, it / share) if it and share else c.max_iters
 
 
-def get_lr(it: int, c: Config, length: float, peak: float) -> float:
+def get_lr(it: int, c: Config, length: float, peak: float, floor: float = 0.0) -> float:
     """
     Return the learning rate of iteration `it` in a run of `length` iterations. The rate warms up to
-    `peak`, then decays to the fraction of it that min_lr is of learning_rate. A run with hours
-    warms up for at most a tenth of its iterations.
+    `peak`, then decays to the fraction of it that min_lr is of learning_rate, but never below the
+    fraction `floor`. A run with hours warms up for at most a tenth of its iterations.
     """
     decay_end: float = c.lr_decay_iters or length
     warmup: float = c.warmup_iters
@@ -391,15 +391,15 @@ def get_lr(it: int, c: Config, length: float, peak: float) -> float:
     if c.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * decayed))
     lowest = c.min_lr * (peak / c.learning_rate if c.learning_rate else 1)
-    return max(c.lr_floor * peak, lowest + left * (peak - lowest))
+    return max(floor * peak, lowest + left * (peak - lowest))
 
 
 def set_rates(optimizer, it: int, c: Config, share: float) -> None:
     """Set each group's learning rate for iteration `it`, and what Muon's other schedules follow."""
     length = run_length(it, c, share)
     for group in optimizer.param_groups:
-        group["lr"] = get_lr(it, c, length, group["initial_lr"])
-        group["share"], group["length"] = it / length, length
+        group["lr"] = get_lr(it, c, length, group["peak_lr"], group["lr_floor"])
+        group["done"], group["length"] = it / length, length
 
 
 # -----------------------------------------------------------------------------

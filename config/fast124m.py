@@ -20,10 +20,10 @@ block_size = 1024
 batch_size = 32  # at most: a GPU takes what fits
 tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
 
-optimizer = "muon"  # for the layers' matrices; AdamW trains embeddings, head and vectors
+# The rest of the recipe, such as the rates of embeddings, head and vectors, is in optimizer.py.
+optimizer = "muon"  # for the layers' matrices; AdamW trains everything else
 learning_rate = 0.029
-muon_momentum = 0.96  # rises to this from 0.85
-head_lr = 0.004
+muon_momentum = 0.96
 weight_decay = 0.001
 beta1 = 0.8
 grad_clip = 0.0  # not needed: the size of Muon's updates does not depend on the gradient's
@@ -32,8 +32,7 @@ max_iters = 2750  # 1.44B tokens; --max_iters=2200 or --hours gives a shorter, c
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7  # constant for 30% of the run, then linearly towards zero
-min_lr = 0.0
-lr_floor = 0.2  # but never below a fifth of the peak
+min_lr = 0.0  # but optimizer.py lets no rate fall below a fifth of its peak
 
 eval_interval = 250
 eval_tokens = 10485760  # the published runs evaluated on the same tokens

@@ -18,7 +18,7 @@ _is_bytes = _manifest["tokenizer"] == "byte"
 out_dir = f"out/{_path.parent.name}"
 init_from = "auto"  # the same command resumes an interrupted run
 
-model = "fast"  # its layers are in model_fast.py, and Muon is in optimizer.py
+model = "fast"  # its layers are in model_fast.py
 # a larger model sees fewer tokens in the same time
 n_layer, n_embd = (3, 128) if _is_bytes else (4, 160)
 n_head = 4
@@ -29,10 +29,9 @@ block_size = 256  # a few lines of text as bytes; with a BPE three to four times
 batch_size = 8  # 2,048 tokens per iteration
 gradient_accumulation_steps = 1
 
-optimizer = "muon"
+optimizer = "muon"  # optimizer.py has the rest of the recipe's rates and decays
 learning_rate = 0.029
 muon_momentum = 0.9
-head_lr = 0.004
 weight_decay = 0.001  # applies to embeddings and head
 beta1 = 0.8
 grad_clip = 0.0
@@ -43,7 +42,6 @@ warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
-lr_floor = 0.2
 
 eval_interval = 1 + max_iters // 10  # often enough that best.pt is near the lowest validation loss
 eval_tokens = 262144  # or the whole validation split, if that is smaller

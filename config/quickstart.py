@@ -6,7 +6,7 @@ out_dir = "out/quickstart"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "python_stdlib"  # made on the first run, in seconds, from your Python's own source files
 
-model = "fast"  # its layers are in model_fast.py, and Muon is in optimizer.py
+model = "fast"  # its layers are in model_fast.py
 n_layer = 3
 n_head = 4
 n_embd = 128
@@ -15,10 +15,9 @@ block_size = 128  # bytes
 batch_size = 16
 gradient_accumulation_steps = 1
 
-optimizer = "muon"
+optimizer = "muon"  # optimizer.py has the rest of the recipe's rates and decays
 learning_rate = 0.029
 muon_momentum = 0.9  # better than 0.96 in so short a run (results/README.md)
-head_lr = 0.004
 weight_decay = 0.001
 beta1 = 0.8
 grad_clip = 0.0
@@ -28,7 +27,6 @@ warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
-lr_floor = 0.2
 
 eval_interval = 125
 eval_tokens = 131072  # half of the validation split: its first files are harder than the rest

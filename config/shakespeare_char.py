@@ -6,7 +6,7 @@ out_dir = "out/shakespeare_char"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "shakespeare_char"  # or nanoGPT's folder: --dataset=../nanoGPT/data/shakespeare_char
 
-model = "fast"  # its layers are in model_fast.py, and Muon is in optimizer.py
+model = "fast"  # its layers are in model_fast.py
 n_layer = 3
 n_head = 4
 n_embd = 128
@@ -16,10 +16,9 @@ block_size = 128  # characters
 batch_size = 12
 gradient_accumulation_steps = 1
 
-optimizer = "muon"  # learning rates as in config/fast124m.py, except head_lr
+optimizer = "muon"  # optimizer.py has the rest of the recipe's rates and decays
 learning_rate = 0.029
 muon_momentum = 0.9
-head_lr = 0.002
 weight_decay = 0.001
 beta1 = 0.8
 grad_clip = 0.0
@@ -29,7 +28,6 @@ warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
-lr_floor = 0.2
 
 eval_interval = 500
 eval_tokens = 111540  # the whole validation split, except 51 characters that do not fill a window

@@ -63,7 +63,6 @@ FAST = dict(
     optimizer="muon",
     learning_rate=0.025,
     muon_momentum=0.9,
-    head_lr=0.004,
     weight_decay=0.001,
     beta1=0.8,
     beta2=0.95,

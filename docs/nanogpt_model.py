@@ -42,7 +42,7 @@ class GPT(model.GPT):
         config = Config(**given, beta1=betas[0], beta2=betas[1])
         optimizer = build_optimizer(self, config, self.lm_head.weight.dtype)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"]  # train.py's loop does this before each update
+            group["lr"] = group["peak_lr"]  # train.py's loop does this before each update
         return optimizer
 
     def crop_block_size(self, block_size):

@@ -194,27 +194,27 @@ def parts_of(name: str, weight: Tensor) -> list[Tensor]:
 
 
 def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
-    """Return AdamW's parameter groups, each with its highest rate as `initial_lr`."""
+    """Return AdamW's parameter groups, each with its highest rate as `peak_lr`."""
     vectors = [p for p in model.parameters() if p.dim() == 1]
     beta1 = 0.99 ** (PUBLIC_ITERS / c.max_iters)
     return [
-        dict(params=[model.transformer.wte.weight], initial_lr=0.7),
-        dict(params=[model.lm_head.weight], initial_lr=c.head_lr),
-        dict(params=vectors, initial_lr=0.035, betas=(beta1, 0.0), weight_decay=0.0),
+        dict(params=[model.transformer.wte.weight], peak_lr=0.7),
+        dict(params=[model.lm_head.weight], peak_lr=0.004),
+        dict(params=vectors, peak_lr=0.035, betas=(beta1, 0.0), weight_decay=0.0),
     ]
 
 
 def get_lr(it: int, highest: float, c: Config) -> float:
     """
     Warm up linearly, stay constant, and decay linearly to min_lr over the last decay_fraction of
-    the run, but not below lr_floor of the highest rate.
+    the run, but not below a fifth of the highest rate.
     """
     if it < c.warmup_iters:
         return highest * (it + 1) / (c.warmup_iters + 1)
     decay_iters = c.decay_fraction * c.max_iters
     left = min(1, (c.max_iters - it) / decay_iters)
     lowest = c.min_lr * (highest / c.learning_rate)
-    return max(c.lr_floor * highest, lowest + left * (highest - lowest))
+    return max(0.2 * highest, lowest + left * (highest - lowest))
 
 
 # -----------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Trainer:
 
         lr, done = get_lr(self.it, c.learning_rate, c), self.it / c.max_iters
         for group in self.adamw.param_groups:
-            group["lr"] = get_lr(self.it, group["initial_lr"], c)
+            group["lr"] = get_lr(self.it, group["peak_lr"], c)
             group["betas"] = (group["betas"][0], 0.965 + 0.034 * done)
         self.adamw.step()
         gradients = [part for name, p in self.matrices for part in parts_of(name, p.grad)]

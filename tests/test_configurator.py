@@ -191,15 +191,14 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
         (["--decay_lr=False"], dict(lr_schedule="constant")),
         (["--decay_lr=False", "--lr_schedule=wsd"], dict(lr_schedule="wsd")),
         (["--lr_schedule=constant", "--decay_lr=True"], dict(lr_schedule="constant")),
-        (["--optimizer=muon"], dict(learning_rate=0.029)),
         (["--model=gpt2"], dict(tie_weights=True)),
         (["--model=fast"], dict(tie_weights=False)),
     ],
 )
 def test_translates_nanogpts_flags(argv, expected):
     """
-    Read --wandb_log as tracker and --decay_lr as lr_schedule, where ours wins. Muon has a learning
-    rate of its own, and the fast model its own head.
+    Read --wandb_log as tracker and --decay_lr as lr_schedule, where ours wins. The fast model has
+    its own head.
     """
     config = load_config(argv)
     assert {name: getattr(config, name) for name in expected} == expected
