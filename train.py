@@ -53,7 +53,7 @@ from data.tokenizer import Tokenizer, same_tokenizer
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from training import checkpoint, hardware, preflight
+from training import checkpoint, hardware
 from training.checkpoint import Saver
 from training.clock import Clock, Now, training_seconds
 from training.compiled import compile_checked, freeze_garbage
@@ -196,8 +196,8 @@ def config_of_run(c: Config, start: Start, world_size: int) -> Config:
     c, impossible = resolve(c, world_size, start.resumed["config"] if start.resumed else None)
     problems += impossible
     try:
-        preflight.check_device(c)
-        preflight.check_gpu(c)
+        hardware.check_device(c)
+        hardware.check_gpu(c)
     except UserError as error:
         problems += error.problems
     raise_if_any(problems)

@@ -22,7 +22,7 @@ from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
 from model import GPT, GPTConfig, mean_loss
 from model_fast import FastConfig, build_model, model_config
-from training import hardware, preflight, speed
+from training import hardware, speed
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
 from training.speed import count_flops
@@ -235,7 +235,7 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     """Pick CUDA before MPS before the CPU, and a dtype for that device, unless a key names one."""
     machine(**here)
     config = Config(**keys)
-    preflight.check_device(config)
+    hardware.check_device(config)
     found = hardware.set_up(config)
     assert (found.device.type, found.dtype) == (device, dtype)
     source = "measured" if not peak else "peak_tflops" if config.peak_tflops else "gpus.csv"
@@ -257,11 +257,11 @@ REFUSED = [  # a machine, keys -> words of the error
 def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words, machine):
     machine(**here)
     with pytest.raises(UserError) as refusal:
-        preflight.check_device(Config(**keys))
+        hardware.check_device(Config(**keys))
     (problem,) = refusal.value.problems
     assert all(word in problem for word in words.split("; "))
     if words == CUDA_BUILD:  # alone on the last line, so that it can be copied
-        assert problem.splitlines()[-1].strip() == preflight.CUDA_BUILD
+        assert problem.splitlines()[-1].strip() == hardware.CUDA_BUILD
 
 
 @pytest.mark.parametrize("local_rank, gpus, number", [(1, 2, 1), (3, 1, 0)])
@@ -283,9 +283,9 @@ def test_measures_a_matmul_of_random_numbers_without_changing_the_random_state(m
         now[0] += 2 * len(a) ** 3 / 4e12 * (1 if len(seen) % 8 != 1 else 3)
 
     monkeypatch.setattr(nn.functional, "linear", multiply)
-    monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(hardware, "perf_counter", lambda: now[0])
     state = torch.get_rng_state()
-    measured = speed.measure_matmul(torch.device("cpu"), FP32, lambda: None)
+    measured = hardware.measure_matmul(Hardware(torch.device("cpu"), FP32, "", 0.0, ""))
     assert measured == pytest.approx(4) and {len(a) for a in seen} == {512, 1024, 2048}
     assert seen[0].std().item() == pytest.approx(1, abs=0.02)
     assert torch.equal(torch.get_rng_state(), state)
@@ -473,7 +473,7 @@ def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
 RESIDENT = """
 import re, torch
 from configurator import Config
-from training import hardware, preflight, speed
+from training import hardware
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 def grown(before):

@@ -1,26 +1,29 @@
 """
-Choose and set up the device, and report its dtype, memory and MFU.
+Check, choose and set up the device, and report its dtype, memory and MFU.
 
 MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
 the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and speed.py
-counts FLOPs. Where no data sheet gives a peak, as on a CPU, a matmul at the start measures it.
+counts
+FLOPs. Where no data sheet gives a peak, as on a CPU, a matmul at the start measures it.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
+from common.console import COMMAND, UserError
 from configurator import Config, divisors
 from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
-from training.speed import measure_matmul
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.
@@ -31,6 +34,9 @@ PLAIN_ATTENTION_TOKENS = 512
 # How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
 # Windows' and MPS's
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
+CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
+# `+cu130` makes pip replace a CPU build of the same version too
+CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 
 
 @dataclass
@@ -130,6 +136,39 @@ class Hardware:
 
 
 # -----------------------------------------------------------------------------
+# Checking, before a run
+
+
+def check_device(config: Config) -> None:
+    """Raise UserError if there is no such device."""
+    wanted = config.device
+    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
+        raise UserError(f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu")
+    kind, _, number = wanted.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
+        anyway = "--device=cpu trains without one"
+        raise UserError(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
+
+
+def check_gpu(config: Config) -> None:
+    """Raise UserError if a run for a GPU would train on the CPU because torch sees no GPU."""
+    if config.device != "auto" or choose_device(config, local_rank=0).type != "cpu":
+        return
+    if config.iter_tokens > CPU_TOKENS and not config.eval_only:
+        tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
+        anyway = "--device=cpu trains anyway"
+        raise UserError(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
+
+
+def cuda_hint() -> str:
+    """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
+    if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
+        return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
+    return "check the driver with nvidia-smi"
+
+
+# -----------------------------------------------------------------------------
 # Choosing and setting up
 
 
@@ -189,9 +228,29 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
     if not hw.peak_tflops:
-        hw.peak_tflops = measure_matmul(device, dtype, hw.synchronize)
+        hw.peak_tflops = measure_matmul(hw)
         hw.peak_source = "measured"
     return hw
+
+
+def measure_matmul(hw: Hardware) -> float:
+    """
+    Return the TFLOP/s of the fastest of eight matmuls in hw.dtype. The matrices grow until one
+    takes 2 ms, because small ones cannot keep a fast device busy. They hold random numbers, because
+    ones need less power, so a GPU that lacks power would look fast.
+    """
+    generator = torch.Generator(hw.device).manual_seed(0)  # leaves the run's random numbers alone
+    size, best = 256, 0.0
+    while best < 0.002 and size < 4096:
+        size, best = 2 * size, math.inf
+        a = torch.randn(size, size, dtype=hw.dtype, device=hw.device, generator=generator)
+        for _ in range(8):  # the first one also loads the kernel
+            hw.synchronize()
+            began = perf_counter()
+            torch.nn.functional.linear(a, a)  # torch.mm is slower in half precision on a CPU
+            hw.synchronize()
+            best = min(best, perf_counter() - began)
+    return 2 * size**3 / best / 1e12
 
 
 def limit_memory(device: torch.device) -> None:

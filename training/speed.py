@@ -1,12 +1,7 @@
-"""
-Count a model's FLOPs, describe a model, and time a matmul. Peaks from data sheets are in gpus.py.
-"""
+"""Count a model's FLOPs, and describe a model."""
 
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
 
 import torch
 
@@ -55,23 +50,3 @@ def describe(model, vocab: int) -> str:
         work = f"{count(flops)} FLOPs per token, counted by PyTorch"
     name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"
     return f"model: {name}, {vocabulary}, {work}"
-
-
-def measure_matmul(device: torch.device, dtype: torch.dtype, synchronize: Callable) -> float:
-    """
-    Return the TFLOP/s of the fastest of eight matmuls in `dtype`. The matrices grow until one takes
-    2 ms, because small ones cannot keep a fast device busy. They hold random numbers, because ones
-    need less power, so a GPU that lacks power would look fast.
-    """
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random numbers alone
-    size, best = 256, 0.0
-    while best < 0.002 and size < 4096:
-        size, best = 2 * size, math.inf
-        a = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
-        for _ in range(8):  # the first one also loads the kernel
-            synchronize()
-            began = perf_counter()
-            torch.nn.functional.linear(a, a)  # torch.mm is slower in half precision on a CPU
-            synchronize()
-            best = min(best, perf_counter() - began)
-    return 2 * size**3 / best / 1e12
