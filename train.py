@@ -57,12 +57,11 @@ from training import checkpoint, hardware
 from training.checkpoint import Saver
 from training.clock import Clock, Now, training_seconds
 from training.compiled import compile_checked, freeze_garbage
+from training.cost import describe, fit_run
 from training.hardware import Hardware
 from training.log import Log, evaluation_line, origin_lines
-from training.memory import fit_run
 from training.pretrained import ARCHITECTURE, check_fields, load_pretrained, load_weights
 from training.ranks import Ranks, StopSignals, end_process
-from training.speed import describe
 
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. Other keys get the command's values, or their

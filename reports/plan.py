@@ -21,18 +21,18 @@ from data.shards import open_dataset
 from model import GPTConfig
 from model_fast import model_config
 from training import hardware
-from training.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
-from training.memory import (
+from training.cost import (
     CHOSEN_MEMORY,
     USABLE_MEMORY,
     checkpoint_bytes,
     choose_batch,
+    count_flops,
     count_parameters,
     count_trained,
     memory_bytes,
 )
+from training.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
 from training.pretrained import ARCHITECTURE, load_pretrained
-from training.speed import count_flops
 
 # What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
 # take memory traffic and few FLOPs, and no published MFU includes them

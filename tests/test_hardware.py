@@ -22,10 +22,10 @@ from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
 from model import GPT, GPTConfig, mean_loss
 from model_fast import FastConfig, build_model, model_config
-from training import hardware, speed
+from training import cost, hardware
+from training.cost import count_flops
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
-from training.speed import count_flops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -96,7 +96,7 @@ def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypa
                 loss = loss + mean_loss(x, self.second.weight, targets, self.config)
             return loss
 
-    monkeypatch.setattr(speed, "build_model", Changed)
+    monkeypatch.setattr(cost, "build_model", Changed)
     # counts are cached by config, so use sizes that no other test has
     sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=48, vocab_size=100)
     config = GPTConfig(**sizes, bias=False, tie_weights=False)
@@ -109,7 +109,7 @@ def test_counting_flops_keeps_the_random_state_of_a_model_that_seeds_itself(monk
         torch.manual_seed(5)
         return build_model(config)
 
-    monkeypatch.setattr(speed, "build_model", seeded)
+    monkeypatch.setattr(cost, "build_model", seeded)
     before = torch.get_rng_state()
     assert count_flops(GPTConfig(vocab_size=61, block_size=8, n_layer=1, n_head=1, n_embd=8))
     assert torch.equal(torch.get_rng_state(), before)

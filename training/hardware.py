@@ -2,8 +2,7 @@
 Check, choose and set up the device, and report its dtype, memory and MFU.
 
 MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
-the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and speed.py
-counts
+the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and cost.py counts
 FLOPs. Where no data sheet gives a peak, as on a CPU, a matmul at the start measures it.
 """
 

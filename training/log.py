@@ -22,8 +22,8 @@ from configurator import FIELDS, NOT_WEIGHTS, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import Saver, checkpoint_path
 from training.clock import Clock, Speed, clock_time, training_seconds
+from training.cost import count_flops, describe
 from training.hardware import Hardware
-from training.speed import count_flops, describe
 from training.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
