@@ -452,7 +452,7 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(system, releas
     into system memory without a word.
     """
     seen = machine(system=system, release=release, gpu="a card")
-    runpy.run_path(hardware.__file__)["limit_memory"](torch.device("cuda", 0))
+    runpy.run_path(hardware.__file__)["set_up"](Config(peak_tflops=1.0))
     assert seen == pytest.approx(limits)
 
 

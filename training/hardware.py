@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 
 from common.console import COMMAND, UserError
-from configurator import Config, divisors
+from configurator import Config, micro_batches
 from model import GPTConfig
 from training.gpus import GIB, find_row, row_peak
 
@@ -61,16 +61,6 @@ class Hardware:
         parts += [self.dtype_name] if self.compiles else [self.dtype_name, "not compiled"]
         peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
         return f"device: {', '.join(parts)}; peak {peak}"
-
-    def record(self) -> dict:
-        """Return what a run's log records about the device."""
-        return dict(
-            device=self.name,
-            device_type=self.device.type,
-            dtype=self.dtype_name,
-            peak_tflops=self.peak_tflops,
-            peak_source=self.peak_source,
-        )
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return a context in which the forward pass runs its matmuls in `dtype`."""
@@ -209,7 +199,11 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     hw.compiles = config.compile and hw.can_compile and not config.eval_only
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        limit_memory(device)
+        if WINDOWS_DRIVER:
+            # Too large a batch must raise an error. Without a limit, this driver would silently
+            # spill to system memory, which makes training several times slower.
+            free, total = torch.cuda.mem_get_info(device)
+            torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         peak = hw.row and row_peak(hw.row, hw.dtype_name, config.tf32)
@@ -252,17 +246,6 @@ def measure_matmul(hw: Hardware) -> float:
     return 2 * size**3 / best / 1e12
 
 
-def limit_memory(device: torch.device) -> None:
-    """
-    Limit torch to the GPU's free memory, so that too large a batch raises an error. Without a
-    limit, the driver for Windows and WSL2 would silently spill to system memory, which makes
-    training several times slower.
-    """
-    if WINDOWS_DRIVER:
-        free, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
-
-
 def keep_freed_memory() -> None:
     """
     Make glibc's malloc keep freed memory. By default malloc returns blocks above 32 MB to the
@@ -296,7 +279,7 @@ def explain_memory(error: Exception, config: Config, world_size: int) -> str:
     """
     if not is_out_of_memory(error):
         return ""
-    smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
+    smaller = micro_batches(config.iter_sequences, world_size, config.batch_size - 1)
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:
         half = " or --dtype=bfloat16" if config.dtype == "float32" else ""

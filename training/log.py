@@ -104,7 +104,11 @@ class Log:
             world_size=self.world_size,
             torch=torch.__version__,
             commit=commit,
-            **self.hw.record(),
+            device=self.hw.name,
+            device_type=self.hw.device.type,
+            dtype=self.hw.dtype_name,
+            peak_tflops=self.hw.peak_tflops,
+            peak_source=self.hw.peak_source,
             **self.data.record(),
         )
 
