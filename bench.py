@@ -56,7 +56,7 @@ from data.missing import vocab_where_missing
 from reports import plan
 from reports.check import check
 from reports.runs import Run, percentile, read_run
-from training import hardware, preflight
+from training import hardware
 
 CHILD = Path(__file__).with_name("reports") / "bench_child.py"
 POLL_SECONDS = 0.2  # how often to read the log
@@ -363,7 +363,7 @@ def main(argv: list[str]) -> int:
     config = load(keys, other_flags=vars(options))
     options.keys = keys
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
-        preflight.check_device(config)
+        hardware.check_device(config)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     result = MODES[mode](config, options)

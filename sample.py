@@ -24,7 +24,7 @@ from configurator import NOT_WEIGHTS, Config, Dtype, read_config
 from data.tokenizer import Tokenizer
 from model import GPT, generate
 from model_fast import FastGPT, build_model, config_from_dict
-from training import hardware, preflight
+from training import hardware
 from training.pretrained import load_pretrained, load_weights, read_weights
 
 RULER = "---------------"
@@ -95,7 +95,7 @@ def until_end(ids: list[int], text: Tokenizer) -> list[int]:
 
 def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
-    preflight.check_device(Config(device=c.device, dtype=c.dtype))
+    hardware.check_device(Config(device=c.device, dtype=c.dtype))
     prompt = read_prompt(c.start)
     # In a training config, auto and scratch also mean the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS

@@ -42,12 +42,11 @@ from training import checkpoint, hardware
 from training.checkpoint import RunFolder
 from training.clock import Clock, Now
 from training.compiled import compile_checked, freeze_garbage
+from training.cost import describe, fit_batch
 from training.hardware import Hardware
 from training.log import Log, evaluation_line, origin_lines
-from training.memory import fit_batch
 from training.pretrained import load_weights
 from training.ranks import Ranks, StopSignals, end_process
-from training.speed import describe
 from training.start import Progress, Start, check_alike, check_data, choose_run, is_done, open_data
 
 RETRY_SECONDS = 30  # seconds from a failed save to the next attempt

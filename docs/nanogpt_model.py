@@ -7,8 +7,8 @@ from configurator import Config
 from model import GPTConfig
 from model_fast import config_from_dict
 from optimizer import build_optimizer
+from training.cost import count_flops
 from training.pretrained import load_pretrained
-from training.speed import count_flops
 
 
 class LayerNorm(nn.LayerNorm):

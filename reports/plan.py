@@ -20,19 +20,19 @@ from data.missing import DOWNLOADED_ON_DEMAND, MOST_TOKENS, run_tokens, vocab_wh
 from data.shards import open_dataset
 from model import GPTConfig
 from model_fast import model_config
-from training import hardware, preflight
-from training.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
-from training.memory import (
+from training import hardware
+from training.cost import (
     CHOSEN_MEMORY,
     USABLE_MEMORY,
     checkpoint_bytes,
     choose_batch,
+    count_flops,
     count_parameters,
     count_trained,
     memory_bytes,
 )
+from training.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
 from training.pretrained import ARCHITECTURE, load_pretrained
-from training.speed import count_flops
 
 # What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
 # take memory traffic and few FLOPs, and no published MFU includes them
@@ -118,7 +118,7 @@ class Card:
 def find_card(config: Config, name: str | None) -> Card:
     """Return the GPU that --gpu names, else this machine's device."""
     if not name:
-        preflight.check_device(config)
+        hardware.check_device(config)
         hw = hardware.set_up(config)
         name, dtype = hw.name, hw.dtype_name
         return Card(name, dtype, hw.peak_tflops, hw.peak_source, hw.memory_gib(), hw.row)

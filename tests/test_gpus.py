@@ -19,10 +19,10 @@ from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
 from model import GPTConfig
 from model_fast import build_model, model_config
-from training import memory
+from training import cost
+from training.cost import CONTEXT_BYTES, checkpoint_bytes, fit_batch, memory_bytes
 from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 from training.hardware import Hardware
-from training.memory import CONTEXT_BYTES, checkpoint_bytes, fit_batch, memory_bytes, memory_needed
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
 N = 124_373_760  # parameters of GPT-2 124M
@@ -105,7 +105,7 @@ def test_memory_sizes_in_config_comments_are_plans_estimates(path):
     claims = re.findall(r"(\d+)(?:  # estimated:| would need| +) ([\d.]+) GiB", read(path))
     assert str(config.batch_size) in dict(claims)
     for batch_size, gib in ((int(size), float(gib)) for size, gib in claims):
-        needed = memory_needed(config, model_of(config), "bfloat16", batch_size)
+        needed = sum(memory_bytes(config, model_of(config), "bfloat16", batch_size).values())
         assert gib == pytest.approx(needed / 2**30, abs=0.06)
         assert batch_size * config.block_size * 50304 < 2**31  # 32-bit indices reach all logits
 
@@ -130,7 +130,7 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
     config = load_config(row["command"].split())
     sizes = (config, model_of(config), config.dtype, config.batch_size)
     assert tensor_bytes(*sizes) / GIB == pytest.approx(row["allocated_gib"], rel=0.05)
-    reserved = memory_needed(*sizes) - CONTEXT_BYTES
+    reserved = sum(memory_bytes(*sizes).values()) - CONTEXT_BYTES
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
 
 
@@ -143,14 +143,14 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(recipe, monkeyp
         model.transformer.requires_grad_(False)
         return model
 
-    monkeypatch.setattr(memory, "build_model", frozen)
+    monkeypatch.setattr(cost, "build_model", frozen)
     config, _ = resolve(Config(**recipe | dict(n_embd=320, n_head=5, n_layer=1, bias=False)), 1)
     model = model_of(replace(config, tie_weights=False))
     head = 4 * 320 * 50304
     parts = memory_bytes(config, model, "bfloat16", 8)
     each = 3 if recipe else 2
     assert (parts["gradients"], parts["optimizer"]) == (head, each * head)
-    assert checkpoint_bytes(config, model) == 4 * memory.count_parameters(model) + each * head
+    assert checkpoint_bytes(config, model) == 4 * cost.count_parameters(model) + each * head
 
 
 FITTED = [  # GiB of a GPU, processes, flags, batch_size of a run to resume, the one taken

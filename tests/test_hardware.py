@@ -22,10 +22,10 @@ from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
 from model import GPT, GPTConfig, mean_loss
 from model_fast import FastConfig, build_model, model_config
-from training import hardware, preflight, speed
+from training import cost, hardware
+from training.cost import count_flops
 from training.gpus import find_row, read_gpu_table, row_peak
 from training.hardware import Hardware
-from training.speed import count_flops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -96,7 +96,7 @@ def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypa
                 loss = loss + mean_loss(x, self.second.weight, targets, self.config)
             return loss
 
-    monkeypatch.setattr(speed, "build_model", Changed)
+    monkeypatch.setattr(cost, "build_model", Changed)
     # counts are cached by config, so use sizes that no other test has
     sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=48, vocab_size=100)
     config = GPTConfig(**sizes, bias=False, tie_weights=False)
@@ -109,7 +109,7 @@ def test_counting_flops_keeps_the_random_state_of_a_model_that_seeds_itself(monk
         torch.manual_seed(5)
         return build_model(config)
 
-    monkeypatch.setattr(speed, "build_model", seeded)
+    monkeypatch.setattr(cost, "build_model", seeded)
     before = torch.get_rng_state()
     assert count_flops(GPTConfig(vocab_size=61, block_size=8, n_layer=1, n_head=1, n_embd=8))
     assert torch.equal(torch.get_rng_state(), before)
@@ -235,7 +235,7 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     """Pick CUDA before MPS before the CPU, and a dtype for that device, unless a key names one."""
     machine(**here)
     config = Config(**keys)
-    preflight.check_device(config)
+    hardware.check_device(config)
     found = hardware.set_up(config)
     assert (found.device.type, found.dtype) == (device, dtype)
     source = "measured" if not peak else "peak_tflops" if config.peak_tflops else "gpus.csv"
@@ -257,11 +257,11 @@ REFUSED = [  # a machine, keys -> words of the error
 def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words, machine):
     machine(**here)
     with pytest.raises(UserError) as refusal:
-        preflight.check_device(Config(**keys))
+        hardware.check_device(Config(**keys))
     (problem,) = refusal.value.problems
     assert all(word in problem for word in words.split("; "))
     if words == CUDA_BUILD:  # alone on the last line, so that it can be copied
-        assert problem.splitlines()[-1].strip() == preflight.CUDA_BUILD
+        assert problem.splitlines()[-1].strip() == hardware.CUDA_BUILD
 
 
 @pytest.mark.parametrize("local_rank, gpus, number", [(1, 2, 1), (3, 1, 0)])
@@ -283,9 +283,9 @@ def test_measures_a_matmul_of_random_numbers_without_changing_the_random_state(m
         now[0] += 2 * len(a) ** 3 / 4e12 * (1 if len(seen) % 8 != 1 else 3)
 
     monkeypatch.setattr(nn.functional, "linear", multiply)
-    monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(hardware, "perf_counter", lambda: now[0])
     state = torch.get_rng_state()
-    measured = speed.measure_matmul(torch.device("cpu"), FP32, lambda: None)
+    measured = hardware.measure_matmul(Hardware(torch.device("cpu"), FP32, "", 0.0, ""))
     assert measured == pytest.approx(4) and {len(a) for a in seen} == {512, 1024, 2048}
     assert seen[0].std().item() == pytest.approx(1, abs=0.02)
     assert torch.equal(torch.get_rng_state(), state)
@@ -432,7 +432,7 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(system, releas
     into system memory without a word.
     """
     seen = machine(system=system, release=release, gpu="a card")
-    runpy.run_path(hardware.__file__)["limit_memory"](torch.device("cuda", 0))
+    runpy.run_path(hardware.__file__)["set_up"](Config(peak_tflops=1.0))
     assert seen == pytest.approx(limits)
 
 
@@ -453,7 +453,7 @@ def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
 RESIDENT = """
 import re, torch
 from configurator import Config
-from training import hardware, preflight, speed
+from training import hardware
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 def grown(before):

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "model": [],
     "model_fast": ["model"],
     "training": LIBRARY,
-    "training/memory.py": ["optimizer", *LIBRARY],
+    "training/cost.py": ["optimizer", *LIBRARY],
     "optimizer": ["configurator", "model", "model_fast", "common"],
     "train": ["optimizer", *LIBRARY],
     "sample": LIBRARY,

@@ -21,7 +21,6 @@ from statistics import median
 from common.console import UserError
 
 GIB = 2**30
-GPU_TABLE = Path(__file__).with_name("gpus.csv")
 PEAK_COLUMNS = dict(bfloat16="bf16_tflops", float16="fp16_tflops", float32="fp32_tflops")
 # The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
 # in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
@@ -36,7 +35,7 @@ PUBLISHED_WIDTH = 768  # n_embd of the models whose MFUs are published
 
 
 def read_gpu_table() -> list[dict[str, str]]:
-    with open(GPU_TABLE, newline="", encoding="utf-8") as file:
+    with open(Path(__file__).with_name("gpus.csv"), newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -101,18 +100,17 @@ def resolve_gpu(typed: str) -> dict[str, str]:
     that differ only in their memory, this returns the first row. Raises UserError if there is none,
     or if several fit and their peaks differ.
     """
-    rows = [row for row in read_gpu_table() if compact(typed) in compact(name_and_memory(row))]
-    if not rows or not compact(typed):
+    wanted = compact(typed)
+    rows = {f"{short_name(row)} {row['memory_gib']}GB": row for row in read_gpu_table()}
+    rows = {name: row for name, row in rows.items() if wanted in compact(name)}
+    if not rows or not wanted:
         raise UserError(f"gpu: {typed!r} is unknown; training/gpus.csv lists the known ones")
-    rows = [row for row in rows if compact(typed) == compact(short_name(row))] or rows
-    if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in rows}) > 1:
-        names = " or ".join(f"--gpu='{name_and_memory(row)}'" for row in rows)
+    exact = {name: row for name, row in rows.items() if wanted == compact(short_name(row))}
+    rows = exact or rows
+    if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in rows.values()}) > 1:
+        names = " or ".join(f"--gpu='{name}'" for name in rows)
         raise UserError(f"gpu: {typed!r} fits several cards; type {names}")
-    return rows[0]
-
-
-def name_and_memory(row: dict[str, str]) -> str:
-    return f"{short_name(row)} {row['memory_gib']}GB"
+    return next(iter(rows.values()))
 
 
 def compact(name: str) -> str:

@@ -1,25 +1,27 @@
 """
-Choose and set up the device, and report its dtype, memory and MFU.
+Check, choose and set up the device, and report its dtype, memory and MFU.
 
 MFU (model FLOPs utilisation) is the model's FLOPs per second divided by the device's dense peak for
-the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and speed.py
-counts FLOPs. Where no data sheet gives a peak, as on a CPU, a matmul at the start measures it.
+the dtype in use (PaLM paper, appendix B). gpus.py reads the peaks from gpus.csv, and cost.py counts
+FLOPs. Where no data sheet gives a peak, as on a CPU, a matmul at the start measures it.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from configurator import Config, divisors
+from common.console import COMMAND, UserError
+from configurator import Config, micro_batches
 from training.gpus import GIB, find_row, row_peak
-from training.speed import measure_matmul
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.
@@ -27,6 +29,9 @@ WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lo
 # How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
 # Windows' and MPS's
 OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
+CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
+# `+cu130` makes pip replace a CPU build of the same version too
+CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
 
 
 @dataclass
@@ -52,16 +57,6 @@ class Hardware:
         parts += [self.dtype_name] if self.compiles else [self.dtype_name, "not compiled"]
         peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
         return f"device: {', '.join(parts)}; peak {peak}"
-
-    def record(self) -> dict:
-        """Return what a run's log records about the device."""
-        return dict(
-            device=self.name,
-            device_type=self.device.type,
-            dtype=self.dtype_name,
-            peak_tflops=self.peak_tflops,
-            peak_source=self.peak_source,
-        )
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return a context in which the forward pass runs its matmuls in `dtype`."""
@@ -112,6 +107,39 @@ class Hardware:
 
 
 # -----------------------------------------------------------------------------
+# Checking, before a run
+
+
+def check_device(config: Config) -> None:
+    """Raise UserError if there is no such device."""
+    wanted = config.device
+    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
+        raise UserError(f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu")
+    kind, _, number = wanted.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
+        anyway = "--device=cpu trains without one"
+        raise UserError(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
+
+
+def check_gpu(config: Config) -> None:
+    """Raise UserError if a run for a GPU would train on the CPU because torch sees no GPU."""
+    if config.device != "auto" or choose_device(config, local_rank=0).type != "cpu":
+        return
+    if config.iter_tokens > CPU_TOKENS and not config.eval_only:
+        tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
+        anyway = "--device=cpu trains anyway"
+        raise UserError(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
+
+
+def cuda_hint() -> str:
+    """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
+    if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
+        return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
+    return "check the driver with nvidia-smi"
+
+
+# -----------------------------------------------------------------------------
 # Choosing and setting up
 
 
@@ -154,7 +182,11 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
     hw.compiles = config.compile and device.type != "mps" and not config.eval_only
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        limit_memory(device)
+        if WINDOWS_DRIVER:
+            # Too large a batch must raise an error. Without a limit, this driver would silently
+            # spill to system memory, which makes training several times slower.
+            free, total = torch.cuda.mem_get_info(device)
+            torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
         peak = hw.row and row_peak(hw.row, hw.dtype_name, config.tf32)
@@ -172,20 +204,29 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
     if not hw.peak_tflops:
-        hw.peak_tflops = measure_matmul(device, dtype, hw.synchronize)
+        hw.peak_tflops = measure_matmul(hw)
         hw.peak_source = "measured"
     return hw
 
 
-def limit_memory(device: torch.device) -> None:
+def measure_matmul(hw: Hardware) -> float:
     """
-    Limit torch to the GPU's free memory, so that too large a batch raises an error. Without a
-    limit, the driver for Windows and WSL2 would silently spill to system memory, which makes
-    training several times slower.
+    Return the TFLOP/s of the fastest of eight matmuls in hw.dtype. The matrices grow until one
+    takes 2 ms, because small ones cannot keep a fast device busy. They hold random numbers, because
+    ones need less power, so a GPU that lacks power would look fast.
     """
-    if WINDOWS_DRIVER:
-        free, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
+    generator = torch.Generator(hw.device).manual_seed(0)  # leaves the run's random numbers alone
+    size, best = 256, 0.0
+    while best < 0.002 and size < 4096:
+        size, best = 2 * size, math.inf
+        a = torch.randn(size, size, dtype=hw.dtype, device=hw.device, generator=generator)
+        for _ in range(8):  # the first one also loads the kernel
+            hw.synchronize()
+            began = perf_counter()
+            torch.nn.functional.linear(a, a)  # torch.mm is slower in half precision on a CPU
+            hw.synchronize()
+            best = min(best, perf_counter() - began)
+    return 2 * size**3 / best / 1e12
 
 
 def keep_freed_memory() -> None:
@@ -221,7 +262,7 @@ def explain_memory(error: Exception, config: Config, world_size: int) -> str:
     """
     if not is_out_of_memory(error):
         return ""
-    smaller = [n for n in divisors(config.iter_sequences // world_size) if n < config.batch_size]
+    smaller = [n for n in micro_batches(config, world_size) if n < config.batch_size]
     line = f"out of memory with batch_size={config.batch_size}"
     if not smaller:
         half = " or --dtype=bfloat16" if config.dtype == "float32" else ""

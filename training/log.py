@@ -22,9 +22,9 @@ from configurator import FIELDS, NOT_WEIGHTS, Config, batch_line, config_values
 from data.shards import Dataset
 from training.checkpoint import RunFolder, checkpoint_path
 from training.clock import Clock, Speed, clock_time, training_hours
+from training.cost import count_flops, describe
 from training.hardware import Hardware
 from training.ranks import Ranks
-from training.speed import count_flops, describe
 from training.start import Progress, Start
 from training.tracker import Tracker
 
@@ -102,7 +102,11 @@ class Log:
             world_size=self.world_size,
             torch=torch.__version__,
             commit=commit,
-            **self.hw.record(),
+            device=self.hw.name,
+            device_type=self.hw.device.type,
+            dtype=self.hw.dtype_name,
+            peak_tflops=self.hw.peak_tflops,
+            peak_source=self.hw.peak_source,
             **self.data.record(),
         )
 

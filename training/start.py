@@ -15,7 +15,7 @@ from configurator import FIELDS, NOT_WEIGHTS, Config, read_config, resolve
 from data.missing import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
-from training import checkpoint, hardware, preflight
+from training import checkpoint, hardware
 from training.clock import training_hours
 from training.pretrained import ARCHITECTURE, check_fields, load_pretrained
 from training.ranks import Ranks
@@ -88,8 +88,8 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, Start]:
     c, impossible = resolve(c, world_size, before)
     problems += impossible
     try:
-        preflight.check_device(c)
-        preflight.check_gpu(c)
+        hardware.check_device(c)
+        hardware.check_gpu(c)
     except UserError as error:
         problems += error.problems
     raise_if_any(problems)

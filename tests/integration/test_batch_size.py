@@ -11,8 +11,8 @@ from program import ROOT, flags, refused, run
 from common.console import UserError
 from configurator import Config, config_values, load_config
 from training import start
+from training.cost import fit_batch
 from training.hardware import Hardware
-from training.memory import fit_batch
 from training.start import Start
 
 CPU = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "")

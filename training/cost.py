@@ -1,0 +1,217 @@
+"""
+Say what training a model costs: its parameters, FLOPs, GPU memory and checkpoints; and choose a
+micro-batch that fits.
+"""
+
+import copy
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from common.console import count, say, warn
+from configurator import Config, micro_batches, with_batch
+from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
+from model_fast import FastConfig, FastGPT, build_model, config_to_dict, model_config
+from optimizer import build_optimizer
+from training.gpus import GIB
+from training.hardware import WINDOWS_DRIVER, Hardware
+
+# estimated size of CUDA's context and its libraries' workspaces, which torch does not allocate
+CONTEXT_BYTES = 0.55e9
+# Memory that the allocator holds beyond its tensors, as a fraction of them. It is higher without
+# expandable segments, which Windows' driver lacks.
+FRAGMENTATION = 0.06 if WINDOWS_DRIVER else 0.01
+# The fraction of a GPU's memory that a run can use. The driver and a desktop need some, and torch
+# reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).
+USABLE_MEMORY = 0.9
+# The fraction of a GPU's memory that a run fills if it chooses its micro-batch. A browser or a game
+# that is opened later must not end the run. On 12 GB, the fast recipe leaves 5 GiB with 8 sequences
+# and 2.3 GiB with 16, and nobody has measured that 16 is faster there.
+CHOSEN_MEMORY = 0.75
+MICRO_BATCH = 8  # the largest micro-batch that a run without CUDA chooses
+
+
+# -----------------------------------------------------------------------------
+# Parameters and FLOPs
+
+
+@functools.cache
+def meta_model(config: GPTConfig) -> GPT | FastGPT:
+    """Build the model on the meta device: only names and shapes. It is cached; do not change it."""
+    with torch.device("meta"):
+        return build_model(config)
+
+
+@functools.cache
+def count_parameters(config: GPTConfig) -> int:
+    return sum(p.numel() for p in meta_model(config).parameters())
+
+
+@functools.cache
+def count_trained(config: GPTConfig) -> int:
+    """Count the parameters that are not frozen. Only these have gradients and optimizer state."""
+    return sum(p.numel() for p in meta_model(config).parameters() if p.requires_grad)
+
+
+@functools.cache
+def count_flops(config: GPTConfig) -> float | None:
+    """
+    Return the FLOPs of training on one token, by running one sequence forward and backward without
+    data or memory; None if the model does not run on fake tensors. torch counts all matmuls, and
+    attention as if it had no mask. For GPT-2 the result is the PaLM paper's 6 N + 12 L H Q T
+    (appendix B) without the norms.
+    """
+    # imported lazily: FakeTensorMode imports torch's compiler, which takes a second
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    try:
+        # Fake tensors need no memory and draw no random numbers, but a modified model may set the
+        # seed. torch cannot count FLOPs of the CPU's fused attention.
+        with torch.random.fork_rng([]), FakeTensorMode():
+            model = build_model(replace(config, loss_chunk="off"))
+            idx = torch.zeros(1, config.block_size, dtype=torch.long)
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                torch.autograd.backward(model(idx, idx))
+    except Exception:  # a modified model can raise anything
+        return None
+    return counter.get_total_flops() / config.block_size
+
+
+def describe(model, vocab: int) -> str:
+    """
+    Describe a model: its file, which is where to edit its layers, its size and its FLOPs. `vocab`
+    is the vocabulary size before padding.
+    """
+    kind = config_to_dict(model.config)["model"]
+    parameters = sum(p.numel() for p in model.parameters())
+    rows, flops = model.config.vocab_size, count_flops(model.config)
+    vocabulary = f"vocabulary {vocab}" if rows == vocab else f"vocabulary {vocab}, padded to {rows}"
+    work = "FLOPs not known, because it does not run on fake tensors"
+    if flops:
+        work = f"{count(flops)} FLOPs per token, counted by PyTorch"
+    name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"
+    return f"model: {name}, {vocabulary}, {work}"
+
+
+# -----------------------------------------------------------------------------
+# Memory
+
+
+def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
+    """
+    Return the bytes of GPU memory that training takes at its peak, by part. `dtype` is the matmuls'
+    dtype, such as "bfloat16". The estimate counts the tensors that autograd keeps;
+    docs/internals/memory_model.md explains each number, and tests/test_gpus.py checks them on a
+    CPU, and against torch's allocator on simulated GPUs.
+    """
+    is_fast, compiled = isinstance(model, FastConfig), config.compile
+    tokens = batch_size * model.block_size
+    value = 4 if dtype == "float32" else 2  # bytes of a value in a matmul
+    # bytes of a value in the residual stream
+    stream = 2 if dtype == "bfloat16" and (compiled or is_fast) else 4
+
+    # Autocast copies the matrices of matmuls, so no embedding is copied unless tied to the head.
+    others = [m for m in meta_model(model).modules() if not isinstance(m, nn.Embedding)]
+    in_matmuls = sum(p.numel() for m in others for p in m.parameters(recurse=False))
+    copies = 0 if dtype == "float32" else 2 * in_matmuls
+
+    # What a block keeps of each token until its backward pass: the outputs of both norms, q, k and
+    # v, attention's output, and the MLP's hidden layer before and after the activation
+    values = 2 + 3 + 1 + 4 + 4
+    if is_fast:
+        values += 2  # q and k after norm and rotation
+    channel = values * value + 2 * stream  # each of the two norms keeps the residual stream
+    if model.dropout and not compiled:
+        channel += 2  # two masks of one byte; compiled code keeps none and draws them again
+    # add two float32 values for each norm, and one for each head
+    block = channel * model.n_embd + 16 + 4 * model.n_head
+    if not model.flash:
+        block += (4 if dtype == "float32" else 6) * model.n_head * model.block_size
+    # The last norm keeps the residual stream, and the head its input.
+    last = (stream + value) * model.n_embd
+
+    # The loss of one chunk of tokens: its logits, what is computed from them, and the gradients of
+    # logits and head
+    chunk = chunk_size(model.loss_chunk, tokens, compiled)
+    chunks = -(-tokens // chunk)
+    logits = chunk * model.vocab_size
+    head = model.n_embd * model.vocab_size
+    if not compiled:
+        per_logit = 28 if is_fast else 12  # the fast model caps them, in float32
+        loss = per_logit * logits + (4 * head if chunks > 1 else 0)
+    elif chunks == 1:
+        loss = value * (logits + head)  # each logit is overwritten with its gradient
+    else:  # the head's gradient of every chunk is kept until all are added
+        most = 2 * logits if chunks <= MOST_CHUNKS else tokens * model.vocab_size
+        loss = value * (most + chunks * head)
+
+    allocated = dict(
+        weights=4 * count_parameters(model) + copies,
+        gradients=4 * count_trained(model),
+        optimizer=optimizer_bytes(model, config),
+        activations=tokens * (model.n_layer * block + last),
+        logits=loss,
+    )
+    reserved = FRAGMENTATION * sum(allocated.values())
+    if not compiled:
+        reserved += value * logits  # the logits that are freed last leave a gap
+    return allocated | dict(fragmentation=reserved, context=CONTEXT_BYTES)
+
+
+@functools.cache
+def optimizer_bytes(model: GPTConfig, config: Config) -> int:
+    """Return the bytes of the optimizer's state, found by one update on the meta device."""
+    copied = copy.deepcopy(meta_model(model))
+    optimizer = build_optimizer(copied, config, torch.float32)
+    for p in copied.parameters():
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    try:
+        optimizer.step()
+    except Exception as error:  # some optimizers read values, which meta tensors do not have
+        warn(f"optimizer={config.optimizer}: its memory is unknown, so Adam's is assumed: {error}")
+        return 8 * count_trained(model)
+    state = tree_leaves([*optimizer.state.values()])  # tree_leaves also finds tensors in lists
+    return sum(t.nbytes for t in state if isinstance(t, Tensor) and t.dim())  # skip step counters
+
+
+def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
+    """Return the bytes of a checkpoint: the weights and the optimizer's state."""
+    return 4 * count_parameters(model) + optimizer_bytes(model, config)
+
+
+# -----------------------------------------------------------------------------
+# The micro-batch that fits
+
+
+def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> int:
+    """
+    Return the largest micro-batch, up to batch_size, with which a run takes at most `memory` bytes
+    of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. Returns 1 even if one
+    sequence does not fit, because the estimate may be too high.
+    """
+    sizes = micro_batches(c, processes)
+    if not memory:
+        return max(n for n in sizes if n <= MICRO_BATCH)
+    needed = {n: sum(memory_bytes(c, model, dtype, n).values()) for n in sizes}
+    return max((n for n in sizes if needed[n] <= memory), default=1)
+
+
+def fit_batch(c: Config, vocab: int, hw: Hardware, world_size: int, weights: dict | None) -> Config:
+    """
+    Return the config with the micro-batch that fits this device. A run with an exact batch that can
+    be divided among its processes keeps it. Only the size of the GPU counts, not what is free now,
+    so that each start on a card, and each rank, chooses alike.
+    """
+    if not c.tokens_per_iter and c.gradient_accumulation_steps % world_size == 0:
+        return c
+    is_gpu = hw.device.type == "cuda"
+    memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
+    size = choose_batch(c, model_config(c, vocab, weights), hw.dtype_name, world_size, memory)
+    limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
+    say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
+    return with_batch(c, size)
