@@ -58,7 +58,6 @@ from reports.check import check
 from reports.runs import Run, percentile, read_run
 from training import hardware, preflight
 
-CHILD = Path(__file__).with_name("reports") / "bench_child.py"
 POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.
 UNCOUNTED = 2
@@ -158,7 +157,7 @@ def run_train(config: Config, seconds: float) -> Run:
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
         with open(Path(folder, "errors"), "wb") as errors:
-            child = start_child(CHILD, file, stderr=errors)
+            child = start_child("train", file, stderr=errors)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)
