@@ -45,7 +45,6 @@ from common.console import (
     UserError,
     command_line,
     percent,
-    print_err,
     run_main,
     say,
     table_lines,
@@ -166,7 +165,7 @@ def run_train(config: Config, seconds: float) -> Run:
                 child.kill()
                 child.wait()
         if said := Path(folder, "errors").read_text("utf-8", errors="replace").rstrip():
-            print_err(said)
+            say(said, console="stderr")
         if not is_measured:
             raise RunFailed(f"train.py ended with exit code {child.returncode}; see above")
         return read_run(log)

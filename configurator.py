@@ -27,12 +27,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from common.console import (
-    UserError,
-    did_you_mean,
-    raise_if_any,
-    run_main,
-)
+from common.console import UserError, did_you_mean, one_line, raise_if_any, run_main
 from common.files import read_text
 
 # defaults with Muon, from the public recipe of the fast model
@@ -214,7 +209,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
                 keys_set = read_file(Path(argv[n]), known, so_far)
             found[n] = from_nanogpt(keys_set)
         except UserError as error:
-            problems += error.problems
+            problems += error.args
     values: dict[str, Any] = {}
     for keys_set in found:
         values |= keys_set
@@ -272,8 +267,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         # A SyntaxError has no frame in the file, which never ran.
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
-        said = traceback.format_exception_only(error)[-1].strip()
-        raise UserError(f"{path}:{line}: {said}") from None
+        raise UserError(f"{path}:{line}: {one_line(error)}") from None
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found = {}
     problems = []

@@ -199,7 +199,7 @@ def config_of_run(c: Config, start: Start, world_size: int) -> Config:
         preflight.check_device(c)
         preflight.check_gpu(c)
     except UserError as error:
-        problems += error.problems
+        problems += error.args
     raise_if_any(problems)
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))

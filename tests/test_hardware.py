@@ -258,7 +258,7 @@ def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words,
     machine(**here)
     with pytest.raises(UserError) as refusal:
         preflight.check_device(Config(**keys))
-    (problem,) = refusal.value.problems
+    (problem,) = refusal.value.args
     assert all(word in problem for word in words.split("; "))
     if words == CUDA_BUILD:  # alone on the last line, so that it can be copied
         assert problem.splitlines()[-1].strip() == preflight.CUDA_BUILD
