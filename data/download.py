@@ -9,7 +9,7 @@ import shutil
 import time
 from pathlib import Path
 
-from common.console import UserError, count, one_line, say, warn
+from common.console import COMMAND, UserError, count, one_line, say, warn
 from common.files import lack_of_space, patiently, try_lock, warn_once
 from data.text import wait_or_raise
 
@@ -68,7 +68,7 @@ def warn_of_repeats(folder: Path, tokens: int) -> None:
     if missing > 0:
         problem = f"{folder}: holds {count(held)} tokens, but the run reads up to {count(tokens)}"
         hint = f"for a new run that downloads {missing} more shards, first type"
-        warn(f"{problem}, so some several times; {hint}\n    mv {folder} {folder}.part")
+        warn(f"{problem}, so some several times; {hint}{COMMAND}mv {folder} {folder}.part")
 
 
 def fetch(name: str, folder: Path, is_first: bool) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.console import UserError, command_line, count, say
+from common.console import COMMAND, UserError, command_line, count, say
 from configurator import Config
 from data.download import download, warn_of_repeats
 from data.shards import dataset_folder, read_manifest
@@ -57,7 +57,7 @@ def explanation(config: Config, key: str, folder: Path) -> str:
     fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
     own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
     hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"
-    return f"{key}: there is no folder {folder}; {hint}\n    {fineweb}\n    {own}"
+    return f"{key}: there is no folder {folder}; {hint}{COMMAND}{fineweb}{COMMAND}{own}"
 
 
 def vocab_where_missing(config: Config) -> int | None:

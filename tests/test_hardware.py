@@ -507,7 +507,6 @@ WAITS = [
     (2, 2, 1, {}, "0"),  # another program keeps one CPU busy
     (9, 16, 2, {}, "10000"),  # 8 threads on 8 cores, and 8 other programs find a place
     (10, 16, 2, {}, "0"),
-    (40, 1, 1, {}, "10000"),  # a single thread waits for nobody
     (4, 2, 1, dict(GOMP_SPINCOUNT="77"), "77"),
     (4, 2, 1, dict(OMP_WAIT_POLICY="active"), None),
 ]

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from common.console import UserError
+from common.console import COMMAND, UserError
 from configurator import Config
 from training.hardware import choose_device
 
@@ -41,5 +41,5 @@ def check_gpu(config: Config) -> None:
 def cuda_hint() -> str:
     """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
     if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
-        return f"this torch has no CUDA; install one that has\n    {CUDA_BUILD}"
+        return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
     return "check the driver with nvidia-smi"
