@@ -105,10 +105,6 @@ def load(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     return config
 
 
-class RunFailed(UserError):
-    """Raised if train.py ends on its own, for example because the micro-batch does not fit."""
-
-
 # -----------------------------------------------------------------------------
 # One measurement
 
@@ -118,7 +114,8 @@ def measure(config: Config, seconds: float) -> dict:
     Measure the speed and memory of a configuration on this machine, from train.py's log.
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
-    `mem_gib`. The lines span about `seconds`. Raises RunFailed.
+    `mem_gib`. The lines span about `seconds`. Raises UserError if train.py ends on its own, for
+    example because the micro-batch does not fit.
     """
     run = run_train(config, seconds)
     step_ms = run.step["step_ms"][UNCOUNTED:]
@@ -167,7 +164,7 @@ def run_train(config: Config, seconds: float) -> Run:
         if said := Path(folder, "errors").read_text("utf-8", errors="replace").rstrip():
             say(said, console="stderr")
         if not is_measured:
-            raise RunFailed(f"train.py ended with exit code {child.returncode}; see above")
+            raise UserError(f"train.py ended with exit code {child.returncode}; see above")
         return read_run(log)
 
 
@@ -284,7 +281,7 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
             row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
             try:
                 row |= measure(config, options.seconds)
-            except RunFailed as error:
+            except UserError as error:
                 say(str(error))
             else:
                 rates.append(row["tokens_per_sec"])
