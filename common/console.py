@@ -166,10 +166,13 @@ def duration(seconds: float) -> str:
 # Errors and exit codes
 
 
+COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it can be copied
+
+
 class UserError(Exception):
     """
     Raised for an error that the user can fix. Its arguments are its problems, each a line, perhaps
-    with a command to copy on an indented line below it. Scripts print them and exit with 1.
+    with a COMMAND below the line. Scripts print them and exit with 1.
     """
 
 
