@@ -45,7 +45,6 @@ from common.console import (
     UserError,
     command_line,
     percent,
-    print_err,
     run_main,
     say,
     table_lines,
@@ -58,7 +57,6 @@ from reports.check import check
 from reports.runs import Run, percentile, read_run
 from training import hardware
 
-CHILD = Path(__file__).with_name("reports") / "bench_child.py"
 POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.
 UNCOUNTED = 2
@@ -108,10 +106,6 @@ def load(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
     return config
 
 
-class RunFailed(UserError):
-    """Raised if train.py ends on its own, for example because the micro-batch does not fit."""
-
-
 # -----------------------------------------------------------------------------
 # One measurement
 
@@ -121,7 +115,8 @@ def measure(config: Config, seconds: float) -> dict:
     Measure the speed and memory of a configuration on this machine, from train.py's log.
 
     Returns a dict of figures, among them the median `step_ms` of the log lines and the highest
-    `mem_gib`. The lines span about `seconds`. Raises RunFailed.
+    `mem_gib`. The lines span about `seconds`. Raises UserError if train.py ends on its own, for
+    example because the micro-batch does not fit.
     """
     run = run_train(config, seconds)
     step_ms = run.step["step_ms"][UNCOUNTED:]
@@ -159,7 +154,7 @@ def run_train(config: Config, seconds: float) -> Run:
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
         with open(Path(folder, "errors"), "wb") as errors:
-            child = start_child(CHILD, file, stderr=errors)
+            child = start_child("train", file, stderr=errors)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)
@@ -168,9 +163,9 @@ def run_train(config: Config, seconds: float) -> Run:
                 child.kill()
                 child.wait()
         if said := Path(folder, "errors").read_text("utf-8", errors="replace").rstrip():
-            print_err(said)
+            say(said, console="stderr")
         if not is_measured:
-            raise RunFailed(f"train.py ended with exit code {child.returncode}; see above")
+            raise UserError(f"train.py ended with exit code {child.returncode}; see above")
         return read_run(log)
 
 
@@ -287,7 +282,7 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
             row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
             try:
                 row |= measure(config, options.seconds)
-            except RunFailed as error:
+            except UserError as error:
                 say(str(error))
             else:
                 rates.append(row["tokens_per_sec"])

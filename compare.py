@@ -18,15 +18,26 @@ after iteration 0, where the loss falls steeply.
 """
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean, variance
 from typing import NamedTuple
 
 import numpy as np
 
-from common.console import Parser, UserError, duration, percent, run_main, table_lines, warn
+from common.console import (
+    Parser,
+    UserError,
+    duration,
+    percent,
+    raise_if_any,
+    run_main,
+    table_lines,
+    warn,
+)
 from configurator import FIELDS, Config
-from reports import seeds
 from reports.picture import count4, millions, save_picture
 from reports.runs import PUBLISHED, Run, has_band, learning_curve, loss_at, open_run, percentile
 
@@ -74,8 +85,9 @@ def loss_rows(runs: list[Run]) -> list[Row]:
     last = [percentile(run.eval["val_loss"][-1:], 0) for run in runs]
     best = [percentile(run.eval["val_loss"], 0) for run in runs]
     bits = [percentile(run.eval["bits_per_byte"], 0) for run in runs]
-    rows.append(Row("last val loss", "last_val_loss", last, decimals, is_loss=True))
-    rows.append(Row("best val loss", "best_val_loss", best, decimals, is_loss=True))
+    ended = all(map(is_finished, runs))  # otherwise the last losses are of unequal iterations
+    rows.append(Row("last val loss", "last_val_loss", last, decimals, is_loss=ended))
+    rows.append(Row("best val loss", "best_val_loss", best, decimals, is_loss=ended))
     rows.append(Row("best bits per byte", "best_bits_per_byte", bits, decimals))
     for name in dict.fromkeys(name for run in runs for name in run.measures):
         last = [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
@@ -103,7 +115,9 @@ def setting_rows(runs: list[Run]) -> list[Row]:
 def speed_rows(runs: list[Run]) -> list[Row]:
     parameters = [run.start.get("parameters") for run in runs]
     tokens_per_sec = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
-    mfu = [percentile(run.step["mfu"], 50) for run in runs]
+    # a measured peak is lower beside other programs, so its MFU compares with nothing
+    has_peak = [run.start.get("peak_source") != "measured" for run in runs]
+    mfu = [percentile(run.step["mfu"], 50) if has_peak[i] else None for i, run in enumerate(runs)]
     return [
         Row("parameters", "parameters", parameters, millions),
         Row("iterations", "iterations", [run.iterations for run in runs], whole),
@@ -143,6 +157,9 @@ def compare_runs(runs: list[Run]) -> dict:
     print(header)
     for line, row in zip(lines, rows, strict=True):
         print(f"{line}  {verdicts.get(row.key, '')}".rstrip())
+    for run in runs:
+        if not is_finished(run):
+            print(f"{run.name}: not at its end: still running, stopped, or its log is cut off")
     for band in filter(has_band, runs):
         for run in runs:
             if not has_band(run):
@@ -180,6 +197,15 @@ def judge_by_band(run: Run, band: Run) -> str:
 
 def is_published(run: Run) -> bool:
     return run.start.get("program") == PUBLISHED
+
+
+def is_finished(run: Run) -> bool:
+    """
+    Return whether a run was trained to its end and its log is complete. A kill or a full disk cuts
+    the log off.
+    """
+    stopped = run.end.get("reason", "SIGKILL").startswith("SIG")
+    return is_published(run) or (not stopped and run.end["iters"] in run.eval["iter"][-1:])
 
 
 def dataset_name(run: Run) -> str | None:
@@ -222,6 +248,75 @@ def eval_settings(run: Run) -> tuple:
 
 
 # -----------------------------------------------------------------------------
+# Seeds of a change against seeds of its base
+
+
+def compare_seeds(change: list[Run], base: list[Run]) -> dict:
+    """
+    Print the difference of the mean last val losses, its noise and the verdict, one `name: value`
+    per line. Returns what --json writes. Raises UserError if a side has other than finished runs of
+    different seeds.
+
+    Seeds of the same program differ too, so a difference counts only if it is larger than its
+    noise. About one in 20 comparisons still finds a difference for a change that does nothing.
+    """
+    check_seeds(change)
+    check_seeds(base)
+    losses = ([float(run.eval["val_loss"][-1]) for run in side] for side in (change, base))
+    found, noise = difference(*losses)
+    verdict = "inconclusive" if abs(found) <= noise else "better" if found < 0 else "worse"
+    print(f"difference: {found:+.4f}", f"noise: {noise:.4f}", f"verdict: {verdict}", sep="\n")
+    return dict(difference=found, noise=noise if math.isfinite(noise) else None, verdict=verdict)
+
+
+def difference(change: list[float], base: list[float]) -> tuple[float, float]:
+    """
+    Return the change's mean loss minus the base's, and the noise of this difference: half the width
+    of its 95% confidence interval by Welch's t-test (Biometrika 34, 1947). With a single seed on
+    either side, the noise is infinite.
+    """
+    found = mean(change) - mean(base)
+    n, m = len(change), len(base)
+    if min(n, m) < 2:
+        return found, math.inf
+    a, b = variance(change) / n, variance(base) / m
+    if a + b == 0:
+        return found, 0.0
+    freedom = (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1))
+    return found, student_t(freedom) * math.sqrt(a + b)
+
+
+def student_t(freedom: float) -> float:
+    """
+    Return Student's t for 95%. `freedom` need not be a whole number. Substituting t = sqrt(freedom)
+    * tan(x) turns the density into cos(x)^(freedom - 1), and 95% of the area lies below the result.
+    """
+    x, step = np.linspace(0, math.pi / 2, 10_000, endpoint=False, retstep=True)
+    area = np.cumsum(np.cos(x + step / 2) ** (freedom - 1))  # from 0 to x + step
+    return math.sqrt(freedom) * math.tan(np.interp(0.95 * area[-1], area, x + step))
+
+
+def check_seeds(runs: list[Run]) -> None:
+    """
+    Check that the runs of one side have different seeds and were trained to their ends. Raises
+    UserError with one line per problem.
+    """
+    problems = []
+    seeds = Counter(run.config.get("seed") for run in runs)
+    for run in runs:
+        seed = run.config.get("seed")
+        if seed is not None and seeds[seed] > 1:
+            problems.append(
+                f"{run.name}: another run has seed {seed} too; give each its own --seed"
+            )
+        if not np.isfinite(run.eval["val_loss"][-1:]).any():
+            problems.append(f"{run.name}: its last evaluation has no val loss; leave it out")
+        elif not is_finished(run):
+            problems.append(f"{run.name}: not trained to its end; resume it, or leave it out")
+    raise_if_any(problems)
+
+
+# -----------------------------------------------------------------------------
 # The command line
 
 
@@ -253,7 +348,7 @@ def main(argv: list[str]) -> None:
         groups = [runs[: len(args.runs)], runs[len(args.runs) :]]
         if problem:
             raise UserError(f"losses are not comparable: {problem}")
-        table |= seeds.compare(*groups)
+        table |= compare_seeds(*groups)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

@@ -28,12 +28,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from common.console import (
-    UserError,
-    did_you_mean,
-    raise_if_any,
-    run_main,
-)
+from common.console import UserError, did_you_mean, one_line, raise_if_any, run_main
 from common.files import read_text
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
@@ -206,7 +201,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
                 found = read_file(Path(argument), known, values | from_nanogpt(typed))
                 values = last_wins(values, from_nanogpt(found))
         except UserError as error:
-            problems += error.problems
+            problems += error.args
     raise_if_any(problems)
     values = last_wins(values, from_nanogpt(typed))
     return keys(**values, set_keys=frozenset(values))
@@ -267,8 +262,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         # A SyntaxError has no frame in the file, which never ran.
         line = lines[-1] if lines else getattr(error, "lineno", None) or 1
-        said = traceback.format_exception_only(error)[-1].strip()
-        raise UserError(f"{path}:{line}: {said}") from None
+        raise UserError(f"{path}:{line}: {one_line(error)}") from None
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is ast.Load}
     found = {}
     problems = []

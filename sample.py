@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import explain_errors, print_err, printable, run_main, warn
+from common.console import explain_errors, run_main, say, warn
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, read_config
 from data.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
     text = Tokenizer(state["tokenizer"])
     model = load_model(state, c)
     vocab = state["vocab"]  # before padding
-    print_err(f"model: {state['source']}")
+    say(f"model: {state['source']}", console="stderr")
     del state  # memory-mapped: on Windows, a run could otherwise not replace its checkpoint
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     chosen = (c.temperature, c.top_k, c.top_p, generator)
     for sample in generate(model, idx, c.max_new_tokens, vocab, *chosen).tolist():
         whole = ids + until_end(sample[len(ids) :], text)
-        print(f"{printable(text.decode(whole))}\n{RULER}")
+        say(text.decode(whole), RULER)
     return 0
 
 

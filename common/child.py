@@ -1,29 +1,34 @@
 """
-Start child processes that exit when this process does, even if it is killed, and keep the machine
-awake while this process works.
+Run a module of this program in a child process that exits when this process does, even if it is
+killed, and keep the machine awake while this process works.
+
+    python common/child.py MODULE ARGUMENTS     what start_child() types
 """
 
 import ctypes
 import os
+import runpy
 import subprocess
 import sys
 import threading
+from typing import Any
+
+FILE = os.path.abspath(__file__)
 
 
-def start_child(*arguments, **options) -> subprocess.Popen:
+def start_child(module: str, *arguments, stderr: Any) -> subprocess.Popen:
     """
-    Start `python ARGUMENTS`, a program that must call end_with_parent(). Its stdin is a pipe, and
-    Ctrl-C or Ctrl-Break in the terminal does not reach it. `options` go to Popen; stdout is
-    discarded unless they include one. Raises OSError.
+    Start a module as __main__ in a child. Its stdin is a pipe, which nobody may write to, and its
+    stdout is discarded. Ctrl-C or Ctrl-Break in the terminal does not reach it. Raises OSError.
     """
-    options.setdefault("stdout", subprocess.DEVNULL)
     return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
+        [sys.executable, FILE, module, *map(str, arguments)],
         stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
         env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # Windows defaults to the locale's encoding
         start_new_session=True,
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # does the same on Windows
-        **options,
     )
 
 
@@ -49,3 +54,10 @@ def keep_awake() -> None:
     if sys.platform == "win32":
         # winbase.h's ES_CONTINUOUS | ES_SYSTEM_REQUIRED
         ctypes.windll.kernel32.SetThreadExecutionState(0x80000001)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.path[0] = os.path.dirname(os.path.dirname(FILE))  # where MODULE is imported from
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

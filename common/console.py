@@ -9,10 +9,10 @@ import functools
 import io
 import os
 import re
-import select
 import shlex
 import signal
 import stat
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,12 +25,6 @@ from typing import NoReturn, TextIO
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's Cc, except newline and tab
 
-
-def printable(text: str) -> str:
-    """Escape control characters, so that a terminal shows them instead of obeying them."""
-    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-
-
 transcript: Callable[[str], None] | None = None  # writes a copy of every line to a run's log.txt
 
 
@@ -39,25 +33,13 @@ def keep_transcript(write_line: Callable[[str], None] | None) -> None:
     transcript = write_line
 
 
-def say(*lines: str) -> None:
-    """Print lines to stdout, with control characters escaped."""
-    tell("stdout", lines)
-
-
-def print_err(*lines: str) -> None:
-    """Print lines to stderr, with control characters escaped."""
-    tell("stderr", lines)
-
-
-def print_in_handler(line: str) -> None:
-    """Print a line to stderr from a signal handler, which must not wait for the transcript."""
-    with contextlib.suppress(RuntimeError, OSError):  # RuntimeError: while a line is being printed
-        write(sys.stderr, line)
-
-
-def tell(console: str, lines: tuple[str, ...]) -> None:
-    """Print and copy to the transcript. A closed console does not stop the run."""
-    text = printable("\n".join(lines))
+def say(*lines: str, console: str = "stdout") -> None:
+    """
+    Print lines to stdout or stderr and copy them to the transcript. Control characters are escaped,
+    so that a terminal shows them instead of obeying them. A closed console does not stop the run.
+    """
+    text = "\n".join(lines)
+    text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
     try:
         write(getattr(sys, console), text)
     except OSError:
@@ -66,29 +48,33 @@ def tell(console: str, lines: tuple[str, ...]) -> None:
         transcript(text)
 
 
-PATIENCE = 1.0  # seconds to wait, once, for a console that accepts no more lines
-stuck: set[int] = set()  # descriptors of such consoles: a frozen ssh, Ctrl-S, a full pipe
+def warn(message: str) -> None:
+    say(f"warning: {message}", console="stderr")
+
+
+def print_in_handler(line: str) -> None:
+    """Print a line to stderr from a signal handler, which must not wait for the transcript."""
+    with contextlib.suppress(RuntimeError, OSError):  # RuntimeError: while a line is being printed
+        write(sys.stderr, line)
 
 
 def write(console: TextIO, text: str) -> None:
     """
     Print to a console. If log.txt gets a copy, drop what a full console does not accept, so that
-    the run does not hang. Raises OSError.
+    the run does not hang: a frozen ssh, Ctrl-S, a full pipe. Raises OSError.
     """
-    if not transcript or not (mine := opened_anew(console)):
+    file = reopen(console) if transcript else None
+    if file is None:
         print(text, file=console, flush=True)
         return
     left = f"{text}\n".encode(console.encoding, "backslashreplace")
     with contextlib.suppress(BlockingIOError):
-        while left and select.select([], [mine], [], 0 if mine in stuck else PATIENCE)[1]:
-            left = left[os.write(mine, left) :]
-            stuck.discard(mine)
-    if left:
-        stuck.add(mine)
+        while left:
+            left = left[os.write(file, left) :]
 
 
 @functools.cache
-def opened_anew(console: TextIO) -> int | None:
+def reopen(console: TextIO) -> int | None:
     """
     Open a console's pipe or terminal a second time, so that writing to it never blocks. Its own
     descriptor must stay as it is, because other programs may share it. Returns None for a file or a
@@ -105,15 +91,13 @@ def opened_anew(console: TextIO) -> int | None:
 
 def command_line(*arguments) -> str:
     """
-    Quote a command line for this system's shell. On Windows every shell takes double quotes. If uv
-    started this program, `uv run` takes the place of a leading `python`.
+    Quote a command line for this system's shell. If uv started this program, `uv run` takes the
+    place of a leading `python`.
     """
     if arguments[0] == "python" and "UV_RUN_RECURSION_DEPTH" in os.environ:  # `uv run` sets this
         arguments = ("uv", "run", *arguments[1:])
-    if sys.platform != "win32":
-        return shlex.join(map(str, arguments))
-    safe = re.compile(r"[\w.:=/\\-]+")
-    return " ".join(a if safe.fullmatch(a) else f'"{a}"' for a in map(str, arguments))
+    join = subprocess.list2cmdline if sys.platform == "win32" else shlex.join
+    return join([*map(str, arguments)])
 
 
 def table_lines(rows: list[list[str]]) -> list[str]:
@@ -124,10 +108,6 @@ def table_lines(rows: list[list[str]]) -> list[str]:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return lines
-
-
-def warn(message: str) -> None:
-    print_err(f"warning: {message}")
 
 
 # -----------------------------------------------------------------------------
@@ -191,27 +171,18 @@ COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it c
 
 class UserError(Exception):
     """
-    Raised for an error that the user can fix. `problems` has one line per problem, perhaps with a
-    command below the line. Scripts print them and exit with 1.
+    Raised for an error that the user can fix. Its arguments are its problems, each a line, perhaps
+    with a COMMAND below the line. Scripts print them and exit with 1.
     """
-
-    @property
-    def problems(self) -> list[str]:
-        # messages from other libraries may span several lines
-        parts = [problem.split(COMMAND) for problem in self.args]
-        return [COMMAND.join(" ".join(part.splitlines()) for part in ps) for ps in parts]
-
-
-def error_lines(error: UserError | OSError) -> list[str]:
-    """Return one line per problem: a missing permission, a full disk, or what a UserError says."""
-    if isinstance(error, UserError):
-        return error.problems
-    where = f"{error.filename}: " if error.filename else ""
-    return [f"{where}{error.strerror or error}"]
 
 
 def one_line(error: BaseException) -> str:
-    """Return a library's error and its message, which may have several lines, in one line."""
+    """
+    Return an error of the system, such as a full disk, or of a library, whose message may have
+    several lines, in one line.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     message = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {message[:300].rstrip('.')}"
 
@@ -265,17 +236,16 @@ def run_main(
     try:
         code = main(sys.argv[1:]) or 0
     except SystemExit as error:  # --help
-        code = error.code if isinstance(error.code, int) else bool(error.code)
-        if isinstance(error.code, str):
-            print_err(error.code)
+        code = int(error.code or 0)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except (UserError, OSError) as error:
-        for line in error_lines(error):  # none if rank 0 reports for all ranks
-            print_err(f"error: {line}")
+        # none if rank 0 reports for all ranks
+        for line in error.args if isinstance(error, UserError) else [one_line(error)]:
+            say(f"error: {line}", console="stderr")
         code = 1
     except Exception as error:
         line = explanation(error) if explanation else ""
-        print_err(*([f"error: {line}"] if line else traceback.format_exc().splitlines()))
+        say(f"error: {line}" if line else traceback.format_exc().rstrip(), console="stderr")
         code = 1
     end_process(code)

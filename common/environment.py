@@ -12,6 +12,15 @@ import time
 from pathlib import Path
 
 
+def print_error(kind, *error) -> None:
+    """Print a traceback, but none if Ctrl-C comes while torch is imported, which takes seconds."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, *error)
+
+
+sys.excepthook = print_error
+
+
 def torch_version() -> tuple[int, int]:
     """Return torch's major and minor version without importing it, or (0, 0) if it is missing."""
     try:
@@ -21,21 +30,20 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def cores_are_taken(readings: int = 9) -> bool:
+def cores_are_taken() -> bool:
     """
     Return whether other programs now run on cores that this one's CPU threads will need. torch
     starts one thread per core. Linux only.
     """
     try:
-        cpus = os.cpu_count() or 1
         siblings = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
         threads = int(os.environ.get("OMP_NUM_THREADS", len({p.read_text() for p in siblings})))
         others = []
-        for _ in range(readings):  # the load average would lag behind by a minute
+        for _ in range(9):  # the load average would lag behind by a minute
             time.sleep(0.01)
             running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
             others.append(int(running) - 1)  # without this thread
-        return threads > 1 and sorted(others)[readings // 2] > cpus - threads
+        return threads + sorted(others)[4] > (os.cpu_count() or 1)
     except (OSError, ValueError):  # a hardened container hides these files
         return False
 

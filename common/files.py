@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.console import UserError, error_lines, warn
+from common.console import UserError, one_line, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Seconds from a failed read to the next attempt. In an evaluation other ranks wait for this one, up
@@ -68,7 +68,7 @@ def retrying(wait: Callable[[float], bool], function: Callable, *arguments) -> A
         try:
             return function(*arguments)
         except OSError as error:
-            warn(f"{'; '.join(error_lines(error))}; trying again in {seconds} s")
+            warn(f"{one_line(error)}; trying again in {seconds} s")
             if wait(seconds):
                 raise
     return function(*arguments)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from common.console import UserError, error_lines, say
+from common.console import UserError, one_line, say
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
 # SHA-256 of GPT-2's vocabulary: see identity()
@@ -163,7 +163,7 @@ def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:
         file = path / "tokenizer.json" if path.is_dir() else path
         return dict(kind="bpe", json=file.read_bytes().decode(errors="replace"))
     except OSError as error:
-        raise UserError(f"{error_lines(error)[0]}; {hint}") from None
+        raise UserError(f"{one_line(error)}; {hint}") from None
 
 
 def load_bpe(content: str, path: str | Path):
@@ -173,7 +173,7 @@ def load_bpe(content: str, path: str | Path):
 
         bpe = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises nothing more specific
-        problem = f"the tokenizers library cannot read it ({error})"
+        problem = f"the tokenizers library cannot read it ({one_line(error)})"
         raise UserError(f"{path}: {problem}; give a tokenizer.json ({MAKE_JSON})") from None
     bpe.no_truncation()
     bpe.no_padding()
@@ -270,7 +270,7 @@ def read_meta(path: Path) -> tuple[int, dict]:
         vocab, itos = meta["vocab_size"], meta.get("itos", {})
         texts = [itos[i] for i in range(min(vocab, len(itos)))]
     except Exception as error:  # a damaged pickle can raise anything
-        problem = f"cannot be read as nanoGPT's ({type(error).__name__}: {error})"
+        problem = f"cannot be read as nanoGPT's ({one_line(error)})"
         raise UserError(f"{path}: {problem}; make it again with nanoGPT's prepare.py") from None
     if len(texts) == vocab and all(isinstance(text, str) for text in texts):
         return vocab, dict(kind="char", itos=texts)

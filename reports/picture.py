@@ -1,7 +1,7 @@
 """
 Draw runs: losses, speed and learning rate over tokens, and val loss over time or beside a band.
 
-At its end, a run starts `python -m reports.picture OUT_DIR` to draw its own picture.
+At its end, a run starts this module with its out_dir to draw its own picture.
 """
 
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from common.child import end_with_parent
 from common.console import count
 from common.files import replacing
 from reports.runs import Run, has_band, learning_curve, read_run
@@ -143,6 +142,5 @@ def count4(number: float, _position: int = 0) -> str:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     out_dir = Path(sys.argv[1])
     save_picture([[read_run(out_dir / "metrics.jsonl")]], out_dir / "loss.png")

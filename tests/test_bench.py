@@ -20,7 +20,7 @@ from program import FAST, ROOT, flags, run, write_tokens
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
 
-# What a child does before it becomes bench_child.py
+# What a child does before it becomes common/child.py
 NO_COMPILER = "import torch; torch.nn.Module.compile = lambda *_, **__: None; "
 CUDA_IS_FULL = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')"
 RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -48,7 +48,7 @@ def children(monkeypatch, tmp_path) -> list:
     popen = subprocess.Popen
 
     def fork(command, **options):
-        if not command[1].endswith("bench_child.py"):
+        if command[2:3] != ["train"]:
             return popen(command, **options)
         arguments = ["-c", NO_COMPILER + fork.code + RUN, *command[1:]]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -216,7 +216,7 @@ def test_the_measured_process_exits_when_bench_dies(tmp_path):
     values = TINY | dict(compile=False, dataset=str(tmp_path / "tokens"), out_dir=str(tmp_path))
     config.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()))
     write_tokens(tmp_path / "tokens", [1000], [200])
-    command = ["-c", RUN, str(ROOT / "reports/bench_child.py"), str(config)]
+    command = ["-c", RUN, str(ROOT / "common/child.py"), "train", str(config)]
     with open(tmp_path / "printed", "wb") as file:
         child = fork_server.ForkedProcess(command, ROOT, dict(os.environ), False, output=file)
     assert child.poll() is None

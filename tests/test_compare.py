@@ -17,7 +17,6 @@ from program import ROOT, InProcessRun, finish, run, start, write_tokens
 
 import compare
 from common.console import UserError
-from reports import seeds
 from reports.picture import draw
 from reports.runs import Run, open_run
 
@@ -151,6 +150,25 @@ def test_counts_iterations_by_the_end_record_or_the_last_line_of_a_killed_run():
     assert table.values("hours") == [41, 25]
 
 
+STOPPED = [*make_records(curve(20, 300))[:-1], dict(kind="end", reason="SIGTERM", iters=300)]
+
+
+@pytest.mark.parametrize("records", [make_records(curve(20, 300))[:-7], STOPPED])
+def test_a_run_that_is_not_at_its_end_gets_a_verdict_at_equal_tokens_only(records, capsys):
+    """Its log is cut off, or a signal stopped it."""
+    table = Table(Run("a", records), make_run("b", curve(20, 400)))
+    assert re.search("^a: not at its end", capsys.readouterr().out, re.MULTILINE)
+    assert not {"last_val_loss", "best_val_loss"} & table.verdicts.keys()
+    assert "equal" in table.verdicts[AT_EQUAL]
+
+
+def test_shows_no_mfu_of_a_measured_peak():
+    step = dict(kind="step", iter=0, loss=3, mfu=0.5)
+    starts = [dict(kind="start", peak_source=source) for source in ("measured", "gpus.csv")]
+    table = Table(*(Run(name, [start, step]) for name, start in zip("ab", starts, strict=True)))
+    assert table.values("mfu") == [None, 0.5]
+
+
 SETTINGS = [  # what another run has; the rows of the table
     (dict(compile=False), ["config/compile"]),
     (dict(dropout=0.1), ["config/dropout"]),  # a run from before this key has the key's default
@@ -245,7 +263,7 @@ def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, ca
     """Compare the mean losses of three seeds per side. The noise is computed by hand."""
     change = make_side("idea", [first, first + 0.1, first + 0.2])
     base = make_side("base", [2.0, 2.1, 2.2])
-    table = seeds.compare(change, base)
+    table = compare.compare_seeds(change, base)
     out = capsys.readouterr().out
     lines = dict(re.findall(r"^(\w+): (\S+)$", out, re.MULTILINE))
     assert lines["verdict"] == table["verdict"] == verdict
@@ -256,29 +274,29 @@ def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, ca
 
 
 @pytest.mark.parametrize(
-    "change, base, verdict",
+    "change, base, differs",
     [
-        ([1.685, 1.714], [1.834, 1.855], "better"),  # 1.82 degrees of freedom; 1 would be too few
-        ([1.0, 2.0, 3.0], [2.0, 2.1, 2.2], "inconclusive"),  # 2.04
-        ([2.0, 2.1] * 20, [2.01, 2.12] * 20, "inconclusive"),  # 77.3
+        ([1.685, 1.714], [1.834, 1.855], True),  # 1.82 degrees of freedom; 1 would be too few
+        ([1.0, 2.0, 3.0], [2.0, 2.1, 2.2], False),  # 2.04
+        ([2.0, 2.1] * 20, [2.01, 2.12] * 20, False),  # 77.3
     ],
 )
-def test_the_noise_is_a_95_percent_interval_at_welchs_degrees_of_freedom(change, base, verdict):
+def test_the_noise_is_a_95_percent_interval_at_welchs_degrees_of_freedom(change, base, differs):
     """Check with mpmath's incomplete beta function that 5% of Student's t lies beyond the noise."""
-    found, noise = seeds.difference(change, base)
+    found, noise = compare.difference(change, base)
     a, b = (statistics.variance(side) / len(side) for side in (change, base))
     freedom = (a + b) ** 2 / (a**2 / (len(change) - 1) + b**2 / (len(base) - 1))
     t_squared = noise**2 / (a + b)
     beyond = mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t_squared), regularized=True)
     assert float(beyond) == pytest.approx(0.05, rel=1e-4)
-    assert seeds.verdict(found, noise) == verdict
+    assert (abs(found) > noise) == differs
 
 
 @pytest.mark.parametrize("n_change, n_base", [(1, 3), (3, 1)])
 def test_one_seed_on_a_side_is_inconclusive(n_change, n_base):
     """Say that one seed decides nothing, however large the difference."""
     change = make_side("idea", [1.0, 1.001, 1.002][:n_change])
-    table = seeds.compare(change, make_side("base", [3.0, 3.001, 3.002][:n_base]))
+    table = compare.compare_seeds(change, make_side("base", [3.0, 3.001, 3.002][:n_base]))
     assert table["verdict"] == "inconclusive" and table["noise"] is None
 
 
@@ -297,7 +315,7 @@ def test_refuses_seeds_that_cannot_be_compared(side, said):
     unfit, other = [*map(Run, "ab", side)], make_side("other", [2.0, 2.1])
     for sides in ((unfit, other), (other, unfit)):
         with pytest.raises(UserError, match=said):
-            seeds.compare(*sides)
+            compare.compare_seeds(*sides)
 
 
 # -----------------------------------------------------------------------------
@@ -466,7 +484,7 @@ def test_reports_and_draws_a_real_run(tiny, ran, tmp_path):
     """Report the speed, losses, pauses and hours that the run recorded, and write loss.png."""
     folder = write_tokens(tmp_path / "tokens", train=[2000], val=[300])
     keys = tiny | dict(max_iters=12, eval_interval=5, log_interval=3, dataset=folder)
-    InProcessRun(fake_clock=True).launch(**keys)
+    InProcessRun(fake_clock=True).launch(**keys, peak_tflops=1)
     file = tmp_path / "table.json"
     assert run("compare.py", ran.out_dir, f"--json={file}").code == 0
     figures = json.loads(file.read_text())["runs"]["out"]
@@ -518,7 +536,7 @@ def test_ignores_broken_and_empty_records(tmp_path):
     with open(a / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(EMPTY)
     table = Table(open_run(a), open_run(b))
-    assert table.verdicts["best_val_loss"] == "the lowest two are equal within 0.005"
+    assert table.verdicts["val_loss_at_equal_tokens"] == "the lowest two are equal within 0.005"
     assert len(set(table.values("tokens_per_sec"))) == 1
 
 

@@ -27,7 +27,7 @@ def write(tmp_path, text: str, name: str = "c.py") -> str:
 def problems_of(*argv) -> tuple[str, ...]:
     with pytest.raises(UserError) as error:
         load_config(list(argv))
-    return error.value.problems
+    return error.value.args
 
 
 def test_later_files_and_flags_win(tmp_path):

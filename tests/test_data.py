@@ -270,7 +270,7 @@ def test_a_bad_data_file_gives_one_line_that_says_what_is_wrong(problem, tmp_pat
 def refusal_of(folder: Path, **options) -> str:
     with pytest.raises(UserError) as error:
         open_dataset(str(folder), 64, **options)
-    (line,) = error.value.problems
+    (line,) = error.value.args
     assert "\n" not in line
     return line
 
@@ -336,7 +336,7 @@ def test_a_download_that_cannot_begin_ends_at_once_in_one_line(network, hub, tmp
     said = "val_000000.bin: .*check the network, unset HF_TOKEN .*docs/fast_recipe.md"
     with pytest.raises(UserError, match=said) as error:
         download(tmp_path / "fineweb_records", 10**9)
-    assert len(error.value.problems) == 1
+    assert len(error.value.args) == 1
 
 
 def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):

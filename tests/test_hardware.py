@@ -258,7 +258,7 @@ def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words,
     machine(**here)
     with pytest.raises(UserError) as refusal:
         hardware.check_device(Config(**keys))
-    (problem,) = refusal.value.problems
+    (problem,) = refusal.value.args
     assert all(word in problem for word in words.split("; "))
     if words == CUDA_BUILD:  # alone on the last line, so that it can be copied
         assert problem.splitlines()[-1].strip() == hardware.CUDA_BUILD
@@ -487,7 +487,6 @@ WAITS = [
     (2, 2, 1, {}, "0"),  # another program keeps one CPU busy
     (9, 16, 2, {}, "10000"),  # 8 threads on 8 cores, and 8 other programs find a place
     (10, 16, 2, {}, "0"),
-    (40, 1, 1, {}, "10000"),  # a single thread waits for nobody
     (4, 2, 1, dict(GOMP_SPINCOUNT="77"), "77"),
     (4, 2, 1, dict(OMP_WAIT_POLICY="active"), None),
 ]

@@ -26,7 +26,6 @@ MAY_IMPORT = {
     "sample": LIBRARY,
     "convert": LIBRARY,
     "reports": ["optimizer", *LIBRARY],
-    "reports/bench_child.py": ["train", "common"],  # runs it, as bench.py's child
     "compare": ["reports", *LIBRARY],
     "bench": ["reports", *LIBRARY],
     "docs": ["optimizer", *LIBRARY],

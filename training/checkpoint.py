@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 
-from common.console import UserError, error_lines, keep_transcript, warn
+from common.console import UserError, keep_transcript, one_line, warn
 from common.files import (
     fsync_folder,
     read_record,
@@ -222,7 +222,7 @@ class RunFolder:
             self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
-            return f"checkpoint {it} is not saved: {error_lines(error)[0]}"
+            return f"checkpoint {it} is not saved: {one_line(error)}"
         return ""
 
     def prune(self, keep: int) -> None:
@@ -242,7 +242,7 @@ class RunFolder:
         except OSError as error:
             self.missing[name] += 1
             if self.missing.total() == 1:
-                warn(f"{name}: {error_lines(error)[0]}; until this ends, the logs lack lines")
+                warn(f"{name}: {one_line(error)}; until this ends, the logs lack lines")
 
     def close(self) -> None:
         """Unlock the folder for other runs."""

@@ -275,9 +275,8 @@ class Log:
         """Draw loss.png in a child process, or warn. During the run, compare.py draws it."""
         if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
-        command = ("-m", "reports.picture", self.folder.path)
         try:
-            child = start_child(*command, cwd=PROJECT, stderr=subprocess.DEVNULL)
+            child = start_child("reports.picture", self.folder.path, stderr=subprocess.DEVNULL)
             with child.stdin:  # type: ignore[union-attr]  # closing this pipe ends the child
                 failed = child.wait(PATIENCE) != 0
         except (OSError, subprocess.TimeoutExpired):

@@ -143,7 +143,7 @@ def read_weights(name: str, best: bool) -> dict:
             return read_weights(name, best)
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path}: is not a model ({type(error).__name__}: {error})") from None
+        raise UserError(f"{path}: is not a model ({one_line(error)})") from None
 
 
 def describe_source(state: dict, path: Path) -> str:

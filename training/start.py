@@ -91,7 +91,7 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, Start]:
         hardware.check_device(c)
         hardware.check_gpu(c)
     except UserError as error:
-        problems += error.problems
+        problems += error.args
     raise_if_any(problems)
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 from doc_pages import GUIDES, block_with, read
-from program import InProcessRun, flags, run, train
+from program import InProcessRun, finish, flags, run, start, train
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, eval_interval=4, eval_tokens=160)
 
@@ -55,6 +55,13 @@ def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, 
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
     assert (trainer.launch(**tiny).code, ran.saved[-1]) == (code, 3)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_ctrl_c_while_a_script_imports_its_libraries_prints_nothing():
+    code = "import common.environment, signal; signal.raise_signal(signal.SIGINT)"
+    ended = finish(start("-c", code, cold=True))
+    assert (ended.code, ended.err) == (-signal.SIGINT, "")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")

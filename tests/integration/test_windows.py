@@ -178,19 +178,21 @@ def test_on_windows_a_second_preparation_is_refused_and_a_killed_one_can_be_comp
 # What needs no simulation
 
 
-def test_a_child_process_sees_an_empty_stdin_and_ends_with_its_parent():
+def test_a_child_process_sees_an_empty_stdin_and_ends_with_its_parent(tmp_path, monkeypatch):
     """
     Hide the pipe from libraries: on Windows, inspecting a pipe that a thread reads blocks until the
     next line arrives. The child exits when its parent closes the pipe.
     """
     code = (
-        "import os, sys, threading, time; from common.child import end_with_parent\n"
+        "import os, sys, threading, time\n"
         "threading.Timer(60, os._exit, [3]).start()\n"
-        "end_with_parent()\n"
         "os.write(2, repr(sys.stdin.read()).encode() + b'\\n')\n"
         "time.sleep(600)"
     )
-    process = child.start_child("-c", code, cwd=ROOT, stderr=subprocess.PIPE)
+    (tmp_path / "reader.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path.parent)
+    process = child.start_child("reader", stderr=subprocess.PIPE)
     assert process.stderr.readline() == b"''\n"
     process.stdin.close()
     assert process.wait(20) == 1
