@@ -237,8 +237,8 @@ def is_done(c: Config, resumed: dict) -> bool:
 
 def open_data(c: Config, key: str, ranks: Ranks) -> Dataset:
     """Open the dataset that this key names. Raises UserError if it is missing or too short."""
-    ranks.on_main(make_or_explain, c, key)
-    data = ranks.main_first(open_dataset, getattr(c, key), c.eval_size)
+    make_or_explain(c, key)
+    data = open_dataset(getattr(c, key), c.eval_size)
     if any(theirs != data.fingerprint for theirs in ranks.gather(data.fingerprint)):
         ranks.fail(f"{key}: some rank has other files; give all machines the same")
     ranks.on_main(check_dataset, data, c.block_size)
