@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import errno
 import functools
+import hashlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.console import UserError, one_line, warn
+from common.console import UserError, one_line, say, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Seconds from a failed read to the next attempt. In an evaluation other ranks wait for this one, up
@@ -125,6 +126,26 @@ def try_lock(file: BinaryIO) -> bool:
             return False
         warn_once(f"{file.name}: this disk does not support locks; start no second process there")
     return True
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """
+    Lock a file during the block, and create it if necessary. While another process holds the lock,
+    say so once and wait.
+    """
+    with open(path, "ab") as file:
+        if not try_lock(file):
+            say(f"{path.parent}: another process is writing to it; waiting")
+            while not try_lock(file):
+                time.sleep(1)
+        yield
 
 
 def read_text(path: Path, errors: str = "replace") -> str:

@@ -122,7 +122,7 @@ class Batches:
                     self.blocks.append(block)
                     self.changed.notify_all()
                     self.changed.wait_for(lambda: self.closed or len(self.blocks) < self.room)
-        except Exception as error:  # raised later, in the thread that waits for the batch
+        except Exception as error:  # train.py asks for it while it waits for data
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
@@ -154,10 +154,7 @@ class Batches:
             return len(self.blocks) >= count
 
     def take(self, count: int) -> list[Batch]:
-        """Return the next `count` micro-batches. Raises whatever the reader thread raised."""
-        while not self.ready(count):
-            if self.error:
-                raise self.error
+        """Return the next `count` micro-batches, for which ready() has returned True."""
         with self.changed:
             blocks = [self.blocks.popleft() for _ in range(count)]
             self.consumed += count * self.stride

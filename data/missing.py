@@ -1,63 +1,75 @@
 """
-Help where a dataset is missing: make the quickstart's, download the fast recipe's, say how to get
-another, and name the vocabulary size to plan and measure with until then.
+What happens where a dataset is missing: train.py makes the quickstart's, downloads the fast
+recipe's, and says how to get another. bench.py measures and plans without one.
+
+The fast recipe's dataset is FineWeb in GPT-2's tokens, the shards of the public runs.
 """
 
+import itertools
+import math
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from common.console import COMMAND, UserError, command_line, count, say
+from common.files import lack_of_space, locked, patiently, sha256_of
 from configurator import Config
-from data.download import download, warn_of_repeats
-from data.shards import dataset_folder, read_manifest
+from data.shards import dataset_folder, read_manifest, split_of
+from data.text import PAUSES, wait_or_raise
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
-MOST_TOKENS = 10**10  # the most that a message or a plan suggests to prepare: FineWeb-Edu's sample
-HOURS_TOKENS = 2 * 10**9  # a little more than an RTX 4070 reads in a night
-PREPARED_ON_DEMAND = "python_stdlib"  # the quickstart's dataset, which train.py makes itself
-DOWNLOADED_ON_DEMAND = "fineweb_records"  # the fast recipe's, which train.py downloads
+QUICKSTART_DATA = "python_stdlib"
+FAST_DATA = "fineweb_records"
+# FAST_DATA on the hub: 103 files of tokens for training, and this one
+REPOSITORY, VALIDATION = "kjj0/fineweb10B-gpt2", "fineweb_val_000000.bin"
+SHARD_TOKENS = 10**8  # in each file; a token takes two bytes
 
 
 def make_or_explain(config: Config, key: str) -> None:
     """
     If the dataset that this key names is missing, make it if it is the quickstart's, download it if
-    it is the fast recipe's, or else raise UserError with the commands that make it.
+    it is the fast recipe's, or else raise UserError with the commands that make it. Any number of
+    processes may call this at once: one works while the others wait, and another takes over if that
+    one ends. Raises OSError and UserError.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
-    is_there = (folder / "manifest.json").exists() and read_manifest(folder).get("complete", True)
-    if name == PREPARED_ON_DEMAND and not is_there:
+    tokens = config.iter_tokens * config.max_iters
+    if name == QUICKSTART_DATA and not is_there(folder):
         script = Path(__file__).with_name("prepare_text.py")
         say(f"data: preparing {folder} from Python's own source files")
         command = [sys.executable, str(script), f"--out={folder}"]
         # Hide the script's output, which ends by telling the user what to type next.
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
             raise UserError(f"{key}: {script} failed; see its message above")
-    elif folder.is_symlink() and not folder.exists():
-        raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
-    elif name == DOWNLOADED_ON_DEMAND:
-        tokens = run_tokens(config)
-        if not any(folder.glob("*")):
-            download(folder, tokens)
-        warn_of_repeats(folder, tokens)
+    elif name == FAST_DATA:
+        if not is_there(folder):
+            download(folder, files_to_download(config))
+        shards = [*folder.glob("*_train_*.bin")]
+        held = sum(path.stat().st_size for path in shards) // 2
+        if held < tokens and len(shards) < 103:
+            problem = f"{folder}: holds {count(held)} of the {count(tokens)} tokens that a run "
+            problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
+            # to stdout, where rank 0 alone prints
+            say(f"warning: {problem}first type{COMMAND}{command_line('rm', folder / VALIDATION)}")
     elif not folder.is_dir():
-        raise UserError(explanation(config, key, folder))
+        # FineWeb-Edu's sample has 10B tokens; with --hours a card reads a part of max_iters
+        size = f"--tokens={count(min(tokens, 2 * 10**9 if config.hours else 10**10))}"
+        fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
+        own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
+        hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"
+        raise UserError(
+            f"{key}: there is no folder {folder}; {hint}{COMMAND}{fineweb}{COMMAND}{own}"
+        )
 
 
-def run_tokens(config: Config) -> int:
-    """Return how many tokens a run reads at most."""
-    return config.iter_tokens * config.max_iters
-
-
-def explanation(config: Config, key: str, folder: Path) -> str:
-    """Say that the dataset of this key is missing, and how to get it."""
-    most = HOURS_TOKENS if config.hours else MOST_TOKENS
-    size = f"--tokens={count(min(run_tokens(config), most))}"
-    fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
-    own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
-    hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"
-    return f"{key}: there is no folder {folder}; {hint}{COMMAND}{fineweb}{COMMAND}{own}"
+def is_there(folder: Path) -> bool:
+    """Return whether a folder holds a whole dataset. A download ends with the validation tokens."""
+    if (folder / "manifest.json").exists():
+        return read_manifest(folder).get("complete", True)
+    return any(split_of(path.name) == "val" for path in folder.glob("*.bin"))
 
 
 def vocab_where_missing(config: Config) -> int | None:
@@ -65,6 +77,66 @@ def vocab_where_missing(config: Config) -> int | None:
     Return the vocabulary size to plan and measure with before the dataset exists: the byte
     vocabulary for the quickstart's dataset, else GPT-2's. None if the dataset exists.
     """
-    if any(dataset_folder(config.dataset).glob("*")):
+    if is_there(dataset_folder(config.dataset)):
         return None
-    return BYTE_VOCAB if config.dataset == PREPARED_ON_DEMAND else GPT2_VOCAB
+    return BYTE_VOCAB if config.dataset == QUICKSTART_DATA else GPT2_VOCAB
+
+
+def files_to_download(config: Config) -> list[str]:
+    """Name the files of FAST_DATA that hold what this run reads, the validation tokens last."""
+    shards = math.ceil(config.iter_tokens * config.max_iters / SHARD_TOKENS)
+    # With fewer than 20, a short trial would leave too few for the night after it.
+    shards = min(max(shards, 20), 103)
+    return [*(f"fineweb_train_{n:06}.bin" for n in range(1, shards + 1)), VALIDATION]
+
+
+def download(folder: Path, names: list[str]) -> None:
+    """
+    Download the files that the folder lacks. While another process does so, wait. Each file appears
+    under its name once it is complete and right, so that the next call continues. Raises OSError,
+    and UserError if the first file fails, or if a later one fails for an hour.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "lock"):
+        if is_there(folder):
+            return
+        missing = [name for name in names if not (folder / name).exists()]
+        size = 2 * SHARD_TOKENS
+        if problem := lack_of_space(folder, size * len(missing)):
+            raise UserError(f"{problem}; make room, then repeat the command")
+        say(
+            f"data: downloading {size * len(missing) / 1e9:.1f} GB of FineWeb to {folder}; "
+            "if that is interrupted, the same command continues"
+        )
+        for number, name in enumerate(missing, 1 + len(names) - len(missing)):
+            fetch(name, folder, name == missing[0])
+            say(f"data: file {number} of {len(names)}, {number * size / 1e9:.1f} GB")
+        shutil.rmtree(folder / "part", ignore_errors=True)
+
+
+def fetch(name: str, folder: Path, is_first: bool) -> None:
+    """
+    Download a file of FAST_DATA into folder/part, and move it to the folder if it is what the hub
+    has. If that fails, the library tries again for half a minute, at the same byte; after that,
+    wait and fetch the file anew, but not the first, because somebody is probably watching. Raises
+    OSError and UserError.
+    """
+    # lazily, because training on prepared shards needs none of its packages
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # a line per file is enough, also in a log
+    url = hf_hub_url(REPOSITORY, name, repo_type="dataset")
+    for failures in itertools.count(len(PAUSES) if is_first else 0):
+        try:
+            sha256 = get_hf_file_metadata(url).etag  # the library itself compares only sizes
+            part = folder / "part"
+            path = Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=part))
+            if sha256_of(path) == sha256:
+                return patiently(os.replace, path, folder / name)
+            path.unlink()
+            raise ValueError("its bytes are not those that the hub promises")
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk, not of the network
+                raise
+            wait_or_raise(f"{REPOSITORY}: {name}", error, failures)

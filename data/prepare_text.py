@@ -33,7 +33,7 @@ import common.environment  # before numpy  # noqa: F401  isort: skip
 
 from common.console import Parser, parse_count, parse_fraction, run_main
 from data.files import ROW_FILES, TEXT_FILES, local_files
-from data.missing import PREPARED_ON_DEMAND
+from data.missing import QUICKSTART_DATA
 from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import PLACES, Plan, made_from, prepare, sample_text
@@ -59,7 +59,7 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     if not names:
         library = glob.escape(str(Path(os.__file__).parent))
         title = f"Python {sys.version.split()[0]} standard library"
-        return title, local_files([f"{library}/*.py"], (".py",)), PREPARED_ON_DEMAND
+        return title, local_files([f"{library}/*.py"], (".py",)), QUICKSTART_DATA
     files = local_files(names, TEXT_FILES + ROW_FILES)
     first = Path(names[0])
     named = first.resolve() if first.exists() else Path(files[0])

@@ -219,15 +219,12 @@ def open_dataset(name: str, eval_tokens: int) -> Dataset:
     """
     folder = dataset_folder(name)
     data = read_folder(folder)
-    if not data.manifest.get("complete", True):
-        hint = "wait; if nothing prepares it now, repeat the command that prepares it"
-        raise UserError(f"{folder}: is unfinished; {hint}")
     for split, held in (("train", data.train), ("val", data.val)):
         if not len(held):
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
             raise UserError(f"{folder}: has no {split} tokens; {hint}")
-    data.fingerprint = check_and_fingerprint(data, data.train, data.val)
+    data.fingerprint = check_and_fingerprint(data)
     evaluated = np.empty(min(eval_tokens + 1, len(data.val)), dtype="<u2")  # 1: the last target
     data.val.read(0, evaluated)
     data.val_fingerprint = hashlib.sha256(evaluated).hexdigest()
@@ -244,10 +241,12 @@ def read_folder(folder: Path) -> Dataset:
     vocab, tokenizer = GPT2_VOCAB, dict(kind="gpt2")
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
+        if not manifest.get("complete", True):
+            hint = "wait; if nothing prepares it now, repeat the command that prepares it"
+            raise UserError(f"{folder}: is unfinished; {hint}")
         vocab = manifest.get("vocab", GPT2_VOCAB)
         tokenizer = dict(kind=manifest.get("tokenizer", "unknown"))
-        # tokenizer.json is written before the first shard
-        if tokenizer["kind"] == "bpe" and manifest.get("shards"):
+        if tokenizer["kind"] == "bpe":
             hint = "restore it, or prepare the dataset again"
             tokenizer = read_bpe(folder / "tokenizer.json", hint)
     elif (folder / "meta.pkl").exists():
@@ -271,53 +270,49 @@ def read_manifest(folder: Path) -> dict:
     return read_json(folder / "manifest.json", "prepare the dataset again")
 
 
-def check_and_fingerprint(data: Dataset, *splits: ShardTokens) -> str:
+def check_and_fingerprint(data: Dataset) -> str:
     """
-    Check the tokens at both ends of each shard and, without a manifest.json, look for holes in
-    between; training checks the rest as it reads them. Returns the dataset's fingerprint, a SHA-256
-    over the tokens at the ends and manifest.json's entries. Raises UserError and OSError.
+    Check the tokens at both ends of each shard and, without a manifest.json, look for zeros that do
+    not belong there; training checks the rest as it reads them. Returns the dataset's fingerprint,
+    a SHA-256 over the tokens at the ends and manifest.json's entries. Raises UserError and OSError.
     """
+    splits = (data.train, data.val)
     # Leave out `bytes`, which says nothing about the tokens.
     listed = [entry for split in splits for entry in data.listed(split)]
     entries = {e["name"]: {k: v for k, v in e.items() if k != "bytes"} for e in listed}
     fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
     for split in splits:
         for shard, end in zip(split.shards, split.ends, strict=True):
-            length = min(shard.tokens, CHECKED_TOKENS)
+            begin, length = end - shard.tokens, min(shard.tokens, CHECKED_TOKENS)
+            tokens = split.read_windows([begin, end - length], length)
             if not shard.header_bytes:
-                check_width(shard.path, split, end - shard.tokens, length)
-            tokens = split.read_windows([end - shard.tokens, end - length], length)
+                check_width(shard.path, tokens[0])
             # Skip nanoGPT's files, which have no header: one character may rightly repeat.
-            if shard.header_bytes and shard.tokens >= PROBE and not data.manifest:
-                check_hole(shard, split, end)
+            elif not data.manifest and shard.tokens >= PROBE:
+                check_hole(shard, split, begin)
             fingerprint.update(os.fsencode(f"{shard.path.name} {shard.tokens} ") + tokens.tobytes())
     return fingerprint.hexdigest()
 
 
-def check_hole(shard: Shard, split: ShardTokens, end: int) -> None:
+def check_hole(shard: Shard, split: ShardTokens, begin: int) -> None:
     """
     Raise UserError if a part of a shard was not downloaded. Programs that download several parts at
-    once begin with a file of zeros. `end` is the shard's end in `split`.
+    once begin with a file of zeros. `begin` is the shard's begin in `split`.
     """
-    begin = end - shard.tokens
-    starts = [*range(begin, end - PROBE, PROBE_EVERY), end - PROBE]
-    empty = ~split.read_windows(starts, PROBE).any(axis=1)
+    offsets = [*range(0, shard.tokens - PROBE, PROBE_EVERY), shard.tokens - PROBE]
+    empty = ~split.read_windows([begin + offset for offset in offsets], PROBE).any(axis=1)
     if empty.any():
-        offset = starts[empty.argmax()] - begin
-        problem = (
-            f"{PROBE:,} tokens from offset {offset:,} on are all 0, as in an unfinished download"
-        )
+        where = f"{PROBE:,} tokens from offset {offsets[empty.argmax()]:,} on"
+        problem = f"{where} are all 0, as in an unfinished download"
         raise UserError(f"{shard.path}: {problem}; {GET_AGAIN}")
 
 
-def check_width(path: Path, split: ShardTokens, begin: int, length: int) -> None:
+def check_width(path: Path, tokens: np.ndarray) -> None:
     """
     Raise UserError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
     tokens, every second token is an upper half, which is 0.
     """
-    tokens = np.empty(length, dtype="<u2")
-    split.read(begin, tokens)
-    if length > 1 and tokens.any() and not tokens[1::2].any():
+    if len(tokens) > 1 and tokens.any() and not tokens[1::2].any():
         problem = f"{path}: every second value is 0, so this looks like int32 or int64"
         raise UserError(f"{problem}; save the file as uint16, if no id is above 65,535")
 

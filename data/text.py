@@ -16,7 +16,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -58,9 +57,6 @@ class Place(NamedTuple):
     held: int = 0
 
 
-Row = tuple[Place, str]  # the place after a row, and its text, "" if it holds none
-
-
 class Document(NamedTuple):
     """Holds a row of a source. A row without text is only counted."""
 
@@ -79,8 +75,6 @@ class Source:
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     seed: int | None = None  # shuffles the row groups; None: in the order of the files
-    # compressed footers of parquet files, by name
-    footers: dict[str, bytes] = dataclass_field(default_factory=dict)
 
     def size(self) -> int:
         """Return how many bytes of text the parquet files hold, and how many bytes the others."""
@@ -107,12 +101,15 @@ class Source:
             random.Random(self.seed).shuffle(groups)
         return groups
 
-    def rows(self, begin: Place) -> Iterator[Row]:
-        """Yield the rows from `begin` on. Raises UserError as group_rows() does."""
+    def rows(self, begin: Place) -> Iterator[tuple[Place, str]]:
+        """
+        Yield the place after each row from `begin` on, and its text, "" if it holds none. Raises
+        UserError as group_rows() does.
+        """
         for number in range(begin.group, len(self.groups)):
             yield from self.group_rows(number, begin.row if number == begin.group else 0)
 
-    def group_rows(self, number: int, row: int) -> Iterator[Row]:
+    def group_rows(self, number: int, row: int) -> Iterator[tuple[Place, str]]:
         """
         Yield the rows of a row group after the first `row`. Retries if the hub fails. Raises
         UserError for a file or line that cannot be read.
@@ -137,12 +134,15 @@ class Source:
                 wait_or_raise(name, error, failures)
                 failures += 1
 
+    @cached_property
+    def footers(self) -> dict[str, bytes]:
+        """The parquet files' metadata by name, downloaded once, compressed to save memory."""
+        return {name: read_footer(name) for name in self.files if is_parquet(name)}
+
     def footer(self, name: str):
-        """Return a parquet file's metadata, downloaded once and kept compressed in memory."""
+        """Return a parquet file's metadata."""
         import pyarrow.parquet
 
-        if name not in self.footers:
-            self.footers[name] = read_footer(name)
         return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read(self, number: int) -> Iterator[object]:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from common.child import keep_awake
 from common.console import UserError, command_line, say, warn
-from common.files import remove_temporaries, replacing, try_lock
+from common.files import locked, remove_temporaries, replacing
 from data.shards import dataset_folder, read_manifest, write_shard
 from data.text import Document, Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long
@@ -77,14 +77,11 @@ def prepare(plan: Plan, workers: int) -> None:
     Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads,
     and print what it holds. Raises UserError, also if reading or writing fails on the way.
     """
-    check_folder(plan)
+    check_folder(plan)  # before anything is written
     plan.folder.mkdir(parents=True, exist_ok=True)
     keep_awake()
     try:
-        with open(plan.folder / "lock", "ab") as lock:
-            if not try_lock(lock):
-                problem = f"{plan.folder}: another preparation is writing to it"
-                raise UserError(f"{problem}; wait for that one, or give another --out")
+        with locked(plan.folder / "lock"):
             manifest = begin_or_continue(plan)
             if not manifest["complete"]:
                 write_shards(plan, manifest, workers)
@@ -141,13 +138,6 @@ def begin_or_continue(plan: Plan) -> dict:
     elif manifest["shards"]:
         say(f"{folder}: continuing after {len(manifest['shards'])} shards")
     return manifest
-
-
-def write_tokenizer(plan: Plan) -> None:
-    """Write the tokenizer.json of a BPE, which the first shard needs."""
-    if plan.tokenizer.kind == "bpe":
-        with replacing(plan.folder / "tokenizer.json") as file:
-            file.write(plan.tokenizer.spec["json"].encode())
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -223,13 +213,6 @@ def sample_text(documents: Callable[[Place], Iterator[Document]], groups: int) -
             left -= len(document.text.encode(errors="replace"))
 
 
-class Encoded(NamedTuple):
-    """Holds a document's tokens, two bytes each and end-of-text first, and the size of its text."""
-
-    tokens: bytes = b""
-    text_bytes: int = 0  # in UTF-8
-
-
 def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
     """
     Write the shards that follow the finished ones. The last ones may be short. Only finish() lists
@@ -246,8 +229,9 @@ def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
             write_manifest(plan.folder, manifest)
             room = min(plan.shard_tokens, most - totals["train"])
             parts = take(documents, room, manifest, bar)
-            if not manifest["shards"]:
-                write_tokenizer(plan)
+            if plan.tokenizer.kind == "bpe" and not manifest["shards"]:
+                with replacing(plan.folder / "tokenizer.json") as file:
+                    file.write(plan.tokenizer.spec["json"].encode())
             for name in [*parts]:  # pop frees a part before the next one is written
                 write_part(plan, manifest, name, parts.pop(name))
             totals = tokens_of(manifest)
@@ -262,13 +246,12 @@ def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str,
     parts = {"train": Part(), "val": Part()}
     for after, whole, held_out in documents:
         manifest["left_out"]["rows"] += 1
-        manifest["left_out"]["no text"] += not (whole.tokens or held_out.tokens)
-        for name, encoded in (("train", whole), ("val", held_out)):
-            part = parts[name]
-            part.tokens += encoded.tokens
-            part.documents += bool(encoded.tokens)
-            part.bytes += encoded.text_bytes
-        bar.update(len(whole.tokens) // 2)
+        manifest["left_out"]["no text"] += not (whole[0] or held_out[0])
+        for part, (tokens, size) in ((parts["train"], whole), (parts["val"], held_out)):
+            part.tokens += tokens
+            part.documents += bool(tokens)
+            part.bytes += size
+        bar.update(len(whole[0]) // 2)
         if len(parts["train"].tokens) >= 2 * room:
             manifest["next"] = after._asdict()
             return parts
@@ -289,9 +272,9 @@ def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
 def encode(documents: Iterator[Document], tokenizer: Tokenizer, workers: int) -> Generator:
     """
     Tokenize on `workers` threads (BPE libraries release the GIL). Yields for each document, in
-    order, the place after it, its text and its held-out text, both Encoded. Reads far enough ahead
-    to keep the threads busy while the source downloads or a shard is written; memory use does not
-    grow with the source. Raises UserError if reading the source fails.
+    order, the place after it, and what encode_text() returns for its text and its held-out text.
+    Reads far enough ahead to keep the threads busy while the source downloads or a shard is
+    written; memory use does not grow with the source. Raises UserError if reading the source fails.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     pending: deque[Future] = deque()
@@ -326,9 +309,10 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> list[tuple]:
     ]
 
 
-def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
+def encode_text(text: str, tokenizer: Tokenizer) -> tuple[bytes, int]:
+    """Return a text's tokens, two bytes each and end-of-text first, and its size in UTF-8."""
     ids = tokenizer.encode(text)
     if not len(ids):
-        return Encoded()
+        return b"", 0
     tokens = np.concatenate([[tokenizer.eot], ids], dtype="<u2", casting="unsafe")
-    return Encoded(tokens.tobytes(), len(text.encode(errors="replace")))
+    return tokens.tobytes(), len(text.encode(errors="replace"))

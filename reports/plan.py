@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from common.console import UserError, count, parse_count, percent, raise_if_any, say
 from configurator import NOT_WEIGHTS, SAVE_EVERY, Config, resolve, with_batch
-from data.download import SHARD_TOKENS, shards_to_download
-from data.missing import DOWNLOADED_ON_DEMAND, MOST_TOKENS, run_tokens, vocab_where_missing
+from data.missing import FAST_DATA, SHARD_TOKENS, files_to_download, vocab_where_missing
 from data.shards import open_dataset
 from model import GPTConfig
 from model_fast import model_config
@@ -222,9 +221,9 @@ def make_plan(config: Config, model: GPTConfig, card: Card, options: Namespace) 
     tokens, rate = times["total_tokens"], times["tokens_per_sec"]
 
     # Without a dataset, or while it grows, assume shards with as many tokens as the run can read.
-    disk_tokens = options.dataset_tokens or min(tokens, MOST_TOKENS)
-    if config.dataset == DOWNLOADED_ON_DEMAND and not options.dataset_tokens:
-        disk_tokens = SHARD_TOKENS * (1 + shards_to_download(run_tokens(config)))
+    disk_tokens = options.dataset_tokens or tokens
+    if config.dataset == FAST_DATA and not options.dataset_tokens:
+        disk_tokens = SHARD_TOKENS * len(files_to_download(config))
     shards_gb = 2 * disk_tokens / 1e9
     parts = memory_bytes(config, model, card.dtype, config.batch_size)
     vram_gib = sum(parts.values()) / GIB

@@ -113,6 +113,7 @@ class Hub(BaseHTTPRequestHandler):
     newest = REVISION
     troubles: dict[int, str | int] = {}  # what happens at the n-th range request
     ranges = 0  # the number of range requests so far
+    wrong: set[str] = set()  # files that are sent once with wrong bytes
     allowed: dict[str, int] = {}  # range requests for a file until the hub refuses it
 
     def log_message(self, *_):
@@ -155,7 +156,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def send_file(self, name: str, content: bytes) -> None:
         if not self.headers.get("Range"):
-            self.answer(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+            sha256 = hashlib.sha256(content).hexdigest()
+            if self.command == "GET" and name in Hub.wrong:
+                Hub.wrong.remove(name)
+                content = content[::-1]
+            self.answer(200, content, ETag=f'"{sha256}"')
         elif Hub.allowed.get(name) == 0:
             self.answer(410)
         else:
@@ -196,4 +201,4 @@ def serve_hub(source: Path, inside: str = "small/") -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    Hub.allowed, Hub.newest, Hub.troubles = {}, REVISION, {}
+    Hub.allowed, Hub.newest, Hub.troubles, Hub.wrong = {}, REVISION, {}, set()

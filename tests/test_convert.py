@@ -4,6 +4,7 @@ programs read; weights that do not fit. Bad command lines are in test_bad_input.
 """
 
 import contextlib
+import hashlib
 import json
 import re
 import sys
@@ -26,10 +27,11 @@ from transformers import (
     pipeline,
 )
 
+from common.console import UserError
 from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training.pretrained import load_pretrained, load_weights
+from training.pretrained import fetch, load_pretrained, load_weights
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 
@@ -431,6 +433,20 @@ def test_an_unreachable_hub_gives_one_error_line(name, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused(run("sample.py", f"--init_from={name}"), f"{name}: no such file", "cannot be fetched")
+
+
+def test_wrong_bytes_from_the_hub_are_refused_and_deleted(tmp_path, monkeypatch):
+    """The hub's library links a file to one that is named after the SHA-256 that the hub sends."""
+    random_gpt2(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    blob = weights.rename(tmp_path / hashlib.sha256(weights.read_bytes()).hexdigest())
+    weights.symlink_to(blob)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
+    assert fetch("owner/model") == tmp_path
+    blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    with pytest.raises(UserError, match="owner/model: .*promises"):
+        fetch("owner/model")
+    assert not blob.exists()
 
 
 # -----------------------------------------------------------------------------

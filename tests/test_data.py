@@ -6,15 +6,18 @@ that do not answer.
 import builtins
 import filecmp
 import json
+import math
 import os
 import pickle
 import re
 import signal
+import subprocess
 import threading
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
+import huggingface_hub
 import numpy as np
 import psutil
 import pytest
@@ -31,14 +34,14 @@ from program import (
     run,
     start,
     train,
+    wait_for_line,
     write_tokens,
 )
 
 from common.console import UserError
 from configurator import Config, load_config
-from data.download import download
 from data.loader import ShuffledWindows, eval_batches, to_batch
-from data.missing import make_or_explain
+from data.missing import make_or_explain, vocab_where_missing
 from data.shards import ShardTokens, open_dataset, open_shard
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
@@ -293,7 +296,9 @@ def hub(tmp_path, monkeypatch):
     source = write_tokens(tmp_path / "hub", [99] * 20, [99])
     for path in [*source.glob("*.bin")]:
         path.rename(source / f"fineweb_{path.name}")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("data.text.PAUSES", (0, 0))
+    monkeypatch.setattr("data.missing.PAUSES", (0, 0))
     monkeypatch.setattr("time.sleep", lambda _: None)  # before each of the library's own retries
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve_hub(source, inside="") as address:
@@ -303,79 +308,138 @@ def hub(tmp_path, monkeypatch):
         yield source
 
 
-def test_downloads_all_the_records_or_none(hub, tmp_path):
-    """Let the hub lack the last file at first. The second call fetches only that one."""
-    folder = tmp_path / "fineweb_records"
-    last = {name: Hub.files.pop(name) for name in ["fineweb_train_000020.bin"]}
-    with pytest.raises(UserError, match="000020.bin: .*404.*check the network"):
-        download(folder, 10**9)
-    assert not folder.exists()
+RECORDS = Path("data/fineweb_records")
+
+
+def get_records(*flags: str) -> None:
+    few = ["--block_size=256", "--tokens_per_iter=256", "--max_iters=1"]
+    config = load_config(["--dataset=fineweb_records", *few, *flags])
+    make_or_explain(config, "dataset")
+
+
+def assert_all_records(source: Path, folder: Path) -> None:
+    names = {path.name for path in source.glob("*.bin")}
+    assert {path.name for path in folder.iterdir()} == names | {"lock"} and len(names) == 21
+    assert not filecmp.cmpfiles(source, folder, names, shallow=False)[1]
+
+
+def test_an_interrupted_download_is_no_dataset_and_the_next_one_continues(hub):
+    """Let the hub lack the last file at first."""
+    last = {"fineweb_val_000000.bin": Hub.files.pop("fineweb_val_000000.bin")}
+    with pytest.raises(UserError, match="val_000000.bin: .*404.*check the network"):
+        get_records()
+    assert len([*RECORDS.glob("*.bin")]) == 20
+    assert vocab_where_missing(load_config(["--dataset=fineweb_records"])) == 50257
+    with pytest.raises(UserError, match="no val tokens"):
+        open_dataset("fineweb_records", 64)
     Hub.files = last
-    download(folder, 10**9)
-    names = [path.name for path in hub.glob("*.bin")]
-    assert filecmp.cmpfiles(hub, folder, names, shallow=False)[0] == names
-    assert len([*folder.iterdir()]) == 21 and not [*tmp_path.glob("*.part")]
+    get_records()
+    assert_all_records(hub, RECORDS)
 
 
-def test_the_download_fills_an_empty_folder_on_another_disk(hub, tmp_path):
-    (tmp_path / "large_disk/records").mkdir(parents=True)
-    link = tmp_path / "fineweb_records"
-    link.symlink_to(tmp_path / "large_disk/records", target_is_directory=True)
-    download(link, 10**9)
-    assert link.is_symlink() and len([*(tmp_path / "large_disk/records").iterdir()]) == 21
-    assert not [*tmp_path.glob("*.part")]
+@pytest.mark.parametrize("file, is_fetched_again", [(1, False), (2, True)])
+def test_wrong_bytes_of_the_right_size_are_not_taken(file, is_fetched_again, hub, capsys):
+    Hub.wrong = {f"fineweb_train_{file:06}.bin"}  # once
+    if is_fetched_again:
+        get_records()
+        assert_all_records(hub, RECORDS)
+        assert "hub promises; trying again" in capsys.readouterr().err
+    else:
+        with pytest.raises(UserError, match="hub promises"):
+            get_records()
+        assert not [*RECORDS.rglob("*.bin")]
 
 
-@pytest.mark.parametrize("network", [True, False])
-def test_a_download_that_cannot_begin_ends_at_once_in_one_line(network, hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.text.PAUSES", (3600,))
-    Hub.files.clear()
-    if not network:
-        url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
-    said = "val_000000.bin: .*check the network, unset HF_TOKEN .*docs/fast_recipe.md"
-    with pytest.raises(UserError, match=said) as error:
-        download(tmp_path / "fineweb_records", 10**9)
-    assert len(error.value.args) == 1
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_download_fills_an_empty_folder_which_may_be_on_another_disk(
+    is_link, hub, make_disk, monkeypatch
+):
+    monkeypatch.setattr("data.missing.SHARD_TOKENS", 10**3)
+    disk = make_disk(10**6)
+    RECORDS.parent.mkdir()
+    if is_link:
+        RECORDS.symlink_to(disk, target_is_directory=True)
+    else:
+        RECORDS.mkdir()
+        subprocess.run(["mount", "--bind", disk, RECORDS], check=True)
+    try:
+        get_records()
+        assert_all_records(hub, disk)
+    finally:
+        if not is_link:
+            subprocess.run(["umount", RECORDS], check=True)
 
 
-def test_downloads_as_many_records_as_the_run_reads(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.download.SHARD_BYTES", 10**15)
-    for tokens, gb in [(1, 21), (2.1e9, 22), (9e10, 104)]:
-        with pytest.raises(UserError, match=f"needs {gb},000,000.00 GB of disk"):
-            download(tmp_path / "fineweb_records", int(tokens))
+GET_RECORDS = """
+import sys
+from configurator import load_config
+from data.missing import make_or_explain
+make_or_explain(load_config(["--dataset=fineweb_records", "--max_iters=1"]), "dataset")
+"""
+
+
+def test_one_of_several_processes_downloads_and_another_takes_over_if_it_ends(hub):
+    """As the ranks of a run do, or several runs."""
+    here = dict(cwd=Path.cwd(), HF_HOME=str(Path.cwd()), HF_HUB_OFFLINE="0")
+    here |= dict(HF_ENDPOINT=huggingface_hub.constants.ENDPOINT, PYTHONPATH=str(ROOT))
+    first = start("-c", GET_RECORDS, **here)
+    wait_for_line(first, "data: file 1 ")
+    others = [start("-c", GET_RECORDS, **here) for _ in range(2)]
+    for other in others:
+        wait_for_line(other, "data/fineweb_records: another process is writing to it; waiting")
+    first.kill()
+    results = [finish(other) for other in others]
+    assert all((result.code, result.err) == (0, "") for result in results), results
+    downloads = [result.out for result in results if "data: file" in result.out]
+    assert len(downloads) == 1 and "data: file 21 of 21" in downloads[0]
+    assert_all_records(hub, RECORDS)
 
 
 @pytest.mark.parametrize(
-    "flags, warned",
-    [
-        ("--max_iters=3", ""),
-        ("--max_iters=6", "1.02k tokens, but .* up to 1.54k, .* downloads 1 more shards"),
-        ("--max_iters=6 --hours=9", "up to 1.54k"),
-    ],
+    "trouble, said",
+    [("no files", "404"), ("no network", "refused"), ("offline", "HF_HUB_OFFLINE")],
 )
-def test_warns_of_records_that_the_run_reads_again(flags, warned, tmp_path, monkeypatch, capsys):
+def test_a_download_that_cannot_begin_ends_at_once_in_one_line(trouble, said, hub, monkeypatch):
+    monkeypatch.setattr("data.text.PAUSES", (3600,))
+    monkeypatch.setattr("data.missing.PAUSES", (3600,))
+    Hub.files.clear()
+    if trouble == "no network":
+        url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", trouble == "offline")
+    with pytest.raises(UserError, match=f"train_000001.bin: .*{said}.*check the network") as error:
+        get_records()
+    assert len(error.value.args) == 1
+
+
+@pytest.mark.parametrize("tokens, gb", [(1, 4.2), (2.1e9, 4.4), (9e10, 20.8)])
+def test_downloads_as_many_records_as_the_run_reads(tokens, gb, hub, monkeypatch):
+    lack = mock.Mock(return_value="too little")
+    monkeypatch.setattr("data.missing.lack_of_space", lack)
+    with pytest.raises(UserError, match="too little"):
+        get_records(f"--max_iters={math.ceil(tokens / 256)}")
+    assert lack.call_args.args == (RECORDS, round(gb * 1e9))
+
+
+@pytest.mark.parametrize("iters, warned", [(3, ""), (6, "1.02k of the 1.54k tokens .* repeats")])
+def test_warns_of_records_that_the_run_reads_again(iters, warned, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("data/fineweb_records").mkdir(parents=True)
-    for n in (1, 2):
-        Path(f"data/fineweb_records/fineweb_train_{n:06}.bin").write_bytes(bytes(1024))
-    monkeypatch.setattr("data.download.SHARD_TOKENS", 10**3 if "iters" in flags else 10**8)
-    config = load_config(
-        ["--dataset=fineweb_records", "--tokens_per_iter=256", "--block_size=256", *flags.split()]
-    )
-    make_or_explain(config, "dataset")
-    err = capsys.readouterr().err
-    assert re.search(warned, err) if warned else not err
+    RECORDS.mkdir(parents=True)
+    for name in ("train_000001", "train_000002", "val_000000"):
+        (RECORDS / f"fineweb_{name}.bin").write_bytes(bytes(1024))
+    get_records(f"--max_iters={iters}")
+    out = capsys.readouterr().out
+    assert re.search(warned, out) if warned else not out
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path, monkeypatch):
     """Otherwise the data would go to another disk."""
     monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    folder = Path("data/fineweb_records")
-    folder.symlink_to(tmp_path / "unmounted", target_is_directory=True)
+    RECORDS.parent.mkdir()
+    RECORDS.symlink_to(tmp_path / "unmounted", target_is_directory=True)
     command = ["train.py", f"{ROOT}/config/fast124m.py", "--device=cpu", "--compile=False"]
-    refused(run(*command), "is its disk mounted")
+    refused(run(*command), "data/fineweb_records")
+    assert not (tmp_path / "unmounted").exists()
 
 
 def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_path):

@@ -11,6 +11,7 @@ import random
 import shlex
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -414,16 +415,16 @@ with open(sys.argv[1], "ab") as file:
 """
 
 
-def test_a_second_preparation_in_one_folder_is_refused(tmp_path):
+def test_a_second_preparation_in_one_folder_waits(tmp_path):
     write_sources(tmp_path)
     flags = [*FLAGS, "--out=out"]
     Path("out").mkdir()
     first = start("-c", HOLDS_THE_LOCK, str(tmp_path / "out/lock"))
     wait_for_line(first, "locked: True")
-    refused(prepare_from_hub("rows.jsonl", *flags), "out: another preparation is writing to it")
-    first.kill()
+    threading.Timer(0.5, first.kill).start()
+    result = prepare_from_hub("rows.jsonl", *flags)
+    assert result.code == 0 and "out: another process is writing to it; waiting" in result.out
     finish(first)
-    assert prepare_from_hub("rows.jsonl", *flags).code == 0
 
 
 # -----------------------------------------------------------------------------

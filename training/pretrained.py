@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from common.console import UserError, one_line
-from common.files import read_json
+from common.files import read_json, sha256_of
 from configurator import FIELDS
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, Tokenizer, read_bpe, read_meta
@@ -96,7 +96,13 @@ def fetch(repository: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(repository, allow_patterns=HUB_FILES))
+        # The library compares sizes alone. It links a large file to one named after its SHA-256.
+        weights = (folder / "model.safetensors").resolve()
+        if len(weights.name) == 64 and sha256_of(weights) != weights.name:
+            weights.unlink()
+            raise ValueError("its weights are not those that the hub promises")
+        return folder
     except Exception as error:  # a failing network raises all kinds of errors
         problem = "no such file or folder, and cannot be fetched from the Hugging Face hub"
         hint = "correct the name, or repeat the command when you are online"
