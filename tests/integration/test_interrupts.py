@@ -364,17 +364,6 @@ def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, ran
     assert (trainer.launch(**tiny).code, ran.saved[-1]) == (0, 12)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's pipes")
-def test_a_run_whose_stdout_is_a_full_pipe_finishes(tiny, ran):
-    import fcntl
-
-    process = start("train.py", *flags(**tiny | dict(max_iters=100)))
-    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
-    assert process.wait(timeout=60) == 0
-    assert ran.end["iters"] == ran.saved[-1] == 100
-    assert (ran.out_dir / "log.txt").stat().st_size > 3 * 4096
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(tiny, ran):
     """Write all lines to log.txt, long after the pipe is full."""

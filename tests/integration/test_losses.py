@@ -27,14 +27,12 @@ from program import (
     checkpoint,
     column,
     contents,
-    finish,
     finish_ranks,
     flags,
     gradients_of_nan,
     records,
     run,
     same,
-    start,
     start_ranks,
     train,
     write_tokens,
@@ -429,20 +427,6 @@ def test_measures_are_recorded_and_change_no_bit_of_training(tokens, tmp_path):
     assert_same_run(whole, measured, 12)
     for record in records(measured, "eval")[-2:]:
         assert 3 < record["eager"] == record["again"] and record["array"] == 0.25
-
-
-INTERRUPTED = """
-def add_measures(measures):
-    measures["first"] = lambda model: signal.raise_signal(signal.SIGTERM) or 1.0
-    measures["second"] = lambda model: print("went on")
-"""
-
-
-def test_a_signal_in_a_measure_stops_the_run_before_the_next_one(tokens, tmp_path):
-    program = with_measures(tmp_path / "program", INTERRUPTED)
-    words = flags(**BASE, dataset=tokens, out_dir=tmp_path / "out")
-    result = finish(start("train.py", *words, cwd=program, only_torch=True))
-    assert result.code == 143 and "went on" not in result.out
 
 
 # leave each sequence another number of targets, and some sequences none
