@@ -17,6 +17,7 @@ import ast
 import collections
 import contextlib
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -374,6 +375,7 @@ class InProcessRun:
             register_optimizer_step_post_hook(self.after_step),
         ]
         if self.fake_clock:
+            importlib.import_module("train")  # a module imported below would keep the fake clock
             patches += [
                 mock.patch("time.perf_counter", lambda: self.now),
                 mock.patch("time.monotonic", lambda: self.now),

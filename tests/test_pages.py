@@ -78,15 +78,6 @@ def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 
-def test_every_page_is_one_or_two_links_away_from_readme():
-    def linked(page):
-        links = re.findall(r"\]\(([^)#]+\.md)", read(page))
-        return {(page.parent / link).resolve() for link in links}
-
-    first = {README, *linked(README)}
-    assert {*GUIDES} <= first.union(*(linked(page) for page in first if page in GUIDES))
-
-
 def test_the_keys_page_lists_every_key_of_configurator_py():
     """Check that docs/keys.md is up to date. If this fails, run `python dev/make_keys.py`."""
     listed = read(make_keys.PAGE).partition(make_keys.HEADING)[2]

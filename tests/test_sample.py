@@ -6,7 +6,6 @@ that people have.
 import contextlib
 import io
 import shutil
-import signal
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +15,6 @@ from char_dataset import LETTERS, RULER, sample, train_short, write_letters, wri
 from doc_pages import code_blocks
 from hf_reference import as_transformers, own_bpe, random_gpt2
 from program import ROOT, checkpoint, refused, run, write_tokens
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from configurator import read_config
 from data.tokenizer import Tokenizer
@@ -48,8 +46,7 @@ def test_greedy_generation_with_the_cache_matches_transformers_token_for_token()
     assert torch.equal(generate(model, idx, 19, 128, GREEDY), expected)
 
 
-@pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("prompt", [1, 23, 24, 31])
+@pytest.mark.parametrize("flash, prompt", [(True, 1), (False, 23), (True, 24), (False, 31)])
 def test_generation_past_the_context_uses_the_last_block_size_tokens(flash, prompt):
     model = small_model(flash=flash)
     idx = torch.randint(128, (2, prompt))
@@ -145,11 +142,6 @@ def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt
     assert sample(*arguments, "--temperature=2") != texts
 
 
-def test_without_flags_ten_samples_are_printed(gpt2):
-    """Ask for no prompt: reading from pytest's stdin raises an error."""
-    assert len(sample(f"--out_dir={gpt2}", "--max_new_tokens=20")) == 10
-
-
 def test_unknown_characters_in_a_prompt_are_left_out_with_a_warning(gpt2):
     arguments = ("--num_samples=1", "--max_new_tokens=3", "--device=cpu")
     result = run("sample.py", f"--out_dir={gpt2}", "--start=a!b", *arguments)
@@ -213,35 +205,14 @@ def test_samples_print_control_characters_as_escapes_even_into_a_pipe(made, tmp_
     assert result.code == 0 and result.out == 2 * (r"a	b\x0d\x1b\x1b" + RULER)
 
 
-@contextlib.contextmanager
-def first_batch_raises(error: type[BaseException]):
-    def before_forward(module, arguments):
-        if not raised:
-            raised.append(1)
-            raise error
-
-    raised: list[int] = []
-    handle = register_module_forward_pre_hook(before_forward)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def test_running_out_of_memory_prints_one_line_that_says_what_to_reduce(made):
-    with first_batch_raises(torch.OutOfMemoryError):
+    with mock.patch("model.generate", side_effect=torch.OutOfMemoryError):
         result = run("sample.py", f"--out_dir={made}", *SHORT)
     assert result.code == 1
     assert result.err.splitlines()[1:] == ["error: out of memory; reduce --num_samples"]
 
 
-def test_ctrl_c_ends_a_sample(made):
-    with first_batch_raises(KeyboardInterrupt):
-        result = run("sample.py", f"--out_dir={made}", *SHORT)
-    assert result.code == 128 + signal.SIGINT
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
 def test_a_prompt_file_saved_on_windows_is_read(encoding, made, tmp_path):
     (tmp_path / "prompt.txt").write_text("naïve\n" * 9, encoding, newline="\r\n")
     result = run("sample.py", f"--out_dir={made}", f"--start=FILE:{tmp_path}/prompt.txt", *SHORT)
@@ -254,8 +225,7 @@ def test_end_of_text_in_a_prompt_is_one_token():
     assert encode("a<|endoftext|>b" * 10, Tokenizer(dict(kind="byte"))) == [97, 0, 98] * 10
 
 
-@pytest.mark.parametrize("name", ["owner/model", "hf"])
-def test_samples_of_hub_models_match_transformers(name, tmp_path, monkeypatch):
+def test_samples_of_a_hub_model_match_transformers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bpe = own_bpe()
     reference = random_gpt2(Path("hf"), vocab_size=bpe.get_vocab_size())
@@ -264,7 +234,7 @@ def test_samples_of_hub_models_match_transformers(name, tmp_path, monkeypatch):
     expected = reference.generate(idx, do_sample=False, **options)[0].tolist()
     greedy = (*SHORT, "--temperature=0", "--max_new_tokens=6")
     with mock.patch("training.pretrained.fetch", lambda name: Path("hf")):
-        result = run("sample.py", f"--init_from={name}", "--start=the cat", *greedy)
+        result = run("sample.py", "--init_from=owner/model", "--start=the cat", *greedy)
     assert result.code == 0
     assert result.out == bpe.decode(expected, skip_special_tokens=False) + RULER
 

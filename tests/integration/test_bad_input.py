@@ -14,22 +14,19 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from char_dataset import write_letters, write_nanogpts_checkpoint
+from char_dataset import write_letters
 from fault_injection import watched
 from hf_reference import random_gpt2
 from program import (
     ROOT,
     TINY_RUN,
     finish,
-    finish_ranks,
     flags,
     run,
     start,
-    start_ranks,
     write_tokens,
 )
 
@@ -40,19 +37,14 @@ COMMAND_LINE = [
     ("train.py tiny.py --learn_rate=1e-3", "--learn_rate learning_rate"),
     ("train.py tiny.py --batch_size 4", "--batch_size --key=value", "4 no such config"),
     ("train.py tiny.py -batch_size=4", "-batch_size --key=value"),
-    ("train.py tiny.py batch_size=4", "batch_size=4 --key=value"),
     ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile True or False 'maybe'"),
     ("train.py tiny.py --out_dir=", "--out_dir text ''"),  # as in --out_dir=$DIR without a DIR
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
-    ("train.py tiny.py --max_iters=1e400", "--max_iters whole number"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
-    ("train.py tiny.py --seed=-1", "--seed 0 or more"),
     ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
     ("train.py tiny.py --dtype=fp16", "float32, bfloat16, float16"),
     ("train.py tiny.py --device=gpu", "cuda:N"),
-    ("train.py tiny.py --device=cuda:x", "cuda:N"),
-    ("train.py tiny.py --device=meta", "cuda:N"),
     ("train.py tiny.py --loss_chunk=some", "loss_chunk auto off 1024"),
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter use 96"),
     ("train.py tiny.py --model=fast --tie_weights=True", "--tie_weights=False"),
@@ -61,15 +53,12 @@ COMMAND_LINE = [
     ("train.py tiny.py --n_head=3 --device=gpu", "cuda:N", "n_head divide n_embd"),
     ("train.py nowhere.py", "nowhere.py no such"),
     ("train.py config/gpt124m_4071.py", "gpt124m_4071.py gpt124m_4070.py"),
-    ("train.py config/train_gpt2.py", "config/gpt124m_4070.py"),
     ("train.py tiny.py raises.py", "raises.py:2 ZeroDivisionError"),
     ("train.py tiny.py typo.py", "typo.py n_layers n_layer"),
-    ("configurator.py tiny.py --n_layr=2", "--n_layr n_layer"),
 ]
 
 DATA = [
     ("train.py tiny.py --dataset=data/no", "prepare_text.py FILE --out=data/no no folder data/no"),
-    ("train.py tiny.py --dataset=no\x1b[2Jwhere", r"no\x1b[2Jwhere"),
     ("train.py tiny.py --dataset=empty", "train.bin fineweb_train_000001.bin"),
     ("train.py tiny.py --dataset=cut", "train_000002.bin 2,014 prepare"),
     ("train.py tiny.py --dataset=lost_shard", "train_000002.bin No such file"),
@@ -77,7 +66,6 @@ DATA = [
     ("train.py tiny.py --dataset=evil_meta", "meta.pkl prepare.py"),
     # suggests as many tokens as the run reads, but no more than FineWeb-Edu's sample has
     ("train.py config/gpt124m_4070.py --device=cpu", "prepare_fineweb.py --tokens=10B"),
-    ("train.py config/gpt124m_4070.py --device=cpu --hours=8", "prepare_fineweb.py --tokens=2B"),
     ("train.py tiny.py --block_size=512", "--block_size=249"),
 ]
 
@@ -85,27 +73,15 @@ FOLDERS = [
     ("train.py tiny.py --out_dir=run", "run/ckpt-00000002.pt --init_from=auto --out_dir"),
     # this command would evaluate random weights, not those of the run
     ("train.py tiny.py --out_dir=run --eval_only=True --init_from=scratch", "--init_from=auto"),
-    ("train.py tiny.py --out_dir=damaged_run", "damaged_run --init_from=auto --out_dir"),
-    ("train.py tiny.py --out_dir=nanogpt_run", "nanogpt_run ckpt.pt --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "File exists"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run: --out_dir"),
     ("train.py tiny.py --init_from=resume --out_dir=best_alone", "=best_alone/best.pt NEW"),
-    # a browser names a second copy like this
-    ("train.py tiny.py --init_from=auto --out_dir=downloaded", "ckpt-00000002 (1).pt --out_dir"),
-    ("train.py tiny.py --init_from=resume --out_dir=evil_run", "evil_run: --out_dir"),
     ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "--init_from=nanogpt_run/ckpt.pt"),
-    ("train.py tiny.py --init_from=resume --out_dir=nanogpt_run", "ckpt.pt --out_dir=NEW"),
-    ("train.py tiny.py --init_from=auto --out_dir=best_alone", "--init_from=best_alone/best.pt"),
     ("train.py tiny.py --init_from=resume --out_dir=empty", "no checkpoint mounted"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3", "another"),
-    # another model means another run, even if the run in the folder is finished
-    ("train.py tiny.py --init_from=auto --out_dir=run --n_layer=3", "--n_layer=2 --out_dir"),
-    ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bare --max_iters=3", "(gpt2)"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "another"),
     ("train.py tiny.py --init_from=nowhere.pt", "no such file gpt2-medium"),
     ("train.py tiny.py --init_from=evil.pt", "evil.pt not a checkpoint"),
-    ("train.py tiny.py --init_from=unknown.pt", "unknown.pt: not a checkpoint nanoGPT"),
-    ("train.py tiny.py --init_from=cut.pt", "cut.pt damaged"),
     ("train.py tiny.py --init_from=flipped.pt", "flipped.pt damaged"),
     ("train.py tiny.py --init_from=nan.pt", "nan.pt finite"),
     ("train.py tiny.py --init_from=run --dataset=chars", "(char) (byte)"),
@@ -117,7 +93,7 @@ FOLDERS = [
 # that a run keeps.
 ARCHITECTURE = [("model", "gpt2", "fast"), ("n_layer", 2, 3), ("n_head", 2, 4), ("n_embd", 32, 64)]
 ARCHITECTURE += [("bias", False, True), ("tie_weights", True, False), ("block_size", 16, 32)]
-OF_A_RUN = [*ARCHITECTURE, ("block_size", 16, 8), ("pad_vocab_multiple", 128, 1)]
+OF_A_RUN = [("n_layer", 2, 3), ("block_size", 16, 8), ("pad_vocab_multiple", 128, 1)]
 OF_A_RUN += [("optimizer", "adamw", "muon"), ("seed", 1337, 2)]
 FIXED = [
     (f"train.py tiny.py {flag} --{key}={other}", f"{key}: --{key}={kept} {instead}")
@@ -130,15 +106,11 @@ FIXED = [
 
 TOOLS = [
     ("sample.py --out_dir=out/nowhere", "no such out_dir,"),
-    ("sample.py --out_dir=.", "no checkpoint out_dir,"),
     ("sample.py --out_dir=run --device=cpu --temprature=1", "--temperature"),
     ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "No such file"),
     ("sample.py --out_dir=run --num_samples=0 --temperature=-1", "1 or more", "0 or more"),
-    ("sample.py --init_from=evil.pt --device=cpu", "evil.pt not a checkpoint"),
-    ("sample.py --init_from=lora.pt --device=cpu", "lora.pt lora_rank=0 model.py"),
     ("train.py tiny.py --init_from=lora.pt --out_dir=new", "lora.pt lora_rank=0 model.py"),
-    ("train.py tiny.py --init_from=auto --out_dir=lora_run --max_iters=9", "lora_rank=0 model.py"),
     ("bench.py lader", "no such config"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
     ("bench.py tiny.py --row=--batch_sise=4", "batch_sise batch_size"),
@@ -152,32 +124,23 @@ TOOLS = [
     ("compare.py", "required"),
     ("compare.py empty", "metrics.jsonl out/quickstart"),
     ("compare.py book.txt", "no iteration out/quickstart"),
-    ("compare.py console.txt", "console.txt out_dir"),
-    ("compare.py run run/metrics.jsonl --pgn=x.png", "unrecognized"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
     ("convert.py", "required"),
     ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
-    ("convert.py hf-to-ckpt hf out.pt", "hf-to-ckpt ckpt-to-hf"),
     ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight older"),
-    ("convert.py ckpt-to-hf run book.txt", "Not a directory"),
-    ("sample.py --init_from=evil_meta/ckpt.pt --device=cpu", "evil_meta/meta.pkl"),
-    ("sample.py --init_from=numpy.pt --device=cpu", "numpy.pt not a checkpoint"),
     ("sample.py --init_from=page.pt", "page.pt: damaged"),
 ]
-# What model.py does not compute, as transformers saves it; the last two change the weights' shapes
-# and names.
+# what model.py does not compute, as transformers saves it; the last changes the weights' shapes
 HUB_MODELS = dict(
     activation_function="gelu",
     layer_norm_epsilon=1e-6,
     scale_attn_weights=False,
     scale_attn_by_inverse_layer_idx=True,
     n_inner=64,
-    add_cross_attention=True,
 )
 TOOLS += [
     *((f"sample.py --init_from={key} --device=cpu", f"its {key} is") for key in [*HUB_MODELS][:4]),
     ("sample.py --init_from=n_inner --device=cpu", "c_fc size mismatch"),
-    ("sample.py --init_from=add_cross_attention --device=cpu", "crossattention Unexpected"),
     ("sample.py --init_from=llama --device=cpu", "model_type 'llama'"),
     ("train.py tiny.py --init_from=no_weights", "no model.safetensors docs/own_text.md"),
     ("sample.py --init_from=no_tokenizer --device=cpu", "no tokenizer.json docs/own_text.md"),
@@ -212,11 +175,10 @@ def write_folders_of_tokens() -> None:
     write_tokens(Path("tokens"), train=[700, 500], val=[250])
     write_tokens(Path("other"), train=[700, 501], val=[250])
     write_tokens(Path("wide"), train=[700], val=[250], vocab=99)
-    for name in ("cut", "lost_shard", "bare", "bad_manifest", "bad_sha"):
+    for name in ("cut", "lost_shard", "bad_manifest", "bad_sha"):
         shutil.copytree("tokens", name)
     os.truncate("cut/train_000002.bin", 2014)
     Path("lost_shard/train_000002.bin").unlink()
-    Path("bare/manifest.json").unlink()
     Path("bad_manifest/manifest.json").write_text('{"tokenizer": ')
     manifest = json.loads(Path("bad_sha/manifest.json").read_text())
     manifest["shards"][1]["sha256"] = "0" * 64
@@ -228,21 +190,18 @@ def write_nanogpts_folders() -> None:
         write_letters(Path(name))
     meta = pickle.loads(Path("chars/meta.pkl").read_bytes())
     Path("evil_meta/meta.pkl").write_bytes(pickle.dumps(meta | dict(stoi=Evil())))
-    write_nanogpts_checkpoint(Path("evil_meta/ckpt.pt"))
 
 
 def write_runs() -> None:
     result = run("train.py", "tiny.py", "--out_dir=run")
     assert result.code == 0, result.err
-    Path("console.txt").write_text(result.out)
     newest = Path("run/ckpt-00000002.pt").read_bytes()
-    for name in ("damaged_run", "best_alone", "nanogpt_run", "evil_run", "downloaded", "lora_run"):
+    for name in ("damaged_run", "best_alone", "nanogpt_run"):
         Path(name).mkdir()
     for name in ("ckpt-00000001.pt", "ckpt-00000002.pt"):
         Path("damaged_run", name).write_bytes(newest[: len(newest) // 2])
     Path("best_alone/best.pt").write_bytes(newest)
     torch.save(dict(model_args={}, model={}), "nanogpt_run/ckpt.pt")
-    Path("cut.pt").write_bytes(newest[:-1000])
     flipped = bytearray(newest)
     flipped[len(newest) // 2] ^= 1
     Path("flipped.pt").write_bytes(flipped)
@@ -251,12 +210,7 @@ def write_runs() -> None:
     torch.save(state, "nan.pt")
     lora = dict(model_config=state["model_config"] | dict(lora_rank=0))  # by another model.py
     torch.save(state | lora, "lora.pt")
-    torch.save(state | lora, "lora_run/ckpt-00000002.pt")
     torch.save(Evil(), "evil.pt")
-    shutil.copy("evil.pt", "evil_run/ckpt-00000002.pt")
-    Path("downloaded/ckpt-00000002 (1).pt").write_bytes(newest)
-    torch.save(dict(weights=torch.zeros(3)), "unknown.pt")
-    torch.save(state | dict(val_loss=np.float64(2.5)), "numpy.pt")
     Path("page.pt").write_text("<!DOCTYPE html><html>404</html>")
     Path("gone").symlink_to("/nowhere/runs")  # on a disk that is not mounted
 
@@ -286,7 +240,7 @@ def write_texts() -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """Create the folder in whose copies check() runs the commands."""
+    """Create the folder in which check() runs the commands."""
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -339,18 +293,12 @@ def check(folder: Path, monkeypatch, command: str, *expected: str) -> None:
     assert listing(folder) == before
 
 
-@pytest.fixture
-def folder(world, tmp_path) -> Path:
-    """Copy the folder, so that one command that is wrongly accepted fails no other case."""
-    return shutil.copytree(world, tmp_path / "world", symlinks=True)
-
-
 BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + FIXED + TOOLS + PREPARATION
 
 
 @pytest.mark.parametrize("row", BAD_STARTS, ids=[row[0] for row in BAD_STARTS])
-def test_a_bad_command_prints_one_error_per_problem_and_changes_no_file(row, folder, monkeypatch):
-    check(folder, monkeypatch, *row)
+def test_a_bad_command_prints_one_error_per_problem_and_changes_no_file(row, world, monkeypatch):
+    check(world, monkeypatch, *row)
 
 
 # root may look into any folder, so this code first gives up all privileges
@@ -372,9 +320,3 @@ def test_a_folder_without_permission_gives_one_error(key, world, tmp_path):
     assert result.code == 1
     assert_refused(result.err.splitlines(), ("private/x Permission denied",))
     assert not (tmp_path / "new").exists()
-
-
-def test_help_is_printed_once_by_several_ranks():
-    results = finish_ranks(start_ranks(2, "--help"))
-    assert [(result.code, result.err) for result in results] == [(0, "")] * 2
-    assert [bool(result.out) for result in results] == [True, False]

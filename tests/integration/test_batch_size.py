@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from program import ROOT, flags, refused, run
+from program import flags, refused, run
 
 from common.console import UserError
 from configurator import Config, config_values, load_config
@@ -109,17 +109,3 @@ def test_a_run_resumes_on_every_number_of_gpus_that_divides_its_sequences():
             c = resumed([], processes)
             assert c.iter_sequences == 480 and c.eval_tokens == 5000
             assert c.batch_size <= 12 and c.gradient_accumulation_steps % processes == 0
-
-
-GPU_CONFIGS = [*(ROOT / "config").glob("gpt*m_*.py")]
-NINE_SUBJECTS = """
-    batch_size gradient_accumulation_steps learning_rate compile tf32 dtype flash
-    pad_vocab_multiple tie_weights
-""".split()
-
-
-@pytest.mark.parametrize("path", GPU_CONFIGS, ids=lambda path: path.stem)
-def test_every_gpt2_config_for_a_gpu_spells_out_nine_important_settings(path):
-    shown: dict = {}
-    exec(path.read_text("utf-8"), shown)
-    assert not [name for name in NINE_SUBJECTS if name not in shown]

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import slow_but
-from fault_injection import fill, free, watched
+from fault_injection import fill, free
 from program import (
     ROOT,
     STEP,
@@ -418,18 +418,6 @@ def test_a_checkpoint_named_after_another_iteration_is_refused(tiny, ran):
     assert contents(ran.out_dir) == before
 
 
-def test_a_save_imports_no_module(tiny, ran):
-    """Survive an upgrade or removal of the program's folder while a run trains."""
-    between_updates = """
-        if n > 1:
-            print("imported", sorted(set(sys.modules) - before))
-        globals()["before"] = set(sys.modules)
-    """
-    keys = tiny | dict(max_iters=2, checkpoint_interval=1, eval_interval=100)
-    result = finish(start(*watched(between_updates), *flags(**keys), only_torch=True))
-    assert (lines(result.out, "imported"), ran.saved) == (["imported []"], [1, 2]), result
-
-
 def test_torch_load_reads_a_checkpoint_with_the_keys_that_the_docs_list(straight):
     page = (ROOT / "docs/internals/checkpoints.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", page.partition("## The order")[0], re.MULTILINE)
@@ -471,16 +459,6 @@ def test_a_run_goes_on_if_its_folder_was_away_for_a_while(what, tiny, ran, strai
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
     assert {*ran.steps(*STEP)} < {*Run(straight).steps(*STEP)}
     assert not leftovers(out_dir)
-
-
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
-def test_a_run_goes_on_if_one_of_its_files_is_deleted(name, tiny, ran, straight):
-    """Write the file anew, as after a `git clean`."""
-    trainer, file = InProcessRun(), ran.out_dir / name
-    trainer.at["update", 6] = file.unlink
-    assert not lines(launch(trainer, **tiny).err, "warning:")
-    assert file.stat().st_size and not leftovers(ran.out_dir)
-    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
 
 
 # what a share cannot do, the error, and the calls that give it; Lustre has no locks without its

@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import slow_but
 from program import (
     ROOT,
     TINY_RUN,
@@ -85,40 +84,8 @@ GPT.__init__, GPT.hidden = init, hidden
 """
 
 
-# like a kernel that needs a GPU, or a model that reads numbers on the host
-NEEDS_MEMORY = """
-plain_hidden = GPT.hidden
-
-def hidden(self, *idx):
-    x = plain_hidden(self, *idx)
-    x.sum().item()
-    return x
-
-GPT.hidden = hidden
-"""
 # FLOPs per token of TINY, with its vocabulary of 61 padded to 128
 TINY_LAYER, TINY_HEAD, TINY_ATTENTION = 6 * 12 * 32**2, 6 * 32 * 128, 12 * 32 * 16
-MODELS = {  # code in model.py, the name of its new weight, and the FLOPs per token
-    # each token meets a quarter of the keys
-    "a cube, and windows": (
-        WINDOWS_AND_CUBE,
-        "extra",
-        2 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD,
-    ),
-    "no new weight, and no run without memory": (NEEDS_MEMORY, "", None),
-}
-
-
-def positions_without_decay(decayed: dict, others: dict) -> None:
-    others["params"].append(decayed["params"].pop(1))
-
-
-def exchanged_layers(decayed: dict, others: dict) -> None:
-    """Let the two layers change places in a group: its sizes and shapes stay the same."""
-    changes = {"h.0": "h.1", "h.1": "h.0"}
-    names = [name for name, _ in decayed["params"]]
-    order = [re.sub(r"h\.\d", lambda found: changes[found[0]], name) for name in names]
-    decayed["params"] = [(name, dict(decayed["params"])[name]) for name in order]
 
 
 # runs scripts one after another in one process, because importing a changed program takes two
@@ -198,39 +165,33 @@ def test_a_run_from_before_a_new_key_resumes_with_the_keys_default(tokens, whole
     assert theirs.out == run(*sampling).out
 
 
-@pytest.mark.parametrize("model", slow_but("a cube, and windows", of=MODELS))
-def test_a_changed_model_is_counted_and_adamw_trains_its_new_weight(model, tokens, tmp_path):
+def test_a_changed_model_is_counted_and_adamw_trains_its_new_weight(tokens, tmp_path):
     """
-    Count FLOPs from what the model computes, and print no MFU if they cannot be counted. Muon
-    refuses a weight by name if it fits none of its groups.
+    Count FLOPs from what the model computes. Muon refuses a weight by name if it fits none of its
+    groups.
     """
-    code, name, flops = MODELS[model]
-    program = changed(tmp_path / "program", {"model.py": code})
+    program = changed(tmp_path / "program", {"model.py": WINDOWS_AND_CUBE})
     keys = dict(dataset=tokens, max_iters=1, peak_tflops=1)
     by_muon = training(**keys, optimizer="muon", out_dir=tmp_path / "muon")
     muon, adamw = launches(program, by_muon, training(**keys, out_dir=tmp_path / "out"))
     assert adamw.code == 0, adamw.err
+    # each token meets a quarter of the keys
+    flops = 2 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD
     assert column(tmp_path / "out", "start", "flops_per_token") == [flops]
-    assert ("mfu n/a, tok/s" in adamw.out) == (flops is None)
-    if name:
-        refused(muon, name)
-        assert not (tmp_path / "muon").exists()
-        state = checkpoint(tmp_path / "out", 1)
-        groups = [group["params"] for group in state["optimizer"]["param_groups"]]
-        # a tied weight counts once
-        storages = {weight.data_ptr() for weight in state["model"].values()}
-        assert sorted(sum(groups, [])) == list(range(len(storages)))
-        assert state["optimizer"]["state"].keys() == set(range(len(storages)))
-        # starts as ones: init_weights sets only the layers' matrices
-        assert (state["model"][name] - 1).abs().max() < TINY["learning_rate"]
+    refused(muon, "extra")
+    assert not (tmp_path / "muon").exists()
+    # starts as ones: init_weights sets only the layers' matrices
+    moved = checkpoint(tmp_path / "out", 1)["model"]["extra"] - 1
+    assert 0 < moved.abs().max() < TINY["learning_rate"]
 
 
-@pytest.mark.parametrize("change", [positions_without_decay, exchanged_layers])
-def test_resuming_is_refused_if_the_optimizer_groups_changed(change, tokens, half):
+def test_resuming_is_refused_if_the_optimizer_groups_changed(tokens, half):
+    """Refuse two layers that change places, although the sizes and shapes in the groups stay."""
     before = (half / "ckpt-00000004.pt").read_bytes()
 
     def build(groups, fused):
-        change(*groups)
+        first, second = groups[0]["params"][2:6], groups[0]["params"][6:]
+        groups[0]["params"][2:] = second + first
         return MomentumSGD(groups, fused)
 
     with mock.patch("torch.optim.AdamW", build):

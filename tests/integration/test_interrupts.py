@@ -69,7 +69,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but("AdamW", "fast with Muon", of=KINDS))
+@pytest.mark.parametrize("kind", slow_but("float16 with its scale", "fast with Muon", of=KINDS))
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, tmp_path):
     keys = tiny | KINDS[kind]
     train(**keys | dict(out_dir=tmp_path))
@@ -362,17 +362,6 @@ def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, ran
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
     assert (trainer.launch(**tiny).code, ran.saved[-1]) == (0, 12)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's pipes")
-def test_a_run_whose_stdout_is_a_full_pipe_finishes(tiny, ran):
-    import fcntl
-
-    process = start("train.py", *flags(**tiny | dict(max_iters=100)))
-    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
-    assert process.wait(timeout=60) == 0
-    assert ran.end["iters"] == ran.saved[-1] == 100
-    assert (ran.out_dir / "log.txt").stat().st_size > 3 * 4096
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")

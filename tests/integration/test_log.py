@@ -5,12 +5,16 @@ log's lines say.
 
 import contextlib
 import subprocess
-from unittest.mock import patch
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import pytest
+import torch
 from program import ROOT, Run, same, train
 
-from training.log import git_commit
+from training.hardware import Hardware
+from training.log import Log, git_commit
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)
@@ -41,6 +45,19 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
         for key in ("model", "optimizer", "scaler", "rng", "progress", "val_loss"):
             assert same(a[key], b[key]), key
     assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
+
+
+def test_sizes_are_in_gb_of_a_billion_bytes_and_memory_in_gib(capsys):
+    log = MagicMock(saver=SimpleNamespace(size=1_494_000_000))
+    log.clock.since_lap.return_value = 0.9
+    Log.report_save(log, 500)
+    assert ", 1.49GB, time 0.9s, " in capsys.readouterr().out
+    used = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "").peak_memory_gib()
+    if sys.platform == "linux":
+        import resource
+
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # by the system's own count
+        assert used == pytest.approx(kib / 2**20, rel=0.005)
 
 
 def test_a_run_that_uv_started_names_its_command_with_uv(tiny, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 import reference_gpt2
 import torch
 from cases import slow_but
+from fault_injection import watched
 from program import (
     EVAL,
     FAST,
@@ -27,14 +28,12 @@ from program import (
     checkpoint,
     column,
     contents,
-    finish,
     finish_ranks,
     flags,
     gradients_of_nan,
     records,
     run,
     same,
-    start,
     start_ranks,
     train,
     write_tokens,
@@ -396,93 +395,64 @@ def test_two_ranks_train_like_one_process(tokens, tmp_path):
     assert_speeds(tmp_path / "2", [4 * 5 * T] * 12, devices=2)
 
 
-# return a number and an array
-MEASURES = """
-def add_measures(measures):
-    def eager(model):
-        return model(torch.arange(9)[None], torch.arange(9)[None]).item()
-
-    measures.update(eager=eager, again=eager, array=lambda model: torch.tensor(0.25).numpy())
-"""
-
-
-def with_measures(folder: Path, code: str) -> Path:
-    """Copy the program to `folder`, with the measures that the code's add_measures() adds."""
-    path = changed(folder, {"train.py": code}) / "train.py"
-    before, line, after = path.read_text("utf-8").partition("    hw = hardware.set_up(")
-    path.write_text(f"{before}    add_measures(measures)\n{line}{after}", "utf-8")
-    return folder
-
-
-def test_measures_are_recorded_and_change_no_bit_of_training(tokens, tmp_path):
-    """Resume on two ranks with them."""
-    whole, measured = tmp_path / "whole", tmp_path / "measured"
-    config = BASE | dict(gradient_accumulation_steps=4, dropout=0.2, eval_interval=3)
-    train_on_two_ranks(**config, dataset=tokens, out_dir=whole)
-    measured.mkdir()
-    for name in ("ckpt-00000006.pt", "metrics.jsonl"):
-        shutil.copy(whole / name, measured)
-    words = flags(**config, dataset=tokens, out_dir=measured, init_from="resume")
-    program = with_measures(tmp_path / "program", MEASURES)
-    first, second = finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True))
-    assert (first.code, second.code) == (0, 0), first.err
-    assert_same_run(whole, measured, 12)
-    for record in records(measured, "eval")[-2:]:
-        assert 3 < record["eager"] == record["again"] and record["array"] == 0.25
-
-
-INTERRUPTED = """
-def add_measures(measures):
-    measures["first"] = lambda model: signal.raise_signal(signal.SIGTERM) or 1.0
-    measures["second"] = lambda model: print("went on")
-"""
-
-
-def test_a_signal_in_a_measure_stops_the_run_before_the_next_one(tokens, tmp_path):
-    program = with_measures(tmp_path / "program", INTERRUPTED)
-    words = flags(**BASE, dataset=tokens, out_dir=tmp_path / "out")
-    result = finish(start("train.py", *words, cwd=program, only_torch=True))
-    assert result.code == 143 and "went on" not in result.out
-
-
 # leave each sequence another number of targets, and some sequences none
 MASKED = """
-unmasked = Batches.take
+    from data.loader import Batches
+    unmasked = Batches.take
 
-def take(self, count):
-    batches = unmasked(self, count)
-    for x, y in batches:
-        y[torch.arange(x.size(1)) >= x[:, :1] % 16] = -1
-    return batches
+    def take(self, count):
+        batches = unmasked(self, count)
+        for x, y in batches:
+            y[torch.arange(x.size(1)) >= x[:, :1] % 16] = -1
+        return batches
 
-Batches.take = take
+    Batches.take = take
 """
 
 
 def test_masked_targets_count_equally_in_any_micro_batches_and_ranks(tokens, tmp_path):
-    program = changed(tmp_path / "program", {"data/loader.py": MASKED})
     numbers = []
-    for ranks, batch_size, accum in ((1, 12, 1), (1, 4, 3), (1, 1, 12), (2, 3, 4)):
+    for ranks, batch_size, accum in ((1, 12, 1), (1, 1, 12), (2, 3, 4)):
         out_dir = tmp_path / f"{ranks} {batch_size}"
         sizes = dict(batch_size=batch_size, gradient_accumulation_steps=accum)
         words = flags(**BASE | sizes, dataset=tokens, out_dir=out_dir)
-        results = finish_ranks(start_ranks(ranks, *words, cwd=program, only_torch=True))
+        results = finish_ranks(start_ranks(ranks, *words, script=watched(before=MASKED)))
         assert {result.code for result in results} == {0}, results
         numbers.append(column(out_dir, "step", "loss") + column(out_dir, "eval", "val_loss"))
     for others in numbers[1:]:
         assert others == pytest.approx(numbers[0], **CLOSE)
 
 
+# return a number and an array
+MEASURES = """
+def add_measures(measures):
+    def eager(model):
+        return model(torch.arange(9)[None], torch.arange(9)[None]).item()
+
+    measures.update(eager=eager, array=lambda model: torch.tensor(0.25).numpy())
+"""
+
+
 def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path):
-    config = BASE | dict(gradient_accumulation_steps=4, dropout=0.2, dataset=tokens)
-    train_on_two_ranks(**config, out_dir=tmp_path / "whole")
-    (tmp_path / "resumed").mkdir()
+    """Resume with measures, which are recorded and change no bit of training."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    keys = BASE | dict(gradient_accumulation_steps=4, dropout=0.2, dataset=tokens)
+    train_on_two_ranks(**keys, out_dir=whole)
+    resumed.mkdir()
     for name in ("ckpt-00000006.pt", "metrics.jsonl"):
-        shutil.copy(tmp_path / "whole" / name, tmp_path / "resumed")
-    train_on_two_ranks(**config, out_dir=tmp_path / "resumed", init_from="resume")
-    assert_same_run(tmp_path / "whole", tmp_path / "resumed", 12)
-    first, second = checkpoint(tmp_path / "whole", 12)["rng"]
+        shutil.copy(whole / name, resumed)
+    program = changed(tmp_path / "program", {"train.py": MEASURES})
+    code, line = (program / "train.py").read_text("utf-8"), "    hw = hardware.set_up("
+    code = code.replace(line, f"    add_measures(measures)\n{line}")
+    (program / "train.py").write_text(code, "utf-8")
+    words = flags(**keys, out_dir=resumed, init_from="resume")
+    results = finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True))
+    assert [result.code for result in results] == [0, 0], results
+    assert_same_run(whole, resumed, 12)
+    first, second = checkpoint(resumed, 12)["rng"]
     assert not torch.equal(first["cpu"], second["cpu"])
+    last = records(resumed, "eval")[-1]
+    assert last["eager"] > 3 and last["array"] == 0.25
 
 
 # -----------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """
-Use what nanoGPT's users bring along: settings of config files, checkpoints with meta.pkl, and code.
-test_pretrained.py also trains from such config files and checkpoints.
+Use what nanoGPT's users bring along: checkpoints with meta.pkl, and code. test_pretrained.py trains
+from nanoGPT's config files and checkpoints.
 """
 
-import dataclasses
 import importlib
+import pickle
 import re
 from pathlib import Path
 
@@ -14,35 +14,8 @@ from char_dataset import write_letters, write_nanogpts_checkpoint
 from hf_reference import random_gpt2
 from program import ROOT, InProcessRun, Result, checkpoint, flags, refused, run, sigterm, train
 
-from configurator import Config, load_config
-
-# Lines of nanoGPT's config files in all their forms (products, imports, strings made at run time,
-# comments after values), and the keys that they set here.
-FILES = {
-    "train_gpt2": (
-        "wandb_log = True # or --wandb_log=False\nwandb_run_name='gpt2-124M'\nblock_size = 1024\n"
-        "gradient_accumulation_steps = 5 * 8\nmax_iters = 600000\nweight_decay = 1e-1\n",
-        dict(tracker="wandb", wandb_run_name="gpt2-124M", block_size=1024, max_iters=600_000)
-        | dict(gradient_accumulation_steps=40, weight_decay=0.1),
-    ),
-    "finetune_shakespeare": (
-        "import time\nwandb_log = False\nwandb_run_name = 'ft-' + str(time.time())[:0]\n"
-        "init_from = 'gpt2-xl'\nalways_save_checkpoint = False\ndecay_lr = False\n",
-        dict(tracker="none", wandb_run_name="ft-", init_from="gpt2-xl", warmup_iters=0)
-        | dict(lr_schedule="constant"),
-    ),
-    "eval_gpt2": (
-        "eval_iters = 500\neval_only = True\ninit_from = 'gpt2'\n",
-        dict(eval_iters=500, eval_only=True, init_from="gpt2"),
-    ),
-}
-
-
-@pytest.mark.parametrize("text, expected", FILES.values(), ids=FILES)
-def test_the_settings_of_nanogpts_config_files_load(text, expected, tmp_path):
-    (tmp_path / "c.py").write_text(text)
-    assert load_config([str(tmp_path / "c.py")]) == dataclasses.replace(Config(), **expected)
-
+from data.tokenizer import Tokenizer
+from training.pretrained import load_pretrained
 
 TINY = dict(n_layer=1, max_iters=2, eval_interval=2, eval_tokens=64)
 
@@ -107,6 +80,17 @@ def test_sampling_without_meta_pkl_is_refused_until_it_is_moved_beside_ckpt_pt(n
     refused(run("sample.py", f"--out_dir={nanogpt}", *SHORT), "meta.pkl beside the checkpoint")
     table.rename(nanogpt / "meta.pkl")
     assert run("sample.py", f"--out_dir={nanogpt}", *SHORT).code == 0
+
+
+def test_meta_pkl_beside_a_nanogpt_checkpoint_is_used_even_if_its_size_is_gpt2s(tmp_path):
+    path = write_nanogpts_checkpoint(tmp_path / "ckpt.pt", vocab=50257, width=8)
+    assert load_pretrained(str(path))["tokenizer"] == dict(kind="gpt2")
+    itos = {i: chr(0x4E00 + i) for i in range(50257)}
+    meta = dict(vocab_size=50257, itos=itos, stoi={c: i for i, c in itos.items()})
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    state = load_pretrained(str(path))
+    assert state["vocab"] == 50257
+    assert Tokenizer(state["tokenizer"]).decode([0, 50256]) == itos[0] + itos[50256]
 
 
 # -----------------------------------------------------------------------------

@@ -4,9 +4,7 @@ checkpoints. Each run must end like an uninterrupted one.
 """
 
 import random
-import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -106,23 +104,3 @@ def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(
     saved = ran.column("checkpoint", "iter")
     assert saved == sorted(saved)
     assert ran.end["reason"] == "max_iters"
-
-
-@pytest.mark.slow
-def test_a_run_killed_while_it_compiles_can_be_started_again(tiny, tmp_path):
-    """Leave all files that the compiler has begun empty; deleting its cache helps."""
-    cache = tmp_path / "cache"
-    command = ["train.py", *flags(**tiny | dict(compile=True, max_iters=2))]
-    process = start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache))
-    while not [*cache.rglob("*.so")] and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    finish(process)
-    for path in cache.rglob("*.so"):
-        path.write_bytes(b"")
-    again = finish(start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache)), 500)
-    if again.code:
-        assert "torch.compile does not work here" in again.err
-        shutil.rmtree(cache)
-        again = finish(start(*command, TORCHINDUCTOR_CACHE_DIR=str(cache)), 500)
-    assert again.code == 0, again.err

@@ -29,8 +29,6 @@ from program import (
     TINY_RUN,
     Result,
     Run,
-    assert_same_run,
-    finish,
     finish_ranks,
     flags,
     start_ranks,
@@ -133,29 +131,6 @@ def test_a_run_resumes_with_another_number_of_ranks(change, tiny, ran, tmp_path)
             assert len([line for line in warnings if "ckpt-00000099.pt" in line]) == 1
         (ran.out_dir / "ckpt-00000099.pt").write_bytes(b"damaged")
     assert_same_numbers(tmp_path / "alone", ran)
-
-
-# freezes the first block
-FROZEN = """
-    import model
-    plain_init = model.GPT.__init__
-
-    def init(self, config):
-        plain_init(self, config)
-        self.transformer.h[0].requires_grad_(False)
-
-    model.GPT.__init__ = init
-"""
-
-
-def test_two_ranks_train_and_resume_beside_frozen_weights(tiny, tmp_path):
-    keys = tiny | dict(dropout=0.1, init_from="auto", eval_interval=2, lr_decay_iters=4)
-    for name, last in (("whole", 4), ("halves", 2), ("halves", 4)):
-        ends = dict(max_iters=last, out_dir=tmp_path / name)
-        train_ranks(2, [0, 0], watched(before=FROZEN), **keys | ends)
-    assert_same_run(tmp_path / "whole", tmp_path / "halves", 4)
-    moments = Run(tmp_path / "whole").state(4)["optimizer"]["state"]
-    assert len(moments) == 2 + 6 + 1  # embeddings, the second block, the last norm
 
 
 @pytest.mark.slow
@@ -359,39 +334,6 @@ def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
     assert saved is None or (ran.saved, ran.evals("iter")) == (saved, evaluated)
     train(**tiny, init_from="resume")
     assert_same_numbers(alone, ran)
-
-
-# The program's timeout applies until the second rank hangs; from then on it is half a second.
-PATIENCE = """
-    import torch.distributed
-    begin = torch.distributed.init_process_group
-
-    def timed(*arguments, timeout, **named):
-        print("waits", timeout.total_seconds(), file=sys.stderr)
-        begin(*arguments, timeout=timeout, **named)
-
-    torch.distributed.init_process_group = timed
-"""
-HANGS = """
-    if RANK == "1":
-        time.sleep(600)
-    import datetime
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-    _set_pg_timeout(datetime.timedelta(seconds=0.5))
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_gives_up_if_another_rank_hangs(tiny):
-    waiting, hanging = start_ranks(2, *flags(**tiny), script=watched(HANGS, PATIENCE))
-    try:
-        result = finish(waiting, timeout=120)
-        assert hanging.poll() is None
-    finally:
-        hanging.kill()
-        finish(hanging)
-    assert result.code == 1
-    assert "waits 3600.0\n" in result.err  # rank 0 may download for a long time
 
 
 # -----------------------------------------------------------------------------
