@@ -25,6 +25,7 @@ FAST_DATA = "fineweb_records"
 # FAST_DATA on the hub: 103 files of tokens for training, and this one
 REPOSITORY, VALIDATION = "kjj0/fineweb10B-gpt2", "fineweb_val_000000.bin"
 SHARD_TOKENS = 10**8  # in each file; a token takes two bytes
+SAMPLE_TOKENS = 10**10  # in FineWeb-Edu's sample
 
 
 def make_or_explain(config: Config, key: str) -> None:
@@ -55,8 +56,8 @@ def make_or_explain(config: Config, key: str) -> None:
             # to stdout, where rank 0 alone prints
             say(f"warning: {problem}first type{COMMAND}{command_line('rm', folder / VALIDATION)}")
     elif not folder.is_dir():
-        # FineWeb-Edu's sample has 10B tokens; with --hours a card reads a part of max_iters
-        size = f"--tokens={count(min(tokens, 2 * 10**9 if config.hours else 10**10))}"
+        # with --hours a card reads only a part of max_iters
+        size = f"--tokens={count(min(tokens, 2 * 10**9 if config.hours else SAMPLE_TOKENS))}"
         fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
         own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
         hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"

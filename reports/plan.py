@@ -1,35 +1,27 @@
 """
 bench.py plan: estimate a run's tokens, FLOPs, hours, memory, disk, energy and price before it
-starts.
-
-Everything follows from the seconds per iteration. They come from --iter_seconds, or from the
-published or assumed MFU of a GPU. A plan is a flat dict of figures, None if unknown: memory in GiB,
-disk in GB.
+starts. The hours follow from the seconds per iteration, which are given, or computed from the MFU
+that is published or assumed for a GPU.
 """
 
 import argparse
 import math
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from dataclasses import replace
 
 from common.console import UserError, count, parse_count, percent, raise_if_any, say
 from configurator import NOT_WEIGHTS, SAVE_EVERY, Config, resolve, with_batch
-from data.missing import FAST_DATA, SHARD_TOKENS, files_to_download, vocab_where_missing
-from data.shards import open_dataset
-from model import GPTConfig
-from model_fast import model_config
-from training import hardware
-from training.cost import (
-    CHOSEN_MEMORY,
-    USABLE_MEMORY,
-    checkpoint_bytes,
-    choose_batch,
-    count_flops,
-    count_parameters,
-    count_trained,
-    memory_bytes,
+from data.missing import (
+    FAST_DATA,
+    SAMPLE_TOKENS,
+    SHARD_TOKENS,
+    files_to_download,
+    vocab_where_missing,
 )
+from data.shards import open_dataset
+from model_fast import model_config
+from training import cost, hardware
 from training.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
 from training.pretrained import ARCHITECTURE, load_pretrained
 
@@ -60,248 +52,158 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--price_kwh", type=float, metavar="P", help="price per kWh, to compute the energy's cost")
 
 
-def plan(config: Config, options: Namespace) -> dict:
+def exchange_seconds(n: int, params: int, row: dict[str, str] | None) -> float:
     """
-    Print the plan, and return it for --json. `options` holds plan's flags, None if not given.
-    Raises UserError.
+    Return the seconds in which n GPUs average the float32 gradients of `params` parameters. Each
+    GPU sends and receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md). `row` is
+    the GPU's in gpus.csv.
     """
-    config, uneven = resolve(config, options.gpus)
-    raise_if_any(uneven)
-    config, weights = with_initial_sizes(config)
-    vocab = vocab_where_missing(config)
-    if vocab is None:
-        data = open_dataset(config.dataset, config.eval_size)
-        vocab = data.vocab
-        options.dataset_tokens = options.dataset_tokens or len(data.train)
-        config = replace(config, eval_tokens=min(config.eval_size, len(data.val)))
-    model = model_config(
-        config, vocab, flash=config.flash, compiled=config.compile, weights=weights
-    )
-    card = find_card(config, options.gpu)
-    if config.tokens_per_iter:
-        memory = CHOSEN_MEMORY * (card.memory_gib or 0) * GIB
-        size = choose_batch(config, model, card.dtype, options.gpus, memory)
-        config = with_batch(config, size, config.iter_sequences)
-    p = make_plan(config, model, card, options)
-    say(*plan_lines(p))
-    return p
-
-
-def with_initial_sizes(config: Config) -> tuple[Config, dict | None]:
-    """
-    Return the config with the model sizes of the weights in init_from, and these sizes in the form
-    that model_config() takes. Raises UserError if the weights cannot be read.
-    """
-    if config.init_from in NOT_WEIGHTS:
-        return config, None
-    block_size = config.block_size if "block_size" in config.set_keys else None
-    sizes = load_pretrained(config.init_from, block_size)["model_config"]
-    config = replace(config, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
-    return config, dict(model_config=sizes)
-
-
-# -----------------------------------------------------------------------------
-# The GPU and its pace
-
-
-@dataclass(frozen=True)
-class Card:
-    name: str
-    dtype: str
-    peak_tflops: float | None
-    peak_source: str
-    memory_gib: float | None
-    row: dict[str, str] | None  # in gpus.csv
-
-
-def find_card(config: Config, name: str | None) -> Card:
-    """Return the GPU that --gpu names, else this machine's device."""
-    if not name:
-        hardware.check_device(config)
-        hw = hardware.set_up(config)
-        name, dtype = hw.name, hw.dtype_name
-        return Card(name, dtype, hw.peak_tflops, hw.peak_source, hw.memory_gib(), hw.row)
-    row, dtype = resolve_gpu(name), config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if row["bf16_tflops"] else "float16"
-    peak = config.peak_tflops or row_peak(row, dtype, config.tf32)
-    source = "peak_tflops" if config.peak_tflops else "gpus.csv"
-    return Card(short_name(row), dtype, peak, source, float(row["memory_gib"]), row)
-
-
-def seconds_by_mfu(config: Config, model: GPTConfig, card: Card) -> tuple[list[float], str]:
-    """
-    Return the likely, the shortest and the longest seconds of an iteration on one GPU, by the MFUs
-    that are published or assumed for it, and where these are from. Raises UserError if the GPU's
-    peak or the model's FLOPs are unknown. MFUs are not known relative to a measured peak.
-    """
-    flops = count_flops(model)
-    if not (card.peak_tflops and flops) or card.peak_source == "measured":
-        why = "no data sheet gives its peak" if flops else "the model's FLOPs are unknown"
-        raise UserError(
-            f"gpu: the hours on a {card.name} in {card.dtype} cannot be estimated, because {why}; "
-            "give --gpu=NAME, or --iter_seconds=S, which bench.py CONFIG measures"
-        )
-    at_peak = flops * config.iter_tokens / (card.peak_tflops * 1e12)
-    if config.optimizer == "muon":
-        at_peak *= MUON_OVERHEAD
-    low, likely, high, source = known_mfus(card.name, card.row)
-    width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
-    likely, low = width**LIKELY_POWER * likely, width**LOWEST_POWER * low
-    return [at_peak / mfu for mfu in (likely, high, low)], source
-
-
-def exchange_seconds(card: Card, n: int, params: int) -> float:
-    """
-    Return the seconds to average the float32 gradients after an iteration. Each of n GPUs sends and
-    receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md).
-    """
-    link_gbs = float((card.row and card.row["link_gbs"]) or PCIE_GBS)
+    link_gbs = float((row and row["link_gbs"]) or PCIE_GBS)
     if n > GPUS_OF_A_MACHINE:
         link_gbs = NETWORK_GBS
     return 2 * (n - 1) / n * 4 * params / (link_gbs * 1e9)
 
 
-def time_run(config: Config, iter_seconds: float, checkpoint_gb: float) -> dict:
+def count_pauses(it: int, eval_interval: int, save_interval: int) -> tuple[int, int]:
     """
-    Return the plan's figures about time. `hours` counts iterations only, `hours_total` also
-    evaluations and checkpoints. Under the key `hours`, a run has as many iterations as fit into
-    them.
+    Return how many evaluations and saves a run makes before its loop reaches iteration `it`. Every
+    evaluation but the first also saves.
     """
-    n = config.max_iters
-    if config.hours:
-        n = max(1, min(n, int(3600 * config.hours / iter_seconds)))
-    evals = config.eval_interval
-    saves = config.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
-    # every evaluation except the first saves a checkpoint
-    saved_at = {n, *range(evals, n, evals), *range(saves, n, saves)}
-    evaluations = math.ceil(n / evals) + 1
-    # An evaluation runs the forward pass only, a third of the work per token, on two splits.
-    eval_seconds = 2 * config.eval_size * iter_seconds / config.iter_tokens / 3
-    checkpoint_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
-    pauses = evaluations * eval_seconds + len(saved_at) * checkpoint_seconds
-    seconds = n * iter_seconds + pauses
-    if config.hours and seconds > 3600 * config.hours:  # the pauses use up part of the hours
-        n = max(1, int(n * 3600 * config.hours / seconds))
-        seconds = 3600 * config.hours
-    return dict(
-        iter_seconds=iter_seconds,
-        tokens_per_sec=config.iter_tokens / iter_seconds,
-        max_iters=n,
-        total_tokens=config.iter_tokens * n,
-        hours=n * iter_seconds / 3600,
-        hours_total=seconds / 3600,
-        evaluations=evaluations,
-        eval_seconds=eval_seconds,
-        checkpoints=len(saved_at),
-        checkpoint_seconds=checkpoint_seconds,
-    )
+    evaluated_at = range(0, it, eval_interval)
+    return len(evaluated_at), len({*evaluated_at[1:], *range(save_interval, it, save_interval)})
 
 
-# -----------------------------------------------------------------------------
-# The plan
-
-
-def make_plan(config: Config, model: GPTConfig, card: Card, options: Namespace) -> dict:
+def plan(config: Config, options: Namespace) -> dict:
     """
-    Compute all figures of a run. hours counts iterations only; hours_total, kwh_total and cost also
-    evaluations and checkpoints. Several GPUs share the work evenly and then average their
-    gradients. watts is the power of one GPU, without the rest of the machine.
+    Print the plan, and return its figures for --json: memory in GiB, disk in GB, None if unknown.
+    `options` holds plan's flags, None if not given. Raises UserError.
     """
-    n, flops = options.gpus, count_flops(model)
+    # The run. Weights in init_from set the model's sizes, and a dataset its vocabulary
+    c, uneven = resolve(config, options.gpus)
+    raise_if_any(uneven)
+    weights, dataset_tokens, gpus = None, options.dataset_tokens, options.gpus
+    if c.init_from not in NOT_WEIGHTS:
+        block_size = c.block_size if "block_size" in c.set_keys else None
+        weights = load_pretrained(c.init_from, block_size)
+        sizes = weights["model_config"]
+        c = replace(c, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
+    vocab = vocab_where_missing(c)
+    if vocab is None:
+        data = open_dataset(c.dataset, c.eval_tokens)
+        vocab, dataset_tokens = data.vocab, dataset_tokens or len(data.train)
+        c = replace(c, eval_tokens=min(c.eval_tokens, len(data.val)))
+    model = model_config(c, vocab, weights)
+    params, flops = cost.count_parameters(model), cost.count_flops(model)
+
+    # This machine's device, or the GPU that --gpu names
+    if not options.gpu:
+        hardware.check_device(c)
+        hw = hardware.set_up(c)
+        row, name, memory_gib, dtype = hw.row, hw.name, hw.memory_gib(), hw.dtype_name
+        peak, peak_source = hw.peak_tflops, hw.peak_source
+    else:
+        row = resolve_gpu(options.gpu)
+        name, memory_gib, dtype = short_name(row), float(row["memory_gib"]), c.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if row["bf16_tflops"] else "float16"
+        peak = c.peak_tflops or row_peak(row, dtype, c.tf32) or 0.0  # 0: unknown
+        peak_source = "peak_tflops" if c.peak_tflops else "gpus.csv"
+    if c.tokens_per_iter:
+        filled = cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB
+        c = with_batch(c, cost.choose_batch(c, model, dtype, gpus, filled))
+
+    # The likely, the shortest and the longest seconds of an iteration on one GPU. The known MFUs
+    # are relative to a data sheet's peak, not to a measured one
     seconds, source = [options.iter_seconds] * 3, "given"
     if not options.iter_seconds:
-        seconds, source = seconds_by_mfu(config, model, card)
-    exchange = exchange_seconds(card, n, count_trained(model))
-    likely, shortest, longest = (s / n + exchange for s in seconds)
-    if config.hours:
-        shortest = longest = likely  # the run ends on time, whatever its pace
-    checkpoint_gb = checkpoint_bytes(config, model) / 1e9
-    times = time_run(config, likely, checkpoint_gb)
-    tokens, rate = times["total_tokens"], times["tokens_per_sec"]
+        if not (peak and flops) or peak_source == "measured":
+            why = "no data sheet gives its peak" if flops else "the model's FLOPs are unknown"
+            problem = f"the hours on a {name} in {dtype} cannot be estimated, because {why}"
+            hint = "give --gpu=NAME, or --iter_seconds=S, which bench.py CONFIG measures"
+            raise UserError(f"gpu: {problem}; {hint}")
+        low, likely, high, source = known_mfus(name, row)
+        width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
+        mfus = width**LIKELY_POWER * likely, high, width**LOWEST_POWER * low
+        work = flops * c.iter_tokens * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
+        seconds = [work / (mfu * peak * 1e12) for mfu in mfus]
+    # Several GPUs share the work evenly, and then average their gradients
+    exchange = exchange_seconds(gpus, cost.count_trained(model), row)
+    iter_seconds, shortest, longest = (s / gpus + exchange for s in seconds)
 
-    # Without a dataset, or while it grows, assume shards with as many tokens as the run can read.
-    disk_tokens = options.dataset_tokens or tokens
-    if config.dataset == FAST_DATA and not options.dataset_tokens:
-        disk_tokens = SHARD_TOKENS * len(files_to_download(config))
-    shards_gb = 2 * disk_tokens / 1e9
-    parts = memory_bytes(config, model, card.dtype, config.batch_size)
-    vram_gib = sum(parts.values()) / GIB
-    usable_gib = card.memory_gib and USABLE_MEMORY * card.memory_gib
-    kilowatts = options.watts and n * options.watts / 1000
-    kwh_total = kilowatts and kilowatts * times["hours_total"]
+    # The length. An evaluation runs the forward pass alone, a third of the work, on two splits
+    checkpoint_gb = cost.checkpoint_bytes(c, model) / 1e9
+    eval_seconds = 2 * c.eval_tokens * iter_seconds / c.iter_tokens / 3
+    save_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
+    intervals = c.eval_interval, c.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
 
-    return dict(
-        gpu=card.name,
-        gpus=n,
-        dtype=card.dtype,
-        peak_tflops=card.peak_tflops,
-        peak_source=card.peak_source,
-        gpu_memory_gib=card.memory_gib,
-        params=count_parameters(model),
-        vocab_size=model.vocab_size,
-        flops_per_token=flops,
-        batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        tokens_per_iter=config.iter_tokens,
-        dataset_tokens=options.dataset_tokens,
-        epochs=options.dataset_tokens and tokens / options.dataset_tokens,
-        total_flops=flops and flops * tokens,
-        pace=source,
-        exchange_seconds=exchange,
-        mfu=flops * rate / (card.peak_tflops * 1e12 * n) if flops and card.peak_tflops else None,
-        **times,
-        hours_range=[times["hours"] * s / likely for s in (shortest, longest)],
-        vram_gib=vram_gib,
-        vram_parts_gib={part: size / GIB for part, size in parts.items()},
-        usable_gib=usable_gib,
-        fits=vram_gib <= usable_gib if usable_gib else None,
-        checkpoint_gb=checkpoint_gb,
-        checkpoints_kept=config.checkpoint_files,
-        disk_tokens=disk_tokens,
-        shards_gb=shards_gb,
-        disk_gb=shards_gb + config.checkpoint_files * checkpoint_gb,
-        watts=options.watts,
-        kwh_total=kwh_total,
-        cost=kwh_total and options.price_kwh and kwh_total * options.price_kwh,
-    )
+    def seconds_until(it: int) -> float:
+        evaluations, saves = count_pauses(it, *intervals)
+        return it * iter_seconds + evaluations * eval_seconds + saves * save_seconds
 
+    iters = c.max_iters
+    if c.hours:  # as in train.py, the iteration during which they pass is the last
+        iters = bisect_left(range(iters), 3600 * c.hours, key=seconds_until)
+        shortest = longest = iter_seconds  # the run ends on time, whatever its pace
+    last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
+    evaluations, saves = (1 + n for n in count_pauses(iters, *intervals))
+    tokens, tokens_per_sec = c.iter_tokens * iters, c.iter_tokens / iter_seconds
 
-def plan_lines(p: dict) -> list[str]:
-    def shown(key: str, form: Callable[[float], str] = "{:.3g}".format) -> str:
-        """Format a figure; an unknown one as n/a."""
-        return "n/a" if p[key] is None else form(p[key])
+    # What is printed
+    epochs = dataset_tokens and tokens / dataset_tokens
+    of_data = f", {epochs:.2f} epochs of {count(dataset_tokens)}" if dataset_tokens else ""
+    say(f"model    {params / 1e6:.2f}M parameters, vocabulary {model.vocab_size}")
+    say(f"tokens   {c.iter_tokens:,} per iteration x {iters:,} = {tokens:,}{of_data}")
+    figures: dict = dict(params=params, tokens_per_iter=c.iter_tokens, max_iters=iters)
+    figures |= dict(total_tokens=tokens, epochs=epochs)
 
-    low, high = (f"{hours:.3g} h" for hours in p["hours_range"])
-    hours_range = f" ({low} to {high})" if low != high else ""
-    lines = [
-        f"model    {p['params'] / 1e6:.2f}M parameters, vocabulary {p['vocab_size']}, "
-        f"{shown('flops_per_token', count)} FLOPs per token",
-        f"tokens   {p['tokens_per_iter']:,} per iteration x {p['max_iters']:,} = "
-        f"{p['total_tokens']:,}",
-        f"epochs   {shown('epochs', '{:.2f}'.format)} of {shown('dataset_tokens', count)} tokens "
-        "(--dataset_tokens)",
-        f"compute  {shown('total_flops')} FLOPs",
-        f"GPU      {p['gpus']} x {p['gpu']}, {shown('gpu_memory_gib')} GB, {p['dtype']}, "
-        f"{shown('peak_tflops')} TFLOP/s dense peak ({p['peak_source']})",
-        f"pace     {p['iter_seconds']:.3g} s per iteration, {p['exchange_seconds']:.2g} s of it "
-        f"between GPUs, {p['tokens_per_sec']:,.0f} tok/s, mfu {percent(p['mfu'])}",
-        f"         {p['pace']}",
-        f"time     {p['hours']:.3g} h{hours_range} of iterations",
-        f"         {p['hours_total']:.3g} h with {p['evaluations']} evaluations of "
-        f"{p['eval_seconds']:.3g} s and {p['checkpoints']} checkpoints of "
-        f"{p['checkpoint_seconds']:.3g} s",
-        f"memory   {p['vram_gib']:.1f} GiB for batch_size {p['batch_size']}, estimated",
-        *(f"           {part:<13} {size:5.2f}" for part, size in p["vram_parts_gib"].items()),
-    ]
-    if p["usable_gib"]:
-        verdict = "fits in" if p["fits"] else "does not fit in"
-        lines.append(f"         {verdict} {p['usable_gib']:.1f} GiB without a desktop")
-    return [
-        *lines,
-        f"disk     {p['disk_gb']:.3g} GB: {p['shards_gb']:.3g} GB of shards "
-        f"({count(p['disk_tokens'])} tokens) and {p['checkpoints_kept']} checkpoints of "
-        f"{p['checkpoint_gb']:.2g} GB",
-        f"energy   {shown('kwh_total')} kWh at {shown('watts')} W per GPU; cost "
-        f"{shown('cost', '{:.2f}'.format)} (--watts, --price_kwh)",
-    ]
+    total_flops = flops and flops * tokens
+    if flops:
+        say(f"compute  {count(flops)} FLOPs per token, {total_flops:.3g} in all")
+    of_peak = f", {peak:.3g} TFLOP/s dense peak ({peak_source})" if peak else ""
+    say(f"GPU      {gpus} x {name}, {dtype}{of_peak}")
+    mfu = flops * tokens_per_sec / (peak * 1e12 * gpus) if flops and peak else None
+    time = f"{iter_seconds:.3g} s per iteration, {exchange:.2g} s of it between GPUs"
+    say(f"pace     {time}, {tokens_per_sec:,.0f} tok/s, mfu {percent(mfu)}", f"         {source}")
+    figures |= dict(flops_per_token=flops, total_flops=total_flops, peak_tflops=peak or None)
+    figures |= dict(iter_seconds=iter_seconds, tokens_per_sec=tokens_per_sec, mfu=mfu, pace=source)
+
+    hours, fewest, most = (iters * s / 3600 for s in (iter_seconds, shortest, longest))
+    span = f" ({fewest:.3g} h to {most:.3g} h)" if fewest < most else ""
+    say(f"time     {hours:.3g} h{span} of iterations")
+    hours_total = (seconds_until(iters) + last_seconds) / 3600
+    pauses = f"{evaluations} evaluations of {eval_seconds:.3g} s and {saves} checkpoints of"
+    say(f"         {hours_total:.3g} h with {pauses} {save_seconds:.3g} s")
+    if iters < c.max_iters:
+        last = f"{last_seconds:.3g} s for a last evaluation and checkpoint"
+        say(f"         {c.hours:g} h are training; on top: start-up, compilation, and {last}")
+    figures |= dict(hours=hours, hours_range=[fewest, most], hours_total=hours_total)
+    figures |= dict(evaluations=evaluations, checkpoints=saves)
+
+    part_bytes = cost.memory_bytes(c, model, dtype, c.batch_size)
+    parts = {part: number / GIB for part, number in part_bytes.items()}
+    vram_gib, usable = sum(parts.values()), cost.USABLE_MEMORY * (memory_gib or 0)
+    fits = vram_gib <= usable if usable else None
+    say(f"memory   {vram_gib:.1f} GiB for batch_size {c.batch_size}, estimated")
+    say(*(f"           {part:<13} {gib:5.2f}" for part, gib in parts.items()))
+    if usable:
+        verdict = "fits in" if fits else "does not fit in"
+        say(f"         {verdict} {usable:.1f} of {memory_gib:.3g} GiB, without a desktop")
+    figures |= dict(vram_gib=vram_gib, vram_parts_gib=parts, fits=fits)
+
+    # Without a dataset, assume shards with as many tokens as the run reads or downloads
+    stored = dataset_tokens or min(tokens, SAMPLE_TOKENS)
+    if c.dataset == FAST_DATA and not dataset_tokens:
+        stored = SHARD_TOKENS * len(files_to_download(c))
+    shards_gb, files = 2 * stored / 1e9, c.checkpoint_files
+    disk_gb = shards_gb + files * checkpoint_gb
+    shards = f"{shards_gb:.3g} GB of shards ({count(stored)} tokens)"
+    say(f"disk     {disk_gb:.3g} GB: {shards} and {files} checkpoints of {checkpoint_gb:.2g} GB")
+    figures |= dict(checkpoint_gb=checkpoint_gb, disk_gb=disk_gb)
+
+    if options.watts:  # the rest of the machine draws more
+        kwh = gpus * options.watts / 1000 * hours_total
+        price = options.price_kwh and kwh * options.price_kwh
+        costs = f", cost {price:.2f}" if price else ""
+        say(f"energy   {kwh:.3g} kWh at {options.watts:.3g} W per GPU{costs}")
+        figures |= dict(kwh_total=kwh, cost=price)
+    return figures
