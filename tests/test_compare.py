@@ -214,9 +214,6 @@ COMPARED = [  # of run b: its start record, the verdict on its loss, words of th
 ]
 EVALUATED = [
     (read(eval_tokens=4096), read(eval_tokens=8192), NO),
-    # by eval_iters: 1 x 8 x 512 and 2 x 4 x 512; without the second iteration half as many
-    (read(eval_iters=1), read(eval_iters=2, batch_size=4), LOSS),
-    (read(eval_iters=1), read(eval_iters=1, batch_size=4), NO),
     # the split is so small that both evaluate all of it
     (read(3000, eval_tokens=4096), read(3000, eval_tokens=8192), LOSS),
     # whole windows count: 6 x 512 = 3 x 1024, but 7 x 512 > 3 x 1024
