@@ -129,6 +129,11 @@ SCHEDULES = {  # keys, and the rates of 14 iterations
         [1e-2 * (it + 1) / 21 for it in range(14)],
     ),
     "cosine without a warmup": (dict(warmup_iters=0), COSINE),
+    # a run by hours warms up for a tenth of its iterations at most
+    "by hours": (
+        dict(hours=1.0, lr_schedule="linear", warmup_iters=20, lr_decay_iters=11, min_lr=0.0),
+        [1e-2 / 2.1, 2e-2 / 2.1, *(1e-2 * (11 - it) / 9.9 for it in range(2, 11)), *[0.0] * 3],
+    ),
 }
 
 

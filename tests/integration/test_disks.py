@@ -249,10 +249,11 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
     begins, ends, keys, best, tiny, ran, tmp_path
 ):
     """
-    Start from scratch, or resume a run whose newest checkpoint is damaged. Afterwards sample.py
-    must read the best weights, even if the kill came when only best.pt was missing.
+    Start from scratch, or resume a run whose newest checkpoint is damaged. Afterwards best.pt holds
+    the best weights, even if the kill came when only best.pt was missing.
     """
     tiny |= dict(eval_interval=2, max_iters=6, keep_checkpoints=1, init_from="auto") | keys
+    tiny |= dict(log_interval=3)  # each line is another state of the folder
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     if begins:
         train(**tiny | dict(max_iters=begins))
@@ -267,9 +268,6 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
             assert killed.column("start", "iter")[-1] == newest
         assert_same_run(tmp_path / "straight", folder, 6)
         assert best_iter(killed) == best_logged(killed) == best
-        lowest = dict(killed.evals("iter", "val_loss"))[best]
-        sample = run("sample.py", f"--out_dir={folder}", "--max_new_tokens=1", "--device=cpu")
-        assert f"iteration {best}, val loss {lowest:.4f}" in sample.err
         assert killed.saved[-1] == 6
         assert not leftovers(folder)
 

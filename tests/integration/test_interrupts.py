@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from cases import slow_but
+from cases import slow, slow_but
 from fault_injection import watched
 from program import (
     FAST,
@@ -167,7 +167,7 @@ def test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened(
     assert ran.column("end", "reason") == ["max_iters"]
 
 
-@pytest.mark.parametrize("moment", [("iteration", 12), ("evaluation", 4)])
+@pytest.mark.parametrize("moment", [slow((("iteration", 12),)), ("evaluation", 4)])
 def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, ran, tmp_path):
     """Use the averages only when the run is complete, and once, also if a signal delays its end."""
     keys = tiny | FAST

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from char_dataset import write_letters, write_nanogpts_checkpoint
+from doc_pages import block_with
 from hf_reference import random_gpt2
 from program import ROOT, InProcessRun, Result, checkpoint, flags, refused, run, sigterm, train
 
@@ -125,12 +126,17 @@ def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path, mo
     assert model.config.dropout == model.transformer.drop.p == 0.1
     idx = torch.randint(128, (2, 8))
     model = calls.GPT.from_pretrained("gpt2").eval()
-    before, _ = model(idx, idx)
+    before, before_loss = model(idx, idx)
     model.crop_block_size(8)
     with pytest.raises(AssertionError):
         model.crop_block_size(16)
     assert model.config.block_size == 8 and torch.equal(model(idx, idx)[0], before)
     assert model.generate(idx, 4, top_k=None).shape == (2, 12)
+    names = dict(source="gpt2", idx=idx, targets=idx)
+    exec(block_with("from nanogpt_model import"), names)  # as the page calls it
+    assert names["loss"].item() == pytest.approx(before_loss.item(), abs=1e-6)
+    assert names["nothing"] is None and names["text"].shape == (2, 28)
+    assert torch.allclose(names["last"], names["logits"][:, [-1]], atol=1e-5)
     # two layers of 12 C^2 weights and 13 C of biases and norms, the last norm, the tokens
     n = 2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 128 * 32
     assert model.get_num_params() == n and model.get_num_params(False) == n + 8 * 32

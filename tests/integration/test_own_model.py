@@ -1,13 +1,12 @@
-"""Train the docs' example of your own model, and run a script written for nanoGPT's model."""
+"""Train the docs' example of your own model."""
 
 import json
 import shutil
 
 import pytest
 import torch
-from char_dataset import LETTERS, RULER, SHORT_RUN, T
-from doc_pages import block_with
-from program import ROOT, changed, checkpoint, column, finish, flags, start, train
+from char_dataset import LETTERS, RULER, SHORT_RUN
+from program import ROOT, changed, checkpoint, column, finish, flags, start
 
 # step 1 of docs/from_nanogpt.md
 OWN_MODEL = {"model_fast.py": "from mine import GPT"}
@@ -57,37 +56,3 @@ def test_the_documented_own_model_trains_resumes_and_samples(optimizer, letters,
     prompt = ",".join(str(LETTERS.index(letter)) for letter in "abc")
     ids = json.loads(ran("-c", PLAINLY, file, prompt))
     assert text == "".join(LETTERS[i] for i in ids) + RULER
-
-
-SCRIPT = """
-import torch
-torch.manual_seed(0)
-ids = torch.tensor([*open(r"{val}", "rb").read()[1024:]][::2])
-source, idx, targets = r"{source}", ids[:320].view(20, 16), ids[1:321].view(20, 16)
-{page}
-whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-assert torch.equal(whole, loss) or abs(whole - loss) < 1e-5
-assert nothing is None and last.shape == (20, 1, 128)
-assert torch.allclose(last, logits[:, [-1]], atol=1e-5)
-assert text.shape == (20, 36) and text.max() < 61
-optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
-model(idx, targets)[1].backward()
-optimizer.step()
-assert model(idx, targets)[1] < loss
-print(loss.item())
-"""
-
-
-@pytest.mark.slow
-def test_a_script_written_for_nanogpts_model_runs_with_nanogpt_model_py(corpus, tmp_path):
-    train(**SHORT_RUN | dict(eval_tokens=20 * T), dataset=corpus, out_dir=tmp_path / "run")
-    home = changed(tmp_path / "copy", {})
-    shutil.copy(ROOT / "docs" / "nanogpt_model.py", home)
-    page = block_with("from nanogpt_model import")
-    names = dict(val=corpus / "val_000000.bin", source=tmp_path / "run", page=page)
-    script = home / "script.py"
-    script.write_text(SCRIPT.format(**names))
-    result = finish(start(str(script), cwd=tmp_path, only_torch=True))
-    assert result.code == 0, result.err
-    val_loss = column(tmp_path / "run", "eval", "val_loss")[-1]
-    assert float(result.out) == pytest.approx(val_loss, abs=1e-5)

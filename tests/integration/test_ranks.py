@@ -188,7 +188,10 @@ BAD_STARTS = {
 }
 
 
-@pytest.mark.parametrize("row", slow_but(*[*BAD_STARTS][:1], *[*BAD_STARTS][2:], of=BAD_STARTS))
+KEPT_STARTS = ("an accumulation that cannot be shared", "other data", "wrong kernels on one rank")
+
+
+@pytest.mark.parametrize("row", slow_but(*KEPT_STARTS, of=BAD_STARTS))
 def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
     row, tiny, ran, tmp_path
 ):

@@ -62,27 +62,8 @@ def test_the_schedule_of_a_timed_run_follows_a_jump_of_the_clock(trainer, tiny, 
     assert len(ran.steps("lr")) == pytest.approx(60, abs=3)
 
 
-def test_the_warmup_of_a_timed_run_takes_at_most_a_tenth_of_its_time(trainer, tiny, ran):
-    trainer.launch(**tiny | dict(warmup_iters=2000), hours=HOURS)
-    rate = ran.steps("lr")
-    assert rate.index(max(rate)) == pytest.approx(len(rate) / 10, abs=2)
-    assert max(rate) > 0.95
-    assert rate[-1] <= 16 / SECONDS
-
-
-def test_lr_decay_iters_ends_the_decay_of_a_timed_run_earlier(trainer, tiny, ran):
-    trainer.launch(**tiny | dict(min_lr=0.1), hours=HOURS, lr_decay_iters=20)
-    rate = ran.steps("lr")
-    assert rate[10] == pytest.approx(0.55)
-    assert rate[20:] == [0.1] * (len(rate) - 20)
-    assert len(rate) > 50
-
-
-@pytest.mark.parametrize("place", ["a flag", "a file"])
-def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(place, trainer, tiny, ran, tmp_path):
-    file = tmp_path / "config.py"
-    file.write_text("max_iters = 41\n" if place == "a file" else "max_iters = 600\n")
-    trainer.launch(file, **tiny, hours=HOURS, **({} if place == "a file" else dict(max_iters=41)))
+def test_max_iters_ends_the_schedule_of_a_timed_run_earlier(trainer, tiny, ran):
+    trainer.launch(**tiny, hours=HOURS, max_iters=41)
     assert ran.end["reason"] == "max_iters"
     assert ran.steps("lr") == pytest.approx([1 - it / 41 for it in range(41)])
 

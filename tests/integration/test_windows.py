@@ -100,32 +100,6 @@ def test_a_run_on_windows_is_stopped_resumed_sampled_and_compared(started, tmp_p
     assert_same_run(tmp_path / "my run", tmp_path / "straight", 8)
 
 
-QUICKSTART = """
-config, *small = sys.argv[1:]
-codes = [run("train", config, *small, "--max_iters=4")]
-with open("out/my run/loss.png", "wb") as viewer:  # which lets nobody replace what it shows
-    codes.append(run("train", config, *small, "--init_from=resume", "--max_iters=8"))
-codes.append(run("compare", "out/my run"))
-codes.append(run("convert", "ckpt-to-hf", "out/my run", "exported"))
-codes.append(run("bench", config, *small, "--seconds=0"))
-print("codes:", codes)
-"""
-
-
-@pytest.mark.slow
-@simulated
-def test_the_quickstart_compare_convert_and_bench_work_on_windows(started, tmp_path):
-    small = dict(dtype="float32", n_layer=1, n_embd=32, eval_tokens=2048, eval_interval=4)
-    small |= dict(sample_tokens=5, out_dir="out/my run")
-    code, out, err = finish(
-        started(QUICKSTART, str(ROOT / "config/quickstart.py"), *flags(**small))
-    )
-    assert "codes: [0, 0, 0, 0, 0]" in out, out + err
-    assert (tmp_path / "out/my run/loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "exported/model.safetensors").exists()
-    assert list(tmp_path.rglob("*.tmp")) == []
-
-
 PREPARE = """
 end, replace = sys.argv[1], os.replace
 
