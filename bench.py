@@ -54,9 +54,9 @@ from common.files import replacing
 from configurator import Config, config_text, load_config, read_config
 from data.missing import vocab_where_missing
 from reports import plan
-from reports.check import check
 from reports.runs import Run, percentile, read_run
 from training import hardware, preflight
+from training.check import check
 
 CHILD = Path(__file__).with_name("reports") / "bench_child.py"
 POLL_SECONDS = 0.2  # how often to read the log
