@@ -204,8 +204,8 @@ def is_finished(run: Run) -> bool:
     Return whether a run was trained to its end and its log is complete. A kill or a full disk cuts
     the log off.
     """
-    stopped = run.end.get("reason", "SIGKILL").startswith("SIG")
-    return is_published(run) or (not stopped and run.end["iters"] in run.eval["iter"][-1:])
+    is_complete = run.end.get("reason") in ("max_iters", "hours")
+    return is_published(run) or (is_complete and run.end["iters"] in run.eval["iter"][-1:])
 
 
 def dataset_name(run: Run) -> str | None:
@@ -242,7 +242,7 @@ def eval_settings(run: Run) -> tuple:
     windows = max(config.eval_tokens // config.block_size, 1)
     if run.start.get("val_tokens"):
         windows = min(windows, (run.start["val_tokens"] - 1) // config.block_size)
-    ours = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
+    ours = {"eval_interval", "eval_tokens", "eval_only"}
     own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
     return windows * config.block_size, *(getattr(config, name) for name in own)
 

@@ -37,7 +37,7 @@ NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides we
 Tracker = Literal["none", "wandb", "tensorboard"]
 Model = Literal["gpt2", "fast"]
 Optimizer = Literal["adamw", "muon"]
-Schedule = Literal["cosine", "linear", "constant", "wsd"]
+Schedule = Literal["cosine", "wsd"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
@@ -54,8 +54,7 @@ class Config:
     out_dir: str = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     init_from: str = "scratch"  # scratch, resume, auto (resume if possible), gpt2, OWNER/NAME, path
     eval_interval: int = 2000  # iterations between evaluations
-    eval_iters: int = 200  # micro-batches per evaluation, if eval_tokens is 0
-    eval_tokens: int = 0  # tokens per evaluation; 0: use eval_iters micro-batches
+    eval_tokens: int = 2457600  # tokens of each split that an evaluation reads
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
@@ -94,7 +93,7 @@ class Config:
     max_iters: int = 600000  # iterations to train
     hours: float = 0.0  # train for this many hours at most, and fit the schedule to them; 0: off
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
-    decay_fraction: float = 0.2  # with lr_schedule=wsd: fraction of the run spent decaying
+    decay_fraction: float = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
@@ -137,7 +136,8 @@ class NanoGPTKeys:
     backend: str = "nccl"  # ignored, because the device determines it
     always_save_checkpoint: bool = True  # ignored: best.pt is kept beside the newest checkpoints
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
-    decay_lr: bool = True  # lr_schedule=cosine; False: lr_schedule=constant
+    decay_lr: bool = True  # lr_schedule=cosine; False: a constant rate without warmup
+    eval_iters: int = 200  # eval_tokens of so many micro-batches
 
 
 def find_keys(keys: type) -> dict[str, Field]:
@@ -150,7 +150,7 @@ NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
 # Limits of keys, here and in sample.py. A number not limited here must be 0 or more.
 AT_LEAST_1 = """
-    eval_interval eval_iters keep_checkpoints log_interval batch_size block_size
+    eval_interval eval_iters eval_tokens keep_checkpoints log_interval batch_size block_size
     gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
 """.split()
 BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
@@ -204,6 +204,9 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
             problems += error.args
     raise_if_any(problems)
     values = last_wins(values, from_nanogpt(typed))
+    if iters := values.pop("eval_iters", 0):
+        batch = [values.get(name, FIELDS[name].default) for name in ("batch_size", "block_size")]
+        values.setdefault("eval_tokens", iters * math.prod(batch))
     return keys(**values, set_keys=frozenset(values))
 
 
@@ -211,21 +214,23 @@ def last_wins(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Return the values before, replaced by those found in a later file or in the flags."""
     if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
         found = found | dict(tokens_per_iter=0)  # an exact batch replaces tokens_per_iter
+    if "eval_iters" in found:
+        before = {name: value for name, value in before.items() if name != "eval_tokens"}
     return before | found
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     """
-    Translate nanoGPT's key names into ours. `found` holds what a file, a flag or a checkpoint sets.
-    If it sets both names, ours wins.
+    Translate nanoGPT's key names into ours, but for eval_iters, which needs the batch. `found`
+    holds what a file, the flags or a checkpoint set. If it sets both names, ours wins.
     """
-    keys = {name: value for name, value in found.items() if name not in NANOGPT_FIELDS}
+    keys = {n: v for n, v in found.items() if n not in NANOGPT_FIELDS or n == "eval_iters"}
     if "wandb_log" in found:
         keys.setdefault("tracker", "wandb" if found["wandb_log"] else "none")
     if "decay_lr" in found:
-        keys.setdefault("lr_schedule", "cosine" if found["decay_lr"] else "constant")
-        if not found["decay_lr"]:
-            keys.setdefault("warmup_iters", 0)  # nanoGPT then skips warmup too
+        keys.setdefault("lr_schedule", "cosine" if found["decay_lr"] else "wsd")
+        if not found["decay_lr"]:  # nanoGPT then skips warmup too
+            keys = dict(decay_fraction=0.0, warmup_iters=0) | keys | dict(lr_decay_iters=0)
     return keys
 
 
@@ -332,8 +337,6 @@ def resolve(c: Config, world_size: int, before: Config | None = None) -> tuple[C
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
-    if not c.eval_tokens:
-        c = replace(c, eval_tokens=c.eval_iters * c.batch_size * c.block_size)
     return c, check_model(c) + check_batch(c, world_size, before)
 
 
@@ -346,7 +349,7 @@ def check_batch(c: Config, world_size: int, before: Config | None) -> list[str]:
     """
     among = f"among {world_size} processes (WORLD_SIZE)"
     tokens, sequences = c.tokens_per_iter or c.iter_tokens, c.iter_sequences
-    if before and tokens != before.iter_tokens:
+    if before and tokens != before.iter_tokens and not c.eval_only:
         key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
         problem = f"this run has {before.iter_tokens} tokens per iteration, you asked for {tokens}"
         hint = f"let batch_size x gradient_accumulation_steps be {before.iter_sequences}"

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import UserError, explain_errors, run_main, say
+from common.console import UserError, explain_errors, run_main, say, say_error
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
 from data.shards import Dataset, ShardTokens
@@ -47,12 +47,12 @@ from training.hardware import Hardware
 from training.log import Log, evaluation_line, origin_lines
 from training.pretrained import load_weights
 from training.ranks import Ranks, StopSignals, end_process
-from training.start import Progress, Start, check_alike, check_data, choose_run, is_done, open_data
+from training.start import Progress, check_alike, check_data, choose_run, is_done, open_data
 
-RETRY_SECONDS = 30  # seconds from a failed save to the next attempt
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
+COMPLETE = ("max_iters", "hours")  # reasons to stop with which a run is complete
 RESUME = "--init_from=resume continues from the newest checkpoint"
 
 
@@ -63,10 +63,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # reads for itself: `each` ends them all if one fails. Rank 0 alone prints, samples and writes:
     # `on_main` calls a function there, and all ranks get its result
     ranks = Ranks()
-    c, start = ranks.each(choose_run, argv, ranks.world_size)
-    progress = start.progress
-    if start.resumed and not c.eval_only and ranks.each(is_done, c, start.resumed):
-        ranks.on_main(checkpoint.link_best, Path(c.out_dir), start.resumed["progress"])
+    c, weights, resumed = ranks.each(choose_run, argv, ranks.world_size)
+    progress = Progress(**resumed["progress"]) if resumed else Progress()
+    if resumed and not c.eval_only and ranks.each(is_done, c, resumed):
+        ranks.on_main(checkpoint.link_best, Path(c.out_dir), resumed["progress"])
         done = f"all {progress.iter_num:,} iterations are done"
         say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
@@ -75,25 +75,28 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
     keep_awake()
     data = ranks.each(open_data, c)  # may download the tokens first
-    ranks.each(check_data, c, data, start)
+    ranks.each(check_data, c, data, weights, resumed)
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
     hw = hardware.set_up(c, ranks.local_rank)
-    c = fit_batch(c, data.vocab, hw, ranks.world_size, start.state)  # the micro-batch that fits
+    c = fit_batch(c, data.vocab, hw, ranks.world_size, weights)  # the micro-batch that fits
     check_alike(c, data, hw.name, progress, ranks)
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
-    model = make_model(c, data.vocab, hw, start.state)
+    model = make_model(c, data.vocab, hw, weights)
     if c.eval_only:
-        return evaluate_only(model, data, splits, measures, c, hw, ranks, start)
+        say(*origin_lines(c, weights, resumed), hw.line(), describe(model, data.vocab), data.line())
+        if not weights:
+            say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
+        return evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    if start.resumed:
-        restore(start.resumed, optimizer, scaler, c, hw, ranks.rank)
+    if resumed:
+        restore(resumed, optimizer, scaler, c, hw, ranks.rank)
 
     # Files, clock, log and batches. The folder's path is absolute, because after a network disk's
     # return the current folder may still be unreachable
@@ -101,17 +104,16 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # From here on out_dir belongs to this run. Lock it, create the logs and delete temporary files.
     # In a new run, rename an earlier log. On a resume, drop the log records that the run will write
     # again, and rename newer checkpoints, which are damaged
-    ranks.on_main(folder.claim, start.resumed)
-    clock = Clock(began, hw.synchronize, c, start.resumed, ranks)
+    ranks.on_main(folder.claim, resumed)
+    clock = Clock(began, hw.synchronize, c, resumed, ranks)
     log = Log(c, clock, hw, data, model, optimizer, progress, folder, ranks)
-    log.begin(start)  # also starts the tracker
+    log.begin(weights, resumed)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    # the newest checkpoint's iteration and evaluation, and whether the last attempt to save failed
-    saved = (progress.iter_num, progress.evaluated_at) if start.resumed else None
-    save_failed = False
-    del start  # frees the loaded checkpoint
+    # the iteration and the evaluation of the newest checkpoint
+    saved = (progress.iter_num, progress.evaluated_at) if resumed else None
+    del weights, resumed  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
     # ends
@@ -152,21 +154,18 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         except Stopped as stopped:  # the next launch makes the evaluation that was cut short
             stop = stopped.reason
 
-        # save once in a while, and at the end. If the disk is full, keep training and try again;
+        # save once in a while, and at the end. If the disk is full, train on until the next save;
         # at the end, wait until it has room or a signal comes
-        if save_due(c, now, progress, saved, save_failed, stop):
+        if save_due(c, now, progress, saved, stop):
             with clock.pause("checkpoints"):
                 end_if_diverged(model, progress, ranks)
                 to_save = progress
                 if is_best(progress):  # best.pt too, and the best so far if this save works
                     to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
                 state = state_to_save(c, data, model, optimizer, scaler, to_save, clock, hw, ranks)
-                problem = save(state, stop, folder, ranks, signals, log)
-                if not problem:
+                state["complete"] = stop in COMPLETE
+                if save(state, stop, folder, ranks, signals, log):
                     progress, saved = to_save, (it, to_save.evaluated_at)
-                elif not save_failed:
-                    log.warn(it, f"{problem}; trying again within a minute")
-                save_failed = bool(problem)
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights
@@ -206,9 +205,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
+    code = exit_code(stop, batches, signals)
     log.finish(stop, progress)
     folder.close()
-    return exit_code(stop, batches, signals)
+    return code
 
 
 # -----------------------------------------------------------------------------
@@ -316,21 +316,17 @@ def save_due(
     now: Now,
     progress: Progress,
     saved: tuple[int, int] | None,
-    save_failed: bool,
     stop: str | None,
 ) -> bool:
     """
     Return whether to save here: every checkpoint_interval iterations or ten minutes, after an
-    evaluation, half a minute after a failed save, and at the end. `saved` is the iteration and the
-    evaluation of the newest checkpoint.
+    evaluation, and at the end. `saved` is the iteration and the evaluation of the newest
+    checkpoint.
     """
     it = progress.iter_num
     if saved == (it, progress.evaluated_at):
         return False
     if stop:
-        return True
-    # The retry saves the current weights. If the best ones could not be saved, they are lost
-    if save_failed and now.seconds_since_save >= RETRY_SECONDS:
         return True
     if it == 0:
         return False
@@ -373,13 +369,10 @@ def get_lr(it: int, c: Config, length: float, peak: float, floor: float = 0.0) -
     if c.hours:
         decay_end = min(decay_end, length)
         warmup = min(warmup, decay_end / 10)
-    # 1) linear warmup; like nanoGPT's, it starts above 0
+    # linear warmup; like nanoGPT's, it starts above 0
     if it < warmup:
         return peak * (it + 1) / (warmup + 1)
-    # 2) constant: no decay
-    if c.lr_schedule == "constant":
-        return peak
-    # 3) decay from the end of the warmup or, with wsd, over the last decay_fraction of the run
+    # decay from the end of the warmup or, with wsd, linearly over the last decay_fraction
     begin = warmup
     if c.lr_schedule == "wsd":
         begin = max(warmup, (1 - c.decay_fraction) * decay_end)
@@ -430,9 +423,11 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> None:
 
 
 def exit_code(stop: str, batches: Batches, signals: StopSignals) -> int:
-    """Return the exit code of a launch that stopped for this reason, or raise its error."""
-    if stop == "data":  # the rank that failed to read raises its own error
-        raise batches.error or UserError()
+    """Return the exit code of a launch that stopped for this reason."""
+    if stop == "data":
+        if batches.error:  # of this rank
+            say_error(batches.error)
+        return 1
     return 128 + signal.Signals[stop] if stop == signals.name else 0
 
 
@@ -497,11 +492,8 @@ def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, i
     return math.fsum(sums), sum(counts)
 
 
-def evaluate_only(model, data: Dataset, splits, measures, c, hw, ranks: Ranks, start: Start) -> int:
+def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks: Ranks) -> int:
     """Evaluate the weights once, print the numbers and write nothing. Returns the exit code."""
-    say(*origin_lines(c, start), hw.line(), describe(model, data.vocab), data.line())
-    if not start.state:
-        say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
     signals = StopSignals(ranks)
     began = time.perf_counter()
@@ -511,7 +503,7 @@ def evaluate_only(model, data: Dataset, splits, measures, c, hw, ranks: Ranks, s
         return exit_code(stopped.reason, batches, signals)
     finally:
         batches.close()
-    say(evaluation_line(start.progress.iter_num, numbers, time.perf_counter() - began, data))
+    say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
     return 0
 
@@ -569,29 +561,30 @@ def state_to_save(c, data: Dataset, model, optimizer, scaler, progress, clock, h
     )
 
 
-def save(state: dict, stop: str | None, folder: RunFolder, ranks, signals, log: Log) -> str:
+def save(state: dict, stop: str | None, folder: RunFolder, ranks, signals, log: Log) -> bool:
     """
-    Save the state. Returns "" or, if the disk is full or missing, why it is not saved. At the end
-    of a run (`stop`), waits until the disk has room or is back; but after a signal, tries only once
+    Save the state, and return whether that worked. If the disk is full or missing, warns. At the
+    end of a run (`stop`), waits until it has room or is back; but after a signal, tries only once
     and then raises UserError, because the sender wants the device back.
     """
     it = state["progress"]["iter_num"]
     while problem := ranks.on_main(folder.save, state):
         if not stop:
-            return problem
+            log.warn(it, f"{problem}; the next save tries again")
+            return False
         if signals.stop_asked():
             ranks.fail(f"{problem}; {RESUME}")
         hint = "trying again every minute; Ctrl-C gives up and frees the device"
         log.warn(it, f"{problem}; {hint}")
         signals.comes_within(FINAL_RETRY_SECONDS)
     log.report_save(it)
-    return ""
+    return True
 
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
     """
     Restore the optimizer, the scaler and the random states. Other parts of the checkpoint are read
-    by Start, Clock and Saver. Raises UserError.
+    by Progress, Clock and RunFolder. Raises UserError.
     """
     restore_optimizer(optimizer, resumed["optimizer"], c)
     if scaler.is_enabled() and resumed["scaler"]:

@@ -187,6 +187,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message[:300].rstrip('.')}"
 
 
+def say_error(error: BaseException) -> None:
+    """Print an `error:` line for each problem; none if a UserError has none, as on most ranks."""
+    lines = error.args if isinstance(error, UserError) else [one_line(error)]
+    for line in lines:
+        say(f"error: {line}", console="stderr")
+
+
 def raise_if_any(problems: list[str]) -> None:
     """Raise a UserError with one line per problem, if there are any."""
     if problems:
@@ -240,9 +247,7 @@ def run_main(
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except (UserError, OSError) as error:
-        # none if rank 0 reports for all ranks
-        for line in error.args if isinstance(error, UserError) else [one_line(error)]:
-            say(f"error: {line}", console="stderr")
+        say_error(error)
         code = 1
     except Exception as error:
         line = explanation(error) if explanation else ""

@@ -481,7 +481,7 @@ def test_reports_and_draws_a_real_run(tiny, ran, tmp_path):
     """Report the speed, losses, pauses and hours that the run recorded, and write loss.png."""
     folder = write_tokens(tmp_path / "tokens", train=[2000], val=[300])
     keys = tiny | dict(max_iters=12, eval_interval=5, log_interval=3, dataset=folder)
-    InProcessRun(fake_clock=True).launch(**keys, peak_tflops=1)
+    InProcessRun(fake_clock=True).launch(**keys)
     file = tmp_path / "table.json"
     assert run("compare.py", ran.out_dir, f"--json={file}").code == 0
     figures = json.loads(file.read_text())["runs"]["out"]

@@ -161,17 +161,16 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
     Use nanoGPT's defaults, except for device, dtype and lr_decay_iters, which are worked out for
     each run.
     """
-    defaults = dict(out_dir="out", eval_interval=2000, log_interval=1, eval_iters=200)
+    defaults = dict(out_dir="out", eval_interval=2000, log_interval=1)
     defaults |= dict(eval_only=False, init_from="scratch")
     defaults |= dict(wandb_project="owt", wandb_run_name="gpt2", dataset="openwebtext")
     defaults |= dict(gradient_accumulation_steps=40, batch_size=12, block_size=1024)
     defaults |= dict(n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=False)
     defaults |= dict(learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9, beta2=0.95)
     defaults |= dict(grad_clip=1.0, warmup_iters=2000, min_lr=6e-5, compile=True)
-    defaults |= dict(eval_tokens=200 * 12 * 1024)  # nanoGPT has no such key: it follows from others
     assert load_config([]) == Config(**defaults)
     defaults |= dict(lr_decay_iters=600000, device="cuda", dtype="bfloat16")
-    all_keys = defaults | dict(wandb_log=False, decay_lr=True, backend="nccl")
+    all_keys = defaults | dict(eval_iters=200, wandb_log=False, decay_lr=True, backend="nccl")
     all_keys |= dict(always_save_checkpoint=True)
     lines = [f"{name} = {value!r}" for name, value in all_keys.items()]
     assert load_config([write(tmp_path, "\n".join(lines))]) == Config(**defaults)
@@ -185,9 +184,9 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
         (["--wandb_log=True"], dict(tracker="wandb")),
         (["--wandb_log=True", "--wandb_log=False"], dict(tracker="none")),
         (["--wandb_log=True", "--tracker=tensorboard"], dict(tracker="tensorboard")),
-        (["--decay_lr=False"], dict(lr_schedule="constant")),
+        (["--decay_lr=False"], dict(lr_schedule="wsd", decay_fraction=0.0, warmup_iters=0)),
         (["--decay_lr=False", "--lr_schedule=wsd"], dict(lr_schedule="wsd")),
-        (["--lr_schedule=constant", "--decay_lr=True"], dict(lr_schedule="constant")),
+        (["--lr_schedule=wsd", "--decay_lr=True"], dict(lr_schedule="wsd")),
         (["--model=gpt2"], dict(tie_weights=True)),
         (["--model=fast"], dict(tie_weights=False)),
     ],
@@ -205,9 +204,9 @@ def test_a_config_file_can_set_and_read_nanogpts_keys(tmp_path):
     """Let a file set decay_lr, and read decay_lr, wandb_log and backend."""
     set_there = write(tmp_path, "decay_lr = False\nlr_schedule = 'wsd'")
     assert load_config([set_there]).lr_schedule == "wsd"
-    assert load_config([set_there, "--decay_lr=False"]).lr_schedule == "constant"
-    text = "lr_schedule = 'linear' if decay_lr and not wandb_log and backend == 'nccl' else 'wsd'"
-    assert load_config([write(tmp_path, text)]).lr_schedule == "linear"
+    assert load_config([set_there, "--decay_lr=False"]).lr_schedule == "wsd"
+    text = "lr_schedule = 'wsd' if decay_lr and not wandb_log and backend == 'nccl' else 'cosine'"
+    assert load_config([write(tmp_path, text)]).lr_schedule == "wsd"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

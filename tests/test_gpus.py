@@ -178,14 +178,14 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     sequences = 512
     values = dict(tokens_per_iter=2**19, batch_size=saved)
     before = saved and Config(**values, gradient_accumulation_steps=sequences // saved)
-    asked = read_config([f"{ROOT}/config/fast124m.py", "--eval_tokens=0", *argv])
+    asked = read_config([f"{ROOT}/config/fast124m.py", *argv])
     c, problems = resolve(asked, processes, before)
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", 1.0, "", compiles=True)
     c = fit_batch(c, 50257, hw, processes, None)
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
-    assert c.eval_tokens == asked.eval_iters * asked.batch_size * asked.block_size
+    assert c.eval_tokens == asked.eval_tokens
 
 
 # -----------------------------------------------------------------------------

@@ -194,6 +194,8 @@ class RunFolder:
             raise UserError(f"out_dir: another run is writing to {folder}; {hint}")
         for path in list_checkpoints(folder):
             if iteration(path) > it:
+                if resumed and not damage(path):
+                    raise UserError(f"{path}: was saved in the meantime; repeat the command")
                 set_aside(path)  # damaged; prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)

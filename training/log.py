@@ -25,7 +25,7 @@ from training.clock import Clock, Speed, clock_time, training_hours
 from training.cost import count_flops, describe
 from training.hardware import Hardware
 from training.ranks import Ranks
-from training.start import Progress, Start
+from training.start import Progress
 from training.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -72,8 +72,8 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, start: Start) -> None:
-        """Start the tracker, and describe the run and where it begins."""
+    def begin(self, weights: dict | None, resumed: dict | None) -> None:
+        """Start the tracker, and describe the run and the weights or checkpoint it begins with."""
         c = self.config
         # keep the evaluation at the resumed iteration; the run repeats everything after it
         purge_from = self.first_iter + 1 if self.first_iter else 0
@@ -81,7 +81,7 @@ class Log:
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
         say(
-            *origin_lines(c, start),
+            *origin_lines(c, weights, resumed),
             f"command: {launch_command(self.world_size)}",
             f"start: {date()}, {program}, torch {torch.__version__}",
             self.hw.line(),
@@ -293,15 +293,16 @@ def launch_command(world_size: int) -> str:
     return f"torchrun ... {command_line(*sys.argv)}"
 
 
-def origin_lines(c: Config, start: Start) -> list[str]:
+def origin_lines(c: Config, weights: dict | None, resumed: dict | None) -> list[str]:
     """Say from which checkpoint or weights a run begins. With init_from=scratch, says nothing."""
-    if not start.resumed:
+    if not resumed:
         began = [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
-        return [*began, f"weights: {start.state['source']}"] if start.state else began
+        return [*began, f"weights: {weights['source']}"] if weights else began
     begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    lines = [f"resume: {start.source}, iteration {start.progress.iter_num:,}{begun}"]
+    it = resumed["progress"]["iter_num"]
+    lines = [f"resume: {resumed['source']}, iteration {it:,}{begun}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
-        before = start.resumed["config"].get(name, FIELDS[name].default)
+        before = resumed["config"].get(name, FIELDS[name].default)
         if value != before and name != "wandb_run_name":
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     return lines

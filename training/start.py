@@ -1,6 +1,6 @@
 """
 Decide how a run starts: read the command, find the checkpoint or the weights that it begins with,
-and settle its configuration. Nothing is written here.
+settle its configuration, and open its data. Nothing is written to the run's folder here.
 
 With several ranks, each of them does all of this for itself. The command, the checkpoints and the
 data are the same everywhere, and check_alike() says so before the first update.
@@ -26,7 +26,13 @@ from training.ranks import Ranks
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "init_from")
 # Keys that a resumed run keeps unless the command sets them. The three of the batch may only change
 # so that an iteration has as many tokens as before
-BATCH = ("batch_size", "gradient_accumulation_steps", "tokens_per_iter")
+KEPT_UNLESS_SET = (
+    "dataset",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "tokens_per_iter",
+    "eval_tokens",
+)
 
 
 @dataclass
@@ -53,38 +59,25 @@ class Progress:
             self.best_val_loss, self.best_iter = val_loss, 0
 
 
-@dataclass(frozen=True)
-class Start:
-    """Says where a run begins: with random weights, with given ones, or at its own checkpoint."""
-
-    source: str = ""  # the checkpoint's path, or init_from's value
-    state: dict | None = None  # a checkpoint's state or load_pretrained()'s; None: random weights
-
-    @property
-    def resumed(self) -> dict | None:
-        """Return the state of the run that continues; None if another begins."""
-        return self.state if self.state and "progress" in self.state else None
-
-    @property
-    def progress(self) -> Progress:
-        """Return how far the run had come at its checkpoint; a new run is at iteration 0."""
-        return Progress(**self.resumed["progress"]) if self.resumed else Progress()
-
-
-def choose_run(argv: list[str], world_size: int) -> tuple[Config, Start]:
+def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, dict | None]:
     """
-    Read the command. Returns the configuration, and where the run begins. The configuration is
-    final but for the micro-batch of a run with tokens_per_iter, which fit_batch() chooses. Raises
-    UserError, with a line for each problem.
+    Read the command. Returns the configuration, the weights to begin with and the checkpoint to
+    resume. It is final but for the micro-batch of a run with tokens_per_iter, which fit_batch()
+    chooses. Raises UserError, with a line for each problem.
+
+    Weights are a dict of load_pretrained()'s, or the checkpoint to resume; None: random weights.
     """
     c = read_config(argv)
-    start = find_start(c)
+    resumed = find_checkpoint(c)
+    weights, before = resumed, None
     problems: list[str] = []
-    before = config_before(start.resumed) if start.resumed else None
-    if before:
+    if resumed:
+        before = config_before(resumed)
         c, problems = config_of_resume(c, before)
-    elif start.state:
-        c, problems = config_of_weights(c, start)
+    elif c.init_from not in NOT_WEIGHTS:
+        block_size = c.block_size if "block_size" in c.set_keys else None
+        weights = load_pretrained(c.init_from, block_size)
+        c, problems = config_of_weights(c, weights["model_config"])
     c, impossible = resolve(c, world_size, before)
     problems += impossible
     try:
@@ -96,31 +89,18 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, Start]:
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
-    return c, start
+    return c, weights, resumed
 
 
 # -----------------------------------------------------------------------------
 # Where the run begins
 
 
-def find_start(c: Config) -> Start:
-    """Find the checkpoint or the weights that this command begins with. Raises UserError."""
-    if path := find_checkpoint(c):
-        state = checkpoint.read(path)
-        check_fields(path, state)
-        if (it := state["progress"]["iter_num"]) != checkpoint.iteration(path):
-            raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
-        return Start(str(path), state)
-    if c.init_from in NOT_WEIGHTS:
-        return Start()
-    block_size = c.block_size if "block_size" in c.set_keys else None
-    return Start(c.init_from, load_pretrained(c.init_from, block_size))
-
-
-def find_checkpoint(c: Config) -> Path | None:
+def find_checkpoint(c: Config) -> dict | None:
     """
-    Return the newest valid checkpoint of out_dir's run, or None if this command neither continues
-    nor evaluates that run. Raises UserError if another run would begin in its folder.
+    Return the newest valid checkpoint of out_dir's run, with its path as `source`, or None if this
+    command neither continues nor evaluates that run. Raises UserError if another run would begin in
+    its folder.
     """
     out_dir = Path(c.out_dir)
     names_weights = c.init_from not in NOT_WEIGHTS
@@ -130,7 +110,11 @@ def find_checkpoint(c: Config) -> Path | None:
     else:
         wants_run = c.init_from != "scratch"
     if wants_run and (path := checkpoint.find_newest(out_dir)):
-        return path
+        state = checkpoint.read(path)
+        check_fields(path, state)
+        if (it := state["progress"]["iter_num"]) != checkpoint.iteration(path):
+            raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
+        return state | dict(source=str(path))
     others = sorted(out_dir.glob("*.pt"))
     if others and not (c.eval_only and names_weights):
         hint = "--init_from=auto resumes it, another --out_dir starts a new run"
@@ -145,17 +129,17 @@ def find_checkpoint(c: Config) -> Path | None:
 
 def is_done(c: Config, resumed: dict) -> bool:
     """
-    Return whether this launch resumes a finished run and adds no time or iterations to it. Raises
+    Return whether this launch resumes a complete run and adds no time or iterations to it. Raises
     UserError if it allows fewer hours than the run has trained for, because the learning rate would
     stay where it is.
     """
-    it, hours = resumed["progress"]["iter_num"], training_hours(resumed["ledger"])
+    hours = training_hours(resumed["ledger"])
     time_is_up = 0 < c.hours <= hours
     if time_is_up and c.hours != config_before(resumed).hours:
         problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
         hint = f"to end soon with a decayed learning rate, give --hours={hours + 0.5:.1f}"
         raise UserError(f"hours: {problem}; {hint}")
-    return resumed["progress"]["evaluated_at"] == it and (time_is_up or it >= c.max_iters)
+    return resumed["complete"] and (time_is_up or resumed["progress"]["iter_num"] >= c.max_iters)
 
 
 # -----------------------------------------------------------------------------
@@ -173,23 +157,18 @@ def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
         c = replace(c, init_from=before.init_from)
     saved = {name: getattr(before, name) for name in FIXED_ON_RESUME}
     c, problems = keep_values(c, saved, c.out_dir, "--out_dir for a new run")
-    kept = {n: getattr(before, n) for n in ("dataset", *BATCH) if n not in c.set_keys}
+    kept = {n: getattr(before, n) for n in KEPT_UNLESS_SET if n not in c.set_keys}
     if c.dtype == "auto":
         kept |= dict(dtype=before.dtype)
-    if not c.eval_tokens and c.eval_iters == before.eval_iters:
-        # otherwise a new batch_size would change which tokens are evaluated
-        kept |= dict(eval_tokens=before.eval_tokens)
     return replace(c, **kept), problems
 
 
-def config_of_weights(c: Config, start: Start) -> tuple[Config, list[str]]:
-    """Return the configuration with the sizes of the weights from which it begins."""
-    assert start.state
-    sizes = start.state["model_config"]
+def config_of_weights(c: Config, sizes: dict) -> tuple[Config, list[str]]:
+    """Return the configuration with the sizes of init_from's weights, and the problems."""
     saved = {name: sizes.get(name, FIELDS[name].default) for name in ARCHITECTURE}
     if sizes["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
         saved |= dict(pad_vocab_multiple=1)
-    return keep_values(c, saved, start.source, "--init_from")
+    return keep_values(c, saved, c.init_from, "--init_from")
 
 
 def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config, list[str]]:
@@ -221,12 +200,12 @@ def open_data(c: Config, key: str = "dataset") -> Dataset:
     return data
 
 
-def check_data(c: Config, data: Dataset, start: Start) -> None:
+def check_data(c: Config, data: Dataset, weights: dict | None, resumed: dict | None) -> None:
     """Raise UserError if the data do not match the checkpoint or the weights."""
-    if start.state:
-        check_tokens("dataset", data, start.state, c.out_dir if start.resumed else start.source)
-    if start.resumed and start.resumed["data_fingerprint"] != data.fingerprint:
-        trained = f"what {c.out_dir} was trained on ({start.resumed['config']['dataset']})"
+    if weights:
+        check_tokens("dataset", data, weights, c.out_dir if resumed else c.init_from)
+    if resumed and resumed["data_fingerprint"] != data.fingerprint:
+        trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
         change = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {change}")
 

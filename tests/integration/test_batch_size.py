@@ -13,7 +13,6 @@ from configurator import Config, config_values, load_config
 from training import start
 from training.cost import fit_batch
 from training.hardware import Hardware
-from training.start import Start
 
 CPU = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "")
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=64)
@@ -84,9 +83,9 @@ RESUMED = [
 def resumed(words: list[str], processes: int) -> Config:
     """Return the configuration of a command that resumes a run of 12 x 40 sequences."""
     before = replace(Config(), eval_tokens=5000)
-    checkpoint = Start("out", dict(config=config_values(before), progress={}))
-    with mock.patch.object(start, "find_start", lambda c: checkpoint):
-        c, _ = start.choose_run(["--device=cpu", *words], processes)
+    checkpoint = dict(config=config_values(before), progress={})
+    with mock.patch.object(start, "find_checkpoint", lambda c: checkpoint):
+        c, *_ = start.choose_run(["--device=cpu", *words], processes)
     return fit_batch(c, 50257, CPU, processes, None)
 
 

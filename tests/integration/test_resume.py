@@ -104,8 +104,8 @@ def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
 def test_eval_iters_counts_the_micro_batches_of_an_evaluation(corpus, tmp_path):
     losses = []
     for name, size in (("iters", dict(eval_iters=3)), ("tokens", dict(eval_tokens=3 * 4 * T))):
-        keys = SHORT_RUN | dict(eval_tokens=0, max_iters=0) | size
-        train(**keys, dataset=corpus, out_dir=tmp_path / name)
+        keys = {name: value for name, value in SHORT_RUN.items() if name != "eval_tokens"}
+        train(**keys | dict(max_iters=0) | size, dataset=corpus, out_dir=tmp_path / name)
         losses.append(Run(tmp_path / name).evals("train_loss", "val_loss"))
     assert losses[0] == losses[1]
 
