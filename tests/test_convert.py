@@ -17,7 +17,7 @@ import tokenizers
 import torch
 from char_dataset import write_nanogpts_checkpoint
 from hf_reference import own_bpe, random_gpt2
-from program import ROOT, Result, changed, finish, refused, run, start
+from program import ROOT, Result, changed, refused, run
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -324,41 +324,6 @@ def test_an_exported_fast_model_ignores_padding_after_the_tokens(fast_export):
     padded = exported(IDS, attention_mask=mask).logits
     # 1e-4: as in assert_same_logits()
     assert (padded[1, :5] - exported(IDS[1:, :5]).logits[0]).abs().max() < 1e-4
-
-
-TASK = """
-task: {output}
-dataset_path: json
-dataset_kwargs: {{data_files: {data}}}
-test_split: train
-output_type: {output}
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [random_gpt, random_fast])
-def test_lm_evaluation_harness_measures_an_export_offline(model, tmp_path):
-    """Run a multiple-choice task and a task that generates text."""
-    pytest.importorskip("lm_eval", reason='needs pip install "lm_eval[hf]"')
-    weights = model(vocab_size=384, block_size=256)
-    path = save(weights, tmp_path / "x.pt", 300, "bpe", json=own_bpe().to_str())
-    convert("ckpt-to-hf", path, tmp_path / "hf")
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"question": "the cat sat on the", "answer": "mat, that is"}\n' * 2)
-    choices = 'doc_to_choice: ["cat", "mat, that is"]\n'
-    for output, more in (("multiple_choice", choices), ("generate_until", "")):
-        (tmp_path / f"{output}.yaml").write_text(TASK.format(data=data, output=output) + more)
-    flags = ["--model=hf", f"--model_args=pretrained={tmp_path / 'hf'},trust_remote_code=True"]
-    flags += ["--tasks=multiple_choice,generate_until", f"--include_path={tmp_path}"]
-    flags += ["--device=cpu", "--batch_size=1"]
-    offline = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
-    process = start("-m", "lm_eval", *flags, cwd=tmp_path, **offline)
-    result = finish(process, timeout=300)
-    assert result.code == 0, result.err
-    assert "|multiple_choice|" in result.out and "exact_match" in result.out
 
 
 # -----------------------------------------------------------------------------

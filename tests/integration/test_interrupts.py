@@ -297,6 +297,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
     # resumed from iteration 4
     assert (result.code, trainer.count["iteration"]) == (0, 8)
     assert newest.name in result.err
+    # it would count among the newest that are kept
+    assert (ran.out_dir / f"{newest.name}.1").read_bytes() == content[:-100]
     assert_same_run(unbroken, ran.out_dir, 12)
 
 

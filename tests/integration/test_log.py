@@ -60,11 +60,6 @@ def test_sizes_are_in_gb_of_a_billion_bytes_and_memory_in_gib(capsys):
         assert used == pytest.approx(kib / 2**20, rel=0.005)
 
 
-def test_a_run_that_uv_started_names_its_command_with_uv(tiny, monkeypatch):
-    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
-    assert train(**tiny).out.startswith("command: uv run ")
-
-
 def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):
     """Name none outside a clone, or without git."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)

@@ -415,20 +415,3 @@ def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
     straight = tmp_path / "straight"
     train_ranks(2, [0, 0], **keys | dict(out_dir=straight, checkpoint_interval=0))
     assert ran.evals("val_loss") == pytest.approx(Run(straight).evals("val_loss"), abs=1e-4)
-
-
-@pytest.mark.slow
-def test_two_machines_train_like_one_process(tiny, ran, alone, tmp_path):
-    """Simulate two machines on this one, each with its own torchrun."""
-    meet = ("--nnodes=2", "--master_addr=127.0.0.1", "--master_port=29511")
-    nodes = [
-        start_torchrun(1, tmp_path / "log", *meet, f"--node_rank={rank}", *train_py(**tiny))
-        for rank in range(2)
-    ]
-    try:
-        codes = [node.wait(timeout=200) for node in nodes]
-    finally:
-        for node in nodes:
-            node.terminate()
-    assert codes == [0, 0], (tmp_path / "log").read_text()
-    assert_same_numbers(alone, ran)

@@ -3,11 +3,10 @@
 import shutil
 import signal
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
-from char_dataset import SHORT_RUN, T, sample
+from char_dataset import SHORT_RUN, T
 from program import ROOT, Run, contents, finish, flags, refused, run, start, train, wait_for_line
 
 
@@ -34,16 +33,6 @@ def test_ctrl_c_ends_a_run_with_code_130_and_a_resume_continues_it(corpus, ran, 
         init_from="resume",
     )
     assert ran.steps("iter") == [*range(saved + 2)]
-
-
-def test_a_resume_verifies_its_checkpoint_only_once(corpus, ran):
-    """Skip a second check, which takes seconds for a checkpoint of gigabytes."""
-    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir)
-    train(**keys | dict(max_iters=2))
-    testzip = mock.Mock(return_value=None)
-    with mock.patch("zipfile.ZipFile.testzip", testzip):
-        train(**keys | dict(max_iters=4), init_from="resume")
-    assert testzip.call_count == 1
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +73,6 @@ def test_a_copy_of_best_pt_named_as_a_checkpoint_resumes(eight, corpus, ran):
     keys = SHORT_RUN | dict(max_iters=10, dataset=corpus, out_dir=ran.out_dir)
     train(**keys, init_from="resume")
     assert ran.steps("iter") == [8, 9]
-
-
-@pytest.mark.slow
-def test_a_run_that_still_trains_can_be_sampled_and_compared(letters, tmp_path):
-    arguments = flags(**SHORT_RUN | dict(max_iters=10**6), dataset=letters, out_dir=tmp_path)
-    process = start("train.py", *arguments)
-    try:
-        wait_for_line(process, "checkpoint 4:")
-        (text,) = sample(f"--out_dir={tmp_path}", "--start=abc", "--num_samples=1")
-        assert text.startswith("abc")
-        assert run("compare.py", tmp_path, f"--png={tmp_path / 'so_far.png'}").code == 0
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_eval_iters_counts_the_micro_batches_of_an_evaluation(corpus, tmp_path):

@@ -3,13 +3,12 @@ Run the scripts on a simulated Windows (dev/simulate_windows), and test code for
 systems that needs no simulation.
 """
 
-import json
 import subprocess
 import sys
 
 import pytest
 from char_dataset import SHORT_RUN
-from program import ROOT, assert_same_run, finish, flags, start, train, wait_for_line, write_tokens
+from program import ROOT, assert_same_run, finish, flags, start, train, write_tokens
 
 from common import child
 
@@ -98,49 +97,6 @@ def test_a_run_on_windows_is_stopped_resumed_sampled_and_compared(started, tmp_p
     assert "warning" not in err and list(tmp_path.rglob("*.tmp")) == []
     train(**SMALL | dict(out_dir="straight"))
     assert_same_run(tmp_path / "my run", tmp_path / "straight", 8)
-
-
-PREPARE = """
-end, replace = sys.argv[1], os.replace
-
-def replace_until(old, new):
-    if end in str(new):
-        print("waiting", flush=True)
-        time.sleep(600)
-    return replace(old, new)
-
-os.replace = replace_until
-if end == "none" and os.path.exists("killed/manifest.json"):
-    threading.Timer(0.5, open("killed/manifest.json").close).start()  # a virus scanner
-import data.files
-data.files.hub_files = lambda *_: (["rows.jsonl"], "a" * 40)
-print("code:", run("data.prepare_fineweb", *sys.argv[2:]), "calls:", notwindows.Recorder.calls)
-"""
-
-
-@pytest.mark.slow
-@simulated
-def test_on_windows_a_second_preparation_waits_and_completes_a_killed_one(started, tmp_path):
-    """Write the same files as an uninterrupted preparation."""
-    rows = [json.dumps(dict(text=f"{n} " * (n % 50))) for n in range(400)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    words = dict(dataset="org/name", tokenizer="byte", tokens="20k", val_fraction=0.1)
-    words |= dict(shard_tokens="4k", workers=1)
-    killed = started(PREPARE, "000003", *flags(**words, out="killed"))
-    wait_for_line(killed, "waiting")
-    second = started(PREPARE, "none", *flags(**words, out="killed"))
-    wait_for_line(second, "killed: another process is writing to it; waiting")
-    killed.kill()
-    killed.communicate()
-    _, out, err = finish(second)
-    assert f"code: 0 {SLEEPS_NOT}" in out, err
-    assert "next: python train.py config/own_text.py --dataset=killed" in out
-    finish(started(PREPARE, "none", *flags(**words, out="straight")))
-    straight, continued = (
-        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
-        for folder in ("straight", "killed")
-    )
-    assert len(straight) > 5 and straight == continued
 
 
 # -----------------------------------------------------------------------------
