@@ -52,10 +52,10 @@ from common.console import (
 from common.files import replacing
 from configurator import Config, config_text, load_config, micro_batches, read_config, with_batch
 from data.missing import vocab_where_missing
-from reports import plan
-from reports.runs import Run, percentile, read_run
-from training import hardware
-from training.check import check
+from machine import hardware
+from machine.check import check
+from run import plan
+from run.history import Run, percentile, read_run
 
 POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.

@@ -38,8 +38,8 @@ from common.console import (
     warn,
 )
 from configurator import FIELDS, Config
-from reports.picture import count4, millions, save_picture
-from reports.runs import PUBLISHED, Run, has_band, learning_curve, loss_at, open_run, percentile
+from run.history import PUBLISHED, Run, has_band, learning_curve, loss_at, open_run, percentile
+from run.picture import count4, millions, save_picture
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005

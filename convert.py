@@ -18,12 +18,12 @@ from common.console import Parser, UserError, run_main, say
 from data.tokenizer import Tokenizer
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training.pretrained import TRANSPOSED, load_weights, read_weights
+from run.pretrained import TRANSPOSED, load_weights, read_weights
 
 # OpenAI's tokenizer files, from where tiktoken downloads them
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # The fast model's code. An export contains X.py as nightshift_X.py.
-CODE_FILES = ("training/modeling_fast.py", "model_fast.py", "model.py")
+CODE_FILES = ("run/modeling_fast.py", "model_fast.py", "model.py")
 # The largest difference to accept, relative to the largest logit. Rounding in float32 changes
 # logits by 1e-6 in trained models and by 7e-6 with ten times larger weights. The exact GELU in
 # place of the tanh one changes them by 1e-4.
@@ -94,7 +94,7 @@ def check_logits(model: GPT | FastGPT, exported: Any) -> None:
     difference = (exported(idx).logits - logits).abs().max()
     if difference <= TOLERANCE * logits.abs().max():
         return
-    code = "training/modeling_fast.py" if isinstance(model, FastGPT) else "transformers' GPT-2"
+    code = "run/modeling_fast.py" if isinstance(model, FastGPT) else "transformers' GPT-2"
     problem = f"the export's logits are off by {difference:.2g}: {code} is a different model"
     raise UserError(f"{problem}; share the checkpoint and its model file instead")
 
@@ -103,7 +103,7 @@ def hf_class_and_config(state: dict) -> tuple[Any, Any]:
     """Return transformers' class and config."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from training import modeling_fast
+    from run import modeling_fast
 
     config = config_from_dict(state["model_config"])
     spec = state["tokenizer"]

@@ -22,10 +22,10 @@ from common.console import explain_errors, run_main, say, warn
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, read_config
 from data.tokenizer import Tokenizer
+from machine import hardware
 from model import GPT, generate
 from model_fast import FastGPT, build_model, config_from_dict
-from training import hardware
-from training.pretrained import load_pretrained, load_weights, read_weights
+from run.pretrained import load_pretrained, load_weights, read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"

@@ -1,12 +1,12 @@
 """
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
-This file is the run. main() decides with training/start.py how it starts, and then loops: evaluate
+This file is the run. main() decides with run/start.py how it starts, and then loops: evaluate
 and save once in a while, train_step(), log. train_step() runs gradient_accumulation_steps
 micro-batches forward and backward and then updates the weights. Five functions decide for the loop:
 why_stop(), evaluation_due(), save_due(), is_best() and get_lr(). GPT-2 is in model.py, the fast
 model in model_fast.py, AdamW and Muon in optimizer.py, every key in configurator.py, the tokens in
-data/, and the machinery around a run in training/.
+data/, what surrounds a run in run/, and the device and the processes in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -35,19 +35,20 @@ from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
 from data.shards import Dataset, ShardTokens
 from data.tokenizer import Tokenizer
+from machine import hardware
+from machine.compiled import compile_checked, freeze_garbage
+from machine.cost import describe, fit_batch
+from machine.hardware import Hardware
+from machine.ranks import Ranks, StopSignals, end_process
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from training import checkpoint, hardware
-from training.checkpoint import RunFolder
-from training.clock import Clock, Now
-from training.compiled import compile_checked, freeze_garbage
-from training.cost import describe, fit_batch
-from training.hardware import Hardware
-from training.log import Log, evaluation_line, origin_lines
-from training.pretrained import load_weights
-from training.ranks import Ranks, StopSignals, end_process
-from training.start import Progress, check_alike, check_data, choose_run, is_done, open_data
+from run import checkpoint
+from run.checkpoint import RunFolder
+from run.clock import Clock, Now
+from run.log import Log, evaluation_line, origin_lines
+from run.pretrained import load_weights
+from run.start import Progress, check_alike, check_data, choose_run, is_done, open_data
 
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first

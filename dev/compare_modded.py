@@ -35,10 +35,10 @@ from torch import Tensor
 from common.console import Parser, UserError, command_line, run_main, say
 from configurator import Config, load_config
 from data.loader import Batch, to_batch
+from machine import hardware
 from model_fast import build_model, model_config
 from optimizer import PUBLIC_ITERS, build_optimizer, load_averages
 from train import set_rates, train_step
-from training import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5  # in nats; both sum in float32, but in a different order

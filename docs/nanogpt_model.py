@@ -4,11 +4,11 @@ import torch.nn as nn
 
 import model
 from configurator import Config
+from machine.cost import count_flops
 from model import GPTConfig
 from model_fast import config_from_dict
 from optimizer import build_optimizer
-from training.cost import count_flops
-from training.pretrained import load_pretrained
+from run.pretrained import load_pretrained
 
 
 class LayerNorm(nn.LayerNorm):

@@ -46,7 +46,7 @@ from torch.optim.optimizer import (
 
 ROOT = Path(__file__).resolve().parent.parent
 # what a copy of the program needs besides the scripts; tests, pages and results stay behind
-FOLDERS = ("training", "data", "reports", "common", "config")
+FOLDERS = ("run", "machine", "data", "common", "config")
 
 needs_signals = pytest.mark.skipif(
     sys.platform == "win32", reason="Windows sends no process a signal that it could answer"

@@ -13,10 +13,10 @@ from program import ROOT, run
 from torch.nn import functional as F
 
 from configurator import load_config
+from machine import compiled
+from machine.check import RECIPES
+from machine.compiled import compile_model
 from model_fast import FastConfig
-from training import compiled
-from training.check import RECIPES
-from training.compiled import compile_model
 
 RIGHT = "this machine trains correctly"
 UNCOMPILED = "this machine trains correctly with --compile=False, because "

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from common.console import keep_transcript
-from training import checkpoint
-from training.checkpoint import RunFolder
-from training.pretrained import find_weights
+from run import checkpoint
+from run.checkpoint import RunFolder
+from run.pretrained import find_weights
 
 
 def flipped(content: bytes) -> bytes:

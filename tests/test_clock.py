@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 import pytest
 
 from configurator import Config
-from training.clock import Clock, Speed, clock_time
-from training.ranks import Ranks
+from machine.ranks import Ranks
+from run.clock import Clock, Speed, clock_time
 
 
 def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None) -> Clock:

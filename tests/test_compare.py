@@ -17,8 +17,8 @@ from program import ROOT, InProcessRun, finish, run, start, write_tokens
 
 import compare
 from common.console import UserError
-from reports.picture import draw
-from reports.runs import Run, open_run
+from run.history import Run, open_run
+from run.picture import draw
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=256)
 

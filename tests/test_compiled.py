@@ -17,11 +17,11 @@ import model
 import model_fast
 from common.console import UserError
 from configurator import Config
+from machine import compiled, hardware
+from machine.compiled import WrongCode, check_code, compile_checked, eager_float32
+from machine.ranks import Ranks
 from model import GPTConfig
 from model_fast import FastConfig, build_model
-from training import compiled, hardware
-from training.compiled import WrongCode, check_code, compile_checked, eager_float32
-from training.ranks import Ranks
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
 MODELS = {

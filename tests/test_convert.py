@@ -31,7 +31,7 @@ from common.console import UserError
 from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from training.pretrained import fetch, load_pretrained, load_weights
+from run.pretrained import fetch, load_pretrained, load_weights
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 
@@ -175,7 +175,7 @@ def test_exports_gpt2s_tokenizer_with_the_weights(gpt2_bpe, tmp_path):
 # -----------------------------------------------------------------------------
 # A model.py that somebody has changed
 
-PROGRAM = ("common", "configurator", "data", "model", "model_fast", "reports", "training")
+PROGRAM = ("common", "configurator", "data", "model", "model_fast", "machine", "run")
 
 
 def loaded_modules() -> list[str]:
@@ -258,7 +258,7 @@ def fast_export(tmp_path_factory):
     path = save(model, tmp / "x.pt", 100, "unknown")  # 28 padded rows
     convert("ckpt-to-hf", path, tmp / "hf")
     with transformers_cache(tmp) as patch:
-        for module in ("model", "model_fast", "training"):
+        for module in ("model", "model_fast", "run"):
             patch.setitem(sys.modules, module, None)  # importing it fails
         exported = open_export(tmp / "hf")
     return model, exported, tmp / "hf"

@@ -19,13 +19,13 @@ from training_setup import TrainingSetup
 import train
 from configurator import Config, load_config
 from data.loader import to_batch
+from machine import hardware
+from machine.compiled import compile_model
+from machine.cost import CONTEXT_BYTES, memory_bytes
+from machine.ranks import Ranks
 from model import GPTConfig
 from model_fast import build_model, model_config
 from optimizer import build_optimizer
-from training import hardware
-from training.compiled import compile_model
-from training.cost import CONTEXT_BYTES, memory_bytes
-from training.ranks import Ranks
 
 gpu = pytest.mark.gpu
 

@@ -17,12 +17,12 @@ from training_setup import TrainingSetup
 
 from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
+from machine import cost
+from machine.cost import CONTEXT_BYTES, checkpoint_bytes, fit_batch, memory_bytes
+from machine.gpus import GIB, read_gpu_table, resolve_gpu, short_name
+from machine.hardware import Hardware
 from model import GPTConfig
 from model_fast import build_model, model_config
-from training import cost
-from training.cost import CONTEXT_BYTES, checkpoint_bytes, fit_batch, memory_bytes
-from training.gpus import GIB, read_gpu_table, resolve_gpu, short_name
-from training.hardware import Hardware
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
 N = 124_373_760  # parameters of GPT-2 124M
@@ -94,7 +94,7 @@ def test_a_name_that_fits_cards_of_several_speeds_is_an_error_that_lists_them(ty
 
 @pytest.mark.parametrize("typed", ["RTX 4O90", "7900 XTX", ""])
 def test_the_error_for_an_unknown_gpu_name_says_where_the_known_ones_are(typed):
-    with pytest.raises(UserError, match="training/gpus.csv"):
+    with pytest.raises(UserError, match="machine/gpus.csv"):
         resolve_gpu(typed)
 
 

@@ -20,12 +20,12 @@ from program import ROOT, column, finish, flags, run, start, train
 from common import environment
 from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
+from machine import cost, hardware
+from machine.cost import count_flops
+from machine.gpus import find_row, read_gpu_table, row_peak
+from machine.hardware import Hardware
 from model import GPT, GPTConfig, mean_loss
 from model_fast import FastConfig, build_model, model_config
-from training import cost, hardware
-from training.cost import count_flops
-from training.gpus import find_row, read_gpu_table, row_peak
-from training.hardware import Hardware
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -453,7 +453,7 @@ def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
 RESIDENT = """
 import re, torch
 from configurator import Config
-from training import hardware
+from machine import hardware
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 def grown(before):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from program import ROOT, finish, start
 
-LIBRARY = ["common", "configurator", "data", "model", "model_fast", "training"]
+LIBRARY = ["common", "configurator", "data", "model", "model_fast", "machine"]
 # a folder, a module of the root or one file -> what it may import besides itself
 MAY_IMPORT = {
     "common": [],
@@ -19,16 +19,16 @@ MAY_IMPORT = {
     "data": ["configurator", "common"],
     "model": [],
     "model_fast": ["model"],
-    "training": LIBRARY,
-    "training/cost.py": ["optimizer", *LIBRARY],
+    "machine": LIBRARY,
+    "machine/cost.py": ["optimizer", *LIBRARY],
     "optimizer": ["configurator", "model", "model_fast", "common"],
-    "train": ["optimizer", *LIBRARY],
-    "sample": LIBRARY,
-    "convert": LIBRARY,
-    "reports": ["optimizer", *LIBRARY],
-    "compare": ["reports", *LIBRARY],
-    "bench": ["reports", *LIBRARY],
-    "docs": ["optimizer", *LIBRARY],
+    "run": LIBRARY,
+    "train": ["optimizer", "run", *LIBRARY],
+    "sample": ["run", *LIBRARY],
+    "convert": ["run", *LIBRARY],
+    "compare": ["run", *LIBRARY],
+    "bench": ["run", *LIBRARY],
+    "docs": ["optimizer", "run", *LIBRARY],
 }
 PREPARATIONS = ["data.prepare_text", "data.prepare_fineweb"]  # nobody imports these
 # imported where they are used, because a machine with prepared shards trains without them
@@ -109,7 +109,9 @@ SCRIPTS: dict[str, set[str]] = {
         "pyarrow",
         "data.writer",  # imports tqdm
         "huggingface_hub",
-        "reports",
+        "run.history",
+        "run.picture",
+        "run.plan",
         "compare",
         "bench",
         "sample",

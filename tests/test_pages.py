@@ -73,7 +73,7 @@ def test_every_command_on_a_page_has_scripts_configs_and_flags_that_exist(page):
 @pytest.mark.parametrize("page", GUIDES, ids=page_name)
 def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     """Leave out config/ and data/, in which the pages' commands also make new files."""
-    folder = r"(?<![\w/])(?:common|dev|reports|results|tests|training|docs)/"
+    folder = r"(?<![\w/])(?:common|dev|machine|results|run|tests|docs)/"
     named = {*re.findall(rf"{folder}[\w/]+\.(?:py|md|csv|json|png)\b", read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
 
@@ -108,7 +108,7 @@ def test_pip_uv_and_ci_install_and_test_the_same():
     (torch,) = [pin for pin in map(Requirement, pins) if pin.name == "torch"]
     binds = [torch.marker.evaluate({"sys_platform": name}) for name in ("linux", "darwin", "win32")]
     assert binds == [True, True, False]
-    code = (ROOT / "training").glob("*.py")
+    code = (ROOT / "machine").glob("*.py")
     texts = "".join(map(read, [*GUIDES, ".github/workflows/ci.yml", *code]))
     versions = re.findall(r"torch==([\d.]+)", texts)
     assert len(versions) >= 4 and {f"=={version}" for version in versions} == {str(torch.specifier)}

@@ -12,10 +12,10 @@ from cases import slow_but
 from program import TINY_RUN, assert_same_run, column, flags, records, refused, run, train
 
 from configurator import Config
+from machine import hardware
 from model import GPTConfig
 from model_fast import build_model
 from train import measure
-from training import hardware
 
 TINY = TINY_RUN | dict(
     n_layer=1,

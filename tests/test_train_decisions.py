@@ -14,6 +14,8 @@ from cases import slow_but
 from program import InProcessRun, Run, raises, sigterm
 
 from configurator import Config
+from run.clock import PAUSES, Now
+from run.start import Progress
 from train import (
     evaluation_due,
     get_lr,
@@ -22,8 +24,6 @@ from train import (
     save_due,
     why_stop,
 )
-from training.clock import PAUSES, Now
-from training.start import Progress
 
 IN_TIME = Now(share=0.5, seconds_since_save=10.0)
 OVER = Now(share=1.0, seconds_since_save=10.0)

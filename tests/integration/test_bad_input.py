@@ -114,7 +114,7 @@ TOOLS = [
     ("bench.py lader", "no such config"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
     ("bench.py tiny.py --row=--batch_sise=4", "batch_sise batch_size"),
-    ("bench.py plan tiny.py --gpu=rtx9999", "'rtx9999' training/gpus.csv"),
+    ("bench.py plan tiny.py --gpu=rtx9999", "'rtx9999' machine/gpus.csv"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours 0 or more"),
     (
         "bench.py plan tiny.py --peak_tflops=0 --gpu=T4 --dtype=bfloat16",

@@ -10,9 +10,9 @@ from program import flags, refused, run
 
 from common.console import UserError
 from configurator import Config, config_values, load_config
-from training import start
-from training.cost import fit_batch
-from training.hardware import Hardware
+from machine.cost import fit_batch
+from machine.hardware import Hardware
+from run import start
 
 CPU = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "")
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=64)

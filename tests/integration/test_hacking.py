@@ -31,8 +31,8 @@ from program import (
 )
 from torch import Tensor
 
-from reports.picture import draw
-from reports.runs import open_run
+from run.history import open_run
+from run.picture import draw
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from program import ROOT, Run, same, train
 
-from training.hardware import Hardware
-from training.log import Log, git_commit
+from machine.hardware import Hardware
+from run.log import Log, git_commit
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)
@@ -34,7 +34,7 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
     logged, silent = Run(tmp_path / "logged"), Run(tmp_path / "silent")
     for ran, log in (
         (logged, contextlib.nullcontext()),
-        (silent, patch("training.log.Log", NoLog)),
+        (silent, patch("run.log.Log", NoLog)),
     ):
         with log:
             train(**tiny | dict(max_iters=6, out_dir=ran.out_dir))
@@ -69,5 +69,5 @@ def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert git_commit() is None
     monkeypatch.undo()
-    monkeypatch.setattr("training.log.PROJECT", tmp_path)
+    monkeypatch.setattr("run.log.PROJECT", tmp_path)
     assert git_commit() is None

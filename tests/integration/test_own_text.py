@@ -175,7 +175,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(monkeypatch):
     Path("config").mkdir()
     shutil.copy(ROOT / "config" / "finetune_gpt2.py", "config")
     random_gpt2(Path("hub"), vocab_size=384)
-    monkeypatch.setattr("training.pretrained.fetch", lambda name: Path("hub"))
+    monkeypatch.setattr("run.pretrained.fetch", lambda name: Path("hub"))
     commands = [command for command in fine_tuning("gpt2") if "config/finetune_gpt2.py" in command]
     assert commands
     for number, arguments in enumerate(commands):

@@ -36,7 +36,7 @@ from program import (
     write_tokens,
 )
 
-from training.ranks import Ranks
+from machine.ranks import Ranks
 
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
@@ -221,7 +221,7 @@ def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, m
     made = mock.Mock()
     for name in ("new_group", "is_nccl_available"):
         monkeypatch.setattr(torch.distributed, name, getattr(made, name))
-    monkeypatch.setattr("training.ranks.DistributedDataParallel", made.wrap)
+    monkeypatch.setattr("machine.ranks.DistributedDataParallel", made.wrap)
     made.is_nccl_available.return_value = built
     model = mock.Mock(parameters=lambda: iter([mock.Mock(is_cuda=on_gpu)]))
     ranks.data_parallel(model)
@@ -247,8 +247,8 @@ LEAVING = """
 STUCK = (
     LEAVING.replace("        leave()", "        time.sleep(600)")
     + """
-    import training.ranks
-    training.ranks.LEAVE_SECONDS = 0.5
+    import machine.ranks
+    machine.ranks.LEAVE_SECONDS = 0.5
 """
 )
 FAILS = dict(learning_rate=1e30, max_iters=40)

@@ -136,7 +136,7 @@ def test_a_resumed_run_ends_with_total_tokens_and_seconds_but_the_speed_of_its_l
     before = ran.end
     # the last evaluation needs more memory than the iterations
     peaks = iter([1.0] * 4 + [3.0] * 9)
-    monkeypatch.setattr("training.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
+    monkeypatch.setattr("machine.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
     trainer.seconds["iteration"] = 0.003
     found = figures(trainer.launch(**keys | dict(max_iters=8, init_from="resume")))
     assert (ran.out_dir / "log.txt").read_text().count("\nval_loss: ") == 2

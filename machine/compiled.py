@@ -24,9 +24,9 @@ from torch import Tensor
 from common.console import one_line, say
 from configurator import Config
 from data.loader import to_batch
+from machine.hardware import Hardware, is_out_of_memory
+from machine.ranks import Ranks
 from model import ChunkedLoss
-from training.hardware import Hardware, is_out_of_memory
-from training.ranks import Ranks
 
 # A loss is a mean over all tokens, so it may be off by the rounding of one number in the run's
 # dtype. A gradient passes through all layers, so it may be off by BOUND times as much. Correct code

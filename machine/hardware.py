@@ -21,7 +21,7 @@ import torch
 
 from common.console import COMMAND, UserError
 from configurator import Config, micro_batches
-from training.gpus import GIB, find_row, row_peak
+from machine.gpus import GIB, find_row, row_peak
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.

@@ -16,11 +16,11 @@ import torch
 
 from common.console import UserError, say
 from configurator import Config
+from machine import hardware
+from machine.compiled import WrongCode, check_code, eager_float32
+from machine.hardware import Hardware
 from model import GPTConfig
 from model_fast import FastConfig, build_model
-from training import hardware
-from training.compiled import WrongCode, check_code, eager_float32
-from training.hardware import Hardware
 
 # Large enough for the GPU kernels of a real run. Biases and head sizes are those in config/,
 # because other head sizes run other kernels.

@@ -20,13 +20,13 @@ from common.console import command_line, count, duration, keep_transcript, say, 
 from common.files import plain
 from configurator import FIELDS, NOT_WEIGHTS, Config, batch_line, config_values
 from data.shards import Dataset
-from training.checkpoint import RunFolder, checkpoint_path
-from training.clock import Clock, Speed, clock_time, training_hours
-from training.cost import count_flops, describe
-from training.hardware import Hardware
-from training.ranks import Ranks
-from training.start import Progress
-from training.tracker import Tracker
+from machine.cost import count_flops, describe
+from machine.hardware import Hardware
+from machine.ranks import Ranks
+from run.checkpoint import RunFolder, checkpoint_path
+from run.clock import Clock, Speed, clock_time, training_hours
+from run.start import Progress
+from run.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
@@ -276,7 +276,7 @@ class Log:
         if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         try:
-            child = start_child("reports.picture", self.folder.path, stderr=subprocess.DEVNULL)
+            child = start_child("run.picture", self.folder.path, stderr=subprocess.DEVNULL)
             with child.stdin:  # type: ignore[union-attr]  # closing this pipe ends the child
                 failed = child.wait(PATIENCE) != 0
         except (OSError, subprocess.TimeoutExpired):

@@ -16,7 +16,7 @@ from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, Tokenizer, read_bpe, read_meta
 from model import FREE_ON_RESUME, GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
-from training import checkpoint
+from run import checkpoint
 
 # Keys that decide the weights' shapes and names: all keys among the models' fields, except those in
 # FREE_ON_RESUME

@@ -104,7 +104,7 @@ def resolve_gpu(typed: str) -> dict[str, str]:
     rows = {f"{short_name(row)} {row['memory_gib']}GB": row for row in read_gpu_table()}
     rows = {name: row for name, row in rows.items() if wanted in compact(name)}
     if not rows or not wanted:
-        raise UserError(f"gpu: {typed!r} is unknown; training/gpus.csv lists the known ones")
+        raise UserError(f"gpu: {typed!r} is unknown; machine/gpus.csv lists the known ones")
     exact = {name: row for name, row in rows.items() if wanted == compact(short_name(row))}
     rows = exact or rows
     if len({(row["bf16_tflops"], row["fp16_tflops"]) for row in rows.values()}) > 1:

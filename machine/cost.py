@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from common.console import count, say, warn
 from configurator import Config, micro_batches, with_batch
+from machine.gpus import GIB
+from machine.hardware import WINDOWS_DRIVER, Hardware
 from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
 from model_fast import FastConfig, FastGPT, build_model, config_to_dict, model_config
 from optimizer import build_optimizer
-from training.gpus import GIB
-from training.hardware import WINDOWS_DRIVER, Hardware
 
 # estimated size of CUDA's context and its libraries' workspaces, which torch does not allocate
 CONTEXT_BYTES = 0.55e9

@@ -20,10 +20,10 @@ from data.missing import (
     vocab_where_missing,
 )
 from data.shards import open_dataset
+from machine import cost, hardware
+from machine.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
 from model_fast import model_config
-from training import cost, hardware
-from training.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
-from training.pretrained import ARCHITECTURE, load_pretrained
+from run.pretrained import ARCHITECTURE, load_pretrained
 
 # What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
 # take memory traffic and few FLOPs, and no published MFU includes them

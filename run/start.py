@@ -15,10 +15,11 @@ from configurator import FIELDS, NOT_WEIGHTS, Config, read_config, resolve
 from data.missing import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
-from training import checkpoint, hardware
-from training.clock import training_hours
-from training.pretrained import ARCHITECTURE, check_fields, load_pretrained
-from training.ranks import Ranks
+from machine import hardware
+from machine.ranks import Ranks
+from run import checkpoint
+from run.clock import training_hours
+from run.pretrained import ARCHITECTURE, check_fields, load_pretrained
 
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
 # changing that key would invalidate the saved state. Other keys get the command's values, or their

@@ -12,7 +12,7 @@ import numpy as np
 
 from common.console import count
 from common.files import replacing
-from reports.runs import Run, has_band, learning_curve, read_run
+from run.history import Run, has_band, learning_curve, read_run
 
 PICTURE_POINTS = 200  # at most this many points per line, each the mean of its neighbours
 # Okabe and Ito's colours, and markers, for colour-blind readers (jfly.uni-koeln.de/color)
