@@ -30,7 +30,6 @@ import re
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -50,7 +49,7 @@ from common.console import (
     table_lines,
 )
 from common.files import replacing
-from configurator import Config, config_text, load_config, micro_batches, read_config, with_batch
+from configurator import Config, config_text, load_config, read_config
 from data.missing import vocab_where_missing
 from machine import hardware
 from machine.check import check
@@ -84,7 +83,6 @@ UNREACHED = 2**40  # an iteration that no run reaches
 # evaluation before its first iteration it neither evaluates nor saves.
 OVERRIDES: dict[str, Any] = dict(
     init_from="scratch",
-    tokens_per_iter=0,  # gradient_accumulation_steps sets the batch
     max_iters=UNREACHED,
     lr_decay_iters=0,
     hours=0.0,
@@ -95,15 +93,6 @@ OVERRIDES: dict[str, Any] = dict(
     checkpoint_interval=UNREACHED,
     tracker="none",
 )
-
-
-def load(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
-    """Load a config. A batch_size among the flags is measured as it is, not as a maximum."""
-    config = load_config(argv, other_flags)
-    if any(word.startswith("--batch_size=") for word in argv):
-        size = micro_batches(config, 1)[-1]
-        config = replace(with_batch(config, size), tokens_per_iter=0)
-    return config
 
 
 # -----------------------------------------------------------------------------
@@ -125,7 +114,8 @@ def measure(config: Config, seconds: float) -> dict:
     machine |= dict(cpu=hardware.cpu_name(), threads=torch.get_num_threads())
     machine |= dict(date=time.strftime("%Y-%m-%d"))
     return dict(
-        **batch_keys(config, start["config"]["batch_size"]),
+        batch_size=start["config"]["batch_size"],
+        gradient_accumulation_steps=start["config"]["gradient_accumulation_steps"],
         step_ms=float(np.median(step_ms)),
         tokens_per_iter=config.iter_tokens,
         tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
@@ -146,8 +136,6 @@ def run_train(config: Config, seconds: float) -> Run:
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
         every = max(1, MICRO_BATCHES_PER_LINE * config.batch_size // config.iter_sequences)
         values["log_interval"] = min(config.log_interval, every)
-        if config.tokens_per_iter:
-            values["tokens_per_iter"] = config.iter_tokens  # keeps batch_size a maximum in the run
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)
         file = Path(folder, "config.py")
@@ -189,12 +177,6 @@ def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
         tokens.tofile(folder / f"{split}.bin")
     (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=vocab)))
     return str(folder)
-
-
-def batch_keys(config: Config, batch_size: int) -> dict:
-    """Return the keys that keep the tokens per iteration with micro-batches of this size."""
-    accumulation = config.iter_sequences // batch_size
-    return dict(batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
 # -----------------------------------------------------------------------------
@@ -273,13 +255,14 @@ def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
     A row whose run failed has no speed, and no row's gain refers to it. Prints the table, even
     after Ctrl-C.
     """
-    configs = [load([*options.keys, *flags.split()]) for _, flags in rows]
+    configs = [load_config([*options.keys, *flags.split()]) for _, flags in rows]
     measured: list[dict] = []
     rates: list[float] = []  # tokens per second in the rows so far that were measured
     try:
         for (name, _), config in zip(rows, configs, strict=True):
             say(f"row {len(measured) + 1} of {len(rows)}: {name}")
-            row = dict(name=name, **batch_keys(config, config.batch_size), tokens_per_sec=None)
+            row: dict = dict(name=name, batch_size=config.batch_size, tokens_per_sec=None)
+            row["gradient_accumulation_steps"] = config.iter_sequences // config.batch_size
             try:
                 row |= measure(config, options.seconds)
             except UserError as error:
@@ -355,7 +338,7 @@ def main(argv: list[str]) -> int:
         asked = read_config(keys, other_flags=vars(options))
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
-    config = load(keys, other_flags=vars(options))
+    config = load_config(keys, other_flags=vars(options))
     options.keys = keys
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         hardware.check_device(config)

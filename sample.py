@@ -7,9 +7,9 @@ Sample from a trained model.
     python sample.py --init_from=out/gpt124m/best.pt       any checkpoint
     python sample.py --help                                list all keys
 
-Keys are set as for train.py, in config files and by --key=value. Training keys in a config file are
-ignored. All samples are one batch, printed when they are done. A sample ends at an end-of-text
-token. The default prompt is a newline, as in nanoGPT.
+Keys are set as for train.py, in config files and by --key=value. In a config file, keys of train.py
+alone are ignored. All samples are one batch, printed when they are done. A sample ends at an
+end-of-text token. The default prompt is a newline, as in nanoGPT.
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip

@@ -45,7 +45,7 @@ from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from run import checkpoint
 from run.checkpoint import RunFolder
-from run.clock import Clock, Now
+from run.clock import Clock
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
 from run.start import Progress, check_alike, check_data, choose_run, is_done, open_data
@@ -132,11 +132,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     while True:
         it = progress.iter_num
-        now = ranks.on_main(clock.now)
+        # how much of `hours` has passed, and the seconds since the last attempt to save
+        share, since_save = ranks.on_main(clock.read)
 
         # `stop` is the reason to stop here, or None. "max_iters" and "hours" complete the run. With
         # any other reason, which Stopped brings, it can be resumed
-        stop = why_stop(c, now, progress)
+        stop = why_stop(c, share, progress)
         numbers = None
         try:
             if not stop:
@@ -157,7 +158,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
         # save once in a while, and at the end. If the disk is full, train on until the next save;
         # at the end, wait until it has room or a signal comes
-        if save_due(c, now, progress, saved, stop):
+        if save_due(c, since_save, progress, saved, stop):
             with clock.pause("checkpoints"):
                 end_if_diverged(model, progress, ranks)
                 to_save = progress
@@ -178,7 +179,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             break
 
         # train for one iteration. An error here ends the run without another save
-        set_rates(optimizer, it, c, now.share)
+        set_rates(optimizer, it, c, share)
         micro_batches = batches.take(accum)
         loss_sum, step_numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
@@ -191,7 +192,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.sequences = batches.consumed
 
-        # log every log_interval iterations, and after the last one. Training waits for the device
+        # log every log_interval iterations, and after max_iters. Training waits for the device
         # only here, so it also notices skipped updates here; MAX_SKIPS in a row end the run
         is_last = progress.iter_num == c.max_iters
         if it % c.log_interval == 0 or is_last:
@@ -288,11 +289,11 @@ def report_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
 # What the loop asks before each iteration. Asking changes nothing
 
 
-def why_stop(c: Config, now: Now, progress: Progress) -> str | None:
+def why_stop(c: Config, share: float, progress: Progress) -> str | None:
     """Return why the run is complete here, or None. is_done() must know each reason, too."""
     if progress.iter_num >= c.max_iters:
         return "max_iters"
-    if now.share >= 1:  # counting all launches; a last evaluation and save follow
+    if share >= 1:  # counting all launches; a last evaluation and save follow
         return "hours"
     return None
 
@@ -314,7 +315,7 @@ def is_best(progress: Progress) -> bool:
 
 def save_due(
     c: Config,
-    now: Now,
+    since_save: float,
     progress: Progress,
     saved: tuple[int, int] | None,
     stop: str | None,
@@ -335,7 +336,7 @@ def save_due(
         return True
     if c.checkpoint_interval:
         return it % c.checkpoint_interval == 0
-    return now.seconds_since_save >= SAVE_EVERY
+    return since_save >= SAVE_EVERY
 
 
 # -----------------------------------------------------------------------------

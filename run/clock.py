@@ -10,19 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple
 
 from configurator import Config
 
 PAUSES = ("evaluation", "samples", "checkpoints")  # between iterations
 CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
-
-
-class Now(NamedTuple):
-    """Holds what rank 0's clock says between two iterations."""
-
-    share: float  # how much of `hours` has passed; 0.0 in a run without hours
-    seconds_since_save: float  # since the last attempt to save, or since the launch
 
 
 @dataclass
@@ -39,7 +31,7 @@ class Clock:
     Keeps a ledger in which each second of the run, across all launches, belongs to exactly one
     category. Evaluations, checkpoints and compilation therefore never count as iteration time. Time
     between launches is not counted. Every rank keeps its own ledger; only rank 0's clock decides
-    when a run evaluates, saves and stops.
+    when a run saves and stops.
     """
 
     def __init__(self, began: float, synchronize: Callable, c: Config, resumed: dict | None, ranks):
@@ -70,13 +62,14 @@ class Clock:
         """Return training_hours() of all launches, including the time since the last lap."""
         return training_hours(self.seconds) + self.since_lap() / 3600
 
-    def now(self) -> Now:
+    def read(self) -> tuple[float, float]:
         """
-        Return where the run stands. Rank 0's clock must decide for all ranks: if each asked its
-        own, they would soon wait for each other forever.
+        Return how much of `hours` has passed, from 0 to 1, and 0 in a run without hours; and the
+        seconds since the last attempt to save, or since the launch. Rank 0's clock must decide for
+        all ranks: if each asked its own, they would soon wait for each other forever.
         """
         share = min(1.0, self.training_hours() / self.hours) if self.hours else 0.0
-        return Now(share, time.perf_counter() - self.save_timer_began)
+        return share, time.perf_counter() - self.save_timer_began
 
     # -------------------------------------------------------------------------
     # Changes

@@ -14,7 +14,7 @@ from cases import slow_but
 from program import InProcessRun, Run, raises, sigterm
 
 from configurator import Config
-from run.clock import PAUSES, Now
+from run.clock import PAUSES
 from run.start import Progress
 from train import (
     evaluation_due,
@@ -25,8 +25,6 @@ from train import (
     why_stop,
 )
 
-IN_TIME = Now(share=0.5, seconds_since_save=10.0)
-OVER = Now(share=1.0, seconds_since_save=10.0)
 STOPS = ("max_iters", "hours", "data", "SIGTERM")
 
 # -----------------------------------------------------------------------------
@@ -43,15 +41,15 @@ def asked(question, *arguments):
 
 
 def test_a_run_stops_and_names_the_first_reason_that_applies():
-    def stop(now=IN_TIME, it=7, **keys):
-        return asked(why_stop, Config(**keys), now, Progress(iter_num=it))
+    def stop(share=0.5, it=7, **keys):
+        return asked(why_stop, Config(**keys), share, Progress(iter_num=it))
 
     assert stop(max_iters=8) is None
     assert stop(max_iters=7) == "max_iters"
     assert stop(max_iters=6) == "max_iters"  # a resume with a smaller max_iters
     assert stop(hours=1) is None
-    assert stop(now=OVER, hours=1) == "hours"
-    assert stop(now=OVER, hours=1, max_iters=7) == "max_iters"
+    assert stop(share=1.0, hours=1) == "hours"
+    assert stop(share=1.0, hours=1, max_iters=7) == "max_iters"
 
 
 def test_a_run_evaluates_at_every_interval_and_when_it_is_complete():
@@ -80,20 +78,19 @@ def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far(
 
 
 def test_a_run_saves_at_intervals_after_an_evaluation_and_at_its_end():
-    def due(it=20, now=IN_TIME, stop=None, newest=(10, 10), keys=(), **progress):
+    def due(it=20, since_save=10.0, stop=None, newest=(10, 10), keys=(), **progress):
         values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
         c = Config(**dict(checkpoint_interval=15) | dict(keys))
-        return asked(save_due, c, now, Progress(iter_num=it, **values), newest, stop)
+        return asked(save_due, c, since_save, Progress(iter_num=it, **values), newest, stop)
 
     by_time = dict(checkpoint_interval=0)
-    after = {seconds: Now(0.5, seconds) for seconds in (599, 600)}
 
     assert [it for it in range(46) if due(it)] == [15, 30, 45]
     assert not due(0)  # the untrained model
     assert not due(15, newest=(15, 10)) and due(15, newest=(15, 5)) and due(15, newest=(14, 10))
     assert due(15, newest=None)
-    assert not due(now=after[599], keys=by_time) and due(now=after[600], keys=by_time)
-    assert not due(now=after[600])  # an interval in iterations takes the place of the ten minutes
+    assert not due(since_save=599, keys=by_time) and due(since_save=600, keys=by_time)
+    assert not due(since_save=600)  # an interval in iterations takes the place of the ten minutes
 
     assert due(evaluated_at=20)
     assert not due(evaluated_at=19, val_loss=1.0)
