@@ -192,7 +192,7 @@ def measure_config(config: Config, options: Namespace) -> dict:
     sizes = f"{r['gradient_accumulation_steps']} x {r['batch_size']} x {config.block_size}"
     data = config.dataset
     if vocab_where_missing(config):
-        data = f"random tokens, because there is no dataset {config.dataset}"
+        data = f"random tokens, because there is no finished dataset {config.dataset}"
     rows = {
         "machine": machine_text(r["machine"]),
         "model": f"{config.model}, {r['parameters'] / 1e6:.2f}M parameters",

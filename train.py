@@ -66,6 +66,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks = Ranks()
     c, weights, resumed = ranks.each(choose_run, argv, ranks.world_size)
     progress = Progress(**resumed["progress"]) if resumed else Progress()
+    check_alike(ranks, command=c, checkpoint=progress.iter_num)
     if resumed and not c.eval_only and ranks.each(is_done, c, resumed):
         ranks.on_main(checkpoint.link_best, Path(c.out_dir), resumed["progress"])
         done = f"all {progress.iter_num:,} iterations are done"
@@ -81,7 +82,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     measures: dict[str, Callable[[GPT], float]] = {}
     hw = hardware.set_up(c, ranks.local_rank)
     c = fit_batch(c, data.vocab, hw, ranks.world_size, weights)  # the micro-batch that fits
-    check_alike(c, data, hw.name, progress, ranks)
+    check_alike(ranks, device=hw.name, dataset=data.fingerprint, batch_size=c.batch_size)
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
@@ -112,8 +113,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    # the iteration and the evaluation of the newest checkpoint
-    saved = (progress.iter_num, progress.evaluated_at) if resumed else None
+    # the newest checkpoint's iteration and evaluation, and whether the run was complete
+    saved = (progress.iter_num, progress.evaluated_at, resumed["complete"]) if resumed else None
     del weights, resumed  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
@@ -146,6 +147,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             # a complete run ends with the averages of its weights, if the optimizer keeps them
             if stop and load_averages(optimizer):
                 log.report_averages(it)
+                # an evaluation of this iteration, before a resume, had other weights
+                progress.evaluated_at = min(progress.evaluated_at, it - 1)
 
             # evaluate once in a while and when the run is complete
             if evaluation_due(c, progress, stop):
@@ -167,7 +170,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 state = state_to_save(c, data, model, optimizer, scaler, to_save, clock, hw, ranks)
                 state["complete"] = stop in COMPLETE
                 if save(state, stop, folder, ranks, signals, log):
-                    progress, saved = to_save, (it, to_save.evaluated_at)
+                    progress, saved = to_save, (it, to_save.evaluated_at, state["complete"])
                 del state  # otherwise the tensors that an optimizer replaces would stay in memory
 
         # print a sample of the evaluated weights
@@ -317,16 +320,17 @@ def save_due(
     c: Config,
     since_save: float,
     progress: Progress,
-    saved: tuple[int, int] | None,
+    saved: tuple[int, int, bool] | None,
     stop: str | None,
 ) -> bool:
     """
     Return whether to save here: every checkpoint_interval iterations or ten minutes, after an
-    evaluation, and at the end. `saved` is the iteration and the evaluation of the newest
-    checkpoint.
+    evaluation, and at the end. `saved` is the newest checkpoint's iteration and evaluation, and
+    whether the run was complete.
     """
     it = progress.iter_num
-    if saved == (it, progress.evaluated_at):
+    is_complete = stop in COMPLETE
+    if saved in ((it, progress.evaluated_at, True), (it, progress.evaluated_at, is_complete)):
         return False
     if stop:
         return True
@@ -472,8 +476,12 @@ def estimate_loss(
 
 def measure(function: Callable[[GPT], float], model, hw: Hardware) -> float:
     """Return the number that function(model) returns. Nothing is compiled for it."""
-    with hw.autocast(), torch.compiler.set_stance("force_eager"):
-        return float(function(model))
+    model.eval()  # the measure before may have changed it
+    try:
+        with hw.autocast(), torch.compiler.set_stance("force_eager"):
+            return float(function(model))
+    except SystemExit as error:  # would end the run as if it were done
+        raise RuntimeError(f"a measure called sys.exit({error.code!r})") from None
 
 
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:

@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import re
+import select
 import shlex
 import signal
 import stat
@@ -58,10 +59,14 @@ def print_in_handler(line: str) -> None:
         write(sys.stderr, line)
 
 
+PATIENCE = 1.0  # seconds to wait, once, for a console that accepts no more lines
+stuck: set[int] = set()  # descriptors of such consoles: a frozen ssh, Ctrl-S, a full pipe
+
+
 def write(console: TextIO, text: str) -> None:
     """
     Print to a console. If log.txt gets a copy, drop what a full console does not accept, so that
-    the run does not hang: a frozen ssh, Ctrl-S, a full pipe. Raises OSError.
+    the run does not hang. Raises OSError.
     """
     file = reopen(console) if transcript else None
     if file is None:
@@ -69,8 +74,11 @@ def write(console: TextIO, text: str) -> None:
         return
     left = f"{text}\n".encode(console.encoding, "backslashreplace")
     with contextlib.suppress(BlockingIOError):
-        while left:
+        while left and select.select([], [file], [], 0 if file in stuck else PATIENCE)[1]:
             left = left[os.write(file, left) :]
+            stuck.discard(file)
+    if left:
+        stuck.add(file)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 """
-What happens where a dataset is missing: train.py makes the quickstart's, downloads the fast
+Make, download or explain a missing dataset: train.py makes the quickstart's, downloads the fast
 recipe's, and says how to get another. bench.py measures and plans without one.
 
 The fast recipe's dataset is FineWeb in GPT-2's tokens, the shards of the public runs.
@@ -22,8 +22,8 @@ from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 QUICKSTART_DATA = "python_stdlib"
 FAST_DATA = "fineweb_records"
-# FAST_DATA on the hub: 103 files of tokens for training, and this one
-REPOSITORY, VALIDATION = "kjj0/fineweb10B-gpt2", "fineweb_val_000000.bin"
+# FAST_DATA on the hub: so many files of tokens for training, and one for validation
+REPOSITORY, TRAIN_FILES, VALIDATION = "kjj0/fineweb10B-gpt2", 103, "fineweb_val_000000.bin"
 SHARD_TOKENS = 10**8  # in each file; a token takes two bytes
 SAMPLE_TOKENS = 10**10  # in FineWeb-Edu's sample
 
@@ -32,12 +32,14 @@ def make_or_explain(config: Config, key: str) -> None:
     """
     If the dataset that this key names is missing, make it if it is the quickstart's, download it if
     it is the fast recipe's, or else raise UserError with the commands that make it. Any number of
-    processes may call this at once: one works while the others wait, and another takes over if that
-    one ends. Raises OSError and UserError.
+    processes may call this at once, if the disk supports locks: one works while the others wait,
+    and another takes over if that one ends. Raises OSError and UserError.
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
     tokens = config.iter_tokens * config.max_iters
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     if name == QUICKSTART_DATA and not is_there(folder):
         script = Path(__file__).with_name("prepare_text.py")
         say(f"data: preparing {folder} from Python's own source files")
@@ -50,7 +52,7 @@ def make_or_explain(config: Config, key: str) -> None:
             download(folder, files_to_download(config))
         shards = [*folder.glob("*_train_*.bin")]
         held = sum(path.stat().st_size for path in shards) // 2
-        if held < tokens and len(shards) < 103:
+        if held < tokens and len(shards) < TRAIN_FILES:
             problem = f"{folder}: holds {count(held)} of the {count(tokens)} tokens that a run "
             problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
             # to stdout, where rank 0 alone prints
@@ -87,7 +89,7 @@ def files_to_download(config: Config) -> list[str]:
     """Name the files of FAST_DATA that hold what this run reads, the validation tokens last."""
     shards = math.ceil(config.iter_tokens * config.max_iters / SHARD_TOKENS)
     # With fewer than 20, a short trial would leave too few for the night after it.
-    shards = min(max(shards, 20), 103)
+    shards = min(max(shards, 20), TRAIN_FILES)
     return [*(f"fineweb_train_{n:06}.bin" for n in range(1, shards + 1)), VALIDATION]
 
 

@@ -72,7 +72,7 @@ def compile_checked(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) ->
     except WrongCode as error:
         problem = str(error)
     if problem := next(filter(None, ranks.gather(problem)), ""):
-        hint = "--compile=False is slower; python bench.py check says whether it is right"
+        hint = "python bench.py check says whether --compile=False, which is slower, is right here"
         ranks.fail(f"compile: torch.compile does not work here ({problem}); {hint}")
     for tensor, value in zip(tensors, before, strict=True):
         tensor.data.copy_(value)

@@ -269,4 +269,4 @@ def explain_memory(error: Exception, config: Config, world_size: int) -> str:
         return f"{line}; use a smaller --block_size, a smaller model{half}"
     accumulation = config.iter_sequences // smaller[-1]
     pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
-    return f"{line}; use the next smaller: {pair} --eval_tokens={config.eval_tokens}"
+    return f"{line}; use the next smaller: {pair}"

@@ -26,8 +26,8 @@ from common.console import UserError, print_in_handler
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
 # For all other collectives. The ranks wait in one while another machine downloads its tokens. If a
-# rank dies, the others notice at once.
-HOST_TIMEOUT = timedelta(days=1)
+# process dies, the others notice at once; if a machine vanishes, only after this time.
+HOST_TIMEOUT = timedelta(hours=6)
 LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
 
 

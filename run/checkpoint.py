@@ -69,6 +69,13 @@ def damage(path: Path) -> str:
     return ""
 
 
+def is_intact(path: Path) -> bool:
+    """Return whether a file can be read and holds a whole checkpoint. Raises UserError."""
+    with contextlib.suppress(OSError):
+        return not damage(path)
+    return False
+
+
 def load(path: Path) -> dict:
     """Return the state in a file. Raises UserError if it is damaged or cannot be read here."""
     if problem := damage(path):
@@ -137,7 +144,7 @@ def find_newest(out_dir: Path) -> Path | None:
 
 def set_aside(path: Path) -> None:
     """Rename a file, if it exists, to the first free name among NAME.1, NAME.2, ..."""
-    if path.exists():
+    if os.path.lexists(path):  # also a dead link
         names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
         path.rename(next(name for name in names if not name.exists()))
 
@@ -151,6 +158,8 @@ def link_best(out_dir: Path, progress: dict) -> None:
     if progress["best_iter"] != progress["iter_num"]:
         return
     path, best = checkpoint_path(out_dir, progress["iter_num"]), out_dir / "best.pt"
+    if best.exists() and best.samefile(path):
+        return
     temporary = out_dir / f"best.pt.{os.getpid()}.tmp"
     try:
         temporary.unlink(missing_ok=True)
@@ -169,8 +178,8 @@ def link_best(out_dir: Path, progress: dict) -> None:
 class RunFolder:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
-    Only rank 0 may call its methods. Only the lock stays open, because a handle on a network disk
-    dies with its connection.
+    Only rank 0 claims, saves and appends. Only the lock stays open, because a handle on a network
+    disk dies with its connection.
     """
 
     def __init__(self, path: Path, keep: int):
@@ -194,9 +203,9 @@ class RunFolder:
             raise UserError(f"out_dir: another run is writing to {folder}; {hint}")
         for path in list_checkpoints(folder):
             if iteration(path) > it:
-                if resumed and not damage(path):
+                if resumed and is_intact(path):
                     raise UserError(f"{path}: was saved in the meantime; repeat the command")
-                set_aside(path)  # damaged; prune() would count it among the newest
+                set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
         if resumed:
@@ -235,6 +244,7 @@ class RunFolder:
 
     def append(self, name: str, line: str) -> None:
         """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
+        was_complete = not self.missing
         try:
             with open(self.path / name, "ab", buffering=0) as file:
                 end, content = file.tell(), f"{line}\n".encode(errors="replace")
@@ -242,8 +252,8 @@ class RunFolder:
                     file.truncate(end)  # leave no half line
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self.missing[name] += 1
-            if self.missing.total() == 1:
+            self.missing[name] += 1 + line.count("\n")
+            if was_complete:
                 warn(f"{name}: {one_line(error)}; until this ends, the logs lack lines")
 
     def close(self) -> None:

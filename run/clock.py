@@ -31,7 +31,7 @@ class Clock:
     Keeps a ledger in which each second of the run, across all launches, belongs to exactly one
     category. Evaluations, checkpoints and compilation therefore never count as iteration time. Time
     between launches is not counted. Every rank keeps its own ledger; only rank 0's clock decides
-    when a run saves and stops.
+    the learning rate, and when a run saves and stops.
     """
 
     def __init__(self, began: float, synchronize: Callable, c: Config, resumed: dict | None, ranks):
@@ -81,7 +81,7 @@ class Clock:
         seconds = now - self.lapped_at
         self.lapped_at = now
         self.seconds[category] += seconds
-        if category == "checkpoints":  # a failed save too: the next try waits half a minute
+        if category == "checkpoints":  # a failed save too: the next try comes ten minutes later
             self.save_timer_began = now
         return seconds
 

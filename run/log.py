@@ -178,6 +178,8 @@ class Log:
     def report_eval(self, it: int, tokens: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
         seconds = self.clock.since_lap()
+        if it == self.first_iter:  # leave this evaluation out of the pace by which eta counts
+            self.first_hours = self.clock.training_hours()
         say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
             "eval",
@@ -241,8 +243,8 @@ class Log:
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if missing := self.folder.missing:
-            told = " and ".join(f"{name} lacks {n} lines" for name, n in missing.items())
-            warn(f"{told} of this launch, which the disk did not take")
+            told = " and ".join(f"{n} of {name}" for name, n in missing.items())
+            warn(f"the disk did not take all lines of this launch; missing are {told}")
         self.tracker.close()
         if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
             self.draw()

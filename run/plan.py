@@ -79,8 +79,8 @@ def plan(config: Config, options: Namespace) -> dict:
     `options` holds plan's flags, None if not given. Raises UserError.
     """
     # The run. Weights in init_from set the model's sizes, and a dataset its vocabulary
-    c, uneven = resolve(config, options.gpus)
-    raise_if_any(uneven)
+    c, problems = resolve(config, options.gpus)
+    raise_if_any(problems)
     weights, dataset_tokens, gpus = None, options.dataset_tokens, options.gpus
     if c.init_from not in NOT_WEIGHTS:
         block_size = c.block_size if "block_size" in c.set_keys else None
@@ -143,6 +143,7 @@ def plan(config: Config, options: Namespace) -> dict:
     iters = c.max_iters
     if c.hours:  # as in train.py, the iteration during which they pass is the last
         iters = bisect_left(range(iters), 3600 * c.hours, key=seconds_until)
+    if iters < c.max_iters:
         shortest = longest = iter_seconds  # the run ends on time, whatever its pace
     last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
     evaluations, saves = (1 + n for n in count_pauses(iters, *intervals))

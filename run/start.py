@@ -3,7 +3,7 @@ Decide how a run starts: read the command, find the checkpoint or the weights th
 settle its configuration, and open its data. Nothing is written to the run's folder here.
 
 With several ranks, each of them does all of this for itself. The command, the checkpoints and the
-data are the same everywhere, and check_alike() says so before the first update.
+data must be the same everywhere; check_alike() ends the run if they are not.
 """
 
 import math
@@ -63,10 +63,9 @@ class Progress:
 def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, dict | None]:
     """
     Read the command. Returns the configuration, the weights to begin with and the checkpoint to
-    resume. It is final but for the micro-batch of a run with tokens_per_iter, which fit_batch()
-    chooses. Raises UserError, with a line for each problem.
-
-    Weights are a dict of load_pretrained()'s, or the checkpoint to resume; None: random weights.
+    resume. The configuration is final, except for the micro-batch of a run with tokens_per_iter,
+    which fit_batch() chooses. The weights are what load_pretrained() returns, or the checkpoint
+    itself; None means random weights. Raises UserError, with a line for each problem.
     """
     c = read_config(argv)
     resumed = find_checkpoint(c)
@@ -226,13 +225,12 @@ def check_tokens(key: str, data: Dataset, known: dict, source: str) -> None:
         raise UserError(f"{key}: {data.source} has {ids}; {hint}")
 
 
-def check_alike(c: Config, data: Dataset, device: str, progress: Progress, ranks: Ranks) -> None:
+def check_alike(ranks: Ranks, **mine) -> None:
     """
-    End the run if a rank reads other files, resumes at another iteration or would round
-    differently: the ranks' weights would drift apart.
+    End the run if these values are not the same on all ranks: with other files, another checkpoint
+    or another kind of GPU, which rounds differently, the ranks' weights would drift apart.
     """
-    mine = dict(device=device, dataset=data.fingerprint, checkpoint=progress.iter_num, config=c)
     of_ranks = ranks.gather(mine)
     if unlike := [name for name in mine if any(theirs[name] != mine[name] for theirs in of_ranks)]:
         hint = "give all machines the same command, files and GPU model"
-        ranks.fail(f"{unlike[0]}: not the same on all ranks; {hint} (CUDA_VISIBLE_DEVICES=0,1)")
+        ranks.fail(f"{unlike[0]}: not the same on all ranks; {hint}")

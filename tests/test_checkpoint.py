@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from common.console import keep_transcript
+from common.console import UserError, keep_transcript
 from run import checkpoint
 from run.checkpoint import RunFolder
 from run.pretrained import find_weights
@@ -33,13 +33,29 @@ NEWEST = {  # how it gets its content, and words of the warning
 
 @pytest.mark.parametrize("make, words", NEWEST.values(), ids=NEWEST)
 def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, tmp_path, capsys):
-    """Warn of the newest one."""
+    """Warn of the newest one, and rename it."""
     good, bad = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
-    checkpoint.save(dict(model=torch.ones(9999), progress={}), good)
+    progress = dict(iter_num=2, evaluated_at=0, best_iter=0)
+    checkpoint.save(dict(model=torch.ones(9999), progress=progress), good)
     make(bad, good.read_bytes())
     assert checkpoint.find_newest(tmp_path) == good
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {bad}: ") and words in line
+    folder = RunFolder(tmp_path, keep=2)
+    folder.claim(checkpoint.read(good))
+    folder.close()
+    keep_transcript(None)
+    assert checkpoint.list_checkpoints(tmp_path) == [good]
+
+
+def test_a_checkpoint_that_another_run_has_saved_meanwhile_is_not_set_aside(tmp_path):
+    folder = RunFolder(tmp_path, keep=2)
+    assert not saved(folder, 1, 5.0, 1)
+    resumed = checkpoint.read(checkpoint.checkpoint_path(tmp_path, 1))
+    assert not saved(folder, 2, 4.0, 2)
+    with pytest.raises(UserError, match="ckpt-00000002.pt: was saved in the meantime"):
+        folder.claim(resumed)
+    folder.close()
 
 
 def saved(folder: RunFolder, it: int, loss: float, best_iter: int) -> str:

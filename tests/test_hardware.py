@@ -367,7 +367,7 @@ def test_following_the_out_of_memory_advice_trains_on_as_many_tokens(command, pr
         config, problems = resolve(read_config(words), processes)
         line = hardware.explain_memory(MemoryError(), config, processes)
         assert line.startswith(f"out of memory with batch_size={config.batch_size}; ")
-        advised = re.findall(r"--(?:batch|grad|eval)\w+=\d+", line)
+        advised = re.findall(r"--(?:batch|grad)\w+=\d+", line)
         assert (problems, advised[:1]) == ([], [f"--batch_size={size}"] if size else [])
         tokens.add((config.iter_tokens, config.eval_tokens))
         words += advised

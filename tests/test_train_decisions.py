@@ -78,7 +78,7 @@ def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far(
 
 
 def test_a_run_saves_at_intervals_after_an_evaluation_and_at_its_end():
-    def due(it=20, since_save=10.0, stop=None, newest=(10, 10), keys=(), **progress):
+    def due(it=20, since_save=10.0, stop=None, newest=(10, 10, False), keys=(), **progress):
         values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
         c = Config(**dict(checkpoint_interval=15) | dict(keys))
         return asked(save_due, c, since_save, Progress(iter_num=it, **values), newest, stop)
@@ -87,7 +87,11 @@ def test_a_run_saves_at_intervals_after_an_evaluation_and_at_its_end():
 
     assert [it for it in range(46) if due(it)] == [15, 30, 45]
     assert not due(0)  # the untrained model
-    assert not due(15, newest=(15, 10)) and due(15, newest=(15, 5)) and due(15, newest=(14, 10))
+    assert (
+        not due(15, newest=(15, 10, False))
+        and due(15, newest=(15, 5, False))
+        and due(15, newest=(14, 10, False))
+    )
     assert due(15, newest=None)
     assert not due(since_save=599, keys=by_time) and due(since_save=600, keys=by_time)
     assert not due(since_save=600)  # an interval in iterations takes the place of the ten minutes
@@ -98,7 +102,9 @@ def test_a_run_saves_at_intervals_after_an_evaluation_and_at_its_end():
 
     for stop in STOPS:
         assert due(stop=stop) and due(0, stop=stop)
-        assert not due(stop=stop, newest=(20, 10))  # this iteration is on the disk already
+        is_complete = stop in ("max_iters", "hours")
+        assert not due(stop=stop, newest=(20, 10, is_complete))  # it is on the disk already
+        assert due(stop=stop, newest=(20, 10, False)) == is_complete
 
 
 # linear warmup over three iterations to 1e-2; from iteration 11 on 1e-3

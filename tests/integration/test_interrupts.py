@@ -186,6 +186,22 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, ran, tmp
         assert is_averaged == all(same(averages[name], p) for name, p in saved["model"].items())
 
 
+@pytest.mark.parametrize("recipe", [FAST, {}], ids=["averages", "adamw"])
+def test_a_resume_that_ends_where_it_begins_completes_the_run_once(recipe, tiny, ran):
+    """Evaluate and save the averages, which replace the weights that were evaluated there."""
+    keys, trainer = tiny | recipe, InProcessRun()
+    trainer.at["iteration", 5] = sigterm
+    trainer.launch(**keys)
+    (ran.out_dir / "ckpt-00000005.pt").unlink()
+    before = ran.state(4)
+    assert before["progress"]["evaluated_at"] == 4
+    train(**keys | dict(max_iters=4, init_from="auto"))
+    after = ran.state(4)
+    assert after["complete"] and same(before["model"], after["model"]) == (recipe == {})
+    assert after["val_loss"] == pytest.approx(ran.evals("val_loss")[-1], rel=1e-8)
+    assert "iterations are done" in train(**keys | dict(max_iters=4, init_from="auto")).out
+
+
 def test_a_signal_ends_eval_only_with_the_signals_exit_code(tiny, ran):
     train(**tiny)
     before = contents(ran.out_dir)
