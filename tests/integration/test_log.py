@@ -70,6 +70,5 @@ def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert git_commit() is None
     monkeypatch.undo()
-    monkeypatch.delenv("GIT_DIR")
     monkeypatch.setattr("training.log.PROJECT", tmp_path)
     assert git_commit() is None
