@@ -1,7 +1,6 @@
 """Check configuration: files, flags, and every way to get them wrong."""
 
 import re
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -86,18 +85,6 @@ def test_ignores_modules_functions_classes_and_underscored_names_in_a_config_fil
     config = load_config([write(tmp_path, text)])
     assert (config.batch_size, config.n_layer) == (8, 3)
     assert config.set_keys == {"batch_size", "n_layer"}
-
-
-def test_a_config_file_can_import_keys_from_a_file_beside_it(tmp_path, monkeypatch):
-    """Set the keys that a Python import brings in from another config file."""
-    write(tmp_path, "n_layer, batch_size = 3, 12", "base_config.py")
-    text = (
-        "import pathlib, sys\nsys.path.insert(0, str(pathlib.Path(__file__).parent))\n"
-        "from base_config import n_layer, batch_size"
-    )
-    monkeypatch.setattr("sys.path", [*sys.path])
-    config = load_config([write(tmp_path, text)])
-    assert config.n_layer == 3 and config.set_keys == {"n_layer", "batch_size"}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,15 @@ def project_code(root: Path = ROOT) -> dict[str, ast.Module]:
     Parse tracked files and new ones that git does not ignore, except in tests/, dev/, config/ and
     virtual environments.
     """
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    command = [
+        "git",
+        "--git-dir=.git",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "*.py",
+    ]
     command += [f"--exclude={path.parent.name}/" for path in root.glob("*/pyvenv.cfg")]
     try:
         listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)

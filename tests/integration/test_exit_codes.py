@@ -64,16 +64,6 @@ def test_ctrl_c_while_a_script_imports_its_libraries_prints_nothing():
     assert (ended.code, ended.err) == (-signal.SIGINT, "")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_a_signal_that_another_library_handles_does_not_stop_the_run(tiny):
-    number = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
-    trainer, handled = InProcessRun(), []
-    trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
-    before = signal.signal(number, lambda *_: handled.append(True))
-    assert (trainer.launch(**tiny).code, handled) == (0, [True])
-    signal.signal(number, before)
-
-
 def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, ran, tmp_path):
     train(**tiny | dict(max_iters=4))
 

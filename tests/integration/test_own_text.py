@@ -97,7 +97,8 @@ def test_the_documented_commands_prepare_train_and_sample_your_own_text():
     page = [command for command in command_lines(README) if "my_notes" in " ".join(command)]
     (script, *prepares), (trains, *words), (samples, *flags) = page
     prepare(*prepares)
-    assert run(trains, *words, "--max_iters=2", "--sample_tokens=5", *CPU).code == 0
+    short = ["--max_iters=2", "--eval_tokens=4096", "--sample_tokens=5", *CPU]
+    assert run(trains, *words, *short).code == 0
     result = run(samples, *flags, "--start=To", "--max_new_tokens=9", "--device=cpu")
     assert (script, result.code) == ("data/prepare_text.py", 0) and result.out.startswith("To")
 

@@ -315,7 +315,7 @@ BREAKS = {
         *([1, 1], "train_000002.bin", ["data"], None, None),
     ),
 }
-KEPT = ("a signal to one", "one is killed", "no train shard")
+KEPT = ("a signal to all", "a signal to one", "one is killed", "no train shard")
 
 
 @pytest.mark.parametrize("what", slow_but(*KEPT, of=BREAKS))

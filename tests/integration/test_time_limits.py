@@ -192,11 +192,12 @@ def etas(out: str) -> dict[int, int]:
 
 
 def test_eta_follows_this_launchs_pace_with_its_evaluations_and_saves(trainer, tiny):
+    """Leave out the evaluation before the first iteration."""
     keys = tiny | dict(max_iters=100, eval_interval=30)
     trainer.at["iteration", 40] = sigterm
     first = etas(trainer.launch(**keys).out)
-    # 36 iterations of 10 s, two evaluations of 4 s and a save of 1 s are over
-    assert first[35] == round((36 * 10 + 2 * 4 + 1) / 36 * 64)
+    # 36 iterations of 10 s, and after them an evaluation of 4 s and a save of 1 s, are over
+    assert first[35] == round((36 * 10 + 4 + 1) / 36 * 64)
     trainer.seconds["iteration"] = 20.0
     second = etas(trainer.launch(**keys, init_from="auto").out)
     assert second[50] == 49 * 20  # none since the resume
