@@ -305,7 +305,8 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    is_empty = f.name in PATHS and value == ""  # as in --out_dir=$DIR, if the shell knows no DIR
+    # as in --out_dir=$DIR, if the shell knows no DIR
+    is_empty = f.name in PATHS and value == "" and f.default != ""
     if type(value) is not kind or (kind is float and not math.isfinite(value)) or is_empty:
         raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
     choices = get_args(f.type)

@@ -237,8 +237,7 @@ class Log:
         total = sum(seconds.values())
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s]
         say(f"time: {duration(total)} wall = {', '.join(shares)}")
-        said = "the schedule is complete" if reason == "hours" else reason
-        say(f"end: {said} after {it:,} iterations, {count(tokens)} tokens, {date()}")
+        say(f"end: {reason} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.training_hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
