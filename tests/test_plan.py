@@ -5,8 +5,6 @@ All figures are from --json. N = 124,373,760 is the number of parameters of GPT-
 rows: 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768.
 """
 
-import re
-
 import pytest
 from doc_pages import plan
 from program import ROOT, InProcessRun, column, flags, records, run, train
@@ -15,8 +13,6 @@ N = 124_373_760
 GIB = 2**30
 LINK = 2 * 4 * N  # bytes of all gradients, sent and received
 SAVE = 12 * N / 0.5e9  # seconds of a checkpoint of GPT-2 124M
-OF_1000 = ("--iter_seconds=1", "--max_iters=1000", "--eval_interval=300", "--eval_tokens=524288")
-SMALL = ("quickstart", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16")
 
 FIGURES = {
     "the users' 40M run": (
@@ -58,9 +54,10 @@ FIGURES = {
     ),
     "evaluations and checkpoints are on the bill": (
         # Evaluations at 0, 300, 600, 900, 1000, forward alone, of 2/3 s; checkpoints at the last
-        # four, and at 200, 400, 800
-        ("gpt124m_4070", "--gpu=4070", *OF_1000, "--checkpoint_interval=200")
-        + ("--watts=100", "--price_kwh=0.5"),
+        # four, and at 200, 400, 800. On the disk two of them, best.pt, and tokens of two bytes
+        ("gpt124m_4070", "--gpu=4070", "--iter_seconds=1", "--max_iters=1000", "--watts=100")
+        + ("--eval_interval=300", "--eval_tokens=524288", "--checkpoint_interval=200")
+        + ("--price_kwh=0.5", "--dataset_tokens=10B"),
         dict(
             hours=1000 / 3600,
             evaluations=5,
@@ -68,17 +65,9 @@ FIGURES = {
             hours_total=(1000 + 5 * 2 / 3 + 7 * SAVE) / 3600,
             kwh_total=0.1 * 1024.2 / 3600,
             cost=0.05 * 1024.2 / 3600,
+            checkpoint_gb=12 * N / 1e9,
+            disk_gb=20 + 3 * 1.4925,
         ),
-    ),
-    "a disk": (
-        # 10B tokens of two bytes; two checkpoints and best.pt
-        ("gpt124m_4070", "--gpu=4070", "--dataset_tokens=10B", "--iter_seconds=9"),
-        dict(checkpoint_gb=12 * N / 1e9, disk_gb=20 + 3 * 1.4925),
-    ),
-    "the quickstart's bytes": (
-        # 2 * 256 * 128 + 256 + 3 * (12 * 128^2 + (3 + 1 + 4 + 1 + 2) * 128) + 2 * 128
-        ("quickstart", "--iter_seconds=0.07"),
-        dict(params=660_096, hours=500 * 0.07 / 3600),
     ),
     "max_iters ends before the hours": (
         ("fast124m", "--gpu=4070", "--hours=8", "--max_iters=1000"),
@@ -240,13 +229,6 @@ def test_a_plan_of_the_downloaded_dataset_counts_what_is_downloaded():
     assert p["disk_gb"] == pytest.approx(4.2 + 3 * p["checkpoint_gb"])  # 21 shards of 0.2 GB
 
 
-def test_the_time_of_a_tiny_model_is_not_shown_as_zero():
-    p = plan(*SMALL, "--gpu=4070")
-    assert 0 < p["iter_seconds"] < 1e-3
-    times = re.findall(r"([\d.e-]+) s\b(?! of it)", p["out"])
-    assert len(times) >= 3 and all(float(seconds) > 0 for seconds in times)
-
-
 PUBLIC = [
     (21.89, "gpt40m_4070", "--eval_tokens=3276800 --max_iters=20000"),
     (28.69, "gpt124m_4070", "--eval_tokens=1638400 --max_iters=11000"),
@@ -277,11 +259,12 @@ def test_plan_counts_the_iterations_evaluations_and_checkpoints_of_a_run(
     """Compare the size of a checkpoint too, within 5%, because the file also holds settings."""
     keys = tiny | dict(max_iters=iters, hours=hours, eval_interval=evals, checkpoint_interval=saves)
     keys |= dict(n_embd=64, eval_tokens=96, keep_checkpoints=20)
+    out = keys["out_dir"]
+    # plan before the clock is faked, because training/speed.py keeps the clock it was imported with
+    p = plan("quickstart", *flags(**keys), "--iter_seconds=10")
     trainer = InProcessRun(fake_clock=True)
     trainer.seconds = dict(iteration=10.0, evaluation=10 * 2 * 96 / 128 / 3)
     assert trainer.launch(ROOT / "config/quickstart.py", **keys).code == 0
-    out = keys.pop("out_dir")
-    p = plan("quickstart", *flags(**keys), "--iter_seconds=10")
     (end,) = records(out, "end")
     assert p["tokens_per_iter"] == 128
     assert p["max_iters"] == column(out, "step", "iter")[-1] + 1
@@ -293,7 +276,8 @@ def test_plan_counts_the_iterations_evaluations_and_checkpoints_of_a_run(
 
 
 def test_plan_reads_the_sizes_of_a_datasets_vocabulary_and_splits(tokens):
-    p = plan(*SMALL, f"--dataset={tokens}", "--iter_seconds=1", "--eval_tokens=99999")
+    sizes = ("--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--eval_tokens=99999")
+    p = plan("quickstart", f"--dataset={tokens}", "--iter_seconds=1", *sizes)
     # 128 ids in the embedding and in the head with its biases; two blocks; the last norm
     assert p["params"] == 2 * 128 * 32 + 128 + 2 * (12 * 32**2 + 11 * 32) + 2 * 32
     assert p["epochs"] == pytest.approx(p["total_tokens"] / 1237)
