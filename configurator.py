@@ -230,7 +230,7 @@ def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     if "decay_lr" in found:
         keys.setdefault("lr_schedule", "cosine" if found["decay_lr"] else "wsd")
         if not found["decay_lr"]:  # nanoGPT then skips warmup too
-            keys = dict(decay_fraction=0.0, warmup_iters=0) | keys | dict(lr_decay_iters=0)
+            keys = dict(decay_fraction=0.0) | keys | dict(warmup_iters=0, lr_decay_iters=0)
     return keys
 
 

@@ -580,7 +580,7 @@ def save(state: dict, stop: str | None, folder: RunFolder, ranks, signals, log: 
     it = state["progress"]["iter_num"]
     while problem := ranks.on_main(folder.save, state):
         if not stop:
-            log.warn(it, f"{problem}; the next save tries again")
+            log.warn(it, f"{problem}; training goes on until the next save")
             return False
         if signals.stop_asked():
             ranks.fail(f"{problem}; {RESUME}")

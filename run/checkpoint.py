@@ -167,6 +167,7 @@ def link_best(out_dir: Path, progress: dict) -> None:
         os.replace(temporary, best)
         fsync_folder(out_dir)
     except OSError:
+        temporary.unlink(missing_ok=True)  # this link to the checkpoint, which a copy would empty
         with replacing(best) as file, open(path, "rb") as content:
             shutil.copyfileobj(content, file)
 
@@ -221,19 +222,21 @@ class RunFolder:
     def save(self, state: dict) -> str:
         """
         Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
-        or why nothing was saved: the disk is full, failing or missing. Older checkpoints are
+        or what was not saved, and why: the disk is full, failing or missing. Older checkpoints are
         deleted before the write to make room, but at least one stays until the write has succeeded.
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.path, it)
+        what = f"checkpoint {it}"
         try:
             self.prune(max(1, self.keep - 1))
             save(state, path)
+            what = f"best.pt of iteration {it}"
             link_best(self.path, state["progress"])
             self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
-            return f"checkpoint {it} is not saved: {one_line(error)}"
+            return f"{what} is not saved: {one_line(error)}"
         return ""
 
     def prune(self, keep: int) -> None:

@@ -5,6 +5,7 @@ real disks.
 
 import errno
 import io
+import os
 from unittest import mock
 
 import pytest
@@ -80,6 +81,23 @@ def test_best_pt_holds_the_best_and_the_newest_are_kept(links, tmp_path, monkeyp
         assert held(checkpoint.checkpoint_path(tmp_path, it)) == loss
     assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [3, 4]
     assert find_weights(str(tmp_path), best=True) == tmp_path / "best.pt"
+
+
+def test_a_best_pt_that_cannot_be_replaced_leaves_the_checkpoint_whole(tmp_path, monkeypatch):
+    """As where another program holds best.pt open on Windows."""
+    folder = RunFolder(tmp_path, keep=2)
+    assert not saved(folder, 1, 5.0, 1)
+    replace = os.replace
+
+    def refusing(old, new):
+        if str(new).endswith("best.pt"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(new))
+        replace(old, new)
+
+    monkeypatch.setattr("os.replace", refusing)
+    assert saved(folder, 2, 4.0, 2).startswith("best.pt of iteration 2 is not saved: ")
+    assert [held(checkpoint.checkpoint_path(tmp_path, it)) for it in (1, 2)] == [5.0, 4.0]
+    assert not [*tmp_path.glob("*.tmp")]
 
 
 def test_a_resume_makes_best_pt_if_a_kill_came_before_it(tmp_path):
