@@ -128,7 +128,7 @@ def test_a_run_resumes_with_another_number_of_ranks(change, tiny, ran, tmp_path)
         assert all(one == held[0] for one in held)
         if not code:
             warnings = [line for result in results for line in result.err.splitlines()]
-            assert len([line for line in warnings if "ckpt-00000099.pt" in line]) == 1
+            assert len([line for line in warnings if "ckpt-00000099.pt" in line]) == n
         (ran.out_dir / "ckpt-00000099.pt").write_bytes(b"damaged")
     assert_same_numbers(tmp_path / "alone", ran)
 
@@ -208,6 +208,18 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
         assert word in line
     assert not (ran.out_dir / "metrics.jsonl").exists() or not ran.steps("iter")
     assert not [*tmp_path.rglob("*.pt")]
+
+
+@pytest.mark.parametrize("max_iters", [4, 8], ids=["complete", "unfinished"])
+def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(max_iters, tiny, tmp_path):
+    keys = tiny | dict(out_dir="out", init_from="auto")
+    train(**keys | dict(out_dir=tmp_path / "0/out", max_iters=4))
+    (tmp_path / "1").mkdir()
+    command = flags(**keys | dict(max_iters=max_iters))
+    results = finish_ranks(start_ranks(2, *command, script=watched(before=APART), cwd=tmp_path))
+    assert [result.code for result in results] == [1, 1], results
+    (line,) = error_lines(*(result.err for result in results))
+    assert "checkpoint" in line and "same" in line
 
 
 @pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
