@@ -4,7 +4,7 @@ Saves and loads checkpoints that survive kills, full disks and flipped bits; man
 out_dir/ckpt-00000500.pt holds the state after 500 updates, as train.py's state_to_save() collects
 it. A checkpoint is written under a temporary name, flushed to disk and then renamed, so any file
 with a checkpoint's name is complete. The file is in torch's own format, a zip archive with a CRC-32
-for every record. torch.load does not verify these checksums, so load() does.
+for every record. torch.load does not verify these checksums, so damage() does.
 """
 
 import contextlib

@@ -81,7 +81,7 @@ class Clock:
         seconds = now - self.lapped_at
         self.lapped_at = now
         self.seconds[category] += seconds
-        if category == "checkpoints":  # a failed save too: the next try comes ten minutes later
+        if category == "checkpoints":  # a failed save too: the next try comes when a save is due
             self.save_timer_began = now
         return seconds
 
