@@ -206,7 +206,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens_before, progress.tokens, loss, lr, step_numbers, speed)
-            report_skips(skipped, it, log, ranks)
+            check_skips(skipped, it, log, ranks)
 
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
@@ -273,7 +273,7 @@ def train_step(
     return loss_sum, dict(grad_norm=grad_norm)
 
 
-def report_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
+def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
     """
     Warn of the updates skipped since the last line. MAX_SKIPS in a row end the run. `skipped` holds
     both numbers; the first one begins anew.
@@ -429,7 +429,7 @@ def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> None:
 
 
 def exit_code(stop: str, batches: Batches, signals: StopSignals) -> int:
-    """Return the exit code of a launch that stopped for this reason."""
+    """Return the exit code of a launch that stopped for this reason. Print why data are missing."""
     if stop == "data":
         if batches.error:  # of this rank
             say_error(batches.error)

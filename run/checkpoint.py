@@ -50,8 +50,8 @@ def save(state: dict, path: Path) -> None:
 
 def damage(path: Path) -> str:
     """
-    Read the whole file, and return why it cannot be loaded, or "". Raises OSError, and UserError if
-    the file has another format.
+    Read the whole file, and return why it cannot be loaded, or "". Raises UserError if the file has
+    another format.
     """
     try:
         with open(path, "rb") as file:
@@ -62,18 +62,12 @@ def damage(path: Path) -> str:
     except UserError:
         raise
     except Exception as error:  # a damaged file can raise anything
-        # EINVAL: zipfile seeks to where a damaged directory points
+        # A dead link or a failing disk. EINVAL means damage: zipfile seeks to where a damaged
+        # directory points.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise
+            return f"cannot be read ({error.strerror})"
         return f"damaged, or not a checkpoint of tensors and plain values ({type(error).__name__})"
     return ""
-
-
-def is_intact(path: Path) -> bool:
-    """Return whether a file can be read and holds a whole checkpoint. Raises UserError."""
-    with contextlib.suppress(OSError):
-        return not damage(path)
-    return False
 
 
 def load(path: Path) -> dict:
@@ -128,10 +122,7 @@ def find_newest(out_dir: Path) -> Path | None:
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
-        try:
-            problem = damage(path)
-        except OSError as error:  # a failing disk, a dead link or a folder
-            problem = f"cannot be read ({error.strerror})"
+        problem = damage(path)
         if not problem:
             return path
         warn(f"{path}: {problem}; trying the checkpoint before it")
@@ -167,7 +158,7 @@ def link_best(out_dir: Path, progress: dict) -> None:
         os.replace(temporary, best)
         fsync_folder(out_dir)
     except OSError:
-        temporary.unlink(missing_ok=True)  # this link to the checkpoint, which a copy would empty
+        temporary.unlink(missing_ok=True)  # a link to the checkpoint, which the copy would empty
         with replacing(best) as file, open(path, "rb") as content:
             shutil.copyfileobj(content, file)
 
@@ -204,7 +195,7 @@ class RunFolder:
             raise UserError(f"out_dir: another run is writing to {folder}; {hint}")
         for path in list_checkpoints(folder):
             if iteration(path) > it:
-                if resumed and is_intact(path):
+                if resumed and not damage(path):
                     raise UserError(f"{path}: was saved in the meantime; repeat the command")
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
