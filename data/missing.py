@@ -21,6 +21,11 @@ from data.text import PAUSES, wait_or_raise
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 QUICKSTART_DATA = "python_stdlib"
+SHAKESPEARE_DATA = "shakespeare_char"
+# nanoGPT's text; its validation split is the last tenth
+SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 FAST_DATA = "fineweb_records"
 # FAST_DATA on the hub: so many files of tokens for training, and one for validation
 REPOSITORY, TRAIN_FILES, VALIDATION = "kjj0/fineweb10B-gpt2", 103, "fineweb_val_000000.bin"
@@ -57,6 +62,12 @@ def make_or_explain(config: Config, key: str) -> None:
             problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
             # to stdout, where rank 0 alone prints
             say(f"warning: {problem}first type{COMMAND}{command_line('rm', folder / VALIDATION)}")
+    elif name == SHAKESPEARE_DATA and not folder.is_dir():
+        get = command_line("curl", "-fo", "shakespeare.txt", SHAKESPEARE)
+        words = ("python", "data/prepare_text.py", "shakespeare.txt", "--val_fraction=0.1")
+        make = command_line(*words, f"--out={folder}")
+        hint = f"give nanoGPT's with --{key}=PATH, or make it"
+        raise UserError(f"{key}: there is no folder {folder}; {hint}{COMMAND}{get}{COMMAND}{make}")
     elif not folder.is_dir():
         # with --hours a card reads only a part of max_iters
         size = f"--tokens={count(min(tokens, 2 * 10**9 if config.hours else SAMPLE_TOKENS))}"
@@ -78,11 +89,11 @@ def is_there(folder: Path) -> bool:
 def vocab_where_missing(config: Config) -> int | None:
     """
     Return the vocabulary size to plan and measure with before the dataset exists: the byte
-    vocabulary for the quickstart's dataset, else GPT-2's. None if the dataset exists.
+    vocabulary for the quickstart's and Shakespeare's, else GPT-2's. None if the dataset exists.
     """
     if is_there(dataset_folder(config.dataset)):
         return None
-    return BYTE_VOCAB if config.dataset == QUICKSTART_DATA else GPT2_VOCAB
+    return BYTE_VOCAB if config.dataset in (QUICKSTART_DATA, SHAKESPEARE_DATA) else GPT2_VOCAB
 
 
 def files_to_download(config: Config) -> list[str]:

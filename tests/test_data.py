@@ -40,6 +40,7 @@ from program import (
 
 from common.console import UserError
 from configurator import Config, load_config
+from data import prepare_text
 from data.loader import ShuffledWindows, eval_batches, to_batch
 from data.missing import make_or_explain, vocab_where_missing
 from data.shards import ShardTokens, open_dataset, open_shard
@@ -288,6 +289,21 @@ def refusal_of(folder: Path, **options) -> str:
 def test_a_missing_split_gives_one_line_that_names_it(files, words, tmp_path):
     write_files(tmp_path, files)
     assert all(word in refusal_of(tmp_path) for word in words)
+
+
+def test_the_commands_that_make_shakespeare_hold_out_its_last_tenth(tmp_path, monkeypatch):
+    config = load_config([str(ROOT / "config/shakespeare_char.py")])
+    monkeypatch.chdir(tmp_path)
+    assert vocab_where_missing(config) == 256
+    with pytest.raises(UserError, match="no folder data/shakespeare_char; ") as missing:
+        make_or_explain(config, "dataset")
+    _, download, prepare = str(missing.value).splitlines()
+    text = "".join(f"To be, or not {n} to be: that is the question.\n" for n in range(2000))
+    Path(download.split()[2]).write_text(text)
+    prepare_text.main(prepare.split()[2:])
+    data = open_dataset("shakespeare_char", 64)
+    held_out = bytes(data.val.read_windows([0], len(data.val))[0].tolist()).decode().strip("\0")
+    assert text.endswith(held_out) and 0 <= len(held_out) - len(text) / 10 < 100
 
 
 @pytest.fixture
