@@ -66,9 +66,9 @@ def read_prompt(start: str) -> str:
 def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
     Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
-    a char tokenizer does not know are left out with a warning.
+    a char tokenizer does not know are left out with a warning, but the default prompt without one.
     """
-    if unknown := text.unknown(prompt):
+    if prompt != SampleConfig.start and (unknown := text.unknown(prompt)):
         warn(f"start: characters the model does not know are left out: {unknown!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []

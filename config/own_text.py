@@ -4,11 +4,10 @@
 # python train.py config/own_text.py --dataset=my_notes
 # python sample.py --out_dir=out/my_notes
 import json
-from pathlib import Path
 
-_named = Path(dataset, "manifest.json")  # noqa: F821
-_is_path = dataset.startswith(".") or not Path("data", _named).is_file()  # noqa: F821
-_path = _named if _is_path else Path("data", _named)
+from data.shards import dataset_folder
+
+_path = dataset_folder(dataset) / "manifest.json"  # noqa: F821
 if not _path.is_file():
     raise ValueError(f"there is no {_path}; give --dataset=NAME as prepare_text.py prints it")
 _manifest = json.loads(_path.read_text())

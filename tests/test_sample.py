@@ -174,11 +174,12 @@ def test_the_program_on_the_sampling_page_prints_a_sample_of_a_run(made, tmp_pat
 SHORT = ("--num_samples=1", "--max_new_tokens=1", "--device=cpu", "--dtype=float32")
 
 
-def test_a_word_vocabulary_encodes_a_prompt_by_longest_match():
+def test_a_word_vocabulary_encodes_a_prompt_by_longest_match(capsys):
     """Encode with a table of words, as a nanoGPT dataset's meta.pkl may hold."""
     words = Tokenizer(dict(kind="char", itos=["cat", " ", "the", "cats", "."]))
     assert encode("the cats.", words) == [2, 1, 3, 4]
-    assert encode("\n", words) == [0]  # the default prompt, a newline, is not in the table
+    # the default prompt, a newline, is not in the table, and nobody has typed it
+    assert encode("\n", words) == [0] and capsys.readouterr().err == ""
 
 
 def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):

@@ -125,10 +125,12 @@ def test_the_shipped_config_suits_the_texts_size(tokenizer, letters, layers, mos
     assert (c.block_size, c.eval_interval) == (256, 1 + c.max_iters // 10)
 
 
-@pytest.mark.parametrize("dataset", ["mine", "elsewhere/mine"])
-def test_the_shipped_config_refuses_to_guess_the_size_of_no_text(dataset):
+@pytest.mark.parametrize(
+    "dataset, folder", [("mine", "data/mine"), ("elsewhere/mine", "elsewhere/mine")]
+)
+def test_the_shipped_config_refuses_to_guess_the_size_of_no_text(dataset, folder):
     result = run("train.py", f"{ROOT}/config/own_text.py", f"--dataset={dataset}")
-    refused(result, f"there is no {dataset}/manifest.json", "give --dataset=NAME")
+    refused(result, f"there is no {folder}/manifest.json", "give --dataset=NAME")
 
 
 def test_the_shipped_config_finds_a_folder_by_its_path():
