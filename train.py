@@ -184,7 +184,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # train for one iteration. An error here ends the run without another save
         set_rates(optimizer, it, c, share)
         micro_batches = batches.take(accum)
-        loss_sum, step_numbers = train_step(
+        total_loss, step_numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
         is_skipped = ~step_numbers["grad_norm"].isfinite()
@@ -202,7 +202,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             # speed since the last line, including waits for data but not evaluations and saves; but
             # the loss of this iteration alone
             speed = clock.lap_iterations(progress.iter_num, progress.tokens, hw.peak_memory_gib())
-            (total,) = ranks.sum(loss_sum.item())
+            (total,) = ranks.sum(total_loss.item())
             loss = total / (len(micro_batches) * ranks.world_size)
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, tokens_before, progress.tokens, loss, lr, step_numbers, speed)
@@ -234,7 +234,7 @@ def train_step(
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
-    loss_sum = torch.zeros((), device=micro_batches[0][0].device)
+    total_loss = torch.zeros((), device=micro_batches[0][0].device)
     # Weigh each micro-batch by its targets. The mean over all micro-batches, which the division by
     # accum and DDP take, is then the mean over all targets. If none is masked, each weight is 1.0
     targets = torch.stack([(y != -1).sum() for _, y in micro_batches])
@@ -249,7 +249,7 @@ def train_step(
         with autocast:
             loss = weights[micro_step] * model(x, y)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
-        loss_sum += loss.detach()
+        total_loss += loss.detach()
 
     # clip; with grad_clip = 0 the norm is only measured
     scaler.unscale_(optimizer)
@@ -270,7 +270,7 @@ def train_step(
     # Under DDP, zero the gradients instead of setting them to None. Otherwise DDP would allocate
     # each of them a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
-    return loss_sum, dict(grad_norm=grad_norm)
+    return total_loss, dict(grad_norm=grad_norm)
 
 
 def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
@@ -463,8 +463,8 @@ def estimate_loss(
             (failed,) = signals.agree(micro_batches is None)
             if failed or micro_batches is None:
                 raise Stopped(signals.name)
-            loss_sum, count = ranks.sum(*sum_losses(model, micro_batches, hw, signals))
-            losses[f"{name}_loss"] = loss_sum / count
+            nats, count = ranks.sum(*sum_losses(model, micro_batches, hw, signals))
+            losses[f"{name}_loss"] = nats / count
         for name, function in measures.items():
             if signals.stop_asked():
                 raise Stopped(signals.name)

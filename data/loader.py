@@ -101,8 +101,8 @@ class Batches:
         self.world_size = world_size
         self.stride = world_size * config.batch_size  # sequences from one micro-batch to our next
         self.consumed = consumed
-        self.blocks: deque[Tensor] = deque()  # read but not taken yet
-        self.room = READ_AHEAD  # the most micro-batches that `blocks` may hold
+        self.waiting: deque[Tensor] = deque()  # micro-batches read but not taken yet
+        self.room = READ_AHEAD  # the most micro-batches that may wait
         self.error: Exception | None = None  # why the reader thread or an evaluation failed
         self.closed = False
         self.changed = threading.Condition()
@@ -116,12 +116,12 @@ class Batches:
     def read_ahead(self, first: int) -> None:
         try:
             while not self.closed:
-                block = retrying(self.pause, self.load, first)
+                windows = retrying(self.pause, self.load, first)
                 first += self.stride
                 with self.changed:
-                    self.blocks.append(block)
+                    self.waiting.append(windows)
                     self.changed.notify_all()
-                    self.changed.wait_for(lambda: self.closed or len(self.blocks) < self.room)
+                    self.changed.wait_for(lambda: self.closed or len(self.waiting) < self.room)
         except Exception as error:  # train.py asks for it while it waits for data
             with self.changed:
                 self.error = error
@@ -138,8 +138,8 @@ class Batches:
         host. Put random augmentation of the text into take(), not here: this runs ahead of training
         in a thread, so a resumed run would draw different random numbers.
         """
-        block = torch.from_numpy(self.windows.read(first, self.batch_size))
-        return block.pin_memory() if self.device.type == "cuda" else block
+        windows = torch.from_numpy(self.windows.read(first, self.batch_size))
+        return windows.pin_memory() if self.device.type == "cuda" else windows
 
     def ready(self, count: int) -> bool:
         """
@@ -150,16 +150,16 @@ class Batches:
             if self.room < count + READ_AHEAD:
                 self.room = count + READ_AHEAD
                 self.changed.notify_all()
-            self.changed.wait_for(lambda: len(self.blocks) >= count or self.error, POLL_SECONDS)
-            return len(self.blocks) >= count
+            self.changed.wait_for(lambda: len(self.waiting) >= count or self.error, POLL_SECONDS)
+            return len(self.waiting) >= count
 
     def take(self, count: int) -> list[Batch]:
         """Return the next `count` micro-batches, for which ready() has returned True."""
         with self.changed:
-            blocks = [self.blocks.popleft() for _ in range(count)]
+            taken = [self.waiting.popleft() for _ in range(count)]
             self.consumed += count * self.stride
             self.changed.notify_all()
-        return [to_batch(block, self.device) for block in blocks]
+        return [to_batch(windows, self.device) for windows in taken]
 
     def read_eval(
         self, split: ShardTokens, tokens: int, spread: bool, wait: Callable[[float], bool]
@@ -183,15 +183,15 @@ class Batches:
         self.reader.join(timeout=1)  # do not wait for a hung disk
 
 
-def to_batch(block: Tensor, device: torch.device) -> Batch:
+def to_batch(windows: Tensor, device: torch.device) -> Batch:
     """
     Split windows (B, T + 1) into inputs (B, T) and targets (B, T), shifted by one, on the device.
     The copy is asynchronous on CUDA only: on MPS it could read host memory that has already been
     freed (pytorch #139550).
     """
-    block = block.to(device, non_blocking=device.type == "cuda")
+    windows = windows.to(device, non_blocking=device.type == "cuda")
     # Clone, because in a batch of one sequence inputs and targets would share memory.
-    x, y = block[:, :-1], block[:, 1:]
+    x, y = windows[:, :-1], windows[:, 1:]
     x, y = (part.clone(memory_format=torch.contiguous_format) for part in (x, y))
     return x, y
 

@@ -284,7 +284,7 @@ EDITS = [
     (SPLITS_LINE, SPLITS_LINE + SECOND),
     (MEASURES_LINE, MEASURES_LINE + MEASURE),
     (NORM_LINE, NORM_LINE + NORMS),
-    ("    return loss_sum, dict(grad_norm=grad_norm)\n", "    return loss_sum, numbers\n"),
+    ("    return total_loss, dict(grad_norm=grad_norm)\n", "    return total_loss, numbers\n"),
 ]
 
 
