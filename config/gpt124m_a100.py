@@ -7,7 +7,7 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 init_from = "auto"  # the same command starts the run and resumes it
 
-batch_size = 32  # estimated: 13.2 GiB; fewer if they do not fit
+batch_size = 32  # estimated: 13.2 GiB
 gradient_accumulation_steps = 16  # 16 x 32 x 1024 = 524,288 tokens per iteration, as in GPT-3
 
 learning_rate = 6e-4  # GPT-3's rate for 125M parameters

@@ -7,7 +7,7 @@ out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 init_from = "auto"
 
-batch_size = 16  # estimated: 4.4 GiB; fewer if they do not fit
+batch_size = 16  # estimated: 4.4 GiB
 block_size = 1024
 gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration, as in gpt124m
 

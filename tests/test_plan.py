@@ -260,7 +260,7 @@ def test_plan_counts_the_iterations_evaluations_and_checkpoints_of_a_run(
     keys = tiny | dict(max_iters=iters, hours=hours, eval_interval=evals, checkpoint_interval=saves)
     keys |= dict(n_embd=64, eval_tokens=96, keep_checkpoints=20)
     out = keys["out_dir"]
-    # plan before the clock is faked, because training/speed.py keeps the clock it was imported with
+    # plan before the clock is faked, because its imports would keep the faked one
     p = plan("quickstart", *flags(**keys), "--iter_seconds=10")
     trainer = InProcessRun(fake_clock=True)
     trainer.seconds = dict(iteration=10.0, evaluation=10 * 2 * 96 / 128 / 3)
