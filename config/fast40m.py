@@ -1,6 +1,6 @@
 # The recipe of config/fast124m.py at 40M parameters in matmuls. Nobody has measured it.
 # Estimated, not measured (docs/status.md): 3.3 hours with evaluations and checkpoints on an RTX
-# 4070. Iterations alone take 3.1 (2.5 to 3.4) hours, by
+# 4070. Iterations alone take 3.1 (2.5 to 3.5) hours, by
 # python bench.py plan config/fast40m.py --gpu=4070
 out_dir = "out/fast40m"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own

@@ -25,10 +25,9 @@ from machine.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak
 from model_fast import model_config
 from run.pretrained import ARCHITECTURE, load_pretrained
 
-# What Muon's Newton-Schulz steps and the fast recipe's biases and gains add to an iteration. They
-# take memory traffic and few FLOPs, and no published MFU includes them
-# (docs/internals/simulated_gpus.md).
-MUON_OVERHEAD = 1.04
+# What the fast recipe's biases, gains, Newton-Schulz iterations and averages add to an iteration of
+# GPT-2, as docs/internals/simulated_gpus.md derives it. No published MFU includes them.
+MUON_OVERHEAD = 1.045
 # The GB/s to assume between GPUs: within a machine PCIe 4.0 without peer access, unless gpus.csv
 # has a faster link; between machines 100 Gbit/s. On a link, a byte takes ten bits.
 PCIE_GBS = 12
