@@ -1,6 +1,6 @@
 # The night's recipe made small: config/fast124m.py's model and updates on the source code of
 # Python's standard library, one byte per token. Takes 75 seconds on two idle CPU cores
-# with fast bfloat16, and about 220 on two that have only AVX2.
+# with fast bfloat16, and longer on those that have only AVX2 (results/README.md).
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
 init_from = "auto"  # the same command starts the run and resumes it
