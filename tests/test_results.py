@@ -122,7 +122,6 @@ FIGURES = [
     ("plan", lambda: assumed_mfu("RTX 4070 Laptop")),
     ("plan", lambda: assumed_mfu("T4")),
     ("several_gpus", lambda: speed_ups("gpt124m_a100 --gpu=a100", 2, 4, 8, 16)),
-    ("several_gpus", lambda: speed_ups("gpt124m_a100 --gpu=h200", 2, 4, 8)),
     ("several_gpus", lambda: speed_ups("gpt124m_4070 --gpu=4090", 2, 4, 8)),
 ]
 
