@@ -40,7 +40,7 @@ LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-# Fields that a resumed run may change, because an evaluation of the same weights gives the same loss
+# Fields that a resumed run may change, because the same weights have the same validation loss
 # whatever they are. All others are the architecture.
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
 
