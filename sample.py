@@ -66,7 +66,7 @@ def read_prompt(start: str) -> str:
 def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
     Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
-    a char tokenizer does not know are left out with a warning, but the default prompt without one.
+    a char tokenizer does not know are left out, with a warning unless the prompt is the default.
     """
     if prompt != SampleConfig.start and (unknown := text.unknown(prompt)):
         warn(f"start: characters the model does not know are left out: {unknown!r}")

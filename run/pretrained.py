@@ -18,8 +18,8 @@ from model import FREE_ON_RESUME, GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from run import checkpoint
 
-# Keys of the architecture, which weights that are loaded keep: all keys among the models' fields,
-# except those in FREE_ON_RESUME
+# Keys of the architecture, which come from the weights when a run loads some: all keys among the
+# models' fields, except those in FREE_ON_RESUME
 ARCHITECTURE = (
     "model",
     *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),

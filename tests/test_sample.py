@@ -180,6 +180,7 @@ def test_a_word_vocabulary_encodes_a_prompt_by_longest_match(capsys):
     assert encode("the cats.", words) == [2, 1, 3, 4]
     # the default prompt, a newline, is not in the table, and nobody has typed it
     assert encode("\n", words) == [0] and capsys.readouterr().err == ""
+    assert encode("the\tcats", words) == [2, 3] and "left out" in capsys.readouterr().err
 
 
 def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):
