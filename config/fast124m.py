@@ -1,4 +1,4 @@
-# About GPT-2's loss in one night: about 3.28 on FineWeb after 1.44B tokens.
+# Close to GPT-2's loss in one night: about 3.28 on FineWeb after 1.44B tokens.
 #
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
 # averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.

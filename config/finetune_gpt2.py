@@ -14,7 +14,7 @@ dropout = 0.1  # the text is read several times
 learning_rate = 3e-5  # far below the 6e-4 of training from scratch: the weights are already good
 min_lr = 3e-6
 warmup_iters = 10
-max_iters = 90  # epochs * tokens / 8192: three epochs of 1 MB, about 250,000 tokens
+max_iters = 90  # epochs * tokens / 8192: three epochs of about 250,000 tokens
 
 eval_interval = 15  # best.pt keeps the weights of the best evaluation
 eval_tokens = 16384
