@@ -171,7 +171,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 state["complete"] = stop in COMPLETE
                 if save(state, stop, folder, ranks, signals, log):
                     progress, saved = to_save, (it, to_save.evaluated_at, state["complete"])
-                del state  # otherwise the tensors that an optimizer replaces would stay in memory
+                del state  # or tensors that the optimizer replaces later would stay in memory
 
         # print a sample of the evaluated weights
         if numbers and tokenizer and it > 0:

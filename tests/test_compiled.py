@@ -82,7 +82,7 @@ def without_gradient(name: str):
 
 
 def patched(module, function: str, wrong):
-    """Compute wrong(original function, *arguments) in place of a function."""
+    """Let a function of a module return wrong(original function, *arguments)."""
     original = getattr(module, function)
 
     def code(gpt, *batch):

@@ -395,7 +395,7 @@ make_or_explain(load_config(["--dataset=fineweb_records", "--max_iters=1"]), "da
 
 
 def test_one_of_several_processes_downloads_and_another_takes_over_if_it_ends(hub):
-    """As the ranks of a run do, or several runs."""
+    """Several ranks of a run, or several runs, may find the dataset missing at once."""
     here = dict(cwd=Path.cwd(), HF_HOME=str(Path.cwd()), HF_HUB_OFFLINE="0")
     here |= dict(HF_ENDPOINT=huggingface_hub.constants.ENDPOINT, PYTHONPATH=str(ROOT))
     first = start("-c", GET_RECORDS, **here)
