@@ -204,8 +204,8 @@ def is_finished(run: Run) -> bool:
     Return whether a run was trained to its end and its log is complete. A kill or a full disk cuts
     the log off.
     """
-    is_complete = run.end.get("reason") in ("max_iters", "hours")
-    return is_published(run) or (is_complete and run.end["iters"] in run.eval["iter"][-1:])
+    is_complete = run.end.get("complete") and run.end["iters"] in run.eval["iter"][-1:]
+    return is_published(run) or bool(is_complete)
 
 
 def dataset_name(run: Run) -> str | None:

@@ -4,7 +4,7 @@ Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 This file is the run. main() decides with run/start.py how it starts, and then loops: evaluate
 and save once in a while, train_step(), log. train_step() runs gradient_accumulation_steps
 micro-batches forward and backward and then updates the weights. Five functions decide for the loop:
-why_stop(), evaluation_due(), save_due(), is_best() and get_lr(). GPT-2 is in model.py, the fast
+why_over(), evaluation_due(), save_due(), is_best() and get_lr(). GPT-2 is in model.py, the fast
 model in model_fast.py, AdamW and Muon in optimizer.py, every key in configurator.py, the tokens in
 data/, what surrounds a run in run/, and the device and the processes in machine/.
 
@@ -45,15 +45,14 @@ from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from run import checkpoint
 from run.checkpoint import RunFolder
-from run.clock import Clock
+from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
-from run.start import Progress, check_alike, check_data, choose_run, is_done, open_data
+from run.start import Progress, check_alike, check_data, choose_run, open_data
 
 FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
-COMPLETE = ("max_iters", "hours")  # reasons to stop with which a run is complete
 RESUME = "--init_from=resume continues from the newest checkpoint"
 
 
@@ -64,32 +63,35 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # reads for itself: `each` ends them all if one fails. Rank 0 alone prints, samples and writes:
     # `on_main` calls a function there, and all ranks get its result
     ranks = Ranks()
-    c, weights, resumed = ranks.each(choose_run, argv, ranks.world_size)
+    asked, pretrained, resumed = ranks.each(choose_run, argv, ranks.world_size)
     progress = Progress(**resumed["progress"]) if resumed else Progress()
-    check_alike(ranks, command=c, checkpoint=progress.iter_num)
-    if resumed and not c.eval_only and ranks.each(is_done, c, resumed):
-        ranks.on_main(checkpoint.link_best, Path(c.out_dir), resumed["progress"])
-        done = f"all {progress.iter_num:,} iterations are done"
-        say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
-        return 0
+    check_alike(ranks, command=asked, checkpoint=progress.iter_num)
+    if resumed and resumed["complete"] and not asked.eval_only:
+        if why_over(asked, progress.iter_num, training_hours(resumed["ledger"])):
+            ranks.on_main(checkpoint.link_best, Path(asked.out_dir), resumed["progress"])
+            done = f"all {progress.iter_num:,} iterations are done"
+            say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
+            return 0
 
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
     keep_awake()
-    data = ranks.each(open_data, c)  # may download the tokens first
-    ranks.each(check_data, c, data, weights, resumed)
-    splits = {"train": data.train, "val": data.val}
-    measures: dict[str, Callable[[GPT], float]] = {}
-    hw = hardware.set_up(c, ranks.local_rank)
-    c = fit_batch(c, data.vocab, hw, ranks.world_size, weights)  # the micro-batch that fits
+    data = ranks.each(open_data, asked)  # may download the tokens first
+    ranks.each(check_data, asked, data, pretrained, resumed)
+    hw = hardware.set_up(asked, ranks.local_rank)
+    weights = resumed or pretrained  # to begin with; None: random ones
+    c = fit_batch(asked, data.vocab, hw, ranks.world_size, weights)  # the micro-batch that fits
     check_alike(ranks, device=hw.name, dataset=data.fingerprint, batch_size=c.batch_size)
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
+    splits = {"train": data.train, "val": data.val}
+    measures: dict[str, Callable[[GPT], float]] = {}
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
     model = make_model(c, data.vocab, hw, weights)
     if c.eval_only:
-        say(*origin_lines(c, weights, resumed), hw.line(), describe(model, data.vocab), data.line())
+        origin = origin_lines(c, pretrained, resumed)
+        say(*origin, hw.line(), describe(model, data.vocab), data.line())
         if not weights:
             say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
         return evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
@@ -100,22 +102,17 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if resumed:
         restore(resumed, optimizer, scaler, c, hw, ranks.rank)
 
-    # Files, clock, log and batches. The folder's path is absolute, because after a network disk's
-    # return the current folder may still be unreachable
+    # Files, clock, log and batches. From here on out_dir belongs to this run. Its path is absolute,
+    # because after a network disk's return the current folder may still be unreachable
     folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints)
-    # From here on out_dir belongs to this run. Lock it, create the logs and delete temporary files.
-    # In a new run, rename an earlier log. On a resume, drop the log records that the run will write
-    # again, and rename newer checkpoints, which are damaged
     ranks.on_main(folder.claim, resumed)
-    clock = Clock(began, hw.synchronize, c, resumed, ranks)
+    clock = Clock(began, hw.synchronize, resumed, ranks)
     log = Log(c, clock, hw, data, model, optimizer, progress, folder, ranks)
-    log.begin(weights, resumed)  # also starts the tracker
+    log.begin(pretrained, resumed)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
-    # the newest checkpoint's iteration and evaluation, and whether the run was complete
-    saved = (progress.iter_num, progress.evaluated_at, resumed["complete"]) if resumed else None
-    del weights, resumed  # frees the loaded checkpoint
+    del weights, pretrained, resumed  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
     # ends
@@ -129,91 +126,79 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     # updates skipped since the last line, and in a row, counted without waiting for the device
     skipped = torch.zeros(2, device=hw.device)
-    signals = StopSignals(ranks)  # from now on, a signal makes the loop save and stop
+    signals = StopSignals(ranks)  # from now on, a signal makes the loop end and save
 
-    while True:
-        it = progress.iter_num
-        # how much of `hours` has passed, and the seconds since the last attempt to save
-        share, since_save = ranks.on_main(clock.read)
-
-        # `stop` is the reason to stop here, or None. "max_iters" and "hours" complete the run. With
-        # any other reason, which Stopped brings, it can be resumed
-        stop = why_stop(c, share, progress)
-        numbers = None
-        try:
-            if not stop:
-                wait_for_data(batches, accum, signals)  # also checks for signals
-
-            # a complete run ends with the averages of its weights, if the optimizer keeps them
-            if stop and load_averages(optimizer):
-                log.report_averages(it)
-                # an evaluation of this iteration, before a resume, had other weights
-                progress.evaluated_at = min(progress.evaluated_at, it - 1)
-
-            # evaluate once in a while and when the run is complete
-            if evaluation_due(c, progress, stop):
-                with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-                    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
-                    progress.evaluate(numbers["val_loss"])
-                    log.report_eval(it, progress.tokens, numbers)
-        except Stopped as stopped:  # the next launch makes the evaluation that was cut short
-            stop = stopped.reason
-
-        # save once in a while, and at the end. If the disk is full, train on until the next save;
-        # at the end, wait until it has room or a signal comes
-        if save_due(c, since_save, progress, saved, stop):
-            with clock.pause("checkpoints"):
-                end_if_diverged(model, progress, ranks)
-                to_save = progress
-                if is_best(progress):  # best.pt too, and the best so far if this save works
-                    to_save = replace(progress, best_val_loss=progress.val_loss, best_iter=it)
-                state = state_to_save(c, data, model, optimizer, scaler, to_save, clock, hw, ranks)
-                state["complete"] = stop in COMPLETE
-                if save(state, stop, folder, ranks, signals, log):
-                    progress, saved = to_save, (it, to_save.evaluated_at, state["complete"])
-                del state  # or tensors that the optimizer replaces later would stay in memory
-
-        # print a sample of the evaluated weights
-        if numbers and tokenizer and it > 0:
+    def evaluate() -> bool:
+        """Evaluate the weights, and print a sample. Return False if the run must stop instead."""
+        with clock.pause("evaluation"):  # keeps its seconds out of iteration times
+            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
+            if numbers:
+                progress.evaluate(numbers["val_loss"])
+                log.report_eval(progress, numbers)
+        if numbers and tokenizer and progress.iter_num > 0 and progress.val_loss < MAX_LOSS:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
+        return numbers is not None
 
-        if stop:
+    def save(last: bool = False, complete: bool = False) -> None:
+        """Save a checkpoint, and best.pt too if the weights are the best so far."""
+        with clock.pause("checkpoints"):
+            end_if_diverged(model, progress, ranks)
+            saved = progress
+            if is_best(progress):  # best.pt too, and the best so far if this save works
+                saved = replace(progress, best_val_loss=progress.val_loss)
+            state = state_to_save(c, data, model, optimizer, scaler, saved, clock, hw, ranks)
+            state["complete"] = complete
+            if save_or_warn(state, last, folder, ranks, signals, log):
+                progress.best_val_loss = saved.best_val_loss
+
+    # The loop ends when the run is over, or when any rank gets a signal or cannot read its data.
+    # An error ends the run here, without another save
+    while True:
+        it = progress.iter_num
+        # training hours so far, and the seconds since the last attempt to save, by rank 0's clock
+        hours, since_save = ranks.on_main(clock.read)
+        over = why_over(c, it, hours)
+        if over or not wait_for_data(batches, accum, signals):
             break
-
-        # train for one iteration. An error here ends the run without another save
-        set_rates(optimizer, it, c, share)
+        evaluated = evaluation_due(c, progress)
+        if evaluated and not evaluate():
+            break
+        if save_due(c, it, evaluated, since_save):
+            save()
+        set_rates(optimizer, it, c, hours)
         micro_batches = batches.take(accum)
-        total_loss, step_numbers = train_step(
+        total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        is_skipped = ~step_numbers["grad_norm"].isfinite()
-        skipped += is_skipped
-        skipped[1] *= is_skipped
-        tokens_before = progress.tokens
-        progress.iter_num += 1
-        progress.tokens += ranks.world_size * sum(x.numel() for x, _ in micro_batches)
-        progress.sequences = batches.consumed
+        count_skips(skipped, numbers["grad_norm"])
+        before = progress.tokens
+        tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
+        progress.advance(tokens, batches.consumed)
 
         # log every log_interval iterations, and after max_iters. Training waits for the device
         # only here, so it also notices skipped updates here; MAX_SKIPS in a row end the run
-        is_last = progress.iter_num == c.max_iters
-        if it % c.log_interval == 0 or is_last:
-            # speed since the last line, including waits for data but not evaluations and saves; but
-            # the loss of this iteration alone
-            speed = clock.lap_iterations(progress.iter_num, progress.tokens, hw.peak_memory_gib())
-            (total,) = ranks.sum(total_loss.item())
-            loss = total / (len(micro_batches) * ranks.world_size)
+        if it % c.log_interval == 0 or it + 1 == c.max_iters:
+            # the loss of this iteration alone, but the speed since the last line, including waits
+            # for data but not evaluations and saves
+            (loss,) = ranks.sum(total_loss.item() / c.gradient_accumulation_steps)
+            speed = clock.lap_iterations(it + 1, progress.tokens, hw.peak_memory_gib())
             lr = optimizer.param_groups[0]["lr"]
-            log.report_step(it, tokens_before, progress.tokens, loss, lr, step_numbers, speed)
+            log.report_step(it, before, progress, loss, lr, numbers, speed)
             check_skips(skipped, it, log, ranks)
 
+    # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
+    # evaluated. One that was stopped before is only saved, and resumes where it stopped
+    if over and load_averages(optimizer):
+        log.report_averages(it)
+        progress.val_loss = None  # other weights had it
+    is_complete = bool(over) and (progress.val_loss is not None or evaluate())
+    save(last=True, complete=is_complete)
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    code = exit_code(stop, batches, signals)
-    log.finish(stop, progress)
+    log.finish(over if is_complete else signals.name or "data", is_complete, progress)
     folder.close()
-    return code
+    return 0 if is_complete else stopped_code(batches, signals)
 
 
 # -----------------------------------------------------------------------------
@@ -273,6 +258,13 @@ def train_step(
     return total_loss, dict(grad_norm=grad_norm)
 
 
+def count_skips(skipped: Tensor, grad_norm: Tensor) -> None:
+    """Count an update with this gradient norm in `skipped`, without waiting for the device."""
+    is_skipped = ~grad_norm.isfinite()
+    skipped += is_skipped
+    skipped[1] *= is_skipped
+
+
 def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
     """
     Warn of the updates skipped since the last line. MAX_SKIPS in a row end the run. `skipped` holds
@@ -292,52 +284,32 @@ def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
 # What the loop asks before each iteration. Asking changes nothing
 
 
-def why_stop(c: Config, share: float, progress: Progress) -> str | None:
-    """Return why the run is complete here, or None. is_done() must know each reason, too."""
-    if progress.iter_num >= c.max_iters:
+def why_over(c: Config, it: int, hours: float) -> str | None:
+    """Return why a run with `it` iterations and so many training hours is over, or None."""
+    if it >= c.max_iters:
         return "max_iters"
-    if share >= 1:  # counting all launches; a last evaluation and save follow
+    if 0 < c.hours <= hours:  # counting all launches; a last evaluation and save follow
         return "hours"
     return None
 
 
-def evaluation_due(c: Config, progress: Progress, stop: str | None) -> bool:
-    """
-    Return whether to evaluate here: every eval_interval iterations, and when the run is complete
-    (`stop`).
-    """
-    if progress.is_evaluated:
-        return False  # the resumed run made this evaluation before it saved
-    return bool(stop) or progress.iter_num % c.eval_interval == 0
+def evaluation_due(c: Config, progress: Progress) -> bool:
+    """Return whether to evaluate here, unless the resumed run has done it before it saved."""
+    return progress.iter_num % c.eval_interval == 0 and progress.val_loss is None
 
 
 def is_best(progress: Progress) -> bool:
-    """Return whether the weights of this iteration have a lower val_loss than any saved before."""
-    return progress.is_evaluated and progress.val_loss < progress.best_val_loss
+    """Return whether the weights have a lower val_loss than any saved before."""
+    return progress.val_loss is not None and progress.val_loss < progress.best_val_loss
 
 
-def save_due(
-    c: Config,
-    since_save: float,
-    progress: Progress,
-    saved: tuple[int, int, bool] | None,
-    stop: str | None,
-) -> bool:
+def save_due(c: Config, it: int, evaluated: bool, since_save: float) -> bool:
     """
-    Return whether to save here: every checkpoint_interval iterations or ten minutes, after an
-    evaluation, and at the end. `saved` is the newest checkpoint's iteration and evaluation, and
-    whether the run was complete.
+    Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
+    ten minutes. The untrained weights are not saved.
     """
-    it = progress.iter_num
-    is_complete = stop in COMPLETE
-    if saved in ((it, progress.evaluated_at, True), (it, progress.evaluated_at, is_complete)):
-        return False
-    if stop:
-        return True
-    if it == 0:
-        return False
-    if progress.is_evaluated:
-        return True
+    if evaluated or it == 0:
+        return it > 0
     if c.checkpoint_interval:
         return it % c.checkpoint_interval == 0
     return since_save >= SAVE_EVERY
@@ -356,12 +328,12 @@ def make_model(c: Config, vocab: int, hw: Hardware, weights: dict | None):
     return model
 
 
-def run_length(it: int, c: Config, share: float) -> float:
+def run_length(it: int, c: Config, hours: float) -> float:
     """
-    Return how many iterations the run has. With hours this is predicted at iteration `it`, from the
-    share of them that has passed, as if the pace stayed the same.
+    Return how many iterations the run has. With the key hours this is predicted at iteration `it`,
+    after so many training hours, as if the pace stayed the same.
     """
-    return min(c.max_iters, it / share) if it and share else c.max_iters
+    return min(c.max_iters, it * c.hours / hours) if c.hours and it and hours else c.max_iters
 
 
 def get_lr(it: int, c: Config, length: float, peak: float, floor: float = 0.0) -> float:
@@ -392,49 +364,35 @@ def get_lr(it: int, c: Config, length: float, peak: float, floor: float = 0.0) -
     return max(floor * peak, lowest + left * (peak - lowest))
 
 
-def set_rates(optimizer, it: int, c: Config, share: float) -> None:
+def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
     """Set each group's learning rate for iteration `it`, and what Muon's other schedules follow."""
-    length = run_length(it, c, share)
+    length = run_length(it, c, hours)
     for group in optimizer.param_groups:
         group["lr"] = get_lr(it, c, length, group["peak_lr"], group["lr_floor"])
         group["done"], group["length"] = it / length, length
 
 
 # -----------------------------------------------------------------------------
-# Why the run stops
+# Stopping
 
 
-class Stopped(Exception):
-    """Raised on all ranks where the run cannot go on; `reason` is a signal's name, or "data"."""
-
-    def __init__(self, reason: str | None):
-        super().__init__(reason)
-        self.reason = reason or "data"  # no signal: a rank cannot read its data
-
-
-def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> None:
+def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
     """
-    Wait until every rank has the next iteration's micro-batches in host memory. Raises Stopped if a
-    signal arrives or a rank cannot read any more data.
+    Wait for the next iteration's micro-batches. Return False on all ranks if one of them has got a
+    signal or cannot read any more.
     """
-    while True:
-        ready = batches.ready(accum)
-        # agree() returns the maxima over all ranks, and sets signals.name if any rank got a signal
-        failed, waiting = signals.agree(batches.error is not None, not ready)
-        # batches that were read before a failure are still used
-        if signals.name or (waiting and failed):
-            raise Stopped(signals.name)
-        if not waiting:
-            return
+    while not (ready := batches.ready(accum)) and not batches.error and not signals.received:
+        pass  # ready() has waited
+    return not signals.must_stop(failed=not ready)
 
 
-def exit_code(stop: str, batches: Batches, signals: StopSignals) -> int:
-    """Return the exit code of a launch that stopped for this reason. Print why data are missing."""
-    if stop == "data":
-        if batches.error:  # of this rank
-            say_error(batches.error)
-        return 1
-    return 128 + signal.Signals[stop] if stop == signals.name else 0
+def stopped_code(batches: Batches, signals: StopSignals) -> int:
+    """Return the exit code of a launch that was stopped. Print why data are missing."""
+    if signals.name:
+        return 128 + signal.Signals[signals.name]
+    if batches.error:  # of this rank
+        say_error(batches.error)
+    return 1
 
 
 # -----------------------------------------------------------------------------
@@ -444,12 +402,12 @@ def exit_code(stop: str, batches: Batches, signals: StopSignals) -> int:
 @torch.no_grad()
 def estimate_loss(
     model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals
-) -> dict[str, float]:
+) -> dict[str, float] | None:
     """
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers. Raises Stopped if a signal arrives or a rank cannot read its data.
+    numbers, or None if a rank gets a signal or cannot read its data.
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
@@ -460,14 +418,14 @@ def estimate_loss(
             micro_batches = batches.read_eval(
                 split, tokens, spread=name == "train", wait=signals.comes_within
             )
-            (failed,) = signals.agree(micro_batches is None)
-            if failed or micro_batches is None:
-                raise Stopped(signals.name)
-            nats, count = ranks.sum(*sum_losses(model, micro_batches, hw, signals))
+            sums = sum_losses(model, micro_batches or [], hw, signals)
+            if signals.must_stop(failed=micro_batches is None):
+                return None
+            nats, count = ranks.sum(*sums)
             losses[f"{name}_loss"] = nats / count
         for name, function in measures.items():
-            if signals.stop_asked():
-                raise Stopped(signals.name)
+            if signals.must_stop():
+                return None
             others[name] = ranks.on_main(measure, function, model, hw)
     finally:
         model.train()
@@ -485,20 +443,20 @@ def measure(function: Callable[[GPT], float], model, hw: Hardware) -> float:
 
 
 def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
-    """Return the summed loss over all targets in nats, and their number. Raises Stopped."""
+    """Return the summed loss over all targets in nats, and their number; less after a signal."""
     counts = []
     # Allocate one tensor before the loop. On a CPU, a small tensor per micro-batch would lie
     # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
     # hardware.py)
     means = torch.empty(len(micro_batches), device=hw.device)
-    for n, (x, y) in enumerate(micro_batches):  # every rank has as many, so all ask the signals
+    for n, (x, y) in enumerate(micro_batches):
+        if signals.received:
+            break
         with hw.autocast():
             means[n] = model(x.to(hw.device), y.to(hw.device))
-        if signals.stop_asked():
-            raise Stopped(signals.name)
         counts.append(int((y != -1).sum()))
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
-    sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
+    sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=False) if n]
     return math.fsum(sums), sum(counts)
 
 
@@ -507,12 +465,10 @@ def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks:
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
     signals = StopSignals(ranks)
     began = time.perf_counter()
-    try:
-        numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
-    except Stopped as stopped:
-        return exit_code(stopped.reason, batches, signals)
-    finally:
-        batches.close()
+    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
+    batches.close()
+    if not numbers:
+        return stopped_code(batches, signals)
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
     return 0
@@ -548,8 +504,9 @@ def print_sample(
 def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
     """End the run if it has diverged, before a save could replace a good checkpoint."""
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
-    if progress.evaluated_at > 0 and not progress.val_loss < MAX_LOSS:
-        signs.append(f"the val loss is {progress.val_loss:.4g}")
+    val_loss = progress.val_loss if progress.iter_num > 0 else None
+    if val_loss is not None and not val_loss < MAX_LOSS:
+        signs.append(f"the val loss is {val_loss:.4g}")
     signs = [sign for of_rank in ranks.gather(signs) for sign in of_rank]
     if signs:
         problem = f"iter {progress.iter_num}: {signs[0]}, so the weights are not saved"
@@ -567,22 +524,21 @@ def state_to_save(c, data: Dataset, model, optimizer, scaler, progress, clock, h
         rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
         progress=asdict(progress),
         ledger=dict(clock.seconds),
-        val_loss=progress.val_loss if progress.is_evaluated else None,
     )
 
 
-def save(state: dict, stop: str | None, folder: RunFolder, ranks, signals, log: Log) -> bool:
+def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, signals, log: Log) -> bool:
     """
-    Save the state, and return whether that worked. If the disk is full or missing, warns. At the
-    end of a run (`stop`), waits until it has room or is back; but after a signal, tries only once
-    and then raises UserError, because the sender wants the device back.
+    Save the state, and return whether that worked. If the disk is full or missing, warns. The last
+    save waits until it has room or is back; but after a signal, it tries only once and then raises
+    UserError, because the sender wants the device back.
     """
     it = state["progress"]["iter_num"]
     while problem := ranks.on_main(folder.save, state):
-        if not stop:
+        if not last:
             log.warn(it, f"{problem}; training goes on until the next save")
             return False
-        if signals.stop_asked():
+        if signals.must_stop():
             ranks.fail(f"{problem}; {RESUME}")
         hint = "trying again every minute; Ctrl-C gives up and frees the device"
         log.warn(it, f"{problem}; {hint}")

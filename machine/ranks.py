@@ -170,7 +170,7 @@ SAME_STOP = 0.5
 class StopSignals:
     """
     Receives the signals that ask a run to stop. The ranks compare what they have received between
-    iterations and before each evaluation batch, so that all of them stop at the same point.
+    iterations and after each evaluated split, so that all of them stop at the same point.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -196,20 +196,15 @@ class StopSignals:
             if now - self.stopped_at > SAME_STOP:
                 os._exit(128 + number)
 
-    def agree(self, *values: float) -> list[float]:
+    def must_stop(self, failed: bool = False) -> bool:
         """
-        Set `name` if any rank has received a signal, and return each value's maximum over all
-        ranks. This is a collective, so every rank must call it.
+        Return whether the run must stop: some rank has received a signal, whose name is then known
+        to all, or has failed. This is a collective, so every rank must call it.
         """
-        number, *most = self.ranks.max(self.received, *values)
-        if number and not self.name:
+        number, any_failed = self.ranks.max(self.received, failed)
+        if number:
             self.name = signal.Signals(int(number)).name
-        return most
-
-    def stop_asked(self) -> bool:
-        """Return whether any rank has received a signal. Every rank must call this."""
-        self.agree()
-        return self.name is not None
+        return bool(number or any_failed)
 
     def comes_within(self, seconds: float) -> bool:
         """Wait for `seconds`, or until this rank receives a signal. Returns whether it has."""

@@ -34,8 +34,8 @@ from common.files import (
 # One file
 
 
-FORMAT = 3  # raise this when checkpoints change; a run of another format is refused
-TEMPORARIES = ("ckpt-*.pt", "best.pt", "metrics.jsonl", "loss.png")  # files that replacing() writes
+FORMAT = 4  # raise this when checkpoints change; a run of another format is refused
+TEMPORARIES = ("ckpt-*.pt", "best.pt", "loss.png")  # files that replacing() writes
 
 
 def save(state: dict, path: Path) -> None:
@@ -146,7 +146,7 @@ def link_best(out_dir: Path, progress: dict) -> None:
     copy where the file system has no hard links. A resume does this again, because a kill may have
     come between the save and this link. Raises OSError.
     """
-    if progress["best_iter"] != progress["iter_num"]:
+    if progress["val_loss"] != progress["best_val_loss"]:
         return
     path, best = checkpoint_path(out_dir, progress["iter_num"]), out_dir / "best.pt"
     if best.exists() and best.samefile(path):
@@ -183,8 +183,9 @@ class RunFolder:
 
     def claim(self, resumed: dict | None) -> None:
         """
-        Lock the folder and create the logs. On a resume, removes the records that the run will
-        write again, so that none appears twice. Raises OSError if the folder cannot be written, and
+        Lock the folder, delete temporary files and create the logs. In a new run, rename an earlier
+        log. On a resume, cut off the records that the run will write again, and rename newer
+        checkpoints, which are damaged. Raises OSError if the folder cannot be written, and
         UserError if another run is using it.
         """
         folder, it = self.path, resumed["progress"]["iter_num"] if resumed else -1
@@ -202,7 +203,7 @@ class RunFolder:
         remove_temporaries(folder, *TEMPORARIES)
         if resumed:
             link_best(folder, resumed["progress"])
-            drop_records(folder / "metrics.jsonl", resumed["progress"])
+            cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
                 set_aside(folder / name)
@@ -256,23 +257,19 @@ class RunFolder:
             self.lock.close()
 
 
-def drop_records(path: Path, progress: dict) -> None:
+def cut_records(path: Path, it: int) -> None:
     """
-    Drop the records from metrics.jsonl that a resumed run will write again, and any lines that are
-    not records, such as half a line left by a kill.
+    Cut metrics.jsonl after the last record of a checkpoint's run. The checkpoint holds the state
+    after `it` iterations; a step record and an event at N come after iteration N, all others before
+    it. This also cuts off half a line left by a kill. Raises OSError.
     """
-    # ckpt-N is saved before iteration N, and after the evaluation at N unless a signal came first
-    it, evaluated_at = progress["iter_num"], progress["evaluated_at"]
-    last = {"step": it - 1, "event": it - 1, "checkpoint": it, "start": it}
-    last |= {"eval": evaluated_at, "sample": evaluated_at}  # "end" records are always dropped
-    if not path.exists():
-        return
-    try:
-        with replacing(path) as file, open(path, "rb") as lines:
-            for line in lines:
-                record = read_record(line)
-                at, kind = record.get("iter"), record.get("kind", "")
-                if isinstance(at, int) and at <= last.get(kind, -1):
-                    file.write(line.rstrip() + b"\n")
-    except OSError as error:  # a full disk
-        warn(f"{path}: {error.strerror}; iterations that are trained again will be in it twice")
+    end = here = 0
+    with open(path, "a+b") as file:
+        file.seek(0)
+        for line in file:
+            here += len(line)
+            record = read_record(line)
+            after = record.get("kind") in ("step", "event")
+            if record.get("iter", it + 1) + after <= it:
+                end = here
+        file.truncate(end)

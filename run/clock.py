@@ -1,8 +1,8 @@
 """
 Accounts for wall-clock time. Does not import torch.
 
-The clock books each second to one category. From these seconds it computes how much of a run with
---hours is done: train.py sets the learning rate and ends the run by that.
+The clock books each second to one category. From these seconds it counts the hours that a run has
+trained: with --hours, train.py sets the learning rate and ends the run by them.
 """
 
 import contextlib
@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-
-from configurator import Config
 
 PAUSES = ("evaluation", "samples", "checkpoints")  # between iterations
 CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
@@ -34,14 +32,13 @@ class Clock:
     the learning rate, and when a run saves and stops.
     """
 
-    def __init__(self, began: float, synchronize: Callable, c: Config, resumed: dict | None, ranks):
+    def __init__(self, began: float, synchronize: Callable, resumed: dict | None, ranks):
         """
         Start the ledger, or continue the one in `resumed`, the checkpoint that a resumed run
         loads. `began` is time.perf_counter() at launch; `synchronize` waits for the device.
         """
         self.ranks = ranks
         self.synchronize = synchronize
-        self.hours = c.hours
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.last_line = (0, 0, 0.0)  # iterations, tokens and seconds of steps at the last log line
         if resumed:
@@ -64,12 +61,11 @@ class Clock:
 
     def read(self) -> tuple[float, float]:
         """
-        Return how much of `hours` has passed, from 0 to 1, and 0 in a run without hours; and the
-        seconds since the last attempt to save, or since the launch. Rank 0's clock must decide for
-        all ranks: if each asked its own, they would soon wait for each other forever.
+        Return training_hours(), and the seconds since the last attempt to save, or since the
+        launch. Rank 0's clock must decide for all ranks: if each asked its own, they would soon
+        wait for each other forever.
         """
-        share = min(1.0, self.training_hours() / self.hours) if self.hours else 0.0
-        return share, time.perf_counter() - self.save_timer_began
+        return self.training_hours(), time.perf_counter() - self.save_timer_began
 
     # -------------------------------------------------------------------------
     # Changes

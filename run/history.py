@@ -55,7 +55,7 @@ class Run:
         self.name = name
         self.end: dict = {}
         starts = []
-        evaluations = []
+        evaluations = {}  # by iteration; a complete run may evaluate its last one twice
         rows = {kind: array("d") for kind in COLUMNS}  # flat: row after row
         for record in records:
             kind = record.get("kind")
@@ -64,14 +64,14 @@ class Run:
             elif kind == "end":
                 self.end = record
             elif kind == "eval":
-                evaluations.append(record)
+                evaluations[record.get("iter")] = record
             elif kind in COLUMNS:
                 rows[kind].extend([number(record.get(key)) for key in COLUMNS[kind]])
-        pairs = (pair for record in evaluations for pair in record.items())
+        pairs = (pair for record in evaluations.values() for pair in record.items())
         numbers = {key for key, value in pairs if isinstance(value, int | float)}
         self.measures = sorted(numbers - {*COLUMNS["eval"]})
         columns = [*COLUMNS["eval"], *self.measures]
-        for record in evaluations:
+        for record in evaluations.values():
             rows["eval"].extend([number(record.get(key)) for key in columns])
         self.step = to_columns(rows["step"], COLUMNS["step"])
         self.eval = to_columns(rows["eval"], columns)

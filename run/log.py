@@ -72,16 +72,14 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, weights: dict | None, resumed: dict | None) -> None:
+    def begin(self, pretrained: dict | None, resumed: dict | None) -> None:
         """Start the tracker, and describe the run and the weights or checkpoint it begins with."""
         c = self.config
-        # keep the evaluation at the resumed iteration; the run repeats everything after it
-        purge_from = self.first_iter + 1 if self.first_iter else 0
-        self.ranks.on_main(self.tracker.start, c, purge_from)
+        self.ranks.on_main(self.tracker.start, c, self.first_iter)
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
         say(
-            *origin_lines(c, weights, resumed),
+            *origin_lines(c, pretrained, resumed),
             f"command: {launch_command(self.world_size)}",
             f"start: {date()}, {program}, torch {torch.__version__}",
             self.hw.line(),
@@ -125,11 +123,11 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it, tokens, tokens_after, loss, lr, numbers, speed: Speed) -> None:
+    def report_step(self, it, tokens, progress, loss, lr, numbers, speed: Speed) -> None:
         """
-        Print the log line of iteration `it` and write its record. `tokens` and `tokens_after` count
-        the training tokens before and after this iteration. time, tok/s and mfu are means over the
-        iterations since the previous line. `numbers` are train_step's other numbers. To fit 120
+        Print the log line of iteration `it` and write its record. `tokens` counts the training
+        tokens before this iteration, `progress` those after it. time, tok/s and mfu are means over
+        the iterations since the previous line. `numbers` are train_step's other numbers. To fit 120
         columns, the line leaves them out, and the epoch and the hours; the record has them.
         """
         mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
@@ -144,7 +142,7 @@ class Log:
             "step",
             iter=it,
             tokens=tokens,
-            tokens_after=tokens_after,
+            tokens_after=progress.tokens,
             epoch=tokens / self.train_tokens,
             loss=loss,
             lr=lr,
@@ -175,16 +173,16 @@ class Log:
         left = (c.max_iters - it - 1) * pace
         return max(0.0, min(left, 3600 * (c.hours - done))) if c.hours else left
 
-    def report_eval(self, it: int, tokens: int, numbers: dict[str, float]) -> None:
+    def report_eval(self, progress: Progress, numbers: dict[str, float]) -> None:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
-        seconds = self.clock.since_lap()
+        it, seconds = progress.iter_num, self.clock.since_lap()
         if it == self.first_iter:  # leave this evaluation out of the pace by which eta counts
             self.first_hours = self.clock.training_hours()
         say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
             "eval",
             iter=it,
-            tokens=tokens,
+            tokens=progress.tokens,
             hours=self.clock.training_hours(),
             **numbers,
             seconds=seconds,
@@ -228,7 +226,7 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, progress: Progress) -> None:
+    def finish(self, reason: str, complete: bool, progress: Progress) -> None:
         """Print where the time went, why the run ended, its results, and how much the log lacks."""
         # the final evaluation and save may have used more memory than the iterations did
         (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
@@ -240,7 +238,8 @@ class Log:
         say(f"end: {reason} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.training_hours()
-        self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
+        record = dict(iters=it, tokens=tokens, hours=hours, ledger=seconds)
+        self.record("end", reason=reason, complete=complete, **record)
         if missing := self.folder.missing:
             told = " and ".join(f"{n} of {name}" for name, n in missing.items())
             warn(f"the disk did not take all lines of this launch; missing are {told}")
@@ -255,7 +254,7 @@ class Log:
         the last weights, or n/a if they were not evaluated. mfu, tokens_per_sec and mem_gib
         describe this launch; the other values describe the whole run.
         """
-        val_loss = progress.val_loss if progress.is_evaluated else math.inf
+        val_loss = math.inf if progress.val_loss is None else progress.val_loss
         rate, mfu = self.launch_speed(tokens)
         values = dict(
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
@@ -294,11 +293,11 @@ def launch_command(world_size: int) -> str:
     return f"torchrun ... {command_line(*sys.argv)}"
 
 
-def origin_lines(c: Config, weights: dict | None, resumed: dict | None) -> list[str]:
+def origin_lines(c: Config, pretrained: dict | None, resumed: dict | None) -> list[str]:
     """Say from which checkpoint or weights a run begins. With init_from=scratch, says nothing."""
     if not resumed:
         began = [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
-        return [*began, f"weights: {weights['source']}"] if weights else began
+        return [*began, f"weights: {pretrained['source']}"] if pretrained else began
     begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
     it = resumed["progress"]["iter_num"]
     lines = [f"resume: {resumed['source']}, iteration {it:,}{begun}"]

@@ -158,11 +158,11 @@ def describe_source(state: dict, path: Path) -> str:
     val loss 1.4851.
     """
     words = str(path)
-    iter_num = state.get("progress", state).get("iter_num")
+    progress = state.get("progress", state)  # nanoGPT's has no such part
+    iter_num, val_loss = progress.get("iter_num"), progress.get("val_loss")
     if iter_num is not None:
         whose = "" if "progress" in state else " of nanoGPT"
         words += f"{whose}, iteration {iter_num:,}"
-    val_loss = state.get("val_loss")
     if val_loss is not None:
         words += f", val loss {val_loss:.4f}"
     return words

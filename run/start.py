@@ -43,41 +43,42 @@ class Progress:
     iter_num: int = 0  # iterations done, including those whose update was skipped
     tokens: int = 0  # tokens trained on
     sequences: int = 0  # sequences read, which is the position in the data order
-    evaluated_at: int = -1  # iteration of the last evaluation
-    val_loss: float = math.inf  # validation loss of the last evaluation
-    best_val_loss: float = math.inf  # lowest val_loss among iteration 0 and the saved checkpoints
-    best_iter: int = -1  # iteration of best_val_loss; at 0 (untrained) there is usually no best.pt
+    val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
+    best_val_loss: float = math.inf  # lowest val_loss at iteration 0 and among the checkpoints
 
-    @property
-    def is_evaluated(self) -> bool:
-        """Return whether val_loss was measured with the current weights."""
-        return self.evaluated_at == self.iter_num
+    def advance(self, tokens: int, sequences: int) -> None:
+        """Count an iteration that trained on so many tokens, up to this number of sequences."""
+        self.iter_num += 1
+        self.tokens += tokens
+        self.sequences = sequences
+        self.val_loss = None
 
     def evaluate(self, val_loss: float) -> None:
         """Record an evaluation of the current weights."""
-        self.val_loss, self.evaluated_at = val_loss, self.iter_num
-        if self.iter_num == 0 and math.isfinite(val_loss):  # best.pt must beat the untrained model
-            self.best_val_loss, self.best_iter = val_loss, 0
+        self.val_loss = val_loss
+        if self.iter_num == 0:  # best.pt must beat the untrained model
+            self.best_val_loss = min(math.inf, val_loss)  # inf, if val_loss is NaN
 
 
 def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, dict | None]:
     """
-    Read the command. Returns the configuration, the weights to begin with and the checkpoint to
-    resume. The configuration is final, except for the micro-batch of a run with tokens_per_iter,
-    which fit_batch() chooses. The weights are what load_pretrained() returns, or the checkpoint
-    itself; None means random weights. Raises UserError, with a line for each problem.
+    Read the command. Returns the configuration, the foreign weights to begin with and the
+    checkpoint to resume, of which one is None, or both. The configuration is final, except for the
+    micro-batch of a run with tokens_per_iter, which fit_batch() chooses. Raises UserError, with a
+    line for each problem.
     """
     c = read_config(argv)
     resumed = find_checkpoint(c)
-    weights, before = resumed, None
+    pretrained = before = None
     problems: list[str] = []
     if resumed:
         before = config_before(resumed)
         c, problems = config_of_resume(c, before)
+        problems += check_hours(c, before, training_hours(resumed["ledger"]))
     elif c.init_from not in NOT_WEIGHTS:
         block_size = c.block_size if "block_size" in c.set_keys else None
-        weights = load_pretrained(c.init_from, block_size)
-        c, problems = config_of_weights(c, weights["model_config"])
+        pretrained = load_pretrained(c.init_from, block_size)
+        c, problems = config_of_weights(c, pretrained["model_config"])
     c, impossible = resolve(c, world_size, before)
     problems += impossible
     try:
@@ -89,7 +90,7 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, d
     if c.dtype == "auto":
         dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
         c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
-    return c, weights, resumed
+    return c, pretrained, resumed
 
 
 # -----------------------------------------------------------------------------
@@ -127,21 +128,6 @@ def find_checkpoint(c: Config) -> dict | None:
     return None
 
 
-def is_done(c: Config, resumed: dict) -> bool:
-    """
-    Return whether this launch resumes a complete run and adds no time or iterations to it. Raises
-    UserError if it allows fewer hours than the run has trained for, because the learning rate would
-    stay where it is.
-    """
-    hours = training_hours(resumed["ledger"])
-    time_is_up = 0 < c.hours <= hours
-    if time_is_up and c.hours != config_before(resumed).hours:
-        problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
-        hint = f"to end soon with a decayed learning rate, give --hours={hours + 0.5:.1f}"
-        raise UserError(f"hours: {problem}; {hint}")
-    return resumed["complete"] and (time_is_up or resumed["progress"]["iter_num"] >= c.max_iters)
-
-
 # -----------------------------------------------------------------------------
 # What the checkpoint or the weights decide
 
@@ -161,6 +147,18 @@ def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
     if c.dtype == "auto":
         kept |= dict(dtype=before.dtype)
     return replace(c, **kept), problems
+
+
+def check_hours(c: Config, before: Config, hours: float) -> list[str]:
+    """
+    Return the problem if a resume asks for fewer hours than the run has trained for, because the
+    learning rate would stay where it is.
+    """
+    if c.eval_only or c.hours == before.hours or not 0 < c.hours <= hours:
+        return []
+    problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
+    hint = f"to end soon with a decayed learning rate, give --hours={hours + 0.5:.1f}"
+    return [f"hours: {problem}; {hint}"]
 
 
 def config_of_weights(c: Config, sizes: dict) -> tuple[Config, list[str]]:
@@ -200,9 +198,9 @@ def open_data(c: Config, key: str = "dataset") -> Dataset:
     return data
 
 
-def check_data(c: Config, data: Dataset, weights: dict | None, resumed: dict | None) -> None:
+def check_data(c: Config, data: Dataset, pretrained: dict | None, resumed: dict | None) -> None:
     """Raise UserError if the data do not match the checkpoint or the weights."""
-    if weights:
+    if weights := resumed or pretrained:
         check_tokens("dataset", data, weights, c.out_dir if resumed else c.init_from)
     if resumed and resumed["data_fingerprint"] != data.fingerprint:
         trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"

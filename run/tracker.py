@@ -30,11 +30,11 @@ class Tracker:
         self.kind = kind
         self.writer: Any = None
 
-    def start(self, c: Config, purge_from: int) -> None:
+    def start(self, c: Config, it: int) -> None:
         """
-        Start the tracker. On a resume, tensorboard discards the curves in out_dir from iteration
-        `purge_from` (0 for a new run), and wandb continues the run whose id is in
-        out_dir/wandb_id.txt, dropping steps at or below its last one.
+        Start the tracker of a run that begins or resumes at iteration `it`. On a resume,
+        tensorboard discards the curves in out_dir after that, and wandb continues the run whose id
+        is in out_dir/wandb_id.txt, dropping steps at or below its last one.
         """
         with self.warn_on_failure():
             if self.kind == "wandb":
@@ -44,7 +44,7 @@ class Tracker:
                 # dumb terminal it fails instead
                 os.environ["TERM"] = "dumb"
                 id_file = Path(c.out_dir, "wandb_id.txt")
-                run_id = id_file.read_text() if purge_from and id_file.exists() else ""
+                run_id = id_file.read_text() if it and id_file.exists() else ""
                 self.writer = init(
                     id=run_id or None,
                     resume="allow",
@@ -60,7 +60,7 @@ class Tracker:
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.writer = SummaryWriter(c.out_dir, purge_step=purge_from)
+                self.writer = SummaryWriter(c.out_dir, purge_step=it + 1 if it else 0)
 
     @contextlib.contextmanager
     def warn_on_failure(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ NEWEST = {  # how it gets its content, and words of the warning
 def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, tmp_path, capsys):
     """Warn of the newest one, and rename it."""
     good, bad = (checkpoint.checkpoint_path(tmp_path, it) for it in (2, 3))
-    progress = dict(iter_num=2, evaluated_at=0, best_iter=0)
+    progress = dict(iter_num=2, val_loss=None, best_val_loss=5.0)
     checkpoint.save(dict(model=torch.ones(9999), progress=progress), good)
     make(bad, good.read_bytes())
     assert checkpoint.find_newest(tmp_path) == good
@@ -51,16 +51,16 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
 
 def test_a_checkpoint_that_another_run_has_saved_meanwhile_is_not_set_aside(tmp_path):
     folder = RunFolder(tmp_path, keep=2)
-    assert not saved(folder, 1, 5.0, 1)
+    assert not saved(folder, 1, 5.0, 5.0)
     resumed = checkpoint.read(checkpoint.checkpoint_path(tmp_path, 1))
-    assert not saved(folder, 2, 4.0, 2)
+    assert not saved(folder, 2, 4.0, 4.0)
     with pytest.raises(UserError, match="ckpt-00000002.pt: was saved in the meantime"):
         folder.claim(resumed)
     folder.close()
 
 
-def saved(folder: RunFolder, it: int, loss: float, best_iter: int) -> str:
-    progress = dict(iter_num=it, evaluated_at=it, best_iter=best_iter)
+def saved(folder: RunFolder, it: int, loss: float, best: float) -> str:
+    progress = dict(iter_num=it, val_loss=loss, best_val_loss=best)
     return folder.save(dict(model=torch.full((9999,), loss), progress=progress))
 
 
@@ -75,10 +75,11 @@ def test_best_pt_holds_the_best_and_the_newest_are_kept(links, tmp_path, monkeyp
         refused = OSError(errno.EPERM, "Operation not permitted")
         monkeypatch.setattr("os.link", mock.Mock(side_effect=refused))
     folder = RunFolder(tmp_path, keep=2)
-    for it, loss, best_iter in ((1, 5.0, 1), (2, 4.0, 2), (3, 6.0, 2), (4, 7.0, 2)):
-        assert not saved(folder, it, loss, best_iter)
-        assert held(tmp_path / "best.pt") == {1: 5.0, 2: 4.0}[best_iter]
+    for it, loss, best in ((1, 5.0, 5.0), (2, 4.0, 4.0), (3, 6.0, 4.0), (4, 7.0, 4.0)):
+        assert not saved(folder, it, loss, best)
+        assert held(tmp_path / "best.pt") == best
         assert held(checkpoint.checkpoint_path(tmp_path, it)) == loss
+        assert not [*tmp_path.glob("*.tmp")]
     assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [3, 4]
     assert find_weights(str(tmp_path), best=True) == tmp_path / "best.pt"
 
@@ -86,7 +87,7 @@ def test_best_pt_holds_the_best_and_the_newest_are_kept(links, tmp_path, monkeyp
 def test_a_best_pt_that_cannot_be_replaced_leaves_the_checkpoint_whole(tmp_path, monkeypatch):
     """As where another program holds best.pt open on Windows."""
     folder = RunFolder(tmp_path, keep=2)
-    assert not saved(folder, 1, 5.0, 1)
+    assert not saved(folder, 1, 5.0, 5.0)
     replace = os.replace
 
     def refusing(old, new):
@@ -95,20 +96,46 @@ def test_a_best_pt_that_cannot_be_replaced_leaves_the_checkpoint_whole(tmp_path,
         replace(old, new)
 
     monkeypatch.setattr("os.replace", refusing)
-    assert saved(folder, 2, 4.0, 2).startswith("best.pt of iteration 2 is not saved: ")
+    assert saved(folder, 2, 4.0, 4.0).startswith("best.pt of iteration 2 is not saved: ")
     assert [held(checkpoint.checkpoint_path(tmp_path, it)) for it in (1, 2)] == [5.0, 4.0]
     assert not [*tmp_path.glob("*.tmp")]
 
 
 def test_a_resume_makes_best_pt_if_a_kill_came_before_it(tmp_path):
     folder = RunFolder(tmp_path, keep=2)
-    assert not saved(folder, 1, 5.0, 1) and not saved(folder, 2, 4.0, 2)
+    assert not saved(folder, 1, 5.0, 5.0) and not saved(folder, 2, 4.0, 4.0)
     (tmp_path / "best.pt").unlink()
     (tmp_path / "best.pt").hardlink_to(checkpoint.checkpoint_path(tmp_path, 1))
     folder.claim(checkpoint.read(checkpoint.checkpoint_path(tmp_path, 2)))
     folder.close()
     keep_transcript(None)
     assert held(tmp_path / "best.pt") == 4.0
+
+
+KEPT = b"""{"kind": "start", "iter": 0}
+{"kind": "event", "iter": 0}
+{"kind": "step", "iter": 0}
+{"kind": "eval", "iter": 4}
+a line that somebody has written
+{"kind": "event", "iter": 4, "message": "a save that failed"}
+{"kind": "sample", "iter": 4}
+{"kind": "checkpoint", "iter": 4}
+"""
+AGAIN = [
+    b'{"kind": "step", "iter": 4}\n{"kind": "eval", "iter": 5}\n{"kind": "en',
+    b'{"kind": "end", "iters": 4}\n',
+    b'{"kind": "event", "iter": 4, "message": "a skipped update"}\n',
+    b"half a line",
+    b"",
+]
+
+
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_resume_cuts_off_the_records_that_it_will_write_again(again, tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(KEPT + again)
+    checkpoint.cut_records(log, 4)
+    assert log.read_bytes() == KEPT
 
 
 def test_a_full_disk_cuts_no_line_of_the_log(tmp_path, monkeypatch, capsys):
@@ -135,8 +162,8 @@ def test_a_full_disk_cuts_no_line_of_the_log(tmp_path, monkeypatch, capsys):
 
 def test_a_save_that_fails_says_so_and_keeps_what_was_there(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path, keep=2)
-    assert not saved(folder, 1, 5.0, 1)
+    assert not saved(folder, 1, 5.0, 5.0)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("torch.save", full)
-    assert "checkpoint 2 is not saved: No space left" in saved(folder, 2, 4.0, 2)
+    assert "checkpoint 2 is not saved: No space left" in saved(folder, 2, 4.0, 4.0)
     assert held(tmp_path / "best.pt") == held(checkpoint.checkpoint_path(tmp_path, 1)) == 5.0

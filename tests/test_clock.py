@@ -7,41 +7,28 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from configurator import Config
 from machine.ranks import Ranks
 from run.clock import Clock, Speed, clock_time
 
 
-def clock_at(seconds: float, c: Config, monkeypatch, resumed: dict | None = None) -> Clock:
+def clock_at(seconds: float, monkeypatch, resumed: dict | None = None) -> Clock:
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    return Clock(0.0, lambda: None, c, resumed, Ranks())
+    return Clock(0.0, lambda: None, resumed, Ranks())
 
 
-HOUR = Config(hours=1)
-# The keys, the seconds of start-up and compilation, those since then, and the share by hand
-SHARES = {
-    "by iterations": (Config(max_iters=10), 400, 7200, 0.0),
-    "at the first update": (HOUR, 400, 0, 0.0),
-    "on the way": (HOUR, 400, 900, 0.25),
-    "just before the hour": (HOUR, 400, 3599, 3599 / 3600),
-    "after the hour": (HOUR, 400, 3700, 1.0),
-}
-
-
-@pytest.mark.parametrize("name", SHARES)
-def test_computes_the_share_of_the_hours_that_has_passed(name, monkeypatch):
-    c, startup, seconds, share = SHARES[name]
-    clock = clock_at(startup, c, monkeypatch)
+def test_counts_the_hours_since_the_start_up(monkeypatch):
+    clock = clock_at(400, monkeypatch)
     clock.lap("start-up")
-    monkeypatch.setattr(time, "perf_counter", lambda: startup + seconds)
-    before = repr(vars(clock))
-    assert clock.read()[0] == pytest.approx(share, abs=1e-12)
-    assert repr(vars(clock)) == before  # asking changes nothing
+    for seconds in (0, 900, 3700):
+        monkeypatch.setattr(time, "perf_counter", lambda seconds=seconds: 400 + seconds)
+        before = repr(vars(clock))
+        assert clock.read()[0] == pytest.approx(seconds / 3600, abs=1e-12)
+        assert repr(vars(clock)) == before  # asking changes nothing
 
 
 def test_the_save_timer_counts_from_the_launch_and_then_from_the_end_of_a_save(monkeypatch):
-    clock = clock_at(70, HOUR, monkeypatch)
+    clock = clock_at(70, monkeypatch)
     assert clock.read()[1] == 70
     with clock.pause("evaluation"):
         pass
@@ -53,14 +40,14 @@ def test_the_save_timer_counts_from_the_launch_and_then_from_the_end_of_a_save(m
 
 
 def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypatch):
-    clock = clock_at(0, HOUR, monkeypatch)
+    clock = clock_at(0, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
     assert clock.lap("start-up") == 50
     monkeypatch.setattr(time, "perf_counter", lambda: 80.0)
     assert clock.lap("steps") == 30
     resumed = dict(ledger=dict(clock.seconds), progress=dict(iter_num=3, tokens=300))
 
-    later = clock_at(7, HOUR, monkeypatch, resumed)
+    later = clock_at(7, monkeypatch, resumed)
     later.lap("start-up")
     assert later.training_hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
@@ -68,12 +55,10 @@ def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypat
     assert later.training_hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
     assert later.read()[0] == pytest.approx(33 / 3600)
-    monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
-    assert clock_at(17, Config(), monkeypatch, resumed).read()[0] == 0.0
 
 
 def test_a_pause_books_the_seconds_before_it_to_steps(monkeypatch):
-    clock = clock_at(0, HOUR, monkeypatch)
+    clock = clock_at(0, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
     with clock.pause("evaluation"):
         monkeypatch.setattr(time, "perf_counter", lambda: 15.0)
@@ -97,7 +82,7 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     now, waits = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     resumed = dict(ledger=dict(steps=500.0), progress=dict(iter_num=7, tokens=700))
-    clock = Clock(0.0, lambda: waits.append(now[0]), HOUR, resumed, Slower())
+    clock = Clock(0.0, lambda: waits.append(now[0]), resumed, Slower())
     now[0] = 30.0
     speed = clock.lap_iterations(10, 1000, 4.5)
     assert speed == Speed(20.0, 300 / 60, 4.5)

@@ -56,7 +56,9 @@ def make_records(
             line = dict(kind="step", hours=hours, loss=4 + (-1) ** it, lr=0.1)
             speed = dict(step_ms=step_ms, tokens_per_sec=size / step_ms * 1000)
             records.append(line | at | speed | dict(tokens_after=(it + 1) * size))
-    end = dict(kind="end", reason="max_iters", iters=last, tokens=last * size, hours=hours)
+    end = dict(
+        kind="end", reason="max_iters", complete=True, iters=last, tokens=last * size, hours=hours
+    )
     return [*records, end]
 
 

@@ -22,10 +22,8 @@ from train import (
     is_best,
     run_length,
     save_due,
-    why_stop,
+    why_over,
 )
-
-STOPS = ("max_iters", "hours", "data", "SIGTERM")
 
 # -----------------------------------------------------------------------------
 # Each question by itself
@@ -36,75 +34,65 @@ def asked(question, *arguments):
     before = repr(arguments)
     answer = question(*arguments)
     assert question(*arguments) == answer and repr(arguments) == before
-    assert question == why_stop or isinstance(answer, bool)
+    assert question == why_over or isinstance(answer, bool)
     return answer
 
 
-def test_a_run_stops_and_names_the_first_reason_that_applies():
-    def stop(share=0.5, it=7, **keys):
-        return asked(why_stop, Config(**keys), share, Progress(iter_num=it))
+def test_a_run_is_over_for_the_first_reason_that_applies():
+    def over(hours=0.5, it=7, **keys):
+        return asked(why_over, Config(**keys), it, hours)
 
-    assert stop(max_iters=8) is None
-    assert stop(max_iters=7) == "max_iters"
-    assert stop(max_iters=6) == "max_iters"  # a resume with a smaller max_iters
-    assert stop(hours=1) is None
-    assert stop(share=1.0, hours=1) == "hours"
-    assert stop(share=1.0, hours=1, max_iters=7) == "max_iters"
+    assert over(max_iters=8) is None
+    assert over(max_iters=7) == "max_iters"
+    assert over(max_iters=6) == "max_iters"  # a resume with a smaller max_iters
+    assert asked(why_over, Config(hours=1.0), 7, 0.99) is None
+    assert asked(why_over, Config(hours=1.0), 7, 1.0) == "hours"
+    assert asked(why_over, Config(hours=1.0, max_iters=7), 7, 1.0) == "max_iters"
 
 
-def test_a_run_evaluates_at_every_interval_and_when_it_is_complete():
-    def due(it, stop=None, evaluated_at=5):
-        progress = Progress(iter_num=it, evaluated_at=evaluated_at)
-        return asked(evaluation_due, Config(eval_interval=10), progress, stop)
+def test_a_run_evaluates_at_every_interval_unless_the_weights_are_evaluated():
+    def due(it, val_loss=None):
+        progress = Progress(iter_num=it, val_loss=val_loss)
+        return asked(evaluation_due, Config(eval_interval=10), progress)
 
     assert [it for it in range(41) if due(it)] == [0, 10, 20, 30, 40]
-    assert not due(20, evaluated_at=20)
-    assert due(23, stop="max_iters") and due(23, stop="hours")
-    assert not due(23, stop="max_iters", evaluated_at=23)
+    assert not due(20, val_loss=3.0)
 
 
 def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far():
-    def best(val_loss, best_val_loss, it=20, evaluated_at=20, best_iter=10):
-        values = dict(val_loss=val_loss, best_val_loss=best_val_loss, best_iter=best_iter)
-        return asked(is_best, Progress(iter_num=it, evaluated_at=evaluated_at, **values))
+    def best(val_loss, best_val_loss):
+        return asked(is_best, Progress(val_loss=val_loss, best_val_loss=best_val_loss))
 
     assert best(2.9, 3.0)
     assert not best(3.1, 3.0)
     assert not best(3.0, 3.0)  # the earlier weights stay the best
-    assert not best(2.9, 3.0, evaluated_at=19)
+    assert not best(None, 3.0)
     assert not best(math.nan, 3.0) and not best(math.inf, math.inf)
     assert best(2.9, math.inf)  # no earlier loss counts
-    assert not best(4.0, 4.0, it=0, evaluated_at=0, best_iter=0)  # nothing to beat yet
 
 
-def test_a_run_saves_at_intervals_after_an_evaluation_and_at_its_end():
-    def due(it=20, since_save=10.0, stop=None, newest=(10, 10, False), keys=(), **progress):
-        values = dict(evaluated_at=10, val_loss=3.0, best_val_loss=2.0, best_iter=5) | progress
-        c = Config(**dict(checkpoint_interval=15) | dict(keys))
-        return asked(save_due, c, since_save, Progress(iter_num=it, **values), newest, stop)
+def test_progress_forgets_a_loss_with_the_next_update_and_counts_the_untrained_one_as_beaten():
+    progress = Progress()
+    progress.evaluate(5.6)
+    assert (progress.val_loss, progress.best_val_loss) == (5.6, 5.6)
+    progress.advance(tokens=128, sequences=8)
+    assert progress == Progress(1, 128, 8, None, 5.6)
+    progress.evaluate(5.0)
+    assert progress.best_val_loss == 5.6  # until the weights are saved
+    untrained = Progress()
+    untrained.evaluate(math.nan)
+    assert untrained.best_val_loss == math.inf
 
-    by_time = dict(checkpoint_interval=0)
+
+def test_a_run_saves_at_intervals_and_after_an_evaluation():
+    def due(it=20, since_save=10.0, evaluated=False, interval=15):
+        return asked(save_due, Config(checkpoint_interval=interval), it, evaluated, since_save)
 
     assert [it for it in range(46) if due(it)] == [15, 30, 45]
-    assert not due(0)  # the untrained model
-    assert (
-        not due(15, newest=(15, 10, False))
-        and due(15, newest=(15, 5, False))
-        and due(15, newest=(14, 10, False))
-    )
-    assert due(15, newest=None)
-    assert not due(since_save=599, keys=by_time) and due(since_save=600, keys=by_time)
+    assert not due(0) and not due(0, evaluated=True)  # the untrained model
+    assert due(evaluated=True)
+    assert not due(since_save=599, interval=0) and due(since_save=600, interval=0)
     assert not due(since_save=600)  # an interval in iterations takes the place of the ten minutes
-
-    assert due(evaluated_at=20)
-    assert not due(evaluated_at=19, val_loss=1.0)
-    assert not due(0, evaluated_at=0, best_iter=0)
-
-    for stop in STOPS:
-        assert due(stop=stop) and due(0, stop=stop)
-        is_complete = stop in ("max_iters", "hours")
-        assert not due(stop=stop, newest=(20, 10, is_complete))  # it is on the disk already
-        assert due(stop=stop, newest=(20, 10, False)) == is_complete
 
 
 # linear warmup over three iterations to 1e-2; from iteration 11 on 1e-3
@@ -184,9 +172,9 @@ def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
 def test_the_length_of_a_run_with_hours_follows_its_pace():
     timed = Config(hours=8.0, max_iters=10_000)
     assert run_length(0, Config(max_iters=300), 0.0) == 300
-    assert run_length(50, timed, 0.1) == 500
+    assert run_length(50, timed, 0.8) == 500
     assert run_length(0, timed, 0.0) == 10_000  # before the first update nobody knows
-    assert run_length(50, replace(timed, max_iters=200), 0.1) == 200
+    assert run_length(50, replace(timed, max_iters=200), 0.8) == 200
 
 
 # -----------------------------------------------------------------------------
@@ -245,22 +233,16 @@ class Night(InProcessRun):
 @pytest.mark.parametrize("seed", slow_but(0, 1, 3, 7, of=range(100)))
 def test_a_run_ends_near_its_hours_and_keeps_the_best_weights_whatever_happens(seed, tiny):
     """
-    Evaluate and save the last iteration, repeat no evaluation and no save, keep the best weights,
-    and end with the iteration, evaluation or save that is under way after the hours.
+    Evaluate and save the last iteration, repeat no evaluation, keep the best weights, and end with
+    the iteration, evaluation or save that is under way after the hours.
     """
     night, run = Night(seed), Run(tiny["out_dir"])
     keys = tiny | night.keys()
     night.run(**keys)
     end, evaluated = run.end, run.evals("iter")
     assert evaluated[-1] == run.saved[-1] == end["iters"] and len({*evaluated}) == len(evaluated)
-    at, saves = None, []
-    for record in run.records():
-        at = record["iter"] if record["kind"] == "eval" else at
-        saves += [(record["iter"], at)] if record["kind"] == "checkpoint" else []
-    assert len({*saves}) == len(saves)
-
     progress = [run.state(it)["progress"] for it in run.saved]
-    lowest = min(p["val_loss"] for p in progress if p["evaluated_at"] == p["iter_num"])
+    lowest = min(p["val_loss"] for p in progress if p["val_loss"] is not None)
     # best.pt must beat the untrained model, unless that is all the run has
     is_better = lowest < run.evals("val_loss")[0] + 1e-7
     assert (run.out_dir / "best.pt").exists() == is_better

@@ -22,7 +22,7 @@ FIELDS = dict(
     checkpoint="bytes iter path seconds",
     sample="iter text",
     event="iter message",
-    end="hours iters ledger reason tokens",
+    end="complete hours iters ledger reason tokens",
 )
 
 
