@@ -92,8 +92,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if c.eval_only:
         origin = origin_lines(c, pretrained, resumed)
         say(*origin, hw.line(), describe(model, data.vocab), data.line())
-        if not weights:
-            say(f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained")
         return evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
@@ -135,7 +133,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             if numbers:
                 progress.evaluate(numbers["val_loss"])
                 log.report_eval(progress, numbers)
-        if numbers and tokenizer and progress.iter_num > 0 and progress.val_loss < MAX_LOSS:
+        if numbers and tokenizer and progress.iter_num > 0 and numbers["val_loss"] < MAX_LOSS:
             with clock.pause("samples"):
                 print_sample(model, tokenizer, data, progress, c, hw, log)
         return numbers is not None
@@ -146,7 +144,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             end_if_diverged(model, progress, ranks)
             saved = progress
             if is_best(progress):  # best.pt too, and the best so far if this save works
-                saved = replace(progress, best_val_loss=progress.val_loss)
+                saved = replace(progress, best_val_loss=progress.val_loss)  # type: ignore[arg-type]
             state = state_to_save(c, data, model, optimizer, scaler, saved, clock, hw, ranks)
             state["complete"] = complete
             if save_or_warn(state, last, folder, ranks, signals, log):
@@ -172,7 +170,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
         count_skips(skipped, numbers["grad_norm"])
-        before = progress.tokens
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens, batches.consumed)
 
@@ -181,10 +178,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line, including waits
             # for data but not evaluations and saves
-            (loss,) = ranks.sum(total_loss.item() / c.gradient_accumulation_steps)
+            (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
             speed = clock.lap_iterations(it + 1, progress.tokens, hw.peak_memory_gib())
             lr = optimizer.param_groups[0]["lr"]
-            log.report_step(it, before, progress, loss, lr, numbers, speed)
+            log.report_step(it, progress.tokens - tokens, progress.tokens, loss, lr, numbers, speed)
             check_skips(skipped, it, log, ranks)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
@@ -192,11 +189,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if over and load_averages(optimizer):
         log.report_averages(it)
         progress.val_loss = None  # other weights had it
-    is_complete = bool(over) and (progress.val_loss is not None or evaluate())
+    is_complete = over != "" and (progress.val_loss is not None or evaluate())
     save(last=True, complete=is_complete)
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(over if is_complete else signals.name or "data", is_complete, progress)
+    log.finish(over if is_complete else (signals.name or "data"), is_complete, progress)
     folder.close()
     return 0 if is_complete else stopped_code(batches, signals)
 
@@ -284,13 +281,13 @@ def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
 # What the loop asks before each iteration. Asking changes nothing
 
 
-def why_over(c: Config, it: int, hours: float) -> str | None:
-    """Return why a run with `it` iterations and so many training hours is over, or None."""
+def why_over(c: Config, it: int, hours: float) -> str:
+    """Return why a run with `it` iterations and so many training hours is over, or ""."""
     if it >= c.max_iters:
         return "max_iters"
     if 0 < c.hours <= hours:  # counting all launches; a last evaluation and save follow
         return "hours"
-    return None
+    return ""
 
 
 def evaluation_due(c: Config, progress: Progress) -> bool:

@@ -75,7 +75,7 @@ class Log:
     def begin(self, pretrained: dict | None, resumed: dict | None) -> None:
         """Start the tracker, and describe the run and the weights or checkpoint it begins with."""
         c = self.config
-        self.ranks.on_main(self.tracker.start, c, self.first_iter)
+        self.tracker.start(c, self.first_iter)
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
         say(
@@ -123,11 +123,11 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it, tokens, progress, loss, lr, numbers, speed: Speed) -> None:
+    def report_step(self, it, tokens, tokens_after, loss, lr, numbers, speed: Speed) -> None:
         """
-        Print the log line of iteration `it` and write its record. `tokens` counts the training
-        tokens before this iteration, `progress` those after it. time, tok/s and mfu are means over
-        the iterations since the previous line. `numbers` are train_step's other numbers. To fit 120
+        Print the log line of iteration `it` and write its record. `tokens` and `tokens_after` count
+        the training tokens before and after this iteration. time, tok/s and mfu are means over the
+        iterations since the previous line. `numbers` are train_step's other numbers. To fit 120
         columns, the line leaves them out, and the epoch and the hours; the record has them.
         """
         mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
@@ -142,7 +142,7 @@ class Log:
             "step",
             iter=it,
             tokens=tokens,
-            tokens_after=progress.tokens,
+            tokens_after=tokens_after,
             epoch=tokens / self.train_tokens,
             loss=loss,
             lr=lr,
@@ -244,7 +244,7 @@ class Log:
             told = " and ".join(f"{n} of {name}" for name, n in missing.items())
             warn(f"the disk did not take all lines of this launch; missing are {told}")
         self.tracker.close()
-        if not reason.startswith("SIG"):  # after a signal, exit without waiting for loss.png
+        if complete:  # after a signal, exit without waiting for loss.png
             self.draw()
         keep_transcript(None)
 
@@ -295,9 +295,12 @@ def launch_command(world_size: int) -> str:
 
 def origin_lines(c: Config, pretrained: dict | None, resumed: dict | None) -> list[str]:
     """Say from which checkpoint or weights a run begins. With init_from=scratch, says nothing."""
+    if pretrained:
+        return [f"weights: {pretrained['source']}"]
     if not resumed:
-        began = [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
-        return [*began, f"weights: {pretrained['source']}"] if pretrained else began
+        if c.eval_only:
+            return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
+        return [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
     begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
     it = resumed["progress"]["iter_num"]
     lines = [f"resume: {resumed['source']}, iteration {it:,}{begun}"]
