@@ -66,7 +66,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     asked, pretrained, resumed = ranks.each(choose_run, argv, ranks.world_size)
     progress = Progress(**resumed["progress"]) if resumed else Progress()
     check_alike(ranks, command=asked, checkpoint=progress.iter_num)
-    if resumed and resumed["complete"] and not asked.eval_only:
+    if resumed and progress.complete and not asked.eval_only:
         if why_over(asked, progress.iter_num, training_hours(resumed["ledger"])):
             ranks.on_main(checkpoint.link_best, Path(asked.out_dir), resumed["progress"])
             done = f"all {progress.iter_num:,} iterations are done"
@@ -138,7 +138,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
                 print_sample(model, tokenizer, data, progress, c, hw, log)
         return numbers is not None
 
-    def save(last: bool = False, complete: bool = False) -> None:
+    def save(last: bool = False) -> None:
         """Save a checkpoint, and best.pt too if the weights are the best so far."""
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress, ranks)
@@ -146,7 +146,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             if is_best(progress):  # best.pt too, and the best so far if this save works
                 saved = replace(progress, best_val_loss=progress.val_loss)  # type: ignore[arg-type]
             state = state_to_save(c, data, model, optimizer, scaler, saved, clock, hw, ranks)
-            state["complete"] = complete
             if save_or_warn(state, last, folder, ranks, signals, log):
                 progress.best_val_loss = saved.best_val_loss
 
@@ -189,13 +188,13 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if over and load_averages(optimizer):
         log.report_averages(it)
         progress.val_loss = None  # other weights had it
-    is_complete = over != "" and (progress.val_loss is not None or evaluate())
-    save(last=True, complete=is_complete)
+    progress.complete = over != "" and (progress.val_loss is not None or evaluate())
+    save(last=True)
     batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(over if is_complete else (signals.name or "data"), is_complete, progress)
+    log.finish(over if progress.complete else (signals.name or "data"), progress)
     folder.close()
-    return 0 if is_complete else stopped_code(batches, signals)
+    return 0 if progress.complete else stopped_code(batches, signals)
 
 
 # -----------------------------------------------------------------------------
@@ -499,12 +498,14 @@ def print_sample(
 
 
 def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
-    """End the run if it has diverged, before a save could replace a good checkpoint."""
+    """
+    End the run if it has diverged, before a save could replace a good checkpoint. All ranks have
+    the same weights.
+    """
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     val_loss = progress.val_loss if progress.iter_num > 0 else None
     if val_loss is not None and not val_loss < MAX_LOSS:
         signs.append(f"the val loss is {val_loss:.4g}")
-    signs = [sign for of_rank in ranks.gather(signs) for sign in of_rank]
     if signs:
         problem = f"iter {progress.iter_num}: {signs[0]}, so the weights are not saved"
         ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")

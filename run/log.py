@@ -226,7 +226,7 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, complete: bool, progress: Progress) -> None:
+    def finish(self, reason: str, progress: Progress) -> None:
         """Print where the time went, why the run ended, its results, and how much the log lacks."""
         # the final evaluation and save may have used more memory than the iterations did
         (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
@@ -239,12 +239,12 @@ class Log:
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.training_hours()
         record = dict(iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        self.record("end", reason=reason, complete=complete, **record)
+        self.record("end", reason=reason, complete=progress.complete, **record)
         if missing := self.folder.missing:
             told = " and ".join(f"{n} of {name}" for name, n in missing.items())
             warn(f"the disk did not take all lines of this launch; missing are {told}")
         self.tracker.close()
-        if complete:  # after a signal, exit without waiting for loss.png
+        if progress.complete:  # after a signal, exit without waiting for loss.png
             self.draw()
         keep_transcript(None)
 

@@ -83,7 +83,8 @@ RESUMED = [
 def resumed(words: list[str], processes: int) -> Config:
     """Return the configuration of a command that resumes a run of 12 x 40 sequences."""
     before = replace(Config(), eval_tokens=5000)
-    checkpoint = dict(config=config_values(before), progress={})
+    ledger = dict(steps=0.0, evaluation=0.0, samples=0.0, checkpoints=0.0)
+    checkpoint = dict(config=config_values(before), ledger=ledger)
     with mock.patch.object(start, "find_checkpoint", lambda c: checkpoint):
         c, *_ = start.choose_run(["--device=cpu", *words], processes)
     return fit_batch(c, 50257, CPU, processes, None)

@@ -197,7 +197,7 @@ def test_a_resume_that_ends_where_it_begins_completes_the_run_once(recipe, tiny,
     assert before["progress"]["val_loss"] is not None
     train(**keys | dict(max_iters=4, init_from="auto"))
     after = ran.state(4)
-    assert after["complete"] and same(before["model"], after["model"]) == (recipe == {})
+    assert after["progress"]["complete"] and same(before["model"], after["model"]) == (recipe == {})
     assert after["progress"]["val_loss"] == pytest.approx(ran.evals("val_loss")[-1], rel=1e-8)
     assert "iterations are done" in train(**keys | dict(max_iters=4, init_from="auto")).out
 

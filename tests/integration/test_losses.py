@@ -263,8 +263,8 @@ def test_half_precision_losses_stay_close_to_float32(tokens, tmp_path):
 def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     """
     Switch to it after 4 iterations, at 2^26. Each overflow halves the scale and logs null as
-    grad_norm, and its iteration is saved. The overflows end within 16 iterations, and the loss
-    falls by the end.
+    grad_norm, and its iteration is saved; so is, once more, the one at which the run resumes. The
+    overflows end within 16 iterations, and the loss falls by the end.
     """
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     config = BASE | dict(dataset=tokens, out_dir=tmp_path, eval_interval=100)
@@ -276,7 +276,7 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     halved = norms.count(None)  # norms that were not finite
     assert 3 <= halved <= 16 and norms[4:7] == [None] * 3 and None not in norms[20:]
     assert checkpoint(tmp_path, 28)["scaler"]["scale"] == 2.0 ** (26 - halved)
-    assert column(tmp_path, "checkpoint", "iter") == [4, *range(5, 29)]
+    assert column(tmp_path, "checkpoint", "iter") == [4, *range(4, 29)]
     losses = column(tmp_path, "step", "loss")
     assert losses[-1] < losses[0] - 0.1
 
@@ -442,7 +442,7 @@ def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path)
     for name in ("ckpt-00000006.pt", "metrics.jsonl"):
         shutil.copy(whole / name, resumed)
     program = changed(tmp_path / "program", {"train.py": MEASURES})
-    code, line = (program / "train.py").read_text("utf-8"), "    hw = hardware.set_up("
+    code, line = (program / "train.py").read_text("utf-8"), "    model = make_model("
     code = code.replace(line, f"    add_measures(measures)\n{line}")
     (program / "train.py").write_text(code, "utf-8")
     words = flags(**keys, out_dir=resumed, init_from="resume")
