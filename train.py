@@ -4,7 +4,7 @@ Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 This file is the run. main() decides with run/start.py how it starts, and then loops: evaluate
 and save once in a while, train_step(), log. train_step() runs gradient_accumulation_steps
 micro-batches forward and backward and then updates the weights. Five functions decide for the loop:
-why_over(), evaluation_due(), save_due(), is_best() and get_lr(). GPT-2 is in model.py, the fast
+why_over(), evaluation_due(), save_due(), best_loss() and get_lr(). GPT-2 is in model.py, the fast
 model in model_fast.py, AdamW and Muon in optimizer.py, every key in configurator.py, the tokens in
 data/, what surrounds a run in run/, and the device and the processes in machine/.
 
@@ -68,7 +68,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     check_alike(ranks, command=asked, checkpoint=progress.iter_num)
     if resumed and progress.complete and not asked.eval_only:
         if why_over(asked, progress.iter_num, training_hours(resumed["ledger"])):
-            ranks.on_main(checkpoint.link_best, Path(asked.out_dir), resumed["progress"])
+            ranks.on_main(checkpoint.link_best, Path(asked.out_dir), asdict(progress))
             done = f"all {progress.iter_num:,} iterations are done"
             say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
             return 0
@@ -142,9 +142,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         """Save a checkpoint, and best.pt too if the weights are the best so far."""
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress, ranks)
-            saved = progress
-            if is_best(progress):  # best.pt too, and the best so far if this save works
-                saved = replace(progress, best_val_loss=progress.val_loss)  # type: ignore[arg-type]
+            saved = replace(progress, best_val_loss=best_loss(progress))  # if this save works
             state = state_to_save(c, data, model, optimizer, scaler, saved, clock, hw, ranks)
             if save_or_warn(state, last, folder, ranks, signals, log):
                 progress.best_val_loss = saved.best_val_loss
@@ -294,9 +292,9 @@ def evaluation_due(c: Config, progress: Progress) -> bool:
     return progress.iter_num % c.eval_interval == 0 and progress.val_loss is None
 
 
-def is_best(progress: Progress) -> bool:
-    """Return whether the weights have a lower val_loss than any saved before."""
-    return progress.val_loss is not None and progress.val_loss < progress.best_val_loss
+def best_loss(progress: Progress) -> float:
+    """Return the lowest val_loss so far. If it is that of these weights, they become best.pt."""
+    return min(progress.best_val_loss, math.inf if progress.val_loss is None else progress.val_loss)
 
 
 def save_due(c: Config, it: int, evaluated: bool, since_save: float) -> bool:

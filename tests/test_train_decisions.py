@@ -17,9 +17,9 @@ from configurator import Config
 from run.clock import PAUSES
 from run.start import Progress
 from train import (
+    best_loss,
     evaluation_due,
     get_lr,
-    is_best,
     run_length,
     save_due,
     why_over,
@@ -59,16 +59,15 @@ def test_a_run_evaluates_at_every_interval_unless_the_weights_are_evaluated():
     assert not due(20, val_loss=3.0)
 
 
-def test_weights_are_the_best_if_their_own_validation_loss_is_the_lowest_so_far():
+def test_the_best_loss_is_the_lowest_so_far_with_that_of_these_weights():
     def best(val_loss, best_val_loss):
-        return asked(is_best, Progress(val_loss=val_loss, best_val_loss=best_val_loss))
+        progress = Progress(val_loss=val_loss, best_val_loss=best_val_loss)
+        assert best_loss(progress) == best_loss(progress)  # asking changes nothing
+        return best_loss(progress)
 
-    assert best(2.9, 3.0)
-    assert not best(3.1, 3.0)
-    assert not best(3.0, 3.0)  # the earlier weights stay the best
-    assert not best(None, 3.0)
-    assert not best(math.nan, 3.0) and not best(math.inf, math.inf)
-    assert best(2.9, math.inf)  # no earlier loss counts
+    assert best(2.9, 3.0) == 2.9
+    assert best(3.1, 3.0) == best(None, 3.0) == best(math.nan, 3.0) == best(math.inf, 3.0) == 3.0
+    assert best(2.9, math.inf) == 2.9  # no earlier loss counts
 
 
 def test_progress_forgets_a_loss_with_the_next_update_and_counts_the_untrained_one_as_beaten():
