@@ -152,6 +152,13 @@ def test_counts_iterations_by_the_end_record_or_the_last_line_of_a_killed_run():
     assert table.values("hours") == [41, 25]
 
 
+def test_of_two_evaluations_of_one_iteration_the_last_counts():
+    """A complete run evaluates the averages of weights that it may have evaluated before."""
+    losses = [(0, 8.0), (4, 3.0), (4, 2.0)]
+    run = Run("a", [dict(kind="eval", iter=it, val_loss=loss) for it, loss in losses])
+    assert [*run.eval["iter"]] == [0, 4] and [*run.eval["val_loss"]] == [8, 2]
+
+
 STOPPED = [*make_records(curve(20, 300))[:-1], dict(kind="end", reason="SIGTERM", iters=300)]
 
 
