@@ -105,7 +105,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints)
     ranks.on_main(folder.claim, resumed)
     clock = Clock(began, hw.synchronize, resumed, ranks)
-    log = Log(c, clock, hw, data, model, optimizer, progress, folder, ranks)
+    log = Log(c, clock, hw, data, model, progress, folder, ranks)
     log.begin(pretrained, resumed)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence

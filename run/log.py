@@ -46,7 +46,6 @@ class Log:
         hw: Hardware,
         data: Dataset,
         model,
-        optimizer,
         progress: Progress,
         folder: RunFolder,
         ranks: Ranks,
@@ -63,7 +62,7 @@ class Log:
         self.hw = hw
         self.ranks, self.world_size = ranks, ranks.world_size
         self.data = data
-        self.model, self.optimizer = model, optimizer
+        self.model = model
         self.train_tokens = len(data.train)
         self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
         self.folder = folder
