@@ -173,12 +173,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # log every log_interval iterations, and after max_iters. Training waits for the device
         # only here, so it also notices skipped updates here; MAX_SKIPS in a row end the run
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
-            # the loss of this iteration alone, but the speed since the last line, including waits
-            # for data but not evaluations and saves
+            # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
-            speed = clock.lap_iterations(it + 1, progress.tokens, hw.peak_memory_gib())
             lr = optimizer.param_groups[0]["lr"]
-            log.report_step(it, progress.tokens - tokens, progress.tokens, loss, lr, numbers, speed)
+            log.report_step(it, progress.tokens - tokens, progress.tokens, loss, lr, numbers)
             check_skips(skipped, it, log, ranks)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is

@@ -8,20 +8,10 @@ trained: with --hours, train.py sets the learning rate and ends the run by them.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
 
 PAUSES = ("evaluation", "samples", "checkpoints")  # between iterations
 CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
-
-
-@dataclass
-class Speed:
-    """Holds means over the iterations between two log lines."""
-
-    iter_seconds: float  # includes waiting for data
-    tokens_per_sec: float  # across all ranks
-    mem_gib: float  # peak so far, on the rank that uses most; 0: unknown
 
 
 class Clock:
@@ -90,11 +80,12 @@ class Clock:
         finally:  # a signal may end an evaluation
             self.lap(category)
 
-    def lap_iterations(self, it: int, tokens: int, mem_gib: float) -> Speed:
+    def lap_iterations(self, it: int, tokens: int) -> tuple[float, float]:
         """
-        Book a lap of steps, and return the speed since the last call, as seen by the slowest rank.
-        Evaluations and checkpoints do not lower the speed, because they are booked to other
-        categories. Every rank must call this. `mem_gib` is this rank's peak memory.
+        Book a lap of steps, and return the seconds of an iteration, waits for data included, and
+        the tokens per second of all ranks, both as means since the last call and as the slowest
+        rank sees them. Every rank must call this. Evaluations and checkpoints are booked to other
+        categories.
         """
         self.lap("steps")
         line = (it, tokens, self.seconds["steps"])
@@ -102,8 +93,8 @@ class Clock:
             after - before for after, before in zip(line, self.last_line, strict=True)
         )
         self.last_line = line
-        elapsed, mem_gib = self.ranks.max(elapsed, mem_gib)
-        return Speed(elapsed / iterations, trained / elapsed, mem_gib)
+        (elapsed,) = self.ranks.max(elapsed)
+        return elapsed / iterations, trained / elapsed
 
 
 def training_hours(ledger: dict[str, float]) -> float:

@@ -24,7 +24,7 @@ from machine.cost import count_flops, describe
 from machine.hardware import Hardware
 from machine.ranks import Ranks
 from run.checkpoint import RunFolder, checkpoint_path
-from run.clock import Clock, Speed, clock_time, training_hours
+from run.clock import Clock, clock_time, training_hours
 from run.start import Progress
 from run.tracker import Tracker
 
@@ -122,19 +122,22 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it, tokens, tokens_after, loss, lr, numbers, speed: Speed) -> None:
+    def report_step(self, it, tokens, tokens_after, loss, lr, numbers) -> None:
         """
-        Print the log line of iteration `it` and write its record. `tokens` and `tokens_after` count
-        the training tokens before and after this iteration. time, tok/s and mfu are means over the
-        iterations since the previous line. `numbers` are train_step's other numbers. To fit 120
+        Print the log line of iteration `it` and write its record. Every rank must call this.
+        `tokens` and `tokens_after` count the training tokens before and after this iteration. time,
+        tok/s and mfu are means over the iterations since the previous line: they include waits for
+        data, but no evaluations and saves. `numbers` are train_step's other numbers. To fit 120
         columns, the line leaves them out, and the epoch and the hours; the record has them.
         """
-        mfu = self.hw.mfu(self.flops_per_token, speed.tokens_per_sec, self.world_size)
+        seconds, rate = self.clock.lap_iterations(it + 1, tokens_after)
+        (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
+        mfu = self.hw.mfu(self.flops_per_token, rate, self.world_size)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
-        mem_text = f"{speed.mem_gib:.1f}GiB" if speed.mem_gib else "n/a"
+        mem_text = f"{mem_gib:.1f}GiB" if mem_gib else "n/a"
         say(
-            f"iter {it}: loss {loss:.4f}, time {1000 * speed.iter_seconds:.2f}ms, mfu {mfu_text}, "
-            f"tok/s {speed.tokens_per_sec:,.0f}, lr {lr:.2e}, tokens {count(tokens)}, "
+            f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
+            f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {count(tokens)}, "
             f"mem {mem_text}, eta {duration(self.eta(it))}"
         )
         self.record(
@@ -146,10 +149,10 @@ class Log:
             loss=loss,
             lr=lr,
             **{name: float(number) for name, number in numbers.items()},
-            step_ms=1000 * speed.iter_seconds,
-            tokens_per_sec=speed.tokens_per_sec,
+            step_ms=1000 * seconds,
+            tokens_per_sec=rate,
             mfu=mfu,
-            mem_gib=speed.mem_gib or None,
+            mem_gib=mem_gib or None,
             compile_seconds=self.clock.seconds["compile"],
             hours=self.clock.training_hours(),
         )

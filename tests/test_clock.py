@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from machine.ranks import Ranks
-from run.clock import Clock, Speed, clock_time
+from run.clock import Clock, clock_time
 
 
 def clock_at(seconds: float, monkeypatch, resumed: dict | None = None) -> Clock:
@@ -66,12 +66,10 @@ def test_a_pause_books_the_seconds_before_it_to_steps(monkeypatch):
 
 
 class Slower:
-    """
-    Stand in for two ranks. The other rank takes twice as long, and uses half the memory.
-    """
+    """Stand in for two ranks. The other rank takes twice as long."""
 
-    def max(self, elapsed, mem_gib):
-        return [2 * elapsed, max(mem_gib, mem_gib / 2)]
+    def max(self, elapsed):
+        return [2 * elapsed]
 
 
 def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(monkeypatch):
@@ -84,13 +82,11 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     resumed = dict(ledger=dict(steps=500.0), progress=dict(iter_num=7, tokens=700))
     clock = Clock(0.0, lambda: waits.append(now[0]), resumed, Slower())
     now[0] = 30.0
-    speed = clock.lap_iterations(10, 1000, 4.5)
-    assert speed == Speed(20.0, 300 / 60, 4.5)
+    assert clock.lap_iterations(10, 1000) == (20.0, 300 / 60)
     now[0] = 130.0
     clock.lap("evaluation")  # no part of an iteration
     now[0] = 138.0
-    speed = clock.lap_iterations(12, 1200, 4.6)
-    assert speed == Speed(8.0, 200 / 16, 4.6)
+    assert clock.lap_iterations(12, 1200) == (8.0, 200 / 16)
     assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
     assert waits == [30.0, 130.0, 138.0]
 
