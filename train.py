@@ -109,7 +109,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log.begin(pretrained, resumed)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     # A thread of `batches` now reads ahead, beginning with the run's next sequence
-    batches = Batches(data, c, hw.device, progress.sequences, ranks.rank, ranks.world_size)
+    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
     del weights, pretrained, resumed  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
@@ -168,7 +168,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         )
         count_skips(skipped, numbers["grad_norm"])
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
-        progress.advance(tokens, batches.consumed)
+        progress.advance(tokens)
 
         # log every log_interval iterations, and after max_iters. Training waits for the device
         # only here, so it also notices skipped updates here; MAX_SKIPS in a row end the run

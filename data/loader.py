@@ -9,7 +9,7 @@ Feed the model: decide the order of the training windows, and load micro-batches
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-The window order is a pure function of (seed, number of sequences consumed). That number is all a
+The window order is a pure function of (seed, number of tokens trained on). That number is all a
 resumed run needs, and changing the batch size, gradient accumulation or the number of ranks only
 splits the same sequence of windows differently.
 """
@@ -79,9 +79,9 @@ class Batches:
     its evaluation micro-batches. A micro-batch is inputs and targets, each (B, T) int64 on the
     device. A background thread reads ahead.
 
-    With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch.
-    `consumed` counts the sequences that all ranks together have taken; a resumed run passes the
-    count from its checkpoint.
+    With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch. `trained`
+    counts the tokens that all ranks together have taken before; a resumed run passes the count from
+    its checkpoint.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Batches:
         data: Dataset,
         config: Config,
         device: torch.device,
-        consumed: int,
+        trained: int,
         rank: int,
         world_size: int,
     ):
@@ -100,13 +100,12 @@ class Batches:
         self.rank = rank
         self.world_size = world_size
         self.stride = world_size * config.batch_size  # sequences from one micro-batch to our next
-        self.consumed = consumed
         self.waiting: deque[Tensor] = deque()  # micro-batches read but not taken yet
         self.room = READ_AHEAD  # the most micro-batches that may wait
         self.error: Exception | None = None  # why the reader thread or an evaluation failed
         self.closed = False
         self.changed = threading.Condition()
-        first = consumed + rank * config.batch_size
+        first = trained // config.block_size + rank * config.batch_size
         # a daemon thread, so that a hung disk cannot keep the process from exiting
         self.reader = threading.Thread(target=self.read_ahead, args=(first,), daemon=True)
         self.reader.start()
@@ -157,7 +156,6 @@ class Batches:
         """Return the next `count` micro-batches, for which ready() has returned True."""
         with self.changed:
             taken = [self.waiting.popleft() for _ in range(count)]
-            self.consumed += count * self.stride
             self.changed.notify_all()
         return [to_batch(windows, self.device) for windows in taken]
 

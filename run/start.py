@@ -41,17 +41,15 @@ class Progress:
     """Records how far a run has come. The loop updates this, and checkpoints store it."""
 
     iter_num: int = 0  # iterations done, including those whose update was skipped
-    tokens: int = 0  # tokens trained on
-    sequences: int = 0  # sequences read, which is the position in the data order
+    tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
     val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
     best_val_loss: float = math.inf  # lowest val_loss at iteration 0 and among the checkpoints
     complete: bool = False  # whether the run was over, so that these weights are final
 
-    def advance(self, tokens: int, sequences: int) -> None:
-        """Count an iteration that trained on so many tokens, up to this number of sequences."""
+    def advance(self, tokens: int) -> None:
+        """Count an iteration that trained on so many tokens."""
         self.iter_num += 1
         self.tokens += tokens
-        self.sequences = sequences
         self.val_loss, self.complete = None, False
 
     def evaluate(self, val_loss: float) -> None:
