@@ -14,6 +14,7 @@ Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. In the last case the 
 unless it had --eval_only, or the signal came twice or before the training loop began.
 """
 
+import contextlib
 import math
 import signal
 import time
@@ -30,7 +31,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import UserError, explain_errors, run_main, say, say_error
+from common.console import UserError, explain_errors, run_main, say
+from common.files import retrying
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
 from data.shards import Dataset, ShardTokens
@@ -108,7 +110,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     log = Log(c, clock, hw, data, model, progress, folder, ranks)
     log.begin(pretrained, resumed)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
-    # A thread of `batches` now reads ahead, beginning with the run's next sequence
     batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
     del weights, pretrained, resumed  # frees the loaded checkpoint
 
@@ -147,14 +148,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             if save_or_warn(state, last, folder, ranks, signals, log):
                 progress.best_val_loss = saved.best_val_loss
 
-    # The loop ends when the run is over, or when any rank gets a signal or cannot read its data.
-    # An error ends the run here, without another save
+    # The loop ends when the run is over, or when any rank gets a signal. An error, such as missing
+    # data, ends the run here, without another save
     while True:
         it = progress.iter_num
         # training hours so far, and the seconds since the last attempt to save, by rank 0's clock
         hours, since_save = ranks.on_main(clock.read)
         over = why_over(c, it, hours)
-        if over or not wait_for_data(batches, accum, signals):
+        if over or read_data(signals, batches.read, accum) is None:
             break
         evaluated = evaluation_due(c, progress)
         if evaluated and not evaluate():
@@ -166,6 +167,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
+        # read the next iteration's while the device works; if that fails, it is tried again there
+        with contextlib.suppress(OSError, UserError):
+            batches.read(accum)
         count_skips(skipped, numbers["grad_norm"])
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)
@@ -186,11 +190,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         progress.val_loss = None  # other weights had it
     progress.complete = over != "" and (progress.val_loss is not None or evaluate())
     save(last=True)
-    batches.close()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(over if progress.complete else (signals.name or "data"), progress)
+    log.finish(over if progress.complete else signals.name, progress)
     folder.close()
-    return 0 if progress.complete else stopped_code(batches, signals)
+    return 0 if progress.complete else 128 + signal.Signals[signals.name]
 
 
 # -----------------------------------------------------------------------------
@@ -365,30 +368,24 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Stopping
-
-
-def wait_for_data(batches: Batches, accum: int, signals: StopSignals) -> bool:
-    """
-    Wait for the next iteration's micro-batches. Return False on all ranks if one of them has got a
-    signal or cannot read any more.
-    """
-    while not (ready := batches.ready(accum)) and not batches.error and not signals.received:
-        pass  # ready() has waited
-    return not signals.must_stop(failed=not ready)
-
-
-def stopped_code(batches: Batches, signals: StopSignals) -> int:
-    """Return the exit code of a launch that was stopped. Print why data are missing."""
-    if signals.name:
-        return 128 + signal.Signals[signals.name]
-    if batches.error:  # of this rank
-        say_error(batches.error)
-    return 1
-
-
-# -----------------------------------------------------------------------------
 # Evaluating and sampling
+
+
+def read_data(signals: StopSignals, read: Callable[..., list], *arguments) -> list | None:
+    """
+    Return read(*arguments), or None on all ranks if one of them has got a signal. If a disk is
+    away, try again for six minutes; then all ranks exit, and those that lack data print why.
+    """
+    data, error = None, None
+    try:
+        data = retrying(signals.comes_within, read, *arguments)
+    except (UserError, OSError) as raised:
+        error = raised
+    if not signals.must_stop(failed=error is not None):
+        return data
+    if not signals.name:
+        raise error or UserError()
+    return None
 
 
 @torch.no_grad()
@@ -399,7 +396,7 @@ def estimate_loss(
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers, or None if a rank gets a signal or cannot read its data.
+    numbers, or None if a rank gets a signal.
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
@@ -407,11 +404,9 @@ def estimate_loss(
     model.eval()
     try:
         for name, split in splits.items():
-            micro_batches = batches.read_eval(
-                split, tokens, spread=name == "train", wait=signals.comes_within
-            )
+            micro_batches = read_data(signals, batches.read_eval, split, tokens, name == "train")
             sums = sum_losses(model, micro_batches or [], hw, signals)
-            if signals.must_stop(failed=micro_batches is None):
+            if signals.must_stop():
                 return None
             nats, count = ranks.sum(*sums)
             losses[f"{name}_loss"] = nats / count
@@ -458,9 +453,8 @@ def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks:
     signals = StopSignals(ranks)
     began = time.perf_counter()
     numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
-    batches.close()
     if not numbers:
-        return stopped_code(batches, signals)
+        return 128 + signal.Signals[signals.name]
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
     return 0

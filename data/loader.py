@@ -14,22 +14,14 @@ resumed run needs, and changing the batch size, gradient accumulation or the num
 splits the same sequence of windows differently.
 """
 
-import atexit
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.console import UserError
-from common.files import retrying
 from configurator import Config
 from data.shards import Dataset, ShardTokens
-
-READ_AHEAD = 4  # micro-batches to read beyond the next iteration's
-POLL_SECONDS = 0.2  # how often to look for data, or for signals while waiting for data
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
@@ -77,7 +69,7 @@ class Batches:
     """
     Hand out this rank's training micro-batches in order, an iteration's worth at a time, and read
     its evaluation micro-batches. A micro-batch is inputs and targets, each (B, T) int64 on the
-    device. A background thread reads ahead.
+    device.
 
     With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch. `trained`
     counts the tokens that all ranks together have taken before; a resumed run passes the count from
@@ -96,89 +88,34 @@ class Batches:
         self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
         self.device = device
         self.config = config
-        self.batch_size = config.batch_size
         self.rank = rank
         self.world_size = world_size
-        self.stride = world_size * config.batch_size  # sequences from one micro-batch to our next
-        self.waiting: deque[Tensor] = deque()  # micro-batches read but not taken yet
-        self.room = READ_AHEAD  # the most micro-batches that may wait
-        self.error: Exception | None = None  # why the reader thread or an evaluation failed
-        self.closed = False
-        self.changed = threading.Condition()
-        first = trained // config.block_size + rank * config.batch_size
-        # a daemon thread, so that a hung disk cannot keep the process from exiting
-        self.reader = threading.Thread(target=self.read_ahead, args=(first,), daemon=True)
-        self.reader.start()
-        # A thread that is still reading while Python shuts down can abort the process.
-        atexit.register(self.close)
+        # the first sequence of this rank's next micro-batch to read
+        self.next = trained // config.block_size + rank * config.batch_size
+        self.waiting: list[Tensor] = []  # micro-batches read but not taken yet
 
-    def read_ahead(self, first: int) -> None:
-        try:
-            while not self.closed:
-                windows = retrying(self.pause, self.load, first)
-                first += self.stride
-                with self.changed:
-                    self.waiting.append(windows)
-                    self.changed.notify_all()
-                    self.changed.wait_for(lambda: self.closed or len(self.waiting) < self.room)
-        except Exception as error:  # train.py asks for it while it waits for data
-            with self.changed:
-                self.error = error
-                self.changed.notify_all()
-
-    def pause(self, seconds: float) -> bool:
-        """Wait for `seconds`. Returns True at once if this object is closed."""
-        with self.changed:
-            return self.changed.wait_for(lambda: self.closed, seconds)
-
-    def load(self, first: int) -> Tensor:
+    def read(self, count: int) -> list[Tensor]:
         """
-        Load the windows of batch_size sequences, starting at sequence `first`, as (B, T + 1) on the
-        host. Put random augmentation of the text into take(), not here: this runs ahead of training
-        in a thread, so a resumed run would draw different random numbers.
+        Read on until `count` micro-batches, (B, T + 1) each, wait in host memory, and return them.
+        Raises OSError and UserError; the next call continues at the same micro-batch. Put random
+        augmentation of the text into take(), not here: this runs ahead of training, so a resumed
+        run would draw different random numbers.
         """
-        windows = torch.from_numpy(self.windows.read(first, self.batch_size))
-        return windows.pin_memory() if self.device.type == "cuda" else windows
-
-    def ready(self, count: int) -> bool:
-        """
-        Wait up to POLL_SECONDS for the next `count` micro-batches. Returns True once they are in
-        host memory. If it keeps returning False, check `error`: reading may have failed.
-        """
-        with self.changed:
-            if self.room < count + READ_AHEAD:
-                self.room = count + READ_AHEAD
-                self.changed.notify_all()
-            self.changed.wait_for(lambda: len(self.waiting) >= count or self.error, POLL_SECONDS)
-            return len(self.waiting) >= count
+        B = self.config.batch_size
+        while len(self.waiting) < count:
+            windows = torch.from_numpy(self.windows.read(self.next, B))
+            self.waiting.append(windows.pin_memory() if self.device.type == "cuda" else windows)
+            self.next += self.world_size * B
+        return self.waiting
 
     def take(self, count: int) -> list[Batch]:
-        """Return the next `count` micro-batches, for which ready() has returned True."""
-        with self.changed:
-            taken = [self.waiting.popleft() for _ in range(count)]
-            self.changed.notify_all()
+        """Return the next `count` micro-batches, which read() has read."""
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return [to_batch(windows, self.device) for windows in taken]
 
-    def read_eval(
-        self, split: ShardTokens, tokens: int, spread: bool, wait: Callable[[float], bool]
-    ) -> list[Batch] | None:
-        """
-        Read this rank's share of eval_batches() into host memory. Returns None if that fails, with
-        the reason in `error`. wait(seconds) returns True if the run must stop, as for retrying().
-        """
-        arguments = (split, tokens, self.config, spread, self.rank, self.world_size)
-        try:
-            return retrying(wait, lambda: [*eval_batches(*arguments)])
-        except (UserError, OSError) as error:
-            self.error = error
-            return None
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-        self.reader.join(timeout=1)  # do not wait for a hung disk
+    def read_eval(self, split: ShardTokens, tokens: int, spread: bool) -> list[Batch]:
+        """Read this rank's share of eval_batches() into host memory. Raises OSError, UserError."""
+        return [*eval_batches(split, tokens, self.config, spread, self.rank, self.world_size)]
 
 
 def to_batch(windows: Tensor, device: torch.device) -> Batch:

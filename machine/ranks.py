@@ -177,7 +177,7 @@ class StopSignals:
         self.ranks = ranks
         self.received = 0  # number of the first signal, or 0
         self.stopped_at: float | None = None  # when the first of STOP_AT_ONCE came
-        self.name: str | None = None  # the signal that all ranks have agreed on
+        self.name = ""  # the signal that all ranks have agreed on, if one has come
         for name in ASK_TO_STOP:
             number = getattr(signal, name, None)
             # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.

@@ -1,18 +1,14 @@
 """
-Check how tokens reach the model: the order of windows, evaluations, good and bad folders, and disks
-that do not answer.
+Check how tokens reach the model: the order of windows, evaluations, good and bad folders.
 """
 
-import builtins
 import filecmp
 import json
 import math
 import os
 import pickle
 import re
-import signal
 import subprocess
-import threading
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -25,18 +21,7 @@ import torch
 from documents import Hub, serve_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import (
-    ROOT,
-    assert_same_run,
-    finish,
-    flags,
-    refused,
-    run,
-    start,
-    train,
-    wait_for_line,
-    write_tokens,
-)
+from program import ROOT, finish, refused, run, start, wait_for_line, write_tokens
 
 from common.console import UserError
 from configurator import Config, load_config
@@ -44,9 +29,6 @@ from data import prepare_text
 from data.loader import ShuffledWindows, eval_batches, to_batch
 from data.missing import make_or_explain, vocab_where_missing
 from data.shards import ShardTokens, open_dataset, open_shard
-
-TINY = dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
-TINY |= dict(max_iters=8, eval_interval=4, eval_tokens=64, keep_checkpoints=9, dropout=0.1)
 
 
 def shard(tokens, *numbers: int) -> bytes:
@@ -485,57 +467,3 @@ def test_bytes_per_token_are_counted_on_the_validation_split(counted, expected, 
         shard["bytes"] = counted[i]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert open_dataset(str(folder), 64).bytes_per_token == expected
-
-
-# -----------------------------------------------------------------------------
-# Data that does not come
-
-
-def test_a_signal_stops_a_run_that_waits_for_a_disk(tiny, ran, tmp_path):
-    """
-    Save and exit with code 143 without waiting for the reading thread, and lose nothing on the
-    resume.
-    """
-    train(**tiny | dict(out_dir=tmp_path / "unbroken"))
-    real, reads, released = builtins.open, 0, threading.Event()
-
-    def hanging(file, *arguments, **options):
-        nonlocal reads
-        is_reader = threading.current_thread() is not threading.main_thread()
-        if is_reader and Path(file).name.startswith("train_"):
-            reads += 1
-            if reads == 60:  # four windows in a micro-batch, three of these in an iteration
-                signal.raise_signal(signal.SIGTERM)
-                released.wait(60)
-        return real(file, *arguments, **options)
-
-    with mock.patch("builtins.open", hanging):
-        result = run("train.py", *flags(**tiny))
-    assert not released.is_set() and reads == 60
-    released.set()
-    assert result.code == 143
-    assert 0 < ran.end["iters"] < 5 and ran.saved[-1] == ran.end["iters"]
-    train(**tiny, init_from="resume")
-    assert_same_run(tmp_path / "unbroken", ran.out_dir, 8)
-
-
-BUSY = """
-import gc, runpy, torch
-read = torch.from_numpy
-def slow(block):
-    for _ in range(3):
-        torch.randn(1000, 1000) @ torch.randn(1000, 1000)
-    return read(block)
-def fail():
-    raise SystemExit(7)
-torch.from_numpy, gc.freeze = slow, fail  # in the reader, and a little later in the start-up
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
-def test_exits_with_the_right_code_while_the_reader_thread_is_busy(tiny):
-    """
-    Avoid the SIGABRT that comes if Python shuts down while a thread is inside torch's C++, which
-    then calls terminate().
-    """
-    assert finish(start("-c", BUSY, *flags(**tiny), WHOLE_END="1")).code == 7
