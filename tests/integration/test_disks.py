@@ -316,7 +316,7 @@ def invalid(shard: Path) -> None:
 
 HARMS = [
     ("val in an evaluation", cut),
-    ("train in an evaluation", invalid),
+    ("val in an evaluation", invalid),
     ("train", Path.unlink),
     ("train", cut),
     ("train", invalid),
