@@ -93,7 +93,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     model = make_model(c, data.vocab, hw, weights)
     if c.eval_only:
         origin = origin_lines(c, pretrained, resumed)
-        say(*origin, hw.line(), describe(model, data.vocab), data.line())
+        say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
         return evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
@@ -115,7 +115,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
     # ends
-    if hw.compiles:
+    if c.compile:
         clock.lap("start-up")  # book the seconds since the last lap
         compile_checked(model, c, data.vocab, hw, ranks)
         clock.lap("compile")

@@ -38,6 +38,7 @@ def check(config: Config, options: Namespace) -> dict:
     about the machine matter, such as device and dtype. Raises UserError if too little memory is
     free.
     """
+    config = hardware.settle(config)
     hw = hardware.set_up(config)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
     say("largest gradient error, relative to float32 on the CPU:")
@@ -80,9 +81,10 @@ def check_recipes(config: Config, hw: Hardware) -> list[dict]:
             way_hw = hardware.set_up(way)
             model = build_model(replace(sizes, flash=config.flash))
             model.load_state_dict(on_cpu.state_dict())
-            row = dict(name=f"{recipe} {name}", compiled=way_hw.compiles, problem="")
+            row = dict(name=f"{recipe} {name}", compiled=way.compile, problem="")
             try:
-                error, weight = check_code(model.to(hw.device), windows, exact, way_hw)
+                model.to(hw.device)
+                error, weight = check_code(model, windows, exact, way_hw, way.compile)
                 row |= dict(gradient=error, weight=weight)
                 result = f"{error:.1e} ({weight})"
             except WrongCode as problem:
@@ -101,4 +103,4 @@ def ways_to_train(config: Config, hw: Hardware) -> dict[str, Config]:
     ways = {"float32": replace(plain, dtype="float32", tf32=False)}
     has_tf32 = hw.dtype == torch.float32 and hw.device.type == "cuda" and config.tf32
     ways.setdefault("TF32" if has_tf32 else hw.dtype_name, plain)
-    return ways | ({"compiled": config} if hw.compiles else {})
+    return ways | ({"compiled": config} if config.compile else {})

@@ -102,20 +102,22 @@ def eager_float32(model, batch_size: int, vocab: int) -> tuple[Tensor, Results]:
     return windows, (losses, {name: gradient.cpu() for name, gradient in gradients.items()})
 
 
-def check_code(model, windows: Tensor, exact: Results, hw: Hardware) -> tuple[float, str]:
+def check_code(
+    model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True
+) -> tuple[float, str]:
     """
-    Compile the model if `hw` compiles, run it as a run does, and compare its results with the exact
-    ones. Returns the largest error of a gradient, and its weight's name. Raises WrongCode if the
-    code fails, or if a loss or a gradient is off by more than rounding explains.
+    Compile the model unless `compiles` is False, run it as a run does, and compare its results with
+    the exact ones. Returns the largest error of a gradient, and its weight's name. Raises WrongCode
+    if the code fails, or if a loss or a gradient is off by more than rounding explains.
     """
     try:
-        if hw.compiles:
+        if compiles:
             compile_model(model)  # fails if torch.compile does not support this Python
         found = run_code(model, [windows], hw.autocast())
     except Exception as raised:  # compilers, drivers and kernels raise all kinds of errors
         if is_out_of_memory(raised):
             raise
-        raise WrongCode((hw.compiles and missing_package()) or one_line(raised)) from raised
+        raise WrongCode((compiles and missing_package()) or one_line(raised)) from raised
     return compare(found, exact, rounding_of(hw))
 
 

@@ -13,9 +13,10 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -42,19 +43,18 @@ class Hardware:
     peak_tflops: float  # dense, for `dtype`
     peak_source: str  # where peak_tflops comes from: gpus.csv, the key peak_tflops, or measured
     row: dict[str, str] | None = None  # the GPU's row in gpus.csv
-    compiles: bool = False  # whether a run uses torch.compile here; the key only requests it
 
     @property
     def dtype_name(self) -> str:
         """Return the dtype's name without "torch.", such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
-    def line(self) -> str:
+    def line(self, compiled: bool) -> str:
         """Describe the device, its dtype and its peak."""
         is_cpu, memory = self.device.type == "cpu", self.memory_gib()
         parts = [f"CPU ({self.name})" if is_cpu else self.name]
         parts += [f"{memory:.1f}GiB"] if memory else []
-        parts += [self.dtype_name] if self.compiles else [self.dtype_name, "not compiled"]
+        parts += [self.dtype_name] if compiled else [self.dtype_name, "not compiled"]
         peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
         return f"device: {', '.join(parts)}; peak {peak}"
 
@@ -173,13 +173,22 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def settle(config: Config) -> Config:
+    """Return the config with the dtype that auto means here, and with compile=False if need be."""
+    device = choose_device(config, local_rank=0)
+    if config.dtype == "auto":
+        dtype: Any = str(best_dtype(device)).removeprefix("torch.")
+        config = replace(config, dtype=dtype)
+    # torch's compiler for MPS is an early prototype
+    compiles = config.compile and device.type != "mps" and not config.eval_only
+    return replace(config, compile=compiles)
+
+
 def set_up(config: Config, local_rank: int = 0) -> Hardware:
     """Choose the device and dtype, set torch's options for them, and find the peak."""
     device = choose_device(config, local_rank)
-    dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = getattr(torch, settle(config).dtype)
     hw = Hardware(device, dtype, cpu_name(), config.peak_tflops, "peak_tflops")
-    # torch's compiler for MPS is an early prototype
-    hw.compiles = config.compile and device.type != "mps" and not config.eval_only
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if WINDOWS_DRIVER:

@@ -81,7 +81,7 @@ class Log:
             *origin_lines(c, pretrained, resumed),
             f"command: {launch_command(self.world_size)}",
             f"start: {date()}, {program}, torch {torch.__version__}",
-            self.hw.line(),
+            self.hw.line(c.compile),
             describe(self.model, self.data.vocab),
             self.data.line(),
             batch_line(c),

@@ -86,10 +86,7 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, d
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    if c.dtype == "auto":
-        dtype = hardware.best_dtype(hardware.choose_device(c, local_rank=0))
-        c = replace(c, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
-    return c, pretrained, resumed
+    return hardware.settle(c), pretrained, resumed
 
 
 # -----------------------------------------------------------------------------

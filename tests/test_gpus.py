@@ -181,7 +181,7 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     asked = read_config([f"{ROOT}/config/fast124m.py", *argv])
     c, problems = resolve(asked, processes, before)
     device = torch.device("cuda" if gib else "cpu")
-    hw = Hardware(device, torch.bfloat16, "", 1.0, "", compiles=True)
+    hw = Hardware(device, torch.bfloat16, "", 1.0, "")
     c = fit_batch(c, 50257, hw, processes, None)
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)

@@ -75,7 +75,7 @@ def test_progress_forgets_a_loss_with_the_next_update_and_counts_the_untrained_o
     progress.evaluate(5.6)
     assert (progress.val_loss, progress.best_val_loss) == (5.6, 5.6)
     progress.advance(tokens=128)
-    assert progress == Progress(1, 128, 8, None, 5.6)
+    assert progress == Progress(1, 128, None, 5.6)
     progress.evaluate(5.0)
     assert progress.best_val_loss == 5.6  # until the weights are saved
     untrained = Progress()
