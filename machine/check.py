@@ -17,7 +17,7 @@ import torch
 from common.console import UserError, say
 from configurator import Config
 from machine import hardware
-from machine.compiled import WrongCode, check_code, eager_float32
+from machine.compiled import check_code, eager_float32
 from machine.hardware import Hardware
 from model import GPTConfig
 from model_fast import FastConfig, build_model
@@ -81,17 +81,14 @@ def check_recipes(config: Config, hw: Hardware) -> list[dict]:
             way_hw = hardware.set_up(way)
             model = build_model(replace(sizes, flash=config.flash))
             model.load_state_dict(on_cpu.state_dict())
-            row = dict(name=f"{recipe} {name}", compiled=way.compile, problem="")
-            try:
-                model.to(hw.device)
-                error, weight = check_code(model, windows, exact, way_hw, way.compile)
-                row |= dict(gradient=error, weight=weight)
-                result = f"{error:.1e} ({weight})"
-            except WrongCode as problem:
-                row["problem"] = result = str(problem)
+            model.to(hw.device)
+            problem, largest = check_code(model, windows, exact, way_hw, way.compile)
+            row = dict(name=f"{recipe} {name}", compiled=way.compile, problem=problem)
+            row |= {} if problem else dict(gradient=largest[0], weight=largest[1])
+            result = problem or "{:.1e} ({})".format(*largest)
             say(f"  {row['name']}: {result}; {time.perf_counter() - began:.1f} s")
             rows.append(row)
-            if row["problem"] and not row["compiled"]:
+            if problem and not way.compile:
                 return rows
     return rows
 

@@ -39,10 +39,7 @@ LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of t
 SEED = 0  # of the weights and ids that the check uses
 
 Results = tuple[dict[str, float], dict[str, Tensor]]  # losses by mode, gradients by weight
-
-
-class WrongCode(Exception):
-    """Raised if code does not run here, or computes something other than eager float32 does."""
+Largest = tuple[float, str]  # the largest error of a gradient, and its weight's name
 
 
 def compile_model(model, **options) -> None:
@@ -66,11 +63,7 @@ def compile_checked(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) ->
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     states = hw.get_rng_states()
-    problem = ""
-    try:
-        check_code(model, *eager_float32(model, c.batch_size, vocab), hw)
-    except WrongCode as error:
-        problem = str(error)
+    problem, _ = check_code(model, *eager_float32(model, c.batch_size, vocab), hw)
     if problem := next(filter(None, ranks.gather(problem)), ""):
         hint = "python bench.py check says whether --compile=False, which is slower, is right here"
         ranks.fail(f"compile: torch.compile does not work here ({problem}); {hint}")
@@ -104,11 +97,10 @@ def eager_float32(model, batch_size: int, vocab: int) -> tuple[Tensor, Results]:
 
 def check_code(
     model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True
-) -> tuple[float, str]:
+) -> tuple[str, Largest]:
     """
-    Compile the model unless `compiles` is False, run it as a run does, and compare its results with
-    the exact ones. Returns the largest error of a gradient, and its weight's name. Raises WrongCode
-    if the code fails, or if a loss or a gradient is off by more than rounding explains.
+    Compile the model unless `compiles` is False, run it as a run does, and compare() its results
+    with the exact ones. Returns why its code must not be used, or "", and the largest error.
     """
     try:
         if compiles:
@@ -117,7 +109,7 @@ def check_code(
     except Exception as raised:  # compilers, drivers and kernels raise all kinds of errors
         if is_out_of_memory(raised):
             raise
-        raise WrongCode((compiles and missing_package()) or one_line(raised)) from raised
+        return (compiles and missing_package()) or one_line(raised), (0.0, "")
     return compare(found, exact, rounding_of(hw))
 
 
@@ -149,29 +141,29 @@ def run_code(model, blocks: Sequence[Tensor], autocast) -> Results:
     return losses, gradients
 
 
-def compare(found: Results, exact: Results, rounding: float) -> tuple[float, str]:
+def compare(found: Results, exact: Results, rounding: float) -> tuple[str, Largest]:
     """
-    Compare results with exact ones, which may be on another device. Returns the largest error of a
-    gradient, relative to the exact one's norm, and its weight's name. Raises WrongCode if one is
-    off by more than `rounding`, the relative error of one number, explains.
+    Compare results with exact ones, which may be on another device. Returns which gradient or loss
+    is off by more than `rounding`, the relative error of one number, explains, or ""; and the
+    largest error of a gradient, relative to the exact one's norm, with its weight's name.
     """
     (losses, gradients), (exact_losses, exact_gradients) = found, exact
     # A gradient of one number may cancel almost entirely. Relative to its own norm, rounding then
     # reached 500 times bfloat16's, so a gradient far below the median is not judged.
     norms = torch.tensor([gradient.norm() for gradient in exact_gradients.values()])
     least = norms.median().item() / 2 or 1e-30
-    largest = (0.0, "")
+    largest: Largest = (0.0, "")
     for name, gradient in gradients.items():
         reference = exact_gradients[name].to(gradient.device)  # one at a time, to save memory
         size = reference.norm().clamp(min=least)
         error = ((gradient - reference).norm() / size).item()
         if not error <= BOUND * rounding:  # true if it is not a number
-            raise WrongCode(f"the gradient of {name} is off by {error:.2g} of its norm")
+            return f"the gradient of {name} is off by {error:.2g} of its norm", (error, name)
         largest = max(largest, (error, name))
     for mode, loss in losses.items():
         if not abs(loss - exact_losses[mode]) <= rounding * abs(exact_losses[mode]):
-            raise WrongCode(f"the {mode} loss is {loss:.6g} instead of {exact_losses[mode]:.6g}")
-    return largest
+            return f"the {mode} loss is {loss:.6g} instead of {exact_losses[mode]:.6g}", largest
+    return "", largest
 
 
 def rounding_of(hw: Hardware) -> float:
