@@ -109,14 +109,6 @@ class Config:
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
-    def checkpoint_files(self) -> int:
-        """
-        Return the largest number of checkpoints on the disk at one time: the ones that are kept, at
-        least two while a new one is written, plus best.pt.
-        """
-        return max(self.keep_checkpoints, 2) + 1
-
-    @property
     def iter_sequences(self) -> int:
         """Return the sequences per iteration, across all ranks."""
         if self.tokens_per_iter:  # batch_size is a maximum until fit_batch() has chosen

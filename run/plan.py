@@ -194,7 +194,8 @@ def plan(config: Config, options: Namespace) -> dict:
     stored = dataset_tokens or min(tokens, SAMPLE_TOKENS)
     if c.dataset == FAST_DATA and not dataset_tokens:
         stored = SHARD_TOKENS * len(files_to_download(c))
-    shards_gb, files = 2 * stored / 1e9, c.checkpoint_files
+    # the most at one time: those that are kept, at least two during a save, and best.pt
+    shards_gb, files = 2 * stored / 1e9, max(c.keep_checkpoints, 2) + 1
     disk_gb = shards_gb + files * checkpoint_gb
     shards = f"{shards_gb:.3g} GB of shards ({count(stored)} tokens)"
     say(f"disk     {disk_gb:.3g} GB: {shards} and {files} checkpoints of {checkpoint_gb:.2g} GB")
