@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 from common.console import UserError, one_line, say, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Seconds from a failed read to the next attempt. In an evaluation other ranks wait for this one, up
-# to HOST_TIMEOUT in machine/ranks.py
+# Seconds from a failed read to the next attempt. Other ranks wait for this one, up to HOST_TIMEOUT
+# in machine/ranks.py
 READ_PAUSES = (1, 10, 60, 300)
 warn_once = functools.cache(warn)  # a repeated message says nothing new
 
