@@ -335,10 +335,10 @@ def main(argv: list[str]) -> int:
     options, keys = parse_arguments(mode, rest)
     no_config = all(key.startswith("-") for key in keys)
     if no_config and mode not in ("plan", "check"):
-        asked = read_config(keys, other_flags=vars(options))
+        asked = read_config(keys)
         device = hardware.choose_device(asked, local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
-    config = load_config(keys, other_flags=vars(options))
+    config = load_config(keys)
     options.keys = keys
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         hardware.check_device(config)

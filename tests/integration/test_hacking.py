@@ -271,10 +271,8 @@ LOSS, LION, CHOICES = (
 SECOND, MEASURE, NORMS = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
 KEYS = """
 class Config:
-    second: str = ""
+    second: Location = ""
     z_loss: float = 0.0
-
-PATHS = ("out_dir", "init_from", "dataset", "second")
 """
 NORM_LINE = "    grad_norm = torch.nn.utils.get_total_norm(gradients)\n"
 SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
