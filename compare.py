@@ -43,7 +43,7 @@ from run.picture import count4, millions, save_picture
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005
-SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
+SHOWN_ELSEWHERE = {"out_dir", "device", "dtype"}
 
 # -----------------------------------------------------------------------------
 # The table

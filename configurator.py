@@ -66,8 +66,7 @@ class Config:
     # Logging
     log_interval: Whole = 1  # iterations between log lines
     tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
-    wandb_project: str = "owt"  # project name in wandb
-    wandb_run_name: str = "gpt2"  # run name in wandb
+    wandb_project: str = "owt"  # project in wandb; a run's name there is that of its out_dir
     # Data
     dataset: Location = "openwebtext"  # a folder in data/, or a path
     batch_size: Whole = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
@@ -140,6 +139,7 @@ class NanoGPTKeys:
     backend: str = "nccl"  # ignored, because the device determines it
     always_save_checkpoint: bool = True  # ignored: best.pt is kept beside the newest checkpoints
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
+    wandb_run_name: str = "gpt2"  # ignored: in wandb a run has the name of its out_dir
     decay_lr: bool = True  # lr_schedule=cosine; False: a constant rate without warmup
     eval_iters: Whole = 200  # eval_tokens of so many micro-batches
 

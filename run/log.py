@@ -304,7 +304,7 @@ def origin_lines(c: Config, weights: dict | None, resumed: dict | None) -> list[
     lines = [f"resume: {resumed['source']}, iteration {it:,}{begun}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
         before = resumed["config"].get(name, FIELDS[name].default)
-        if value != before and name != "wandb_run_name":
+        if value != before:
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     return lines
 

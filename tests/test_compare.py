@@ -172,7 +172,7 @@ def test_shows_no_mfu_of_a_measured_peak():
 SETTINGS = [  # what another run has; the rows of the table
     (dict(compile=False), ["config/compile"]),
     (dict(dropout=0.1), ["config/dropout"]),  # a run from before this key has the key's default
-    (dict(out_dir="b", wandb_run_name="b"), []),
+    (dict(out_dir="b"), []),
     (dict(doc_mask=True), ["config/doc_mask"]),  # only the change's clone knows this key
     (dict(dataset="more"), ["config/dataset"]),
 ]
@@ -180,7 +180,7 @@ SETTINGS = [  # what another run has; the rows of the table
 
 @pytest.mark.parametrize("changes, differs", SETTINGS)
 def test_shows_a_row_for_each_setting_that_differs(changes, differs):
-    """Ignore out_dir and the run's name; a key that an older run lacks has its default."""
+    """Ignore out_dir; a key that an older run lacks has its default."""
     table = Table(make_run("a", {5: 3.0}), make_run("b", {5: 3.0}, **changes))
     assert table.keys("config/") == differs
 

@@ -113,13 +113,13 @@ def test_wandb_receives_the_numbers_continues_on_a_resume_and_begins_another_for
 @pytest.mark.slow
 def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, ran, tmp_path):
     pytest.importorskip("wandb")
-    keys = dict(wandb_log=True, wandb_project="project", wandb_run_name="named")
-    command = ("train.py", *flags(**tiny | keys, learning_rate=0.0123))
+    keys = dict(wandb_log=True, wandb_project="project", learning_rate=0.0123)
+    command = ("train.py", *flags(**tiny | keys))
     result = finish(start(*command, WANDB_MODE="offline", HOME=str(tmp_path)))
     assert result.code == 0 and not warnings(result.err), result.err
     (file,) = ran.out_dir.glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()  # protobuf records, with values as JSON text
-    texts = {"project", "named", "learning_rate", "0.0123"}
+    texts = {"project", ran.out_dir.name, "learning_rate", "0.0123"}
     for (name, _), value in expected_numbers(ran).items():
         texts |= {name, json.dumps(value)}
     assert not [text for text in texts if text.encode() not in content]
