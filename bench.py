@@ -54,7 +54,7 @@ from data.missing import vocab_where_missing
 from machine import hardware
 from machine.check import check
 from run import plan
-from run.history import Run, percentile, read_run
+from run.curves import Run, percentile, read_run
 
 POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.

@@ -38,8 +38,7 @@ from common.console import (
     warn,
 )
 from configurator import FIELDS, Config
-from run.history import PUBLISHED, Run, has_band, learning_curve, loss_at, open_run, percentile
-from run.picture import count4, millions, save_picture
+from run.curves import Run, count4, loss_at, open_run, percentile, save_picture
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005
@@ -47,13 +46,6 @@ SHOWN_ELSEWHERE = {"out_dir", "device", "dtype"}
 
 # -----------------------------------------------------------------------------
 # The table
-
-whole = "{:,.0f}".format
-decimals = "{:.4f}".format
-
-
-def hours_as_time(hours: float) -> str:
-    return duration(3600 * hours)
 
 
 class Row(NamedTuple):
@@ -63,7 +55,13 @@ class Row(NamedTuple):
     key: str  # name in the JSON
     values: list  # one per run, None if unknown
     format: Callable[..., str] = str
-    is_loss: bool = False  # whether the lowest value wins, if the losses are comparable
+
+
+whole, decimals = "{:,.0f}".format, "{:.4f}".format
+
+
+def hours_as_time(hours: float) -> str:
+    return duration(3600 * hours)
 
 
 def loss_rows(runs: list[Run]) -> list[Row]:
@@ -72,27 +70,28 @@ def loss_rows(runs: list[Run]) -> list[Row]:
     last and the best one, and what else was measured at the last evaluation.
     """
     rows = []
-    for axis, place in (("tokens", "at {:,.0f} tokens"), ("hours", "after {}")):
-        curves = [learning_curve(run, axis) for run in runs]
-        known = [
-            at for x, _ in curves for at in x if all(loss_at(*c, at) is not None for c in curves)
-        ]
-        if len(runs) > 1 and known:
-            at = float(max(known))
-            label = f"val loss {place.format(hours_as_time(at) if axis == 'hours' else at)}"
-            values = [loss_at(*curve, at) for curve in curves]
-            rows.append(Row(label, f"val_loss_at_equal_{axis}", values, decimals, is_loss=True))
-    last = [percentile(run.eval["val_loss"][-1:], 0) for run in runs]
-    best = [percentile(run.eval["val_loss"], 0) for run in runs]
-    bits = [percentile(run.eval["bits_per_byte"], 0) for run in runs]
-    ended = all(map(is_finished, runs))  # otherwise the last losses are of unequal iterations
-    rows.append(Row("last val loss", "last_val_loss", last, decimals, is_loss=ended))
-    rows.append(Row("best val loss", "best_val_loss", best, decimals, is_loss=ended))
+    for axis in ("tokens", "hours") if len(runs) > 1 else ():
+        curves = [run.curve(axis) for run in runs]
+        at_all = [(at, [loss_at(*curve, at) for curve in curves]) for x, _ in curves for at in x]
+        if known := [(at, losses) for at, losses in at_all if None not in losses]:
+            at, losses = max(known)
+            place = f"at {at:,.0f} tokens" if axis == "tokens" else f"after {hours_as_time(at)}"
+            key = f"val_loss_at_equal_{axis}"
+            rows.append(Row(f"val loss {place}", key, losses, decimals))
+
+    def last(name: str) -> list[float | None]:
+        return [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
+
+    def best(name: str) -> list[float | None]:
+        return [percentile(run.eval[name], 0) for run in runs]
+
+    rows.append(Row("last val loss", "last_val_loss", last("val_loss"), decimals))
+    rows.append(Row("best val loss", "best_val_loss", best("val_loss"), decimals))
+    bits = best("bits_per_byte")
     rows.append(Row("best bits per byte", "best_bits_per_byte", bits, decimals))
     for name in dict.fromkeys(name for run in runs for name in run.measures):
-        last = [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
         form = decimals if name.endswith("_loss") else "{:.4g}".format
-        rows.append(Row(f"last {name.replace('_', ' ')}", f"measures/{name}", last, form))
+        rows.append(Row(f"last {name.replace('_', ' ')}", f"measures/{name}", last(name), form))
     return rows
 
 
@@ -103,27 +102,26 @@ def setting_rows(runs: list[Run]) -> list[Row]:
     """
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.config):
-        values = [run.config.get(key) for run in runs]
-        told = [
-            str(run.config.get(key)) for run in runs if key in run.config or not is_published(run)
-        ]
-        if len({*told}) > 1 and key not in SHOWN_ELSEWHERE:
-            rows.append(Row(key, f"config/{key}", values))
+        told = {str(r.config.get(key)) for r in runs if key in r.config or not r.is_published}
+        if len(told) > 1 and key not in SHOWN_ELSEWHERE:
+            rows.append(Row(key, f"config/{key}", [run.config.get(key) for run in runs]))
     return rows + [Row(k, k, [run.start.get(k) for run in runs]) for k in ("device", "dtype")]
 
 
 def speed_rows(runs: list[Run]) -> list[Row]:
-    parameters = [run.start.get("parameters") for run in runs]
-    tokens_per_sec = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
+    def median(name: str) -> list[float | None]:
+        return [percentile(run.step[name], 50) for run in runs]
+
     # a measured peak is lower beside other programs, so its MFU compares with nothing
-    has_peak = [run.start.get("peak_source") != "measured" for run in runs]
-    mfu = [percentile(run.step["mfu"], 50) if has_peak[i] else None for i, run in enumerate(runs)]
+    is_measured = [run.start.get("peak_source") == "measured" for run in runs]
+    mfu = [None if is_measured[i] else value for i, value in enumerate(median("mfu"))]
+    parameters = [run.start.get("parameters") for run in runs]
     return [
-        Row("parameters", "parameters", parameters, millions),
+        Row("parameters", "parameters", parameters, lambda number: f"{number / 1e6:.2f}M"),
         Row("iterations", "iterations", [run.iterations for run in runs], whole),
         Row("tokens", "tokens", [run.tokens for run in runs], count4),
         Row("time", "hours", [run.hours for run in runs], hours_as_time),
-        Row("tok/s", "tokens_per_sec", tokens_per_sec, whole),
+        Row("tok/s", "tokens_per_sec", median("tokens_per_sec"), whole),
         Row("MFU", "mfu", mfu, percent),
     ]
 
@@ -151,7 +149,7 @@ def compare_runs(runs: list[Run]) -> dict:
     for row in rows:
         values = ["n/a" if value is None else row.format(value) for value in row.values]
         cells.append([row.label, *values])
-        if row.is_loss:
+        if row.key.startswith("val_loss_at_equal"):
             verdicts[row.key] = "not comparable" if problem else lowest(row.values, names)
     header, *lines = table_lines(cells)
     print(header)
@@ -160,9 +158,9 @@ def compare_runs(runs: list[Run]) -> dict:
     for run in runs:
         if not is_finished(run):
             print(f"{run.name}: not at its end: still running, stopped, or its log is cut off")
-    for band in filter(has_band, runs):
+    for band in runs:
         for run in runs:
-            if not has_band(run):
+            if band.has_band and not run.has_band:
                 print(judge_by_band(run, band))
     figures = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
     return dict(runs=figures, verdicts=verdicts, problem=problem)
@@ -195,17 +193,13 @@ def judge_by_band(run: Run, band: Run) -> str:
 # Which losses are comparable
 
 
-def is_published(run: Run) -> bool:
-    return run.start.get("program") == PUBLISHED
-
-
 def is_finished(run: Run) -> bool:
     """
     Return whether a run was trained to its end and its log is complete. A kill or a full disk cuts
     the log off.
     """
     is_complete = run.end.get("reason") in ("max_iters", "hours")
-    return is_published(run) or (is_complete and run.end["iters"] in run.eval["iter"][-1:])
+    return run.is_published or (is_complete and run.end["iters"] in run.eval["iter"][-1:])
 
 
 def dataset_name(run: Run) -> str | None:
@@ -219,14 +213,14 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
     names its dataset but has no fingerprint of its validation tokens; nanoGPT's, which were
     evaluated on random tokens, have no eval_tokens.
     """
-    ours = [run for run in runs if not is_published(run)]
+    ours = [run for run in runs if not run.is_published]
     fingerprints = {run.start.get("val_fingerprint") for run in ours}
     names = {dataset_name(run) for run in runs}
     if len(ours) > 1 and (len(fingerprints) > 1 or None in fingerprints):
         return "different validation tokens"
     if 0 < len(ours) < len(runs) and len(names) > 1:
         return "different datasets"
-    if any("eval_tokens" not in run.config for run in runs if is_published(run)) and len(runs) > 1:
+    if any("eval_tokens" not in run.config for run in runs if run.is_published) and len(runs) > 1:
         return "a published run was evaluated on random tokens"
     if len({eval_settings(run) for run in runs}) > 1:
         return "different evaluation settings; choose the same eval_tokens"

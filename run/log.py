@@ -277,7 +277,7 @@ class Log:
         if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         try:
-            child = start_child("run.picture", self.folder.path, stderr=subprocess.DEVNULL)
+            child = start_child("run.curves", self.folder.path, stderr=subprocess.DEVNULL)
             with child.stdin:  # type: ignore[union-attr]  # closing this pipe ends the child
                 failed = child.wait(PATIENCE) != 0
         except (OSError, subprocess.TimeoutExpired):

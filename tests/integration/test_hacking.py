@@ -31,8 +31,7 @@ from program import (
 )
 from torch import Tensor
 
-from run.history import open_run
-from run.picture import draw
+from run.curves import draw, open_run
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,
