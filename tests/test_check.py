@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from configurator import load_config
 from machine import compiled
-from machine.check import RECIPES
-from machine.compiled import compile_model
+from machine.compiled import RECIPES, compile_model
 from model_fast import FastConfig
 
 RIGHT = "this machine trains correctly"
@@ -96,7 +95,7 @@ def test_check_advises_against_training_if_a_kernel_is_wrong(kernel, monkeypatch
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", faulty)
     line = verdict_of("--device=cpu", "--dtype=float32", "--compile=False", code=1)
-    assert line.startswith(f"{NOT_HERE}gpt2 float32 ") and word in line
+    assert line.startswith(f"{NOT_HERE}gpt2 exact float32 ") and word in line
 
 
 # -----------------------------------------------------------------------------
