@@ -380,16 +380,10 @@ def check_batch(c: Config, world_size: int, before: Config | None) -> list[str]:
     return []
 
 
-def batch_line(c: Config) -> str:
-    """Return the line that a run prints about its batch."""
-    sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
-    of_what = "micro-batches x sequences x tokens"
-    return f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
-
-
 def micro_batches(c: Config, processes: int) -> list[int]:
     """Return the sizes of micro-batches, up to batch_size, that an iteration divides into."""
-    return [n for n in divisors(c.iter_sequences // processes) if n <= c.batch_size]
+    sequences = c.iter_sequences // processes
+    return [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]
 
 
 def with_batch(c: Config, batch_size: int) -> Config:
@@ -413,11 +407,6 @@ def check_model(c: Config) -> list[str]:
         if c.tie_weights:
             problems.append("tie_weights: model=fast has its own head; set --tie_weights=False")
     return problems
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 # -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from common.child import start_child
 from common.console import command_line, count, duration, keep_transcript, say, warn
 from common.files import plain
-from configurator import FIELDS, NOT_WEIGHTS, Config, batch_line, config_values
+from configurator import FIELDS, NOT_WEIGHTS, Config, config_values
 from data.shards import Dataset
 from machine.cost import count_flops, describe
 from machine.hardware import Hardware
@@ -80,6 +80,8 @@ class Log:
         self.ranks.on_main(self.tracker.start, c, purge_from)
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
+        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+        sizes += " (micro-batches x sequences x tokens)"
         say(
             *origin_lines(c, weights, resumed),
             f"command: {launch_command(self.world_size)}",
@@ -87,7 +89,7 @@ class Log:
             self.hw.line(),
             describe(self.model, self.data.vocab),
             self.data.line(),
-            batch_line(c),
+            f"tokens per iteration will be: {c.iter_tokens:,} = {sizes}",
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.world_size > 1:
