@@ -129,8 +129,8 @@ TOOLS = [
     ("compare.py book.txt", "no iteration out/quickstart"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
     ("convert.py", "required"),
-    ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
-    ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight older"),
+    ("convert.py run tokens", "tokens not empty"),
+    ("convert.py nan.pt out", "nan.pt wte.weight older"),
     ("sample.py --init_from=page.pt", "page.pt: damaged"),
 ]
 # what model.py does not compute, as transformers saves it; the last changes the weights' shapes
