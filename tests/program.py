@@ -446,7 +446,6 @@ def before_disk_calls(action: Callable[[], None]):
 def write_tokens(folder: Path, train: list[int], val: list[int], vocab: int = 61) -> Path:
     """
     Write a dataset of random tokens with a little structure to learn, in shards of the given sizes.
-    Its bytes must never change, because the checkpoints in tests/golden resume on them.
     """
     folder.mkdir(parents=True)
     rng, shards = np.random.RandomState(1), []
