@@ -56,7 +56,7 @@ class Config:
 
     # I/O
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
-    init_from: Location = "scratch"  # scratch, resume, auto (resume if possible), gpt2, OWNER/NAME, path
+    init_from: Location = "scratch"  # scratch, resume, auto (either), gpt2, OWNER/NAME, path
     eval_interval: Whole = 2000  # iterations between evaluations
     eval_tokens: Whole = 2457600  # tokens of each split that an evaluation reads
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
@@ -291,7 +291,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     return found
 
 
-def key_type(f: Field) -> tuple[type, str, tuple]:
+def key_type(f: Field) -> tuple[Any, str, tuple]:
     """Return a key's type, the rule that its value keeps, and its choices if they are few."""
     kind: Any = f.type
     if get_origin(kind) is Annotated:

@@ -41,14 +41,14 @@ class SampleConfig:
     """
 
     # Keys
-    init_from: Location = "resume"  # resume: out_dir's run; gpt2 .. gpt2-xl; OWNER/NAME (hub); a path
+    init_from: Location = "resume"  # out_dir's run; gpt2 .. gpt2-xl; OWNER/NAME (hub); a path
     out_dir: Location = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, or FILE:name; may contain <|endoftext|>
     num_samples: Whole = 10  # how many samples of the prompt
     max_new_tokens: Whole = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 200  # draw from the k likeliest tokens only; 0: from all
-    top_p: Fraction = 1.0  # draw from the likeliest tokens that together have this probability; 1: all
+    top_p: Fraction = 1.0  # draw from the likeliest tokens that have this probability; 1: all
     seed: int = 1337  # random seed
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the weights; auto: the fastest here

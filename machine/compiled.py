@@ -246,7 +246,7 @@ def check(config: Config) -> dict:
             way_hw = hardware.set_up(way_config)
             model = build_model(replace(sizes, flash=config.flash))
             model.load_state_dict(on_cpu.state_dict())
-            row = dict(name=f"{recipe} {way}", problem="")
+            row: dict[str, Any] = dict(name=f"{recipe} {way}", problem="")
             try:
                 error, weight = check_code(model.to(hw.device), windows, exact, way_hw)
                 row |= dict(gradient=error, weight=weight)

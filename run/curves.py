@@ -80,7 +80,7 @@ class Run:
         self.hours = self.highest(self.step["hours"], "hours", "hours")
 
     def highest(self, step: np.ndarray, of_eval: str, of_end: str) -> float | None:
-        values = [step, self.eval[of_eval], [number(self.end.get(of_end))]]
+        values: list = [step, self.eval[of_eval], [number(self.end.get(of_end))]]
         return percentile(np.concatenate(values), 100)
 
     @property

@@ -104,7 +104,7 @@ def plan(config: Config, options: Namespace) -> dict:
         mfus = width**LIKELY_POWER * likely, high, width**LOWEST_POWER * low
         work = flops * c.iter_tokens * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
         seconds = [work / (mfu * peak * 1e12) for mfu in mfus]
-    # Several GPUs share the work evenly, and then average their float32 gradients: each one sends and
+    # Several GPUs share the work evenly, and then average their float32 gradients: each sends and
     # receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md)
     link_gbs = float((row and row["link_gbs"]) or PCIE_GBS)
     if gpus > GPUS_OF_A_MACHINE:
