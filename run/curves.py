@@ -1,6 +1,6 @@
 """
 Read a run into columns of numbers, from its metrics.jsonl or from the CSV of a published run, and
-draw runs: losses, speed and learning rate over tokens, and val loss over time or beside a band.
+draw runs: losses, speed and learning rate over tokens, and val loss over time.
 
 At its end, a run starts this module with its out_dir to draw its own loss.png.
 """
@@ -204,12 +204,10 @@ def save_picture(groups: list[list[Run]], path: Path, problem: str = "") -> None
 def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     """
     Draw losses, tok/s, learning rate and other measures over tokens, and val loss over time. Each
-    group has a colour and a marker. If a published run has a band, which is too narrow to see among
-    the losses, draw the differences from its mean instead of the time.
+    group has a colour and a marker.
     """
     runs = [run for group in groups for run in group]
-    band = next((run for run in runs if run.has_band), None)
-    places = [["losses", "right"], ["speed", "rate"]]
+    places = [["losses", "hours"], ["speed", "rate"]]
     if any(not name.endswith("_loss") for run in runs for name in run.measures):
         places.append(["others", "others"])
     panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5, 2.5)[: len(places)])
@@ -232,24 +230,16 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         for (x, y), style in curves:
             panels["losses"].plot(x, y, **style)
             settled.append(y[x >= 0.02 * np.max(x, initial=0)])
-        if band:
-            (x, losses), (mean_at, means) = run.curve("tokens"), band.curve("tokens")
-            both, ours, theirs = np.intersect1d(x, mean_at, return_indices=True)
-            panels["right"].plot(both, losses[ours] - means[theirs], **marked)
-            low, high = (run.eval[side] - run.eval["val_loss"] for side in ("low", "high"))
-            panels["right"].fill_between(run.eval["tokens"], low, high, alpha=0.2, **line)
-        else:
-            panels["right"].plot(*run.curve("hours"), **marked)
+        panels["hours"].plot(*run.curve("hours"), **marked)
         panels["speed"].plot(*thin_out(run, "tokens_per_sec"), **line)
         panels["rate"].plot(*thin_out(run, "lr"), **line)
     if len(shown := np.concatenate(settled)):
         panels["losses"].set_ylim(shown.min() - 0.1, shown.max() + 0.1)
     title = "markers: val loss; lines: train loss; the first 2% may be cut off"
     panels["losses"].set_title(title, fontsize=9, loc="left")
-    of_band = "val loss minus the band's mean"
     labels = dict(
         losses=("tokens", "loss, nats per token"),
-        right=("tokens", of_band) if band else ("hours", "val loss, nats per token"),
+        hours=("hours", "val loss, nats per token"),
         speed=("tokens", "tokens per second"),
         rate=("tokens", "learning rate"),
         others=("tokens", "other measures"),

@@ -459,16 +459,6 @@ def test_draws_other_losses_among_the_losses_and_other_measures_on_their_own_axi
     assert lines(others) == [([5000, 10_000], [0.5, 0.5])]
 
 
-def test_draws_the_band_and_the_difference_from_its_mean(band):
-    """Draw the run's val losses and the band's low and high, all minus the band's mean."""
-    _, difference, *_ = drawn(make_run("a", {0: 8.0, 10: 4.05, 15: 3.8, 20: 3.4}), band).axes
-    assert lines(difference)[0] == ([10_000, 20_000], pytest.approx([0.05, -0.1]))
-    corners = difference.collections[1].get_paths()[0].vertices
-    for at, half in ((10_000, 0.1), (20_000, 0.05), (30_000, 0.02)):
-        ys = corners[corners[:, 0] == at, 1]
-        assert (ys.min(), ys.max()) == pytest.approx((-half, half))
-
-
 # -----------------------------------------------------------------------------
 # Files and commands
 
