@@ -1,8 +1,6 @@
 """
 Read a run into columns of numbers, from its metrics.jsonl or from the CSV of a published run, and
 draw runs: losses, speed and learning rate over tokens, and val loss over time.
-
-At its end, a run starts this module with its out_dir to draw its own loss.png.
 """
 
 import ast
@@ -11,7 +9,6 @@ import csv
 import math
 import os
 import re
-import sys
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -277,8 +274,3 @@ def thin_out(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
 def count4(number: float, _position: int = 0) -> str:
     """Format 40560000 as 40.56M. matplotlib calls formatters with a second argument."""
     return count(number, digits=4)
-
-
-if __name__ == "__main__":
-    out_dir = Path(sys.argv[1])
-    save_picture([[read_run(out_dir / "metrics.jsonl")]], out_dir / "loss.png")

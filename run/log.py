@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.child import start_child
-from common.console import command_line, count, duration, keep_transcript, say, warn
+from common.console import command_line, count, duration, keep_transcript, one_line, say, warn
 from common.files import plain
 from configurator import FIELDS, NOT_WEIGHTS, Config, config_values
 from data.shards import Dataset
@@ -30,7 +29,6 @@ from run.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
-PATIENCE = 20.0  # seconds to wait for loss.png
 
 
 class Log:
@@ -275,18 +273,17 @@ class Log:
         ]
 
     def draw(self) -> None:
-        """Draw loss.png in a child process, or warn. During the run, compare.py draws it."""
+        """Draw loss.png, or warn. During the run, compare.py draws it."""
         if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         try:
-            child = start_child("run.curves", self.folder.path, stderr=subprocess.DEVNULL)
-            with child.stdin:  # type: ignore[union-attr]  # closing this pipe ends the child
-                failed = child.wait(PATIENCE) != 0
-        except (OSError, subprocess.TimeoutExpired):
-            failed = True
-        if failed:
+            from run import curves  # lazily, because a GPU machine may lack matplotlib
+
+            file = self.folder.path / "metrics.jsonl"
+            curves.save_picture([[curves.read_run(file)]], file.with_name("loss.png"))
+        except Exception as error:
             draw = command_line("python", "compare.py", self.config.out_dir)
-            warn(f"loss.png was not drawn; {draw} draws it, or says why not")
+            warn(f"loss.png was not drawn ({one_line(error)}); {draw} draws it")
 
 
 def launch_command(world_size: int) -> str:

@@ -382,9 +382,11 @@ class InProcessRun:
                 mock.patch("time.monotonic", lambda: self.now),
                 mock.patch("time.time", self.time),
                 mock.patch("time.sleep", lambda seconds: self.happens("sleep", seconds)),
-                # Drawing loss.png would take longer than all the rest. The class, because one
-                # instance would keep the frames that it was raised in, and what they hold
+                # The class, because one instance would keep the frames that it was raised in, and
+                # what they hold
                 mock.patch("subprocess.Popen", side_effect=OSError),
+                # drawing loss.png would take longer than all the rest
+                mock.patch("run.curves.save_picture", side_effect=OSError),
             ]
         if any(what == "disk" for what, _ in self.at):
             patches.append(before_disk_calls(lambda: self.happens("disk")))

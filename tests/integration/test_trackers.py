@@ -9,7 +9,6 @@ import sys
 import time
 import types
 from unittest import mock
-from warnings import catch_warnings, simplefilter
 
 import pytest
 from cases import slow_but
@@ -146,17 +145,11 @@ def train_long(**keys) -> Result:
     return result
 
 
-@pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
-def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(
-    python, tiny, ran, monkeypatch
-):
-    """Simulate a machine without matplotlib, and one that cannot start a process."""
-    monkeypatch.setattr(sys, "executable", python)
-    with catch_warnings(record=True) as caught:
-        simplefilter("always", ResourceWarning)
-        (line,) = warnings(train_long(**tiny).err)
+def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(tiny, ran, monkeypatch):
+    """Simulate a machine without matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (line,) = warnings(train_long(**tiny).err)
     assert "loss.png" in line and ran.saved[-1] == 8
-    assert not [w for w in caught if "BufferedWriter" in str(w.message)]  # the child's stdin
 
 
 def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, ran, tmp_path):
