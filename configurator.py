@@ -33,10 +33,10 @@ from common.files import read_text
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
-# What keys accept. A number without a rule of its own must be 0 or more
-Whole = Annotated[int, "1 or more"]
-Rate = Annotated[float, "0 or more and below 1"]
-Fraction = Annotated[float, "from 0 to 1"]
+# What keys accept, besides what PLAIN says of their types
+Whole = Annotated[int, "a whole number, 1 or more"]
+Rate = Annotated[float, "a number from 0 to below 1"]
+Fraction = Annotated[float, "a number from 0 to 1"]
 Location = Annotated[str, "a path or a name"]
 Tracker = Literal["none", "wandb", "tensorboard"]
 Model = Literal["gpt2", "fast"]
@@ -152,22 +152,24 @@ def find_keys(keys: type) -> dict[str, Field]:
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
+PLAIN = {
+    bool: "True or False",
+    int: "a whole number, 0 or more",
+    float: "a finite number, 0 or more",
+    str: "text",
+}
 RULES: dict[str, Callable[[Any], bool]] = {
-    "": lambda x: True,
-    "0 or more": lambda x: x >= 0,
-    "1 or more": lambda x: x >= 1,
-    "0 or more and below 1": lambda x: 0 <= x < 1,
-    "from 0 to 1": lambda x: 0 <= x <= 1,
+    "True or False": lambda x: True,
+    "a whole number, 0 or more": lambda x: x >= 0,
+    "a whole number, 1 or more": lambda x: x >= 1,
+    "a finite number, 0 or more": lambda x: 0 <= x < math.inf,
+    "a number from 0 to below 1": lambda x: 0 <= x < 1,
+    "a number from 0 to 1": lambda x: 0 <= x <= 1,
+    "text": lambda x: True,
     # not "", as in --out_dir=$DIR, if the shell knows no DIR
     "a path or a name": bool,
 }
 HELP_COLUMN = 44  # column at which --help explains a flag
-KIND_NAMES = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a finite number",
-    str: "text",
-}
 
 # -----------------------------------------------------------------------------
 # Files and flags
@@ -296,7 +298,7 @@ def key_type(f: Field) -> tuple[Any, str, tuple]:
     kind: Any = f.type
     if get_origin(kind) is Annotated:
         return *get_args(kind), ()
-    return type(f.default), "0 or more" if kind in (int, float) else "", get_args(kind)
+    return type(f.default), PLAIN[type(f.default)], get_args(kind)
 
 
 def parse_value(text: str, kind: type) -> Any:
@@ -318,14 +320,12 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
+    if type(value) is not kind or not (value == f.default or RULES[rule](value)):
+        raise UserError(f"{where}: needs {rule}, got {value!r:.60}")
     if choices and value not in choices:
         raise UserError(
             f"{where}: {value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
         )
-    if value != f.default and not RULES[rule](value):
-        raise UserError(f"{where}: needs {rule}, got {value!r}")
     return value
 
 
