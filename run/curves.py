@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import UserError, count
+from common.console import UserError, count, one_line
 from common.files import read_record, read_text, replacing
 from configurator import FIELDS, from_nanogpt
 
@@ -108,7 +108,9 @@ def open_run(path: Path) -> Run:
     try:
         run = Run(file.stem, read_csv(file)) if file.suffix == ".csv" else read_run(file)
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {hint}") from None
+        raise UserError(f"{one_line(error)}; {hint}") from None
+    except (ValueError, TypeError, LookupError) as error:  # a word where a number should be
+        raise UserError(f"{file}: {one_line(error)}; {hint}") from None
     if not len(run.step["iter"]) and not len(run.eval["iter"]):
         raise UserError(f"{path}: holds no iteration and no evaluation; {hint}")
     return run

@@ -317,10 +317,18 @@ def test_refuses_seeds_that_cannot_be_compared(side, said):
 # Published runs
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", "", "# dataset = 'x'\niter,val_loss\n5,\n"])
-def test_refuses_a_csv_without_any_evaluation(text, tmp_path):
+EMPTY_CSVS = ["a,b\n1,2\n", "", "# dataset = 'x'\niter,val_loss\n5,\n"]
+WORDS = ["iter,val_loss\n5,x\n", "step,val_loss\n5,3\n"]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [(text, "a.csv: holds no iteration") for text in EMPTY_CSVS]
+    + [(text, "a.csv: .*Error: .*; give the out_dir") for text in WORDS],
+)
+def test_refuses_a_csv_without_any_evaluation_or_number(text, said, tmp_path):
     (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(UserError, match="a.csv: holds no iteration"):
+    with pytest.raises(UserError, match=said):
         open_run(tmp_path / "a.csv")
 
 
