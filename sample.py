@@ -41,7 +41,7 @@ class SampleConfig:
     """
 
     # Keys
-    init_from: Location = "resume"  # out_dir's run; gpt2 .. gpt2-xl; OWNER/NAME (hub); a path
+    init_from: Location = "resume"  # resume: out_dir's run; gpt2 .. gpt2-xl; OWNER/NAME; a path
     out_dir: Location = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, or FILE:name; may contain <|endoftext|>
     num_samples: Whole = 10  # how many samples of the prompt
