@@ -26,7 +26,6 @@ Examples:
 import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import pickle
-import re
 import tempfile
 import time
 from argparse import Namespace
@@ -43,6 +42,7 @@ from common.console import (
     Parser,
     UserError,
     command_line,
+    explain_errors,
     percent,
     run_main,
     say,
@@ -52,9 +52,9 @@ from common.files import replacing
 from configurator import Config, config_text, load_config, read_config
 from data.missing import vocab_where_missing
 from machine import hardware
-from machine.check import check
+from machine.compiled import check
 from run import plan
-from run.history import Run, percentile, read_run
+from run.curves import Run, percentile, read_run
 
 POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: the first two include compilation and the optimizer's first allocations.
@@ -180,101 +180,55 @@ def write_random_tokens(folder: Path, vocab: int, seed: int) -> str:
 
 
 # -----------------------------------------------------------------------------
-# One configuration
+# A table of measurements
+
+# The rows of `bench.py ladder`: plain float32, and then each with the flags of all rows above it
+PLAIN = (
+    "--dtype=float32 --tf32=False --compile=False --flash=False --loss_chunk=off "
+    "--pad_vocab_multiple=1 --tie_weights=False"
+)
+LADDER = [
+    "--tf32=True",
+    "--dtype=auto",
+    "--compile=True --loss_chunk=auto",
+    "--flash=True",
+    "--pad_vocab_multiple=128",
+    "--tie_weights=True",
+]
 
 
-def measure_config(config: Config, options: Namespace) -> dict:
-    if options.row:
-        return measure_in_turn([(flags or "CONFIG", flags) for flags in options.row], options)
-    say("compiling and measuring: a minute or two" if config.compile else "measuring")
-    r = measure(config, options.seconds)
-    slowest, fastest = (f"{rate:,.0f}" for rate in r["tokens_per_sec_range"])
-    sizes = f"{r['gradient_accumulation_steps']} x {r['batch_size']} x {config.block_size}"
-    data = config.dataset
-    if vocab_where_missing(config):
-        data = f"random tokens, because there is no finished dataset {config.dataset}"
-    rows = {
-        "machine": machine_text(r["machine"]),
-        "model": f"{config.model}, {r['parameters'] / 1e6:.2f}M parameters",
-        "data": data,
-        "iteration": f"{r['step_ms']:,.1f} ms for {r['tokens_per_iter']:,} tokens = {sizes}",
-        "speed": f"{r['tokens_per_sec']:,.0f} tokens/s ({slowest} to {fastest})",
-        "MFU": mfu_text(r),
-        "memory": gib(r["mem_gib"]),
-        "compile": f"{r['compile_seconds']:.1f} s" if config.compile else "off",
-    }
-    say(*(f"{name:<9}  {text}" for name, text in rows.items()))
-    lines = f"{r['lines']} lines of train.py's log, from the third on"
-    say(f"median (slowest to fastest) of {lines}")
-    return r
-
-
-def machine_text(machine: dict) -> str:
-    name = machine["device"]
-    threads = f", CPU threads: {machine['threads']}" if machine["device_type"] == "cpu" else ""
-    return f"{name}, {machine['dtype']}, torch {machine['torch']}{threads}"
-
-
-def mfu_text(r: dict) -> str:
-    machine = r["machine"]
-    source = machine["peak_source"]
-    return f"{percent(r['mfu'])} of {machine['peak_tflops']:.3g} TFLOP/s ({source})"
-
-
-def gib(number: float | None) -> str:
-    return "n/a" if number is None else f"{number:.2f} GiB"
-
-
-# -----------------------------------------------------------------------------
-# Several configurations in turn
-
-# The rows of `bench.py ladder`. Each has the flags of the rows above it too.
-LADDER = {
-    "float32": "--dtype=float32 --tf32=False --compile=False --flash=False --loss_chunk=off "
-    "--pad_vocab_multiple=1 --tie_weights=False",
-    "TF32": "--tf32=True",
-    "mixed precision": "--dtype=auto",
-    "compile": "--compile=True --loss_chunk=auto",
-    "flash attention": "--flash=True",
-    "padded vocabulary": "--pad_vocab_multiple=128",
-    "tied weights": "--tie_weights=True",
-}
-
-
-def ladder(config: Config, options: Namespace) -> dict:
-    rows = [*zip(LADDER, accumulate(LADDER.values(), "{} {}".format), strict=True)]
-    if config.model == "fast":
-        rows.pop()  # its head is never tied
-    return measure_in_turn(rows, options)
-
-
-def measure_in_turn(rows: list[tuple[str, str]], options: Namespace) -> dict:
+def measure_rows(keys: list[str], rows: list[tuple[str, str]], seconds: float) -> dict:
     """
-    Measure CONFIG with the flags of each row, a pair of name and flags, and return what --json
-    writes: in each row, `gain` is the speedup over the row above, `total_gain` over the first row.
-    A row whose run failed has no speed, and no row's gain refers to it. Prints the table, even
-    after Ctrl-C.
+    Measure the config of these keys with the flags of each row, a pair of name and flags. Returns
+    what --json writes: in each row, `gain` is the speedup over the row above, `total_gain` over the
+    first row. A row whose run failed has no speed, and no row's gain refers to it. Prints the
+    table, even after Ctrl-C.
     """
-    configs = [load_config([*options.keys, *flags.split()]) for _, flags in rows]
+    configs = [load_config([*keys, *flags.split()]) for _, flags in rows]
     measured: list[dict] = []
     rates: list[float] = []  # tokens per second in the rows so far that were measured
+    if vocab_where_missing(configs[0]):
+        say(f"random tokens, because there is no finished dataset {configs[0].dataset}")
     try:
-        for (name, _), config in zip(rows, configs, strict=True):
-            say(f"row {len(measured) + 1} of {len(rows)}: {name}")
-            row: dict = dict(name=name, batch_size=config.batch_size, tokens_per_sec=None)
-            row["gradient_accumulation_steps"] = config.iter_sequences // config.batch_size
+        for config, (name, _) in zip(configs, rows, strict=True):
+            wait = ", a minute or two" if config.compile else ""
+            say(f"row {len(measured) + 1} of {len(rows)}: {name}{wait}")
+            figures: dict = dict(name=name, batch_size=config.batch_size, tokens_per_sec=None)
+            figures["gradient_accumulation_steps"] = config.iter_sequences // config.batch_size
             try:
-                row |= measure(config, options.seconds)
+                figures |= measure(config, seconds)
             except UserError as error:
-                say(str(error))
+                say(str(error), console="stderr")
             else:
-                rates.append(row["tokens_per_sec"])
+                rates.append(figures["tokens_per_sec"])
                 above = rates[-2:][0]  # the first row's gain is 1
-                row |= dict(gain=rates[-1] / above, total_gain=rates[-1] / rates[0])
-            measured.append(row)
+                figures |= dict(gain=rates[-1] / above, total_gain=rates[-1] / rates[0])
+            measured.append(figures)
     finally:
         if rates:
             print_rows(measured)
+    if not rates:
+        raise UserError("no row could be measured; see above")
     return dict(rows=measured)
 
 
@@ -285,36 +239,29 @@ def print_rows(rows: list[dict]) -> None:
         if row["tokens_per_sec"] is None:
             table.append([row["name"], batch, "failed", *[""] * 6])
             continue
-        machine = row["machine"]
         speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
         speed += [f"{row[key]:.2f}x" for key in ("gain", "total_gain")]
-        load = [percent(row["mfu"]), gib(row["mem_gib"]), f"{row['compile_seconds']:.0f} s"]
+        memory = "n/a" if row["mem_gib"] is None else f"{row['mem_gib']:.2f} GiB"
+        load = [percent(row["mfu"]), memory, f"{row['compile_seconds']:.0f} s"]
         table.append([row["name"], batch, *speed, *load])
-    say(machine_text(machine), *table_lines(table))
+        machine = row["machine"]
+        peak = f"{machine['peak_tflops']:.3g} TFLOP/s in {machine['dtype']}"
+        of_cpu = f", {machine['threads']} CPU threads" if machine["device_type"] == "cpu" else ""
+        device = f"{machine['device']}{of_cpu}, torch {machine['torch']}, peak {peak}"
+        source = machine["peak_source"]
+    say(f"{device} ({source})", *table_lines(table))
 
 
 # -----------------------------------------------------------------------------
 # The command line
 
-MODES = {
-    "check": check,
-    "": measure_config,
-    "ladder": ladder,
-    "plan": plan.plan,
-}
+MODES = ("check", "", "ladder", "plan")
 
 
 def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     """Parse a mode's own flags. Returns them and the remaining arguments for load_config."""
-    about = __doc__
-    if mode:  # only the mode's lines of this docstring
-        about = "\n".join(re.findall(f".*bench.py {mode} .*", __doc__))
-    parser = Parser(
-        usage=" ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split()),
-        description=about,
-        epilog="Configuration keys: python train.py --help"
-        + ("; --hours=8 plans how many tokens fit" if mode == "plan" else ""),
-    )
+    usage = " ".join(f"python bench.py {mode} [config.py ...] [--key=value ...] [flags]".split())
+    parser = Parser(usage=usage, description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, metavar="PATH", help="write all figures as JSON")
     if mode == "plan":
@@ -328,23 +275,36 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
+def check_memory(error: Exception) -> str:
+    hint = "out of memory; close other programs that use this device"
+    return hint if hardware.is_out_of_memory(error) else ""
+
+
 def main(argv: list[str]) -> int:
-    mode, rest = "", argv
-    if argv and argv[0] in MODES:
-        mode, *rest = argv
+    mode, *rest = argv if argv and argv[0] in MODES else ["", *argv]
     options, keys = parse_arguments(mode, rest)
-    no_config = all(key.startswith("-") for key in keys)
-    if no_config and mode not in ("plan", "check"):
-        asked = read_config(keys, other_flags=vars(options))
-        device = hardware.choose_device(asked, local_rank=0)
+    if mode in ("", "ladder") and all(key.startswith("-") for key in keys):
+        device = hardware.choose_device(read_config(keys), local_rank=0)
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
-    config = load_config(keys, other_flags=vars(options))
-    options.keys = keys
+    config = load_config(keys)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         hardware.check_device(config)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    result = MODES[mode](config, options)
+    if mode == "check":
+        explain_errors(check_memory)
+        result = check(config)
+    elif mode == "plan":
+        result = plan.plan(config, options)
+    else:
+        if mode == "ladder":
+            flags = accumulate([PLAIN, *LADDER], "{} {}".format)
+            rows = [*zip(["float32", *LADDER], flags, strict=True)]
+            if config.model == "fast":
+                rows.pop()  # its head is never tied
+        else:
+            rows = [(flags or "CONFIG", flags) for flags in options.row or [""]]
+        result = measure_rows(keys, rows, options.seconds)
     if options.json:
         command = command_line("python", "bench.py", *argv)
         with replacing(options.json) as file:

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, variance
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,103 +37,80 @@ from common.console import (
     warn,
 )
 from configurator import FIELDS, Config
-from run.history import PUBLISHED, Run, has_band, learning_curve, loss_at, open_run, percentile
-from run.picture import count4, millions, save_picture
+from run.curves import Run, count4, loss_at, open_run, percentile, save_picture
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005
-SHOWN_ELSEWHERE = {"out_dir", "wandb_run_name", "device", "dtype"}
+AT_EQUAL = "val_loss_at_equal_"  # begins the names of the rows that get a verdict
+SHOWN_ELSEWHERE = {"out_dir", "device", "dtype"}
 
 # -----------------------------------------------------------------------------
 # The table
 
-whole = "{:,.0f}".format
-decimals = "{:.4f}".format
+
+whole, decimals = "{:,.0f}".format, "{:.4f}".format
 
 
 def hours_as_time(hours: float) -> str:
     return duration(3600 * hours)
 
 
-class Row(NamedTuple):
-    """Holds one line of the table."""
-
-    label: str
-    key: str  # name in the JSON
-    values: list  # one per run, None if unknown
-    format: Callable[..., str] = str
-    is_loss: bool = False  # whether the lowest value wins, if the losses are comparable
-
-
-def loss_rows(runs: list[Run]) -> list[Row]:
+def table_rows(runs: list[Run]) -> list[tuple[str, str, list, Callable[..., str]]]:
     """
-    Build the rows of losses, what decides first: the val loss at equal tokens and time. Then the
-    last and the best one, and what else was measured at the last evaluation.
+    Return the rows of the table: a label, the name in the JSON, a value per run (None if unknown)
+    and how to print it. What decides comes first: the val loss at equal tokens and time.
     """
-    rows = []
-    for axis, place in (("tokens", "at {:,.0f} tokens"), ("hours", "after {}")):
-        curves = [learning_curve(run, axis) for run in runs]
-        known = [
-            at for x, _ in curves for at in x if all(loss_at(*c, at) is not None for c in curves)
-        ]
-        if len(runs) > 1 and known:
-            at = float(max(known))
-            label = f"val loss {place.format(hours_as_time(at) if axis == 'hours' else at)}"
-            values = [loss_at(*curve, at) for curve in curves]
-            rows.append(Row(label, f"val_loss_at_equal_{axis}", values, decimals, is_loss=True))
-    last = [percentile(run.eval["val_loss"][-1:], 0) for run in runs]
-    best = [percentile(run.eval["val_loss"], 0) for run in runs]
-    bits = [percentile(run.eval["bits_per_byte"], 0) for run in runs]
-    ended = all(map(is_finished, runs))  # otherwise the last losses are of unequal iterations
-    rows.append(Row("last val loss", "last_val_loss", last, decimals, is_loss=ended))
-    rows.append(Row("best val loss", "best_val_loss", best, decimals, is_loss=ended))
-    rows.append(Row("best bits per byte", "best_bits_per_byte", bits, decimals))
+
+    def last(name: str) -> list[float | None]:
+        return [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
+
+    def best(name: str) -> list[float | None]:
+        return [percentile(run.eval[name], 0) for run in runs]
+
+    def median(name: str) -> list[float | None]:
+        return [percentile(run.step[name], 50) for run in runs]
+
+    def at_start(name: str) -> list:
+        return [run.start.get(name) for run in runs]
+
+    rows: list = []
+    for axis in ("tokens", "hours") if len(runs) > 1 else ():
+        curves = [run.curve(axis) for run in runs]
+        at_all = [(at, [loss_at(*curve, at) for curve in curves]) for x, _ in curves for at in x]
+        if known := [(at, losses) for at, losses in at_all if None not in losses]:
+            at, losses = max(known)
+            place = f"at {at:,.0f} tokens" if axis == "tokens" else f"after {hours_as_time(at)}"
+            rows.append((f"val loss {place}", f"{AT_EQUAL}{axis}", losses, decimals))
+    rows.append(("last val loss", "last_val_loss", last("val_loss"), decimals))
+    rows.append(("best val loss", "best_val_loss", best("val_loss"), decimals))
+    rows.append(("best bits per byte", "best_bits_per_byte", best("bits_per_byte"), decimals))
     for name in dict.fromkeys(name for run in runs for name in run.measures):
-        last = [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
         form = decimals if name.endswith("_loss") else "{:.4g}".format
-        rows.append(Row(f"last {name.replace('_', ' ')}", f"measures/{name}", last, form))
-    return rows
-
-
-def setting_rows(runs: list[Run]) -> list[Row]:
-    """
-    Build a row for each key in which the runs differ, and for the device and dtype in use. A
-    published run has only the keys that it names.
-    """
-    rows = []
+        rows.append((f"last {name.replace('_', ' ')}", f"measures/{name}", last(name), form))
+    # the keys in which the runs differ; a published run has only the keys that it names
     for key in dict.fromkeys(key for run in runs for key in run.config):
-        values = [run.config.get(key) for run in runs]
-        told = [
-            str(run.config.get(key)) for run in runs if key in run.config or not is_published(run)
-        ]
-        if len({*told}) > 1 and key not in SHOWN_ELSEWHERE:
-            rows.append(Row(key, f"config/{key}", values))
-    return rows + [Row(k, k, [run.start.get(k) for run in runs]) for k in ("device", "dtype")]
-
-
-def speed_rows(runs: list[Run]) -> list[Row]:
-    parameters = [run.start.get("parameters") for run in runs]
-    tokens_per_sec = [percentile(run.step["tokens_per_sec"], 50) for run in runs]
+        told = {str(r.config.get(key)) for r in runs if key in r.config or not r.is_published}
+        if len(told) > 1 and key not in SHOWN_ELSEWHERE:
+            rows.append((key, f"config/{key}", [run.config.get(key) for run in runs], str))
     # a measured peak is lower beside other programs, so its MFU compares with nothing
-    has_peak = [run.start.get("peak_source") != "measured" for run in runs]
-    mfu = [percentile(run.step["mfu"], 50) if has_peak[i] else None for i, run in enumerate(runs)]
+    sources = zip(median("mfu"), at_start("peak_source"), strict=True)
+    mfu = [None if source == "measured" else value for value, source in sources]
     return [
-        Row("parameters", "parameters", parameters, millions),
-        Row("iterations", "iterations", [run.iterations for run in runs], whole),
-        Row("tokens", "tokens", [run.tokens for run in runs], count4),
-        Row("time", "hours", [run.hours for run in runs], hours_as_time),
-        Row("tok/s", "tokens_per_sec", tokens_per_sec, whole),
-        Row("MFU", "mfu", mfu, percent),
+        *rows,
+        ("device", "device", at_start("device"), str),
+        ("dtype", "dtype", at_start("dtype"), str),
+        ("parameters", "parameters", at_start("parameters"), lambda n: f"{n / 1e6:.2f}M"),
+        ("iterations", "iterations", [run.iterations for run in runs], whole),
+        ("tokens", "tokens", [run.tokens for run in runs], count4),
+        ("time", "hours", [run.hours for run in runs], hours_as_time),
+        ("tok/s", "tokens_per_sec", median("tokens_per_sec"), whole),
+        ("MFU", "mfu", mfu, percent),
     ]
 
 
-def lowest(values: list[float | None], names: list[str]) -> str:
-    """Say which run's loss is the lowest, and by how much; "" with fewer than two known ones."""
-    pairs = zip(values, names, strict=True)
-    known = sorted((value, name) for value, name in pairs if value is not None)
-    if len(known) < 2:
-        return ""
-    (best, name), (second, _) = known[:2]
+def lowest(losses: list[float], names: list[str]) -> str:
+    """Say which run's loss is the lowest, and by how much."""
+    (best, name), (second, _) = sorted(zip(losses, names, strict=True))[:2]
     if second - best <= LOSS_NOISE:
         return f"the lowest two are equal within {LOSS_NOISE}"
     return f"{name} {second - best:.4f} lower"
@@ -143,28 +119,27 @@ def lowest(values: list[float | None], names: list[str]) -> str:
 def compare_runs(runs: list[Run]) -> dict:
     """Print the table and what the bands say. Returns the dict that --json writes."""
     names = [run.name for run in runs]
-    rows = [*loss_rows(runs), *setting_rows(runs), *speed_rows(runs)]
+    rows = table_rows(runs)
     problem = why_losses_do_not_compare(runs)
     if problem:
         warn(f"losses are not comparable: {problem}")
     cells, verdicts = [["", *names]], {}
-    for row in rows:
-        values = ["n/a" if value is None else row.format(value) for value in row.values]
-        cells.append([row.label, *values])
-        if row.is_loss:
-            verdicts[row.key] = "not comparable" if problem else lowest(row.values, names)
+    for label, key, values, form in rows:
+        cells.append([label, *("n/a" if value is None else form(value) for value in values)])
+        if key.startswith(AT_EQUAL):
+            verdicts[key] = "not comparable" if problem else lowest(values, names)
     header, *lines = table_lines(cells)
     print(header)
-    for line, row in zip(lines, rows, strict=True):
-        print(f"{line}  {verdicts.get(row.key, '')}".rstrip())
+    for line, (_, key, *_) in zip(lines, rows, strict=True):
+        print(f"{line}  {verdicts.get(key, '')}".rstrip())
     for run in runs:
         if not is_finished(run):
             print(f"{run.name}: not at its end: still running, stopped, or its log is cut off")
-    for band in filter(has_band, runs):
+    for band in runs:
         for run in runs:
-            if not has_band(run):
+            if band.has_band and not run.has_band:
                 print(judge_by_band(run, band))
-    figures = {name: {row.key: row.values[i] for row in rows} for i, name in enumerate(names)}
+    figures = {n: {key: values[i] for _, key, values, _ in rows} for i, n in enumerate(names)}
     return dict(runs=figures, verdicts=verdicts, problem=problem)
 
 
@@ -195,17 +170,13 @@ def judge_by_band(run: Run, band: Run) -> str:
 # Which losses are comparable
 
 
-def is_published(run: Run) -> bool:
-    return run.start.get("program") == PUBLISHED
-
-
 def is_finished(run: Run) -> bool:
     """
     Return whether a run was trained to its end and its log is complete. A kill or a full disk cuts
     the log off.
     """
     is_complete = run.end.get("complete") and run.end["iters"] in run.eval["iter"][-1:]
-    return is_published(run) or bool(is_complete)
+    return run.is_published or bool(is_complete)
 
 
 def dataset_name(run: Run) -> str | None:
@@ -219,14 +190,14 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
     names its dataset but has no fingerprint of its validation tokens; nanoGPT's, which were
     evaluated on random tokens, have no eval_tokens.
     """
-    ours = [run for run in runs if not is_published(run)]
+    ours = [run for run in runs if not run.is_published]
     fingerprints = {run.start.get("val_fingerprint") for run in ours}
     names = {dataset_name(run) for run in runs}
     if len(ours) > 1 and (len(fingerprints) > 1 or None in fingerprints):
         return "different validation tokens"
     if 0 < len(ours) < len(runs) and len(names) > 1:
         return "different datasets"
-    if any("eval_tokens" not in run.config for run in runs if is_published(run)) and len(runs) > 1:
+    if any("eval_tokens" not in run.config for run in runs if run.is_published) and len(runs) > 1:
         return "a published run was evaluated on random tokens"
     if len({eval_settings(run) for run in runs}) > 1:
         return "different evaluation settings; choose the same eval_tokens"

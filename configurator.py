@@ -23,17 +23,21 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from common.console import UserError, did_you_mean, one_line, raise_if_any, run_main
 from common.files import read_text
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
-# The values of keys that accept only a few
+# What keys accept, besides what PLAIN says of their types
+Whole = Annotated[int, "a whole number, 1 or more"]
+Rate = Annotated[float, "a number from 0 to below 1"]
+Fraction = Annotated[float, "a number from 0 to 1"]
+Location = Annotated[str, "a path or a name"]
 Tracker = Literal["none", "wandb", "tensorboard"]
 Model = Literal["gpt2", "fast"]
 Optimizer = Literal["adamw", "muon"]
@@ -51,49 +55,48 @@ class Config:
     """
 
     # I/O
-    out_dir: str = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
-    init_from: str = "scratch"  # scratch, resume, auto (resume if possible), gpt2, OWNER/NAME, path
-    eval_interval: int = 2000  # iterations between evaluations
-    eval_tokens: int = 2457600  # tokens of each split that an evaluation reads
+    out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
+    init_from: Location = "scratch"  # scratch, resume, auto (either), gpt2, OWNER/NAME, path
+    eval_interval: Whole = 2000  # iterations between evaluations
+    eval_tokens: Whole = 2457600  # tokens of each split that an evaluation reads
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: int = 2  # newest checkpoints to keep, besides best.pt
+    keep_checkpoints: Whole = 2  # newest checkpoints to keep, besides best.pt
     # Logging
-    log_interval: int = 1  # iterations between log lines
+    log_interval: Whole = 1  # iterations between log lines
     tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
-    wandb_project: str = "owt"  # project name in wandb
-    wandb_run_name: str = "gpt2"  # run name in wandb
+    wandb_project: str = "owt"  # project in wandb; a run's name there is that of its out_dir
     # Data
-    dataset: str = "openwebtext"  # a folder in data/, or a path
-    batch_size: int = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
-    block_size: int = 1024  # tokens in a sequence (context length)
-    gradient_accumulation_steps: int = 40  # micro-batches per iteration, over all GPUs
+    dataset: Location = "openwebtext"  # a folder in data/, or a path
+    batch_size: Whole = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
+    block_size: Whole = 1024  # tokens in a sequence (context length)
+    gradient_accumulation_steps: Whole = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
     # Model
     model: Model = "gpt2"  # GPT-2, or a newer model that needs fewer tokens for the same loss
-    n_layer: int = 12  # transformer blocks
-    n_head: int = 12  # attention heads; must divide n_embd
-    n_embd: int = 768  # channels of the residual stream (width)
-    dropout: float = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
+    n_layer: Whole = 12  # transformer blocks
+    n_head: Whole = 12  # attention heads; must divide n_embd
+    n_embd: Whole = 768  # channels of the residual stream (width)
+    dropout: Rate = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
     bias: bool = False  # biases in linear layers and norms, as in GPT-2; model=fast: gains too
     tie_weights: bool = True  # share token embedding and output head; model=fast sets False
     flash: bool = True  # use PyTorch's fused attention; False needs much more memory
     loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
-    pad_vocab_multiple: int = 128  # round the vocabulary size up to a multiple; 1: off
+    pad_vocab_multiple: Whole = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
     learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast124m.py)
-    muon_momentum: float = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
+    muon_momentum: Rate = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
     weight_decay: float = 0.1  # for matrices; with Muon: for embeddings and head
-    beta1: float = 0.9  # AdamW's decay rate for the running mean of gradients
-    beta2: float = 0.95  # AdamW's decay rate for the running mean of squared gradients; not Muon's
+    beta1: Rate = 0.9  # AdamW's decay rate for the running mean of gradients
+    beta2: Rate = 0.95  # AdamW's decay rate for the running mean of squared gradients; not Muon's
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
     hours: float = 0.0  # train for this many hours at most, and fit the schedule to them; 0: off
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
-    decay_fraction: float = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
+    decay_fraction: Fraction = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
@@ -128,8 +131,9 @@ class NanoGPTKeys:
     backend: str = "nccl"  # ignored, because the device determines it
     always_save_checkpoint: bool = True  # ignored: best.pt is kept beside the newest checkpoints
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
+    wandb_run_name: str = "gpt2"  # ignored: in wandb a run has the name of its out_dir
     decay_lr: bool = True  # lr_schedule=cosine; False: a constant rate without warmup
-    eval_iters: int = 200  # eval_tokens of so many micro-batches
+    eval_iters: Whole = 200  # eval_tokens of so many micro-batches
 
 
 def find_keys(keys: type) -> dict[str, Field]:
@@ -140,39 +144,41 @@ def find_keys(keys: type) -> dict[str, Field]:
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
-# Limits of keys, here and in sample.py. A number not limited here must be 0 or more.
-AT_LEAST_1 = """
-    eval_interval eval_iters eval_tokens keep_checkpoints log_interval batch_size block_size
-    gradient_accumulation_steps n_layer n_head n_embd pad_vocab_multiple num_samples max_new_tokens
-""".split()
-BELOW_1 = ("dropout", "beta1", "beta2", "muon_momentum")
-AT_MOST_1 = ("decay_fraction", "top_p")
-PATHS = ("out_dir", "init_from", "dataset")
-HELP_COLUMN = 44  # column at which --help explains a flag
-KIND_NAMES = {
+PLAIN = {
     bool: "True or False",
-    int: "a whole number",
-    float: "a finite number",
+    int: "a whole number, 0 or more",
+    float: "a finite number, 0 or more",
     str: "text",
 }
+RULES: dict[str, Callable[[Any], bool]] = {
+    "True or False": lambda x: True,
+    "a whole number, 0 or more": lambda x: x >= 0,
+    "a whole number, 1 or more": lambda x: x >= 1,
+    "a finite number, 0 or more": lambda x: 0 <= x < math.inf,
+    "a number from 0 to below 1": lambda x: 0 <= x < 1,
+    "a number from 0 to 1": lambda x: 0 <= x <= 1,
+    "text": lambda x: True,
+    # not "", as in --out_dir=$DIR, if the shell knows no DIR
+    "a path or a name": bool,
+}
+HELP_COLUMN = 44  # column at which --help explains a flag
 
 # -----------------------------------------------------------------------------
 # Files and flags
 
 
-def load_config(argv: list[str], other_flags: Iterable[str] = ()) -> Config:
+def load_config(argv: list[str]) -> Config:
     """
-    Read a command line into a Config and fill in the values that follow from other keys.
-    `other_flags` are the script's own flags, for suggestions. Raises UserError with one line per
-    problem.
+    Read a command line into a Config and fill in the values that follow from other keys. Raises
+    UserError with one line per problem.
     """
-    config = read_config(argv, other_flags=other_flags)
+    config = read_config(argv)
     config, problems = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
     raise_if_any(problems)
     return config
 
 
-def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str] = ()) -> Any:
+def read_config(argv: list[str], keys: type = Config) -> Any:
     """
     Read config files from left to right, then --key=value flags, into an instance of the dataclass
     `keys`. A Config must still go through resolve(). Raises UserError with one line per problem.
@@ -188,7 +194,7 @@ def read_config(argv: list[str], keys: type = Config, other_flags: Iterable[str]
     for argument in [*flags, *(argument for argument in argv if argument not in flags)]:
         try:
             if argument in flags:
-                typed |= read_flag(argument, known, other_flags)
+                typed |= read_flag(argument, known)
             else:
                 found = read_file(Path(argument), known, values | from_nanogpt(typed))
                 values = last_wins(values, from_nanogpt(found))
@@ -226,15 +232,16 @@ def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def read_flag(argument: str, known: dict[str, Field], other_flags: Iterable[str]) -> dict[str, Any]:
+def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
     """Parse one flag into {key: value}. Raises UserError."""
     name, equals, text = argument.removeprefix("--").partition("=")
     if not argument.startswith("--") or not equals:
         raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
-        raise UserError(f"--{name}: unknown key{did_you_mean(name, [*known, *other_flags], '--')}")
-    value: Any = parse_value(text, known[name].type)
-    if name in PATHS:
+        raise UserError(f"--{name}: unknown key{did_you_mean(name, known, '--')}")
+    kind, rule, _ = key_type(known[name])
+    value: Any = parse_value(text, kind)
+    if rule == "a path or a name":
         value = os.path.expanduser(value)  # because shells do not expand the ~ in --key=~/x
     return {name: check_value(value, known[name], f"--{name}")}
 
@@ -278,11 +285,19 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     return found
 
 
-def parse_value(text: str, kind: Any) -> Any:
+def key_type(f: Field) -> tuple[Any, str, tuple]:
+    """Return a key's type, the rule that its value keeps, and its choices if they are few."""
+    kind: Any = f.type
+    if get_origin(kind) is Annotated:
+        return *get_args(kind), ()
+    return type(f.default), PLAIN[type(f.default)], get_args(kind)
+
+
+def parse_value(text: str, kind: type) -> Any:
     """Parse a flag's text as a Python value; text that is not one stays text."""
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)  # as in nanoGPT, for --start='"\n"'
-        if isinstance(value, str) or kind in (int, float, bool):
+        if isinstance(value, str) or kind is not str:
             return value
     return text
 
@@ -292,27 +307,17 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     Convert a value to the key's type. Accepts whole floats for ints, ints for floats, and 0 and 1
     for booleans. `where` names the key in messages. Raises UserError if the value does not fit.
     """
-    kind: Any = type(f.default)
+    kind, rule, choices = key_type(f)
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    # as in --out_dir=$DIR, if the shell knows no DIR
-    is_empty = f.name in PATHS and value == "" and f.default != ""
-    if type(value) is not kind or (kind is float and not math.isfinite(value)) or is_empty:
-        raise UserError(f"{where}: needs {KIND_NAMES[kind]}, got {value!r:.60}")
-    choices = get_args(f.type)
+    if type(value) is not kind or not (value == f.default or RULES[rule](value)):
+        raise UserError(f"{where}: needs {rule}, got {value!r:.60}")
     if choices and value not in choices:
         raise UserError(
             f"{where}: {value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
         )
-    least = 1 if f.name in AT_LEAST_1 else 0
-    if kind in (int, float) and value < least:
-        raise UserError(f"{where}: must be {least} or more, got {value}")
-    if f.name in BELOW_1 and value >= 1:
-        raise UserError(f"{where}: must be below 1, got {value}")
-    if f.name in AT_MOST_1 and value > 1:
-        raise UserError(f"{where}: must be 1 or less, got {value}")
     return value
 
 
@@ -367,16 +372,10 @@ def check_batch(c: Config, world_size: int, before: Config | None) -> list[str]:
     return []
 
 
-def batch_line(c: Config) -> str:
-    """Return the line that a run prints about its batch."""
-    sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
-    of_what = "micro-batches x sequences x tokens"
-    return f"tokens per iteration will be: {c.iter_tokens:,} = {sizes} ({of_what})"
-
-
 def micro_batches(c: Config, processes: int) -> list[int]:
     """Return the sizes of micro-batches, up to batch_size, that an iteration divides into."""
-    return [n for n in divisors(c.iter_sequences // processes) if n <= c.batch_size]
+    sequences = c.iter_sequences // processes
+    return [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]
 
 
 def with_batch(c: Config, batch_size: int) -> Config:
@@ -402,11 +401,6 @@ def check_model(c: Config) -> list[str]:
     return problems
 
 
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
 # -----------------------------------------------------------------------------
 # Printing
 
@@ -421,35 +415,19 @@ def config_text(config: Config) -> str:
     return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())
 
 
-def describe_keys(keys: type) -> dict[str, dict[str, tuple[str, str]]]:
-    """
-    Return each key's default and meaning, by heading and name. The default is written as in the
-    key's line in the dataclass, and the meaning is that line's comment.
-    """
-    known = find_keys(keys)
-    heading = ""  # sample.py's keys have none
-    found: dict[str, dict[str, tuple[str, str]]] = {heading: {}}
-    for line in inspect.getsource(keys).splitlines():
-        if title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
-            heading = title[1]
-            found[heading] = {}
-        elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
-            found[heading][key[1]] = (key[2].strip('"').removesuffix(".0"), key[3])
-    return {title: meanings for title, meanings in found.items() if meanings}
-
-
 def print_help(keys: type = Config) -> None:
-    """Print the keys as flags, with the dataclass's own headings and comments."""
+    """Print the keys as flags, with the headings and comments of their dataclass."""
     script = os.path.basename(sys.argv[0])
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (flags win over files)\n")
     print(inspect.cleandoc(keys.__doc__ or ""))
     known = find_keys(keys)
-    for heading, meanings in describe_keys(keys).items():
-        print(f"\n{heading}:" if heading else "")
-        for name, (default, meaning) in meanings.items():
-            kind: Any = known[name].type
-            values = "path" if name in PATHS else getattr(kind, "__name__", "")
-            flag = f"  --{name}={'|'.join(get_args(kind)) or values}"
+    for line in inspect.getsource(keys).splitlines():
+        if title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
+            print(f"\n{title[1]}:")
+        elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
+            name, default, meaning = key[1], key[2].strip('"').removesuffix(".0"), key[3]
+            kind, _, choices = key_type(known[name])
+            flag = f"  --{name}={'|'.join(choices) or kind.__name__}"
             text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"
             text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
             print(text.replace("\xa0", " "))  # \xa0 kept "(default: ...)" on one line

@@ -1,7 +1,7 @@
 """
 Convert this program's or nanoGPT's weights to Hugging Face's GPT-2.
 
-    python convert.py ckpt-to-hf CKPT DIR
+    python convert.py CKPT DIR
 
 CKPT is a checkpoint, a run's out_dir or nanoGPT's ckpt.pt. DIR, new or empty, can then be opened
 with AutoModelForCausalLM and AutoTokenizer. Code in the input files is never executed.
@@ -29,17 +29,13 @@ CODE_FILES = ("run/modeling_fast.py", "model_fast.py", "model.py")
 # place of the tanh one changes them by 1e-4.
 TOLERANCE = 2e-5
 
-# -----------------------------------------------------------------------------
-# To Hugging Face
 
-
-def ckpt_to_hf(source: str, out: str) -> None:
+def convert(source: str, folder: Path) -> None:
     """
     Export the model in float32 as a GPT2LMHeadModel, or a fast model together with its code.
     Raises UserError if the folder is not empty, if the weights cannot be read or do not fit their
     config, or if the export would not compute the checkpoint's logits.
     """
-    folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
     import transformers
@@ -185,11 +181,10 @@ def gpt2_bpe() -> Any:
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("mode", choices=("ckpt-to-hf",))
     parser.add_argument("source", help="a checkpoint, a run's out_dir, or nanoGPT's ckpt.pt")
-    parser.add_argument("out", help="the folder to write, new or empty")
+    parser.add_argument("out", type=Path, help="the folder to write, new or empty")
     args = parser.parse_args(argv)
-    ckpt_to_hf(args.source, args.out)
+    convert(args.source, args.out)
 
 
 if __name__ == "__main__":

@@ -98,12 +98,7 @@ def reopen(console: TextIO) -> int | None:
 
 
 def command_line(*arguments) -> str:
-    """
-    Quote a command line for this system's shell. If uv started this program, `uv run` takes the
-    place of a leading `python`.
-    """
-    if arguments[0] == "python" and "UV_RUN_RECURSION_DEPTH" in os.environ:  # `uv run` sets this
-        arguments = ("uv", "run", *arguments[1:])
+    """Quote a command line for this system's shell."""
     join = subprocess.list2cmdline if sys.platform == "win32" else shlex.join
     return join([*map(str, arguments)])
 

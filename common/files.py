@@ -105,9 +105,8 @@ def fsync_folder(folder: Path) -> None:
 
 def try_lock(file: BinaryIO) -> bool:
     """
-    Try to lock a file for this process until it closes the file or exits; a file opened for reading
-    gets a shared lock. Returns True if that worked, and also, with a warning, if the disk does not
-    support locks.
+    Try to lock a file, opened for writing, for this process until it closes the file or exits.
+    Returns True if that worked, and also, with a warning, if the disk does not support locks.
     """
     try:
         if sys.platform == "win32":
@@ -119,8 +118,7 @@ def try_lock(file: BinaryIO) -> bool:
             import fcntl
 
             # lockf, because forked workers would inherit flock's lock
-            kind = fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH
-            fcntl.lockf(file, kind | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
             return False

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from common.child import start_child
-from common.console import command_line, count, duration, keep_transcript, say, warn
+from common.console import command_line, count, duration, keep_transcript, one_line, say, warn
 from common.files import plain
-from configurator import FIELDS, NOT_WEIGHTS, Config, batch_line, config_values
+from configurator import FIELDS, NOT_WEIGHTS, Config, config_values
 from data.shards import Dataset
 from machine.cost import count_flops, describe
 from machine.hardware import Hardware
@@ -30,7 +29,6 @@ from run.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
-PATIENCE = 20.0  # seconds to wait for loss.png
 
 
 class Log:
@@ -77,6 +75,8 @@ class Log:
         self.tracker.start(c, self.first_iter)
         commit = git_commit() if self.ranks.is_main else None
         program = "nightshift" + (f" {commit}" if commit else "")
+        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+        sizes += " (micro-batches x sequences x tokens)"
         say(
             *origin_lines(c, pretrained, resumed),
             f"command: {launch_command(self.world_size)}",
@@ -84,7 +84,7 @@ class Log:
             self.hw.line(c.compile),
             describe(self.model, self.data.vocab),
             self.data.line(),
-            batch_line(c),
+            f"tokens per iteration will be: {c.iter_tokens:,} = {sizes}",
             f"run: {self.length()}, in {c.out_dir}",
         )
         if self.world_size > 1:
@@ -274,18 +274,17 @@ class Log:
         ]
 
     def draw(self) -> None:
-        """Draw loss.png in a child process, or warn. During the run, compare.py draws it."""
+        """Draw loss.png, or warn. During the run, compare.py draws it."""
         if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         try:
-            child = start_child("run.picture", self.folder.path, stderr=subprocess.DEVNULL)
-            with child.stdin:  # type: ignore[union-attr]  # closing this pipe ends the child
-                failed = child.wait(PATIENCE) != 0
-        except (OSError, subprocess.TimeoutExpired):
-            failed = True
-        if failed:
+            from run import curves  # lazily, because a GPU machine may lack matplotlib
+
+            file = self.folder.path / "metrics.jsonl"
+            curves.save_picture([[curves.read_run(file)]], file.with_name("loss.png"))
+        except Exception as error:
             draw = command_line("python", "compare.py", self.config.out_dir)
-            warn(f"loss.png was not drawn; {draw} draws it, or says why not")
+            warn(f"loss.png was not drawn ({one_line(error)}); {draw} draws it")
 
 
 def launch_command(world_size: int) -> str:
@@ -308,7 +307,7 @@ def origin_lines(c: Config, pretrained: dict | None, resumed: dict | None) -> li
     lines = [f"resume: {resumed['source']}, iteration {it:,}{begun}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
         before = resumed["config"].get(name, FIELDS[name].default)
-        if value != before and name != "wandb_run_name":
+        if value != before:
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     return lines
 

@@ -1,5 +1,5 @@
 """
-Wrap the fast model for transformers. `convert.py ckpt-to-hf` copies this file, model_fast.py and
+Wrap the fast model for transformers. `convert.py` copies this file, model_fast.py and
 model.py into the folder it writes, so an export runs the code that trained it.
 
 Import this file lazily, because training does not need transformers.

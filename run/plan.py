@@ -51,27 +51,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--price_kwh", type=float, metavar="P", help="price per kWh, to compute the energy's cost")
 
 
-def exchange_seconds(n: int, params: int, row: dict[str, str] | None) -> float:
-    """
-    Return the seconds in which n GPUs average the float32 gradients of `params` parameters. Each
-    GPU sends and receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md). `row` is
-    the GPU's in gpus.csv.
-    """
-    link_gbs = float((row and row["link_gbs"]) or PCIE_GBS)
-    if n > GPUS_OF_A_MACHINE:
-        link_gbs = NETWORK_GBS
-    return 2 * (n - 1) / n * 4 * params / (link_gbs * 1e9)
-
-
-def count_pauses(it: int, eval_interval: int, save_interval: int) -> tuple[int, int]:
-    """
-    Return how many evaluations and saves a run makes before its loop reaches iteration `it`. Every
-    evaluation but the first also saves.
-    """
-    evaluated_at = range(0, it, eval_interval)
-    return len(evaluated_at), len({*evaluated_at[1:], *range(save_interval, it, save_interval)})
-
-
 def plan(config: Config, options: Namespace) -> dict:
     """
     Print the plan, and return its figures for --json: memory in GiB, disk in GB, None if unknown.
@@ -125,18 +104,26 @@ def plan(config: Config, options: Namespace) -> dict:
         mfus = width**LIKELY_POWER * likely, high, width**LOWEST_POWER * low
         work = flops * c.iter_tokens * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
         seconds = [work / (mfu * peak * 1e12) for mfu in mfus]
-    # Several GPUs share the work evenly, and then average their gradients
-    exchange = exchange_seconds(gpus, cost.count_trained(model), row)
+    # Several GPUs share the work evenly, and then average their float32 gradients: each sends and
+    # receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md)
+    link_gbs = float((row and row["link_gbs"]) or PCIE_GBS)
+    if gpus > GPUS_OF_A_MACHINE:
+        link_gbs = NETWORK_GBS
+    exchange = 2 * (gpus - 1) / gpus * 4 * cost.count_trained(model) / (link_gbs * 1e9)
     iter_seconds, shortest, longest = (s / gpus + exchange for s in seconds)
 
     # The length. An evaluation runs the forward pass alone, a third of the work, on two splits
     checkpoint_gb = cost.checkpoint_bytes(c, model) / 1e9
     eval_seconds = 2 * c.eval_tokens * iter_seconds / c.iter_tokens / 3
     save_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
-    intervals = c.eval_interval, c.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
+    save_interval = c.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
+
+    def pauses_until(it: int) -> tuple[int, int]:  # every evaluation but the first also saves
+        evaluated_at = range(0, it, c.eval_interval)
+        return len(evaluated_at), len({*evaluated_at[1:], *range(save_interval, it, save_interval)})
 
     def seconds_until(it: int) -> float:
-        evaluations, saves = count_pauses(it, *intervals)
+        evaluations, saves = pauses_until(it)
         return it * iter_seconds + evaluations * eval_seconds + saves * save_seconds
 
     iters = c.max_iters
@@ -145,7 +132,7 @@ def plan(config: Config, options: Namespace) -> dict:
     if iters < c.max_iters:
         shortest = longest = iter_seconds  # the run ends on time, whatever its pace
     last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
-    evaluations, saves = (1 + n for n in count_pauses(iters, *intervals))
+    evaluations, saves = (1 + n for n in pauses_until(iters))
     tokens, tokens_per_sec = c.iter_tokens * iters, c.iter_tokens / iter_seconds
 
     # What is printed

@@ -50,7 +50,7 @@ class Tracker:
                     resume="allow",
                     allow_val_change=True,  # keys may change on a resume
                     project=c.wandb_project,
-                    name=c.wandb_run_name,
+                    name=Path(c.out_dir).name,
                     dir=c.out_dir,
                     config=config_values(c),
                 )

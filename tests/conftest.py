@@ -19,8 +19,6 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_I
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 # Each run asks git for its commit, which takes a fifth of a tiny run's time.
 os.environ["GIT_DIR"] = os.devnull
-# Under `uv run pytest`, programs would name the next command as `uv run train.py`.
-os.environ.pop("UV_RUN_RECURSION_DEPTH", None)
 # With more threads, models this small only wait, and wait longer on a busy machine.
 torch.set_num_threads(1)
 

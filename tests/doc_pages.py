@@ -59,7 +59,7 @@ def command_lines(page: Path) -> list[list[str]]:
 
 @functools.cache
 def known_flags(script: str, mode: str = "") -> set[str]:
-    """Return the flags that a script's --help lists. `mode` is bench.py's or convert.py's."""
+    """Return the flags that a script's --help lists. `mode` is bench.py's."""
     told = run(script, *mode.split(), "--help").out
     flags = {*re.findall(r"--(\w+)", told)}
     if script in ("bench.py", "configurator.py"):  # these take train.py's keys too
@@ -70,9 +70,8 @@ def known_flags(script: str, mode: str = "") -> set[str]:
 def flags_of(command: list[str]) -> set[str]:
     """Return the names of all flags that a command's script and mode take."""
     script, *arguments = command
-    has_modes = script in ("bench.py", "convert.py")
-    mode = arguments[0] if has_modes and arguments else ""
-    return known_flags(script, mode if mode.isidentifier() or "-to-" in mode else "") | {"help"}
+    mode = arguments[0] if script == "bench.py" and arguments else ""
+    return known_flags(script, mode if mode.isidentifier() else "") | {"help"}
 
 
 # -----------------------------------------------------------------------------

@@ -66,11 +66,11 @@ def children(monkeypatch, tmp_path) -> list:
     assert all(child.poll() is not None for child in started)
 
 
-def bench(*arguments: str, **keys) -> tuple[dict, str]:
-    """Return what bench.py writes with --json, and what it prints."""
+def bench(*arguments: str, **keys) -> tuple[list[dict], str]:
+    """Return the rows that bench.py writes with --json, and what it prints."""
     result = run("bench.py", *arguments, *flags(**keys), "--seconds=0", "--json=new/result.json")
     assert result.code == 0 and "warning: " not in result.err, result.err
-    return json.loads(Path("new/result.json").read_text()), result.out
+    return json.loads(Path("new/result.json").read_text())["rows"], result.out
 
 
 # -----------------------------------------------------------------------------
@@ -93,7 +93,7 @@ time.perf_counter, time.process_time = lambda: now[0], lambda: 3 * now[0]
 def test_bench_reports_the_median_of_the_log_lines_from_the_third_on(recipe, children):
     """Count 2 x 4 x 16 tokens, and the fields of a dataset with 61 tokens, padded to 128."""
     subprocess.Popen.code = CLOCK
-    found, out = bench(**TINY, **recipe, compile=False, peak_tflops=1e-3)
+    (found,), out = bench(**TINY, **recipe, compile=False, peak_tflops=1e-3)
     assert found["lines"] >= 3 and found["tokens_per_iter"] == 128
     assert found["step_ms"] == pytest.approx(250)
     assert found["tokens_per_sec"] == pytest.approx(512)
@@ -111,7 +111,7 @@ def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cp
     children, tmp_path
 ):
     """Train on random tokens without a dataset: the first loss is about ln 50304 = 10.83 nats."""
-    found, out = bench(n_layer=1, n_head=1, n_embd=16, device="cpu")
+    (found,), out = bench(n_layer=1, n_head=1, n_embd=16, device="cpu")
     assert found["tokens_per_iter"] == 256 and 0 <= found["compile_seconds"] < 5
     assert found["first_loss"] == pytest.approx(math.log(50304), abs=0.3)
     assert "random tokens" in out
@@ -131,8 +131,8 @@ def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails
     keys = {**TINY, "compile": False, "tokens_per_iter": 128}
     del keys["gradient_accumulation_steps"]
     found, out = bench("--row=", "--row=--batch_size=2", "--row=--block_size=32", **keys)
-    first, full, last = found["rows"]
-    batches = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in found["rows"]]
+    first, full, last = found
+    batches = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in found]
     assert batches == [(4, 2), (2, 4), (4, 1)]
     assert full["tokens_per_sec"] is None and re.search("^--batch_size=2 .* failed", out, re.M)
     assert last["total_gain"] == last["gain"] == pytest.approx(first["step_ms"] / last["step_ms"])
@@ -143,10 +143,9 @@ def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
 def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, children):
-    found, out = bench("ladder", **TINY, **recipe)
-    rows = found["rows"]
-    names = ["float32", "TF32", "mixed precision", "compile", "flash attention"]
-    names += ["padded vocabulary"] if recipe else ["padded vocabulary", "tied weights"]
+    rows, out = bench("ladder", **TINY, **recipe)
+    names = ["float32", "--tf32=True", "--dtype=auto", "--compile=True --loss_chunk=auto"]
+    names += ["--flash=True", "--pad_vocab_multiple=128"] + ["--tie_weights=True"] * (not recipe)
     assert [row["name"] for row in rows] == names
     for row in rows:
         assert row["total_gain"] == pytest.approx(rows[0]["step_ms"] / row["step_ms"])
@@ -173,7 +172,7 @@ def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(children, mo
     monkeypatch.setattr(subprocess, "Popen", stop)
     result = run("bench.py", "ladder", *flags(**TINY), "--seconds=0")
     assert result.code == 130 and len(children) == 2
-    for name in ("float32", "TF32"):
+    for name in ("float32", "--tf32=True"):
         assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
 
 

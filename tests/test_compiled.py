@@ -1,24 +1,28 @@
 """
 Check the comparison of code with eager code in float32: it finds what a compiler or a kernel may
-get wrong in either model and in every dtype, passes correct code, and changes nothing.
+get wrong in either model and in every dtype, passes correct code, and changes nothing. At the end,
+check what `bench.py check`, which uses the same comparison, says of a machine.
 """
 
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from cases import slow_but
+from program import ROOT, run
 from torch import Tensor
+from torch.nn import functional as F
 
 import model
 import model_fast
 from common.console import UserError
-from configurator import Config
+from configurator import Config, load_config
 from machine import compiled, hardware
-from machine.compiled import check_code, compile_checked, eager_float32
+from machine.compiled import RECIPES, check_code, compile_checked, compile_model, eager_float32
 from machine.ranks import Ranks
 from model import GPTConfig
 from model_fast import FastConfig, build_model
@@ -254,3 +258,88 @@ def test_a_run_says_that_memory_ran_out():
     failing = mock.Mock(side_effect=RuntimeError("CUDA out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         compile_here(build_model(MODELS["gpt2"]), failing, hardware_in("float32"))
+
+
+# -----------------------------------------------------------------------------
+# bench.py check
+
+RIGHT = "this machine trains correctly"
+
+
+def verdict_of(*keys: str, code: int = 0) -> str:
+    """Return the last line that the check prints."""
+    result = run("bench.py", "check", "--device=cpu", *keys)
+    assert result.code == code, result.err
+    return result.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("dtype", slow_but("float32", of=DTYPES))
+def test_bench_check_passes_a_machine_without_faults(dtype, monkeypatch):
+    """Trace the model instead of compiling it, which takes less time."""
+    monkeypatch.setattr(compiled, "compile_model", partial(compile_model, backend="eager"))
+    assert verdict_of(f"--dtype={dtype}") == RIGHT
+
+
+@pytest.mark.slow
+def test_bench_check_compiles_for_real_and_passes_this_machine():
+    assert verdict_of() == RIGHT
+
+
+@pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast124m")])
+def test_bench_check_uses_the_models_of_the_124m_configs(recipe, config):
+    """Use their biases and head size, because others run other kernels."""
+    checked, trained = RECIPES[recipe], load_config([f"{ROOT}/config/{config}.py"])
+    assert isinstance(checked, FastConfig) == (trained.model == "fast")
+    assert checked.bias == trained.bias
+    assert checked.n_embd // checked.n_head == trained.n_embd // trained.n_head
+
+
+def fails(y, v):
+    raise RuntimeError("CUDA error: no kernel image is available for execution")
+
+
+KERNELS = {  # wrong fused attention, each with a word of the verdict
+    "an output": (lambda y, v: 1.01 * y, "gradient"),
+    # like Metal's kernel, pytorch #195910
+    "without gradients alone": (
+        lambda y, v: y if y.requires_grad else v.mean(dim=2, keepdim=True).expand_as(y),
+        "evaluation",
+    ),
+    "an error": (fails, "RuntimeError: CUDA error: no kernel"),
+}
+
+
+@pytest.mark.parametrize("kernel", slow_but("an output", of=KERNELS))
+def test_bench_check_advises_against_training_if_a_kernel_is_wrong(kernel, monkeypatch):
+    """The reference uses plain attention, so the fault shows only on the device's side."""
+    fault, word = KERNELS[kernel]
+    attention = F.scaled_dot_product_attention
+
+    def faulty(q, k, v, **options):
+        return fault(attention(q, k, v, **options), v)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", faulty)
+    line = verdict_of("--dtype=float32", "--compile=False", code=1)
+    assert line.startswith("do not train here because gpt2 exact float32 ") and word in line
+
+
+def wrong(model) -> None:
+    model.register_forward_hook(lambda module, inputs, loss: 1.01 * loss)
+
+
+def missing(model) -> None:
+    def backend(graph, inputs):
+        raise FileNotFoundError("no g++ here")
+
+    compile_model(model, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "compile_it, said", slow_but((wrong, "the "), of=[(wrong, "the "), (missing, "no g++ here")])
+)
+def test_bench_check_says_if_the_compiler_fails_or_is_wrong(compile_it, said, monkeypatch):
+    monkeypatch.setattr(compiled, "compile_model", compile_it)
+    line = verdict_of("--dtype=float32")
+    because = "torch.compile does not work here ("
+    assert line.startswith(f"{RIGHT} with --compile=False, because {because}")
+    assert said in line and line.count("torch.compile") == 1

@@ -94,7 +94,7 @@ def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias
     vocabulary of 100.
     """
     model = random_gpt(tie_weights=tied, bias=bias)
-    convert("ckpt-to-hf", save(model, tmp_path / "x.pt", vocab), tmp_path / "hf")
+    convert(save(model, tmp_path / "x.pt", vocab), tmp_path / "hf")
     exported = opened(tmp_path / "hf")
     assert exported.config.vocab_size == vocab
     assert exported.config.tie_word_embeddings == tied
@@ -108,7 +108,7 @@ def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_pat
     """
     monkeypatch.chdir(tmp_path)
     save(random_gpt(vocab_size=256, block_size=64), tmp_path / "x.pt", 256)
-    convert("ckpt-to-hf", "x.pt", "anna-hf")
+    convert("x.pt", "anna-hf")
     page = (ROOT / "docs" / "sampling.md").read_text()
     (block,) = re.findall(r"```python\n([^`]*anna-hf.*?)```", page, re.DOTALL)
     names: dict = {}
@@ -131,7 +131,7 @@ def test_exports_your_own_tokenizer_with_the_weights(model, tmp_path):
     spec = bpe.to_str()
     path = save(model(vocab_size=384), tmp_path / "x.pt", vocab, "bpe", json=spec)
     folder = tmp_path / "hf"
-    assert "no files" not in convert("ckpt-to-hf", path, folder)
+    assert "no files" not in convert(path, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     bpe.no_truncation()
     ids = bpe.encode(TEXT, add_special_tokens=False).ids
@@ -158,7 +158,7 @@ def test_exports_your_own_tokenizer_with_the_weights(model, tmp_path):
 def test_exports_gpt2s_tokenizer_with_the_weights(gpt2_bpe, tmp_path):
     """Write tokenizer files that give tiktoken's ids."""
     model = random_gpt(vocab_size=50304, n_embd=8, n_layer=1)
-    convert("ckpt-to-hf", save(model, tmp_path / "x.pt", 50257, "gpt2"), tmp_path / "hf")
+    convert(save(model, tmp_path / "x.pt", 50257, "gpt2"), tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     alone = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
     ids = gpt2_bpe.encode_ordinary(TEXT)
@@ -225,7 +225,7 @@ def test_refuses_to_export_a_model_that_transformers_could_not_reproduce(name, t
     folder = changed(tmp_path / "copy", {file: code})
     model = random_gpt(flash=False) if file == "model.py" else random_fast()
     path = save(model, tmp_path / "x.pt", 100)
-    refused(run_copy(folder, "ckpt-to-hf", path, tmp_path / "hf"), *words.split())
+    refused(run_copy(folder, path, tmp_path / "hf"), *words.split())
     assert not (tmp_path / "hf").exists()
 
 
@@ -256,7 +256,7 @@ def fast_export(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("fast")
     model = random_fast(bias=True)
     path = save(model, tmp / "x.pt", 100, "unknown")  # 28 padded rows
-    convert("ckpt-to-hf", path, tmp / "hf")
+    convert(path, tmp / "hf")
     with transformers_cache(tmp) as patch:
         for module in ("model", "model_fast", "run"):
             patch.setitem(sys.modules, module, None)  # importing it fails
@@ -398,7 +398,7 @@ def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     """Export 50,257 of 50,304 rows, because tiktoken knows none of the others."""
     write_nanogpts_checkpoint(tmp_path / "ckpt.pt", vocab=50304, width=8)
     assert load_pretrained(str(tmp_path / "ckpt.pt"))["vocab"] == 50257
-    convert("ckpt-to-hf", tmp_path / "ckpt.pt", tmp_path / "hf")
+    convert(tmp_path / "ckpt.pt", tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
     (rows, _) = load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"].shape
     assert rows == 50257

@@ -117,8 +117,7 @@ SCRIPTS: dict[str, set[str]] = {
         "pyarrow",
         "data.writer",  # imports tqdm
         "huggingface_hub",
-        "run.history",
-        "run.picture",
+        "run.curves",
         "run.plan",
         "compare",
         "bench",

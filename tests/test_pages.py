@@ -15,9 +15,7 @@ from doc_pages import GUIDES, PAGES, README, page_name, read
 from packaging.requirements import Requirement
 from program import ROOT
 
-from configurator import FIELDS, find_keys, load_config
-from dev import make_keys
-from sample import SampleConfig
+from configurator import load_config
 
 # -----------------------------------------------------------------------------
 # Links, commands, names
@@ -74,23 +72,6 @@ def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     folder = r"(?<![\w/])(?:common|dev|machine|results|run|tests|docs)/"
     named = {*re.findall(rf"{folder}[\w/]+\.(?:py|md|csv|json|png)\b", read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
-
-
-def test_the_keys_page_lists_every_key_of_configurator_py():
-    """Check that docs/keys.md is up to date. If this fails, run `python dev/make_keys.py`."""
-    listed = read(make_keys.PAGE).partition(make_keys.HEADING)[2]
-    assert listed == make_keys.list_keys()
-    assert len(re.findall(r"^- \*\*`(\w+)`\*\*", listed, re.MULTILINE)) == len(FIELDS)
-
-
-def test_the_sampling_page_lists_the_flags_and_defaults_of_sample_py():
-    section = read("docs/sampling.md").partition("## Flags")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", section, re.MULTILINE)
-    shown = {name: default for names, default in rows for name in re.findall(r"--(\w+)", names)}
-    keys = find_keys(SampleConfig)
-    assert shown.keys() == keys.keys() - {"init_from", "out_dir"}  # these are in an earlier table
-    for name, default in shown.items():
-        assert default.replace("a line end", "\n") == str(keys[name].default), name
 
 
 # -----------------------------------------------------------------------------

@@ -39,7 +39,7 @@ COMMAND_LINE = [
     ("train.py tiny.py -batch_size=4", "-batch_size --key=value"),
     ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile True or False 'maybe'"),
-    ("train.py tiny.py --out_dir=", "--out_dir text ''"),  # as in --out_dir=$DIR without a DIR
+    ("train.py tiny.py --out_dir=", "--out_dir path ''"),  # as in --out_dir=$DIR without a DIR
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
     ("train.py tiny.py --learning_rate=nan", "--learning_rate finite"),
     ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
@@ -129,8 +129,8 @@ TOOLS = [
     ("compare.py book.txt", "no iteration out/quickstart"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
     ("convert.py", "required"),
-    ("convert.py ckpt-to-hf run tokens", "tokens not empty"),
-    ("convert.py ckpt-to-hf nan.pt out", "nan.pt wte.weight older"),
+    ("convert.py run tokens", "tokens not empty"),
+    ("convert.py nan.pt out", "nan.pt wte.weight older"),
     ("sample.py --init_from=page.pt", "page.pt: damaged"),
 ]
 # what model.py does not compute, as transformers saves it; the last changes the weights' shapes

@@ -31,8 +31,7 @@ from program import (
 )
 from torch import Tensor
 
-from run.history import open_run
-from run.picture import draw
+from run.curves import draw, open_run
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,
@@ -271,10 +270,8 @@ LOSS, LION, CHOICES = (
 SECOND, MEASURE, NORMS = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
 KEYS = """
 class Config:
-    second: str = ""
+    second: Location = ""
     z_loss: float = 0.0
-
-PATHS = ("out_dir", "init_from", "dataset", "second")
 """
 NORM_LINE = "    grad_norm = torch.nn.utils.get_total_norm(gradients)\n"
 SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'

@@ -86,7 +86,7 @@ def test_weights_can_be_sampled_evaluated_fine_tuned_and_exported(tmp_path, monk
     greedy = ("--start=abc", "--temperature=0", "--num_samples=1", "--max_new_tokens=20")
     text = sample("--out_dir=nanoGPT/out-letters", *greedy)
     assert sample(f"--init_from={weights}", *greedy) == text
-    assert run("convert.py", "ckpt-to-hf", weights, "hf").code == 0
+    assert run("convert.py", weights, "hf").code == 0
     val = np.fromfile(data / "val.bin", "<u2")
     before = loss_by_transformers(Path("hf"), val)
 
@@ -107,7 +107,7 @@ def test_weights_can_be_sampled_evaluated_fine_tuned_and_exported(tmp_path, monk
     assert losses[-1] < before - 0.5
     # new rows would be noise
     assert len(ran.state()["model"]["transformer.wte.weight"]) == len(LETTERS)
-    assert run("convert.py", "ckpt-to-hf", "tuned", "tuned-hf").code == 0
+    assert run("convert.py", "tuned", "tuned-hf").code == 0
     # the export is of the best evaluation; transformers adds float32 in a different order
     after = loss_by_transformers(Path("tuned-hf"), val)
     assert after == pytest.approx(min(losses), abs=1e-5)
@@ -126,7 +126,7 @@ def test_a_hub_model_is_evaluated_fine_tuned_and_exported(tmp_path, monkeypatch)
     assert evaluation_in(train(**keys, eval_only=True).out) == pytest.approx(before, abs=1e-4)
     train(**keys)
     assert Run("tuned").evals("val_loss")[-1] < before - 0.5
-    assert run("convert.py", "ckpt-to-hf", "tuned", "tuned-hf").code == 0
+    assert run("convert.py", "tuned", "tuned-hf").code == 0
     exported = tokenizers.Tokenizer.from_file("tuned-hf/tokenizer.json")
     assert exported.get_vocab() == own_bpe().get_vocab()
 

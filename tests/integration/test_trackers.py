@@ -9,7 +9,6 @@ import sys
 import time
 import types
 from unittest import mock
-from warnings import catch_warnings, simplefilter
 
 import pytest
 from cases import slow_but
@@ -113,13 +112,13 @@ def test_wandb_receives_the_numbers_continues_on_a_resume_and_begins_another_for
 @pytest.mark.slow
 def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, ran, tmp_path):
     pytest.importorskip("wandb")
-    keys = dict(wandb_log=True, wandb_project="project", wandb_run_name="named")
-    command = ("train.py", *flags(**tiny | keys, learning_rate=0.0123))
+    keys = dict(wandb_log=True, wandb_project="project", learning_rate=0.0123)
+    command = ("train.py", *flags(**tiny | keys))
     result = finish(start(*command, WANDB_MODE="offline", HOME=str(tmp_path)))
     assert result.code == 0 and not warnings(result.err), result.err
     (file,) = ran.out_dir.glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()  # protobuf records, with values as JSON text
-    texts = {"project", "named", "learning_rate", "0.0123"}
+    texts = {"project", ran.out_dir.name, "learning_rate", "0.0123"}
     for (name, _), value in expected_numbers(ran).items():
         texts |= {name, json.dumps(value)}
     assert not [text for text in texts if text.encode() not in content]
@@ -146,17 +145,11 @@ def train_long(**keys) -> Result:
     return result
 
 
-@pytest.mark.parametrize("python", slow_but("/bin/false", of=["/bin/false", "/no/python"]))
-def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(
-    python, tiny, ran, monkeypatch
-):
-    """Simulate a machine without matplotlib, and one that cannot start a process."""
-    monkeypatch.setattr(sys, "executable", python)
-    with catch_warnings(record=True) as caught:
-        simplefilter("always", ResourceWarning)
-        (line,) = warnings(train_long(**tiny).err)
+def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(tiny, ran, monkeypatch):
+    """Simulate a machine without matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (line,) = warnings(train_long(**tiny).err)
     assert "loss.png" in line and ran.saved[-1] == 8
-    assert not [w for w in caught if "BufferedWriter" in str(w.message)]  # the child's stdin
 
 
 def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, ran, tmp_path):

@@ -1,6 +1,6 @@
 # A small GPT-2 trained with AdamW on config/quickstart.py's data, for trying changes to the program
 # (docs/hacking.md) and for measurements.
-# python train.py dev/small_gpt2.py
+# python train.py config/small_gpt2.py
 out_dir = "out/small_gpt2"
 init_from = "auto"  # the same command starts the run and resumes it
 dataset = "python_stdlib"
