@@ -56,7 +56,9 @@ def files_in(name: str) -> Iterator[str]:
                 continue
             seen.add(real)
             folders[:] = [name for name in folders if not name.startswith(".")]
-            yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
+            # iCloud puts .NAME.icloud in the place of a file that it has not downloaded
+            shown = (n for n in files if not n.startswith(".") or n.endswith(".icloud"))
+            yield from (os.path.join(folder, name) for name in shown)
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
