@@ -40,7 +40,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        patiently(os.replace, temporary, path)
+        try:
+            patiently(os.replace, temporary, path)
+        except (PermissionError, FileExistsError):  # some network disks never rename onto a file
+            patiently(path.unlink)
+            os.rename(temporary, path)
         fsync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
