@@ -42,8 +42,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         try:
             patiently(os.replace, temporary, path)
-        except (PermissionError, FileExistsError):  # some network disks never rename onto a file
-            patiently(path.unlink)
+        except OSError as error:
+            # some network disks never rename onto a file; Windows' errors are others
+            if error.errno not in (errno.EPERM, errno.EEXIST):
+                raise
+            path.unlink()
             os.rename(temporary, path)
         fsync_folder(path.parent)
     except BaseException:
