@@ -40,7 +40,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        patiently(os.replace, temporary, path)
+        try:
+            patiently(os.replace, temporary, path)
+        except OSError as error:
+            # some network disks never rename onto a file; Windows' errors are others
+            if error.errno not in (errno.EPERM, errno.EEXIST):
+                raise
+            path.unlink()
+            os.rename(temporary, path)
         fsync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -183,11 +190,11 @@ def plain(value):
 
 def lack_of_space(folder: Path, needed: int) -> str:
     """
-    Return a message if the disk of `folder` has less than `needed` bytes free, else "". The folder
-    need not exist yet.
+    Return a message if the disk of `folder` has less than `needed` bytes free, else "", as also on
+    a disk that does not tell its size. The folder need not exist yet.
     """
     place = folder.absolute()
     existing = next(path for path in (place, *place.parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free
-    shortage = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {free / 1e9:,.2f} GB free"
-    return shortage if free < needed else ""
+    disk = shutil.disk_usage(existing)
+    shortage = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {disk.free / 1e9:,.2f} GB free"
+    return shortage if disk.total and disk.free < needed else ""

@@ -38,7 +38,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
 def files_in(name: str) -> Iterator[str]:
     """
     Yield a file, the files of a pattern, or all files in a folder and its subfolders, following
-    links, but none whose name begins with a dot. Raises OSError for a folder that cannot be read.
+    links, but no folder twice, and none whose name begins with a dot. Raises OSError for a folder
+    that cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -48,9 +49,16 @@ def files_in(name: str) -> Iterator[str]:
         if not os.path.isdir(path):
             yield path
             continue
+        seen: set[str] = set()  # real paths; links may lead back to a folder
         for folder, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+            if (real := os.path.realpath(folder)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
             folders[:] = [name for name in folders if not name.startswith(".")]
-            yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
+            # iCloud puts .NAME.icloud in the place of a file that it has not downloaded
+            shown = (n for n in files if not n.startswith(".") or n.endswith(".icloud"))
+            yield from (os.path.join(folder, name) for name in shown)
 
 
 def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:

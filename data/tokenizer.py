@@ -28,8 +28,9 @@ MOST_IDS = 65_536  # shards store ids as uint16
 SAMPLE_MB = 50  # text to train bpe:N on, at most
 TOKENIZERS = f"byte, gpt2, a tokenizer.json, or bpe:N to train N ids on up to {SAMPLE_MB} MB"
 MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_pretrained('OUT')"
-# What tokenizers call end-of-text; those that we train use the first name
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+# What tokenizers call end-of-text. Those that we train use the last name. It comes last because
+# transformers adds it, as one more id, to the tokenizer of a GPT-2 with another name
+ENDS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 # A text that tokenizers change if they normalize its letters, spaces or line ends
 PROBE = "A b\r\n  \u00c9 \ufb01 \u6f22\U0001f642\t<|endoftext|> "
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
@@ -180,9 +181,11 @@ def load_bpe(content: str, path: str | Path):
     if hasattr(bpe.model, "dropout"):
         bpe.model.dropout = None  # dropout would make each preparation's tokens different
     bpe.encode_special_tokens = True  # encode <|endoftext|> in a document as plain text
-    vocab = 1 + max(bpe.get_vocab().values(), default=0)
     special = {t.content: id for id, t in bpe.get_added_tokens_decoder().items() if t.special}
     ends = [special[name] for name in ENDS if name in special]
+    # no text has a special token but end-of-text, and a model may lack those that were added
+    used = {id for name, id in bpe.get_vocab().items() if name not in special} | {*ends[:1]}
+    vocab = 1 + max(used, default=0)
     if vocab > MOST_IDS:
         problem = f"{path}: has {vocab:,} ids, more than 16-bit tokens allow ({MOST_IDS:,})"
         raise UserError(f"{problem}; give another tokenizer, such as bpe:32768")
@@ -217,7 +220,7 @@ def train_bpe(name: str, texts: Iterable[str]) -> Tokenizer:
     say(f"tokenizer: training {name} on at most {SAMPLE_MB} MB of the text")
     bpe, vocab = ByteLevelBPETokenizer(), int(name.partition(":")[2])
     sample = [part for text in texts for part in LONG_WORD.split(text)]
-    bpe.train_from_iterator(sample, vocab, show_progress=False, special_tokens=[ENDS[0]])
+    bpe.train_from_iterator(sample, vocab, show_progress=False, special_tokens=[ENDS[-1]])
     if (ids := bpe.get_vocab_size()) < vocab:
         problem = f"the training text is enough for only {ids} ids"
         raise UserError(f"{name}: {problem}; give a smaller N, or more text")

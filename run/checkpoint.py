@@ -149,7 +149,8 @@ def link_best(out_dir: Path, progress: dict) -> None:
     if progress["val_loss"] != progress["best_val_loss"]:
         return
     path, best = checkpoint_path(out_dir, progress["iter_num"]), out_dir / "best.pt"
-    if best.exists() and best.samefile(path):
+    # Some network drives give all files one inode number; a file with two names has two links
+    if best.exists() and best.samefile(path) and path.stat().st_nlink > 1:
         return
     temporary = out_dir / f"best.pt.{os.getpid()}.tmp"
     try:
