@@ -68,12 +68,25 @@ def held(path) -> float:
     return float(checkpoint.read(path)["model"][0])
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_best_pt_holds_the_best_and_the_newest_are_kept(links, tmp_path, monkeypatch):
-    """On a disk without hard links, best.pt is a copy."""
-    if not links:
-        refused = OSError(errno.EPERM, "Operation not permitted")
+DISKS = ("any", "no hard links", "one inode number for all files", "no renames onto a file")
+
+
+@pytest.mark.parametrize("disk", DISKS)
+def test_best_pt_holds_the_best_and_the_newest_are_kept(disk, tmp_path, monkeypatch):
+    """On a disk without hard links, best.pt is a copy. Some network disks do even less."""
+    refused, replace = OSError(errno.EPERM, "Operation not permitted"), os.replace
+
+    def to_a_new_name(old, new):
+        if os.path.lexists(new):
+            raise refused
+        replace(old, new)
+
+    if disk != "any":
         monkeypatch.setattr("os.link", mock.Mock(side_effect=refused))
+    if disk == "one inode number for all files":
+        monkeypatch.setattr("pathlib.Path.samefile", lambda path, other: True)
+    if disk == "no renames onto a file":
+        monkeypatch.setattr("os.replace", to_a_new_name)
     folder = RunFolder(tmp_path, keep=2)
     for it, loss, best in ((1, 5.0, 5.0), (2, 4.0, 4.0), (3, 6.0, 4.0), (4, 7.0, 4.0)):
         assert not saved(folder, it, loss, best)

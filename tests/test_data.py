@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from program import ROOT, finish, refused, run, start, wait_for_line, write_tokens
 
 from common.console import UserError
+from common.files import lack_of_space
 from configurator import Config, load_config
 from data import prepare_text
 from data.loader import ShuffledWindows, eval_batches, to_batch
@@ -417,6 +418,13 @@ def test_downloads_as_many_records_as_the_run_reads(tokens, gb, hub, monkeypatch
     with pytest.raises(UserError, match="too little"):
         get_records(f"--max_iters={math.ceil(tokens / 256)}")
     assert lack.call_args.args == (RECORDS, round(gb * 1e9))
+
+
+def test_a_disk_that_does_not_tell_its_size_is_not_taken_for_a_full_one(tmp_path, monkeypatch):
+    for total, lacks in ((10**9, True), (0, False)):
+        usage = mock.Mock(total=total, free=0)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, usage=usage: usage)
+        assert bool(lack_of_space(tmp_path / "new" / "folder", 10**6)) == lacks
 
 
 @pytest.mark.parametrize("iters, warned", [(3, ""), (6, "1.02k of the 1.54k tokens .* repeats")])

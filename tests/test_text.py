@@ -88,16 +88,26 @@ def test_files_folders_and_patterns_are_read_in_the_order_given_and_once_each():
     check_folder(Path("out"), texts)
 
 
-def test_linked_folders_are_read_and_a_broken_link_to_text_is_refused():
+def test_linked_folders_are_read_once_and_a_broken_link_to_text_is_refused():
     Path("notes").mkdir()
     Path("elsewhere/deep").mkdir(parents=True)
     Path("elsewhere/deep/more.txt").write_text("more " * 200)
     Path("notes/linked").symlink_to(Path("elsewhere").absolute())
+    for name in ("back", "again"):  # two links that lead back make 2^40 paths
+        Path("elsewhere", name).symlink_to(Path("elsewhere").absolute())
     assert prepare_text("notes", "--val_fraction=0.2").code == 0
     check_folder(Path("out"), ["more " * 200])
     Path("notes/lost.txt").symlink_to("/mnt/stick/away")
     result = run("data/prepare_text.py", "notes")
     assert "notes/lost.txt: No such file" in result.err
+
+
+def test_a_file_that_icloud_has_not_downloaded_is_named_among_those_left_out():
+    Path("notes").mkdir()
+    Path("notes/a.txt").write_text("here " * 200)
+    Path("notes/.b.txt.icloud").write_bytes(b"bplist00")
+    result = prepare_text("notes", "--val_fraction=0.2")
+    assert "notes: 1 files are left out, such as notes/.b.txt.icloud" in result.err
 
 
 @pytest.mark.parametrize("name", ["enwik8", "table/a.csv", "a.json", "saved/a.arrow"])

@@ -288,6 +288,17 @@ def test_a_tokenizer_json_may_rename_end_of_text_and_its_truncation_and_dropout_
     assert list(theirs.encode(TEXTS[0])) == ids and len(ids) > 4
 
 
+def test_an_end_of_text_that_transformers_has_added_is_neither_the_end_nor_an_id(own):
+    """It adds <|endoftext|> to the tokenizer of a GPT-2 that ends texts otherwise."""
+    content = json.loads(own.spec["json"])
+    content["added_tokens"][0]["content"] = "</s>"
+    content["model"]["vocab"]["</s>"] = content["model"]["vocab"].pop("<|endoftext|>")
+    added = dict(content["added_tokens"][0], content="<|endoftext|>", id=own.vocab)
+    content["added_tokens"].append(added)
+    theirs = Tokenizer(dict(kind="bpe", json=json.dumps(content)))
+    assert (theirs.eot, theirs.vocab) == (own.eot, own.vocab)
+
+
 def test_a_folder_whose_tokenizer_is_missing_or_changed_is_refused(mine, tmp_path):
     """Train on it only with the tokenizer, and prepare on only with the same tokenizer."""
     folder = shutil.copytree(mine, tmp_path / "data")
