@@ -368,7 +368,7 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Evaluating and sampling
+# Reading data, evaluating and sampling
 
 
 def read_data(signals: StopSignals, read: Callable[..., list], *arguments) -> list | None:
