@@ -155,7 +155,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # training hours so far, and the seconds since the last attempt to save, by rank 0's clock
         hours, since_save = ranks.on_main(clock.read)
         over = why_over(c, it, hours)
-        if over or read_data(signals, batches.read, accum) is None:
+        if over or read_data(signals, batches.read, accum) is None:  # None: a signal has come
             break
         evaluated = evaluation_due(c, progress)
         if evaluated and not evaluate():
