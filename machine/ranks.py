@@ -157,8 +157,8 @@ def end_process(code: int) -> NoReturn:
 # Signals
 
 # Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGUSR2 that of
-# Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows has
-# only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
+# Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows
+# has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
 ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
 # If one of these comes a second time, the process exits at once.
 STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")

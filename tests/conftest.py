@@ -42,7 +42,7 @@ def own_compiler_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def restored_process_state(request):
     """Restore the signal handlers and reset the torch settings that train.main changes."""
-    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGXCPU", "SIGHUP")
+    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     # A fixture of module scope may have trained and left its run's handler in place.

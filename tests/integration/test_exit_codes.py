@@ -45,7 +45,14 @@ def test_a_run_trains_on_with_a_warning_without_its_tracker_or_samples(
 
 (CODES,) = [text for text in map(read, GUIDES) if "\n| 128 + N | " in text]
 # the codes of the signals that save a run
-SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 143: "SIGTERM", 152: "SIGXCPU"}
+SIGNALS = {
+    129: "SIGHUP",
+    130: "SIGINT",
+    138: "SIGUSR1",
+    140: "SIGUSR2",
+    143: "SIGTERM",
+    152: "SIGXCPU",
+}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
