@@ -82,7 +82,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.each(check_data, asked, data, pretrained, resumed)
     hw = hardware.set_up(asked, ranks.local_rank)
     weights = resumed or pretrained  # to begin with; None: random ones
-    c = fit_batch(asked, data.vocab, hw, ranks.world_size, weights)  # the micro-batch that fits
+    # what this device makes of the command: a micro-batch that fits, and compiled code if it can
+    c = fit_batch(hardware.settle(asked), data.vocab, hw, ranks.world_size, weights)
     check_alike(ranks, device=hw.name, dataset=data.fingerprint, batch_size=c.batch_size)
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
     splits = {"train": data.train, "val": data.val}
@@ -91,8 +92,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
     model = make_model(c, data.vocab, hw, weights)
+    origin = origin_lines(asked, pretrained, resumed)
     if c.eval_only:
-        origin = origin_lines(c, pretrained, resumed)
         say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
         return evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
     torch.manual_seed(c.seed + ranks.rank)
@@ -108,7 +109,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.on_main(folder.claim, resumed)
     clock = Clock(began, hw.synchronize, resumed, ranks)
     log = Log(c, clock, hw, data, model, progress, folder, ranks)
-    log.begin(pretrained, resumed)  # also starts the tracker
+    log.begin(origin)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
     batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
     del weights, pretrained, resumed  # frees the loaded checkpoint
@@ -144,7 +145,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress, ranks)
             saved = replace(progress, best_val_loss=best_loss(progress))  # if this save works
-            state = state_to_save(c, data, model, optimizer, scaler, saved, clock, hw, ranks)
+            state = state_to_save(asked, data, model, optimizer, scaler, saved, clock, hw, ranks)
             if save_or_warn(state, last, folder, ranks, signals, log):
                 progress.best_val_loss = saved.best_val_loss
 
@@ -501,10 +502,12 @@ def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
         ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def state_to_save(c, data: Dataset, model, optimizer, scaler, progress, clock, hw, ranks) -> dict:
+def state_to_save(
+    asked, data: Dataset, model, optimizer, scaler, progress, clock, hw, ranks
+) -> dict:
     """Collect what a resume needs into a checkpoint. Every rank must call this."""
     return data.facts() | dict(
-        config=config_values(c),
+        config=config_values(asked),  # not what this device makes of it
         model_config=config_to_dict(model.config),
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),

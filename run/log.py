@@ -69,8 +69,8 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, pretrained: dict | None, resumed: dict | None) -> None:
-        """Start the tracker, and describe the run and the weights or checkpoint it begins with."""
+    def begin(self, origin: list[str]) -> None:
+        """Start the tracker, and describe the run. `origin` says what it begins with."""
         c = self.config
         self.tracker.start(c, self.first_iter)
         commit = git_commit() if self.ranks.is_main else None
@@ -78,7 +78,7 @@ class Log:
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
         sizes += " (micro-batches x sequences x tokens)"
         say(
-            *origin_lines(c, pretrained, resumed),
+            *origin,
             f"command: {launch_command(self.world_size)}",
             f"start: {date()}, {program}, torch {torch.__version__}",
             self.hw.line(c.compile),

@@ -62,9 +62,9 @@ class Progress:
 def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, dict | None]:
     """
     Read the command. Returns the configuration, the foreign weights to begin with and the
-    checkpoint to resume, of which one is None, or both. The configuration is final, except for the
-    micro-batch of a run with tokens_per_iter, which fit_batch() chooses. Raises UserError, with a
-    line for each problem.
+    checkpoint to resume, of which one is None, or both. The configuration is what checkpoints
+    store: what was asked for, with the dtype that auto means here. Raises UserError, with a line
+    for each problem.
     """
     c = read_config(argv)
     resumed = find_checkpoint(c)
@@ -86,7 +86,7 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, d
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    return hardware.settle(c), pretrained, resumed
+    return replace(c, dtype=hardware.settle(c).dtype), pretrained, resumed
 
 
 # -----------------------------------------------------------------------------
