@@ -149,18 +149,21 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             if save_or_warn(state, last, folder, ranks, signals, log):
                 progress.best_val_loss = saved.best_val_loss
 
-    # The loop ends when the run is over, or when any rank gets a signal. An error, such as missing
-    # data, ends the run here, without another save
+    # The loop ends when the run is over, or when any rank gets a signal. Data that stay missing end
+    # the run after a save, any other error without one
     while True:
         it = progress.iter_num
         # training hours so far, and the seconds since the last attempt to save, by rank 0's clock
         hours, since_save = ranks.on_main(clock.read)
-        over = why_over(c, it, hours)
-        if over or read_data(signals, batches.read, accum) is None:  # None: a signal has come
+        if over := why_over(c, it, hours):
             break
         evaluated = evaluation_due(c, progress)
-        if evaluated and not evaluate():
-            break
+        try:
+            if read_data(signals, batches.read, accum) is None or (evaluated and not evaluate()):
+                break  # a signal has come
+        except (UserError, OSError):  # the data stay missing
+            save()
+            raise
         if save_due(c, it, evaluated, since_save):
             save()
         set_rates(optimizer, it, c, hours)
@@ -527,7 +530,7 @@ def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, signals, log
     it = state["progress"]["iter_num"]
     while problem := ranks.on_main(folder.save, state):
         if not last:
-            log.warn(it, f"{problem}; training goes on until the next save")
+            log.warn(it, f"{problem}; the next save tries again")
             return False
         if signals.must_stop():
             ranks.fail(f"{problem}; {RESUME}")
