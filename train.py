@@ -194,6 +194,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         progress.val_loss = None  # other weights had it
     progress.complete = over != "" and (progress.val_loss is not None or evaluate())
     save(last=True)
+    if progress.complete:
+        signals.release()  # nothing is left to save, so a signal may end the process at once
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over if progress.complete else signals.name, progress)
     folder.close()

@@ -178,11 +178,16 @@ class StopSignals:
         self.received = 0  # number of the first signal, or 0
         self.stopped_at: float | None = None  # when the first of STOP_AT_ONCE came
         self.name = ""  # the signal that all ranks have agreed on, if one has come
-        for name in ASK_TO_STOP:
-            number = getattr(signal, name, None)
-            # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.receive)
+        numbers = [getattr(signal, name) for name in ASK_TO_STOP if hasattr(signal, name)]
+        # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
+        self.numbers = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+        for number in self.numbers:
+            signal.signal(number, self.receive)
+
+    def release(self) -> None:
+        """Let each of the signals end the process again, as it does by default."""
+        for number in self.numbers:
+            signal.signal(number, signal.SIG_DFL)
 
     def receive(self, number: int, frame=None) -> None:
         """Confirm the first signal, and exit on a second request to stop."""
