@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import UserError, explain_errors, run_main, say
+from common.console import UserError, explain_errors, run_main, say, warn
 from common.files import retrying
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
@@ -45,8 +45,7 @@ from machine.ranks import Ranks, StopSignals, end_process
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run import checkpoint
-from run.checkpoint import RunFolder
+from run.checkpoint import RunFolder, link_best
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
@@ -70,7 +69,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     check_alike(ranks, command=asked, checkpoint=progress.iter_num)
     if resumed and progress.complete and not asked.eval_only:
         if why_over(asked, progress.iter_num, training_hours(resumed["ledger"])):
-            ranks.on_main(checkpoint.link_best, Path(asked.out_dir), asdict(progress))
+            if problem := ranks.on_main(link_best, Path(asked.out_dir), asdict(progress)):
+                warn(problem)
             done = f"all {progress.iter_num:,} iterations are done"
             say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
             return 0

@@ -115,16 +115,20 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration)
 
 
-def find_newest(out_dir: Path) -> Path | None:
+def read_newest(out_dir: Path) -> dict | None:
     """
-    Return the newest valid checkpoint, or None if out_dir has none. Warns about each damaged one.
-    Raises UserError if all are damaged or unreadable, so that a run never silently starts again.
+    Return the state in the newest valid checkpoint, with its path as `source`, or None if out_dir
+    has no checkpoint. Warns about each damaged one. Raises UserError if all are damaged or
+    unreadable, so that a run never silently starts again.
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
         problem = damage(path)
-        if not problem:
-            return path
+        with contextlib.suppress(FileNotFoundError):
+            if not problem:
+                return read(path) | dict(source=str(path))
+        if not os.path.lexists(path):  # a run that saves there has deleted it, so look again
+            return read_newest(out_dir)
         warn(f"{path}: {problem}; trying the checkpoint before it")
     if paths:
         problem = "none of its checkpoints can be resumed, see above"
@@ -140,28 +144,34 @@ def set_aside(path: Path) -> None:
         path.rename(next(name for name in names if not name.exists()))
 
 
-def link_best(out_dir: Path, progress: dict) -> None:
+def link_best(out_dir: Path, progress: dict) -> str:
     """
     If the checkpoint with this progress is the best so far, make best.pt a hard link to it, or a
-    copy where the file system has no hard links. A resume does this again, because a kill may have
-    come between the save and this link. Raises OSError.
+    copy where the file system has no hard links. Each launch does this again, because a kill may
+    have come between the save and this link. Returns "" or why best.pt is not saved: the disk is
+    full, failing or read-only.
     """
     if progress["val_loss"] != progress["best_val_loss"]:
-        return
+        return ""
     path, best = checkpoint_path(out_dir, progress["iter_num"]), out_dir / "best.pt"
     # Some network drives give all files one inode number; a file with two names has two links
     if best.exists() and best.samefile(path) and path.stat().st_nlink > 1:
-        return
+        return ""
     temporary = out_dir / f"best.pt.{os.getpid()}.tmp"
     try:
-        temporary.unlink(missing_ok=True)
-        os.link(path, temporary)
-        os.replace(temporary, best)
-        fsync_folder(out_dir)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # a link to the checkpoint, which the copy would empty
-        with replacing(best) as file, open(path, "rb") as content:
-            shutil.copyfileobj(content, file)
+        try:
+            temporary.unlink(missing_ok=True)
+            os.link(path, temporary)
+            os.replace(temporary, best)
+            fsync_folder(out_dir)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # a link, through which the copy would empty `path`
+            best.unlink(missing_ok=True)  # make room for the copy; the checkpoint is better
+            with replacing(best) as file, open(path, "rb") as content:
+                shutil.copyfileobj(content, file)
+    except OSError as error:
+        return f"best.pt of iteration {progress['iter_num']} is not saved: {one_line(error)}"
+    return ""
 
 
 # -----------------------------------------------------------------------------
@@ -197,13 +207,14 @@ class RunFolder:
             raise UserError(f"out_dir: another run is writing to {folder}; {hint}")
         for path in list_checkpoints(folder):
             if iteration(path) > it:
-                if resumed and not damage(path):
+                if not damage(path):
                     raise UserError(f"{path}: was saved in the meantime; repeat the command")
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
         if resumed:
-            link_best(folder, resumed["progress"])
+            if problem := link_best(folder, resumed["progress"]):
+                warn(problem)
             cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
@@ -220,17 +231,14 @@ class RunFolder:
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.path, it)
-        what = f"checkpoint {it}"
         try:
             self.prune(max(1, self.keep - 1))
             save(state, path)
-            what = f"best.pt of iteration {it}"
-            link_best(self.path, state["progress"])
             self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
-            return f"{what} is not saved: {one_line(error)}"
-        return ""
+            return f"checkpoint {it} is not saved: {one_line(error)}"
+        return link_best(self.path, state["progress"])
 
     def prune(self, keep: int) -> None:
         """Delete all checkpoints but the newest `keep`."""

@@ -106,12 +106,12 @@ def find_checkpoint(c: Config) -> dict | None:
         wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
     else:
         wants_run = c.init_from != "scratch"
-    if wants_run and (path := checkpoint.find_newest(out_dir)):
-        state = checkpoint.read(path)
+    if wants_run and (state := checkpoint.read_newest(out_dir)):
+        path, it = Path(state["source"]), state["progress"]["iter_num"]
         check_fields(path, state)
-        if (it := state["progress"]["iter_num"]) != checkpoint.iteration(path):
+        if it != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
-        return state | dict(source=str(path))
+        return state
     others = sorted(out_dir.glob("*.pt"))
     if others and not (c.eval_only and names_weights):
         hint = "--init_from=auto resumes it, another --out_dir starts a new run"

@@ -39,20 +39,22 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     progress = dict(iter_num=2, val_loss=None, best_val_loss=5.0)
     checkpoint.save(dict(model=torch.ones(9999), progress=progress), good)
     make(bad, good.read_bytes())
-    assert checkpoint.find_newest(tmp_path) == good
+    resumed = checkpoint.read_newest(tmp_path)
+    assert resumed["source"] == str(good)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {bad}: ") and words in line
     folder = RunFolder(tmp_path, keep=2)
-    folder.claim(checkpoint.read(good))
+    folder.claim(resumed)
     folder.close()
     keep_transcript(None)
     assert checkpoint.list_checkpoints(tmp_path) == [good]
 
 
-def test_a_checkpoint_that_another_run_has_saved_meanwhile_is_not_set_aside(tmp_path):
+@pytest.mark.parametrize("resumes", (True, False))
+def test_a_checkpoint_that_another_run_has_saved_meanwhile_is_not_set_aside(resumes, tmp_path):
     folder = RunFolder(tmp_path, keep=2)
-    assert not saved(folder, 1, 5.0, 5.0)
-    resumed = checkpoint.read(checkpoint.checkpoint_path(tmp_path, 1))
+    assert not resumes or not saved(folder, 1, 5.0, 5.0)
+    resumed = checkpoint.read_newest(tmp_path)
     assert not saved(folder, 2, 4.0, 4.0)
     with pytest.raises(UserError, match="ckpt-00000002.pt: was saved in the meantime"):
         folder.claim(resumed)
