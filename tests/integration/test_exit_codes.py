@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 from doc_pages import GUIDES, block_with, read
-from program import InProcessRun, finish, flags, run, start, train
+from program import InProcessRun, finish, flags, run, start, train, wait_for_line
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, eval_interval=4, eval_tokens=160)
 
@@ -62,6 +62,22 @@ def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, 
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
     assert (trainer.launch(**tiny).code, ran.saved[-1]) == (code, 3)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_signal_ends_a_complete_run_that_waits_for_its_tracker(tiny, ran, tmp_path):
+    """Replace wandb by a module that never finishes."""
+    code = "def init(**_):\n    return __import__('wandb')\n\ndef log(*_, **__):\n    pass\n\n"
+    code += "id = ''\n\ndef finish():\n    print('waiting')\n    __import__('time').sleep(99)\n"
+    (tmp_path / "wandb.py").write_text(code)
+    process = start(
+        "train.py", *flags(**tiny, tracker="wandb"), cold=True, PYTHONPATH=str(tmp_path)
+    )
+    wait_for_line(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, timeout=30).code == -signal.SIGTERM
+    assert ran.state(8)["progress"]["complete"]
+    assert ran.end["complete"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
