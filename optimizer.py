@@ -69,7 +69,7 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
 def muon_groups(model: GPT | FastGPT, c: Config) -> list[dict[str, Any]]:
     """
     Return the parameter groups for Muon, with (name, parameter) pairs as their params. MLPs get a
-    fixed part of attention's rate. Muon.step() and Muon.update() read the other fields.
+    fixed part of attention's rate. set_schedule() reads the numbers that change over the run.
     """
     named = [*model.named_parameters()]
     vectors = [(name, p) for name, p in named if p.dim() < 2]  # biases and gains
@@ -103,6 +103,25 @@ def muon_groups(model: GPT | FastGPT, c: Config) -> list[dict[str, Any]]:
         dict(mlp, params=mlps[2], weight_decay=0.28),
     ]
     return [dict(group, lr_floor=0.2, done=0.0, length=PUBLIC_ITERS) for group in groups]
+
+
+def set_schedule(group: dict[str, Any]) -> None:
+    """
+    Set what changes over a run in a group of muon_groups(), except the rate. train.py has set the
+    part of the run that is `done`, from 0 to 1, and the run's `length` in iterations.
+    """
+    done, length = group["done"], group["length"]
+    if "momentum" in group:  # matrices
+        warm = min(1.0, done / MOMENTUM_WARMUP)
+        group["mu"] = FIRST_MOMENTUM * (1 - warm) + group["momentum"] * warm
+        group["beta2"] = group["row_beta"] + 0.1 * done
+        group["decay"] = group["weight_decay"] * (1 - done) ** group["decay_power"]
+    else:
+        beta1 = group["beta1"]
+        if "public_beta1" in group:
+            beta1 = rescale(group["public_beta1"], length)
+        group["betas"] = (beta1, 0.965 + 0.034 * done)
+    group["average_weight"] = 1 - rescale(AVERAGE_DECAY, length)
 
 
 def rescale(decay: float, length: float) -> float:
@@ -151,10 +170,8 @@ class Muon(torch.optim.AdamW):
     2024, https://kellerjordan.github.io/posts/muon). Every rank updates all matrices, from the same
     gradients.
 
-    Momenta, weight decay and beta2 follow each group's `done`, the part of the run that is done,
-    from 0 to 1. The state keeps a running average of every weight. Its horizon is a fraction of
-    `length`, the run's iterations. So is the horizon of the momentum in a group with `public_beta1`
-    instead of `beta1`. load_averages() ends a run with the averages.
+    set_schedule() says how momenta, weight decay and beta2 change over the run. The state keeps a
+    running average of every weight, and load_averages() ends a run with the averages.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.
@@ -173,14 +190,9 @@ class Muon(torch.optim.AdamW):
     def step(self, closure=None):
         all_groups = self.param_groups
         for group in all_groups:
+            set_schedule(group)
             if "momentum" in group:
                 self.step_matrices(group)
-                continue
-            if "public_beta1" in group:
-                beta1 = rescale(group["public_beta1"], group["length"])
-            else:
-                beta1 = group["beta1"]
-            group["betas"] = (beta1, 0.965 + 0.034 * group["done"])
         # AdamW's step updates every group in param_groups, so hide the matrices from it.
         self.param_groups = [group for group in all_groups if "momentum" not in group]
         super().step()
@@ -194,8 +206,7 @@ class Muon(torch.optim.AdamW):
 
     def average(self, group: dict) -> None:
         """Move the averages towards the updated weights, unless the update was skipped."""
-        finite = self.finite(group["params"][0])
-        weight = (1 - rescale(AVERAGE_DECAY, group["length"])) * finite
+        weight = group["average_weight"] * self.finite(group["params"][0])
         for p in group["params"]:
             if p.grad is not None:
                 state = self.state[p]
@@ -227,11 +238,7 @@ class Muon(torch.optim.AdamW):
         moved by -lr * sqrt(longer side / shorter side) times the orthogonal matrix nearest to u.
         """
         rows, cols = matrices[0].shape
-        done = group["done"]
-        warm = min(1.0, done / MOMENTUM_WARMUP)
-        mu = FIRST_MOMENTUM * (1 - warm) + group["momentum"] * warm
-        row_beta = group["row_beta"] + 0.1 * done
-        decay = group["weight_decay"] * (1 - done) ** group["decay_power"]
+        mu, beta2, decay = group["mu"], group["beta2"], group["decay"]
         finite = self.finite(matrices[0])  # 0 zeroes every rate below and so skips the update
         lr = group["lr"] * finite
         m = torch.stack(momenta)  # (n, rows, cols)
@@ -242,7 +249,7 @@ class Muon(torch.optim.AdamW):
         u = g.lerp_(m, mu)
         # without Adam's bias correction, which would scale all rows alike and so change nothing
         squares = torch.stack(row_squares)  # (n, rows, 1)
-        squares.lerp_(u.square().mean(-1, keepdim=True), (1 - row_beta) * finite)
+        squares.lerp_(u.square().mean(-1, keepdim=True), (1 - beta2) * finite)
         torch._foreach_copy_(row_squares, squares.unbind())
         # back to float32, because small learning rates would underflow in float16
         update = orthogonalize(u / (squares.sqrt() + ROW_EPS), self.dtype).float()

@@ -366,7 +366,7 @@ def get_lr(it: int, c: Config, length: float, peak: float, floor: float = 0.0) -
 
 
 def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
-    """Set each group's learning rate for iteration `it`, and what Muon's other schedules follow."""
+    """Set each group's learning rate for iteration `it`, and what set_schedule() follows."""
     length = run_length(it, c, hours)
     for group in optimizer.param_groups:
         group["lr"] = get_lr(it, c, length, group["peak_lr"], group["lr_floor"])

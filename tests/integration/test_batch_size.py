@@ -65,6 +65,8 @@ def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys, ran):
     assert again.code == 0, again.err
     assert ran.column("start", "tokens_per_iter") == [512, 512]
     assert [c["batch_size"] for c in ran.column("start", "config")] == [4, 2]
+    # checkpoints store the maxima that were asked for
+    assert [ran.state(it)["config"]["batch_size"] for it in ran.saved] == [4, 3]
 
 
 # what a command sets, its processes; batch_size and gradient_accumulation_steps, or the problem
