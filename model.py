@@ -40,9 +40,6 @@ LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)
 PLAIN_ATTENTION_TOKENS = 512
-# Fields that a resumed run may change, because they do not change the validation loss of given
-# weights, except by rounding. All others are the architecture.
-FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
 
 
 # -----------------------------------------------------------------------------

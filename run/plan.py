@@ -23,7 +23,8 @@ from data.shards import open_dataset
 from machine import cost, hardware
 from machine.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
 from model_fast import model_config
-from run.pretrained import ARCHITECTURE, load_pretrained
+from run.pretrained import load_pretrained
+from run.start import ARCHITECTURE
 
 # What the fast recipe's biases, gains, Newton-Schulz iterations and averages add to an iteration of
 # GPT-2, as docs/internals/simulated_gpus.md derives it. No published MFU includes them.

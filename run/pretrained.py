@@ -11,19 +11,12 @@ from pathlib import Path
 
 from common.console import UserError, one_line
 from common.files import read_json, sha256_of
-from configurator import FIELDS
 from data.shards import dataset_folder
 from data.tokenizer import GPT2_VOCAB, Tokenizer, read_bpe, read_meta
-from model import FREE_ON_RESUME, GPTConfig
+from model import GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from run import checkpoint
 
-# Keys of the architecture, which come from the weights when a run loads some: all keys among the
-# models' fields, except those in FREE_ON_RESUME
-ARCHITECTURE = (
-    "model",
-    *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
-)
 # On the hub, OpenAI's models belong to openai-community
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json"]

@@ -7,7 +7,7 @@ data must be the same everywhere; check_alike() ends the run if they are not.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from common.console import UserError, raise_if_any
@@ -17,16 +17,24 @@ from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
 from machine import hardware
 from machine.ranks import Ranks
+from model_fast import FastConfig
 from run import checkpoint
 from run.clock import training_hours
-from run.pretrained import ARCHITECTURE, check_fields, load_pretrained
+from run.pretrained import check_fields, load_pretrained
 
+# What a resume does with the keys. Most get the command's values, or their defaults.
+# The models' fields come from the checkpoint, or the weights, that a run begins with. These may
+# change, because they do not change the validation loss of given weights, except by rounding
+FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
+ARCHITECTURE = (
+    "model",
+    *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
+)
 # Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
-# changing that key would invalidate the saved state. Other keys get the command's values, or their
-# defaults, except dtype and the evaluations' tokens: see config_of_resume()
+# changing that key would invalidate the saved state
 FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "init_from")
-# Keys that a resumed run keeps unless the command sets them. The three of the batch may only change
-# so that an iteration has as many tokens as before
+# Keys that a resumed run keeps unless the command sets them, as it keeps the dtype that auto meant.
+# The three of the batch may only change so that an iteration has as many tokens as before
 KEPT_UNLESS_SET = (
     "dataset",
     "batch_size",

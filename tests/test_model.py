@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_file
 from model import (
-    FREE_ON_RESUME,
     GPT,
     ChunkedLoss,
     GPTConfig,
@@ -26,6 +25,7 @@ from model import (
     prefers_plain,
 )
 from model_fast import FastConfig, build_model, config_from_dict, config_to_dict
+from run.start import FREE_ON_RESUME
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 

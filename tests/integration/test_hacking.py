@@ -302,9 +302,8 @@ Z_LOSS = LOSS["model.py"].replace("1e-4", "config.z_loss")
 Z_LOSS += """
 class GPTConfig:
     z_loss: float = 0.0
-
-FREE_ON_RESUME |= {"z_loss"}
 """
+FREE = 'FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "z_loss"})\n'
 
 
 def weights(out_dir: Path, iter_num: int = TINY["max_iters"]) -> Tensor:
@@ -336,7 +335,7 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
 def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     """Run one program with the page's z-loss, second validation set, measure and gradient norms."""
     program = tmp_path_factory.mktemp("documented") / "program"
-    files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS}
+    files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS, "run/start.py": FREE}
     edited(changed(program, files), *EDITS)
     other = write_tokens(program / "other", [700], [300], vocab=77)
     commands = {
