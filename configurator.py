@@ -202,10 +202,11 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
             problems += error.args
     raise_if_any(problems)
     values = last_wins(values, from_nanogpt(typed))
+    set_keys = frozenset(values)  # without an eval_tokens from eval_iters, which a resume keeps
     if iters := values.pop("eval_iters", 0):
         batch = [values.get(name, FIELDS[name].default) for name in ("batch_size", "block_size")]
         values.setdefault("eval_tokens", iters * math.prod(batch))
-    return keys(**values, set_keys=frozenset(values))
+    return keys(**values, set_keys=set_keys)
 
 
 def last_wins(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
