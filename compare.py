@@ -134,7 +134,7 @@ def compare_runs(runs: list[Run]) -> dict:
         print(f"{line}  {verdicts.get(key, '')}".rstrip())
     for run in runs:
         if not is_finished(run):
-            print(f"{run.name}: not at its end: still running, stopped, or its log is cut off")
+            print(f"{run.name}: not at its end: still running, stopped, or its log lacks lines")
     for band in runs:
         for run in runs:
             if band.has_band and not run.has_band:
@@ -172,11 +172,13 @@ def judge_by_band(run: Run, band: Run) -> str:
 
 def is_finished(run: Run) -> bool:
     """
-    Return whether a run was trained to its end and its log is complete. A kill or a full disk cuts
-    the log off.
+    Return whether a run was trained to its end and its log is whole. A kill cuts a log off, and a
+    full disk takes no lines.
     """
-    is_complete = run.end.get("complete") and run.end["iters"] in run.eval["iter"][-1:]
-    return run.is_published or bool(is_complete)
+    # before saves said so, the reason of the end did
+    is_complete = run.end.get("complete", run.end.get("reason") in ("max_iters", "hours"))
+    last = {run.iterations, run.end.get("iter")}  # reached, saved, and evaluated
+    return run.is_published or (is_complete and last == {*run.eval["iter"][-1:]})
 
 
 def dataset_name(run: Run) -> str | None:
@@ -283,7 +285,7 @@ def check_seeds(runs: list[Run]) -> None:
         if not np.isfinite(run.eval["val_loss"][-1:]).any():
             problems.append(f"{run.name}: its last evaluation has no val loss; leave it out")
         elif not is_finished(run):
-            problems.append(f"{run.name}: not trained to its end; resume it, or leave it out")
+            problems.append(f"{run.name}: not at its end; resume it, or leave it out")
     raise_if_any(problems)
 
 

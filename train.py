@@ -539,7 +539,7 @@ def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, signals, log
         hint = "trying again every minute; Ctrl-C gives up and frees the device"
         log.warn(it, f"{problem}; {hint}")
         signals.comes_within(FINAL_RETRY_SECONDS)
-    log.report_save(it)
+    log.report_save(it, state["progress"]["complete"])
     return True
 
 

@@ -41,12 +41,13 @@ class Run:
     """
     Holds one run as its records describe it so far.
 
-    `start` is the last start record; `end` is empty while the run trains and after a kill. `step`
-    and `eval` are columns, ordered by iteration: one array per value, NaN if unknown. Only
-    published means of several runs have a band of val losses, from `low` to `high`. `measures`
-    names the numbers that only this run's evaluations have; they are columns too. `config` has the
-    keys of the last launch, but says from which weights the first one began. `iterations`, `tokens`
-    and `hours` are None if unknown; `hours` includes iterations, evaluations, samples and saves.
+    `start` is the last start record; `end` holds the records of the last save and of the end, if
+    there was one. `step` and `eval` are columns, ordered by iteration: one array per value, NaN if
+    unknown. Only published means of several runs have a band of val losses, from `low` to `high`.
+    `measures` names the numbers that only this run's evaluations have; they are columns too.
+    `config` has the keys of the last launch, but says from which weights the first one began.
+    `iterations`, `tokens` and `hours` are None if unknown; `hours` includes iterations,
+    evaluations, samples and saves.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
@@ -62,8 +63,8 @@ class Run:
                 steps.extend(number(record.get(key)) for key in STEP.split())
             elif kind == "eval":
                 evals[record.get("iter")] = record
-            elif kind == "end":
-                self.end = record
+            elif kind in ("checkpoint", "end"):
+                self.end |= record
         pairs = (pair for record in evals.values() for pair in record.items())
         found = {k for k, v in pairs if isinstance(v, int | float)}
         self.measures = sorted(found - {*EVAL.split()})

@@ -196,15 +196,17 @@ class Log:
         becomes = f"at iteration {it} each weight becomes its average over the last iterations"
         say(f"averages: training is complete; {becomes}")
 
-    def report_save(self, it: int) -> None:
-        """Log a save, within its pause."""
+    def report_save(self, it: int, complete: bool) -> None:
+        """Log a save, within its pause. Its record says if the run and its log are complete."""
         if not self.ranks.is_main:
             return
         path, seconds = checkpoint_path(self.config.out_dir, it), self.clock.since_lap()
         size = self.folder.size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
-        self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
+        complete = complete and not self.folder.missing["metrics.jsonl"]
+        record = dict(path=str(path), bytes=size, seconds=seconds)
+        self.record("checkpoint", iter=it, complete=complete, **record)
 
     def report_sample(self, it: int, text: str) -> None:
         say(f"sample {it}:", *text.split("\n"), "")
@@ -240,8 +242,7 @@ class Log:
         say(f"end: {reason} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.training_hours()
-        record = dict(iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        self.record("end", reason=reason, complete=progress.complete, **record)
+        self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if missing := self.folder.missing:
             told = " and ".join(f"{n} of {name}" for name, n in missing.items())
             warn(f"the disk did not take all lines of this launch; missing are {told}")

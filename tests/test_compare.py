@@ -49,15 +49,13 @@ def make_records(
             records.append(line | at | losses | (measures or {}))
         if it in val_losses and it > 0:
             hours += 1 / 3600
-            records.append(dict(kind="checkpoint", iter=it, seconds=1))
+            records.append(dict(kind="checkpoint", iter=it, seconds=1, complete=it == last))
         if it < last:
             hours += step_ms / 3.6e6
             line = dict(kind="step", hours=hours, loss=4 + (-1) ** it, lr=0.1)
             speed = dict(step_ms=step_ms, tokens_per_sec=size / step_ms * 1000)
             records.append(line | at | speed | dict(tokens_after=(it + 1) * size))
-    end = dict(
-        kind="end", reason="max_iters", complete=True, iters=last, tokens=last * size, hours=hours
-    )
+    end = dict(kind="end", reason="max_iters", iters=last, tokens=last * size, hours=hours)
     return [*records, end]
 
 
@@ -158,14 +156,31 @@ def test_of_two_evaluations_of_one_iteration_the_last_counts():
     assert [*run.eval["iter"]] == [0, 4] and [*run.eval["val_loss"]] == [8, 2]
 
 
-STOPPED = [*make_records(curve(20, 300))[:-1], dict(kind="end", reason="SIGTERM", iters=300)]
+WHOLE = make_records(curve(20, 300))
+SAVED, END = WHOLE[-2:]
+STOPPED = END | dict(reason="SIGTERM")
+# before saves said whether the run is complete
+OLD = [{key: value for key, value in record.items() if key != "complete"} for record in WHOLE]
+NEXT = dict(kind="step", iter=300, tokens_after=301_000, hours=1, loss=3)
+LAUNCHES = [  # the records of a run, and whether it is at its end
+    (WHOLE, True),
+    (WHOLE[:-1], True),  # killed after its last save
+    (WHOLE[:-2], False),  # killed before it
+    (WHOLE[:-7], False),
+    ([*WHOLE[:-2], SAVED | dict(complete=False), END], False),  # its log lacks lines
+    ([*WHOLE[:-2], SAVED | dict(complete=False), STOPPED], False),
+    ([*WHOLE[:-1], NEXT], False),  # continued
+    ([*WHOLE[:-1], WHOLE[-3] | dict(iter=320)], False),
+    (OLD, True),
+    (OLD[:-1], False),
+    ([*OLD[:-1], STOPPED], False),
+]
 
 
-@pytest.mark.parametrize("records", [make_records(curve(20, 300))[:-7], STOPPED])
-def test_says_that_a_run_is_not_at_its_end_and_compares_at_equal_tokens(records, capsys):
-    """Its log is cut off, or a signal stopped it."""
+@pytest.mark.parametrize("records, at_end", LAUNCHES)
+def test_says_that_a_run_is_not_at_its_end_and_compares_at_equal_tokens(records, at_end, capsys):
     table = Table(Run("a", records), make_run("b", curve(20, 400)))
-    assert re.search("^a: not at its end", capsys.readouterr().out, re.MULTILINE)
+    assert ("\na: not at its end" in capsys.readouterr().out) == (not at_end)
     assert "equal" in table.verdicts[AT_EQUAL]
 
 
@@ -304,11 +319,9 @@ def test_one_seed_on_a_side_is_inconclusive(n_change, n_base):
     assert table["verdict"] == "inconclusive" and table["noise"] is None
 
 
-SIGTERM = dict(kind="end", reason="SIGTERM", iters=10)
 UNFIT = [  # the records of each run of one side; the error
     ([make_records(ends(math.nan))], "a: its last evaluation has no val loss"),
-    ([make_records(ends(2.0))[:-1]], "a: not trained to its end"),
-    ([[*make_records(ends(2.0))[:-1], SIGTERM]], "a: not trained to its end"),
+    ([make_records(ends(2.0))[:-2]], "a: not at its end"),
     ([make_records(ends(2.0), seed=2)] * 2, "another run has seed 2 too"),
 ]
 

@@ -77,7 +77,7 @@ def test_a_signal_ends_a_complete_run_that_waits_for_its_tracker(tiny, ran, tmp_
     process.send_signal(signal.SIGTERM)
     assert finish(process, timeout=30).code == -signal.SIGTERM
     assert ran.state(8)["progress"]["complete"]
-    assert ran.end["complete"]
+    assert ran.records("checkpoint")[-1]["complete"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")

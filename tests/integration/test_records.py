@@ -19,10 +19,10 @@ FIELDS = dict(
     step="compile_seconds epoch grad_norm hours iter loss lr mem_gib mfu"
     " step_ms tokens tokens_after tokens_per_sec",
     eval="bits_per_byte hours iter perplexity seconds tokens train_loss val_loss",
-    checkpoint="bytes iter path seconds",
+    checkpoint="bytes complete iter path seconds",
     sample="iter text",
     event="iter message",
-    end="complete hours iters ledger reason tokens",
+    end="hours iters ledger reason tokens",
 )
 
 
