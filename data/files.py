@@ -4,6 +4,7 @@ import glob
 import io
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from common.console import UserError, one_line, warn
 
@@ -22,15 +23,16 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
     files: dict[str, str] = {}  # by real path
     for name in names:
-        found = sorted(set(files_in(name)))
-        readable = [file for file in found if file.lower().endswith(endings)]
+        found = {*files_in(name)}
+        # a pipe may never end
+        readable = [f for f in found if f.lower().endswith(endings) and not Path(f).is_fifo()]
         kinds = ", ".join(endings)
         if not readable:
             hint = "rename a .json with an object on each line to .jsonl"
             raise UserError(f"{name}: no such file, or none of these kinds: {kinds}; {hint}")
-        if others := [file for file in found if file not in readable]:
+        if others := sorted(found - {*readable}):
             warn(f"{name}: {len(others):,} files are left out, such as {others[0]}; read: {kinds}")
-        for file in readable:
+        for file in sorted(readable):
             files.setdefault(os.path.realpath(file), file)
     return list(files.values())
 
@@ -55,7 +57,7 @@ def files_in(name: str) -> Iterator[str]:
                 folders.clear()
                 continue
             seen.add(real)
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
             # iCloud puts .NAME.icloud in the place of a file that it has not downloaded
             shown = (n for n in files if not n.startswith(".") or n.endswith(".icloud"))
             yield from (os.path.join(folder, name) for name in shown)

@@ -102,12 +102,19 @@ def test_linked_folders_are_read_once_and_a_broken_link_to_text_is_refused():
     assert "notes/lost.txt: No such file" in result.err
 
 
-def test_a_file_that_icloud_has_not_downloaded_is_named_among_those_left_out():
+LEFT_OUT = {
+    ".b.txt.icloud": lambda path: path.write_bytes(b"bplist00"),  # not yet downloaded from iCloud
+    "pipe.txt": lambda path: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_file_whose_text_cannot_be_read_here_is_named_among_those_left_out(name):
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("here " * 200)
-    Path("notes/.b.txt.icloud").write_bytes(b"bplist00")
+    LEFT_OUT[name](Path("notes", name))
     result = prepare_text("notes", "--val_fraction=0.2")
-    assert "notes: 1 files are left out, such as notes/.b.txt.icloud" in result.err
+    assert f"notes: 1 files are left out, such as notes/{name}" in result.err
 
 
 @pytest.mark.parametrize("name", ["enwik8", "table/a.csv", "a.json", "saved/a.arrow"])
