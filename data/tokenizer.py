@@ -31,8 +31,9 @@ MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_p
 # What tokenizers call end-of-text. Those that we train use the last name. It comes last because
 # transformers adds it, as one more id, to the tokenizer of a GPT-2 with another name
 ENDS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
-# A text that tokenizers change if they normalize its letters, spaces or line ends
-PROBE = "A b\r\n  \u00c9 \ufb01 \u6f22\U0001f642\t<|endoftext|> "
+# A text that tokenizers change if they normalize its letters, spaces or line ends, or if they have
+# no way to spell a character that none of their tokens holds
+PROBE = "A b\r\n  \u00c9 \ufb01 \u6f22\U0001f642\U0010fffd\t<|endoftext|> "
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 # The time to train a BPE grows with the square of a word's length. DNA in one line is one word.
@@ -143,7 +144,8 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
 def check_lossless(tokenizer: Tokenizer, name: str) -> None:
     """
     Raise UserError if a BPE lacks an id for some byte, which would be lost without an error, or
-    changes PROBE. Sampling with other people's weights does not need this check.
+    changes PROBE or the spaces around an added token. Sampling with other people's weights does not
+    need this check.
     """
     from tokenizers.pre_tokenizers import ByteLevel  # lazily, as tiktoken above
 
@@ -151,8 +153,10 @@ def check_lossless(tokenizer: Tokenizer, name: str) -> None:
     known = tokenizer.bpe.get_vocab().keys()
     if not (known >= {*ByteLevel.alphabet()} or known >= {f"<0x{i:02X}>" for i in range(256)}):
         raise UserError(f"--tokenizer={name}: has no id for some bytes; {hint}")
-    if (back := tokenizer.decode(tokenizer.encode(PROBE))) != PROBE:
-        raise UserError(f"--tokenizer={name}: changes the text {PROBE!r} to {back!r}; {hint}")
+    added = tokenizer.bpe.get_added_tokens_decoder().values()
+    for text in (PROBE, *(f"a  {token.content}  b" for token in added)):
+        if (back := tokenizer.decode(tokenizer.encode(text))) != text:
+            raise UserError(f"--tokenizer={name}: changes the text {text!r} to {back!r}; {hint}")
 
 
 def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:

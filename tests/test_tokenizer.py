@@ -249,6 +249,20 @@ def many_ids(content: dict) -> None:
     content["model"]["vocab"] |= {f"token{i}": i for i in range(257, 65_537)}
 
 
+def spell_with_unused_bytes(content: dict) -> None:
+    """Name bytes as sentencepiece does, without the flag that spells rare characters with them."""
+    spelled = [f"<0x{i:02X}>" for i in range(256)]
+    letters = sorted({*tokenizer_module.PROBE.replace(" ", "_"), "_"} - {"\U0010fffd"})
+    names = ["<unk>", "<|endoftext|>", *spelled, *letters]
+    vocab = {name: i for i, name in enumerate(names)}
+    content["model"] |= dict(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=False)
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "_"}
+    back = space | {"pattern": {"String": "_"}, "content": " "}
+    content |= dict(pre_tokenizer=None, normalizer=space, decoder=back, post_processor=None)
+
+
+SWALLOWS = dict(id=257, content="<user>", lstrip=True, rstrip=True, single_word=False)
+SWALLOWS |= dict(normalized=False, special=False)
 TOKENIZER_FILES = {
     "another JSON": (lambda c: c.clear(), "cannot read it"),
     "65,537 ids": (many_ids, "65,537 ids"),
@@ -259,6 +273,11 @@ TOKENIZER_FILES = {
         "to 'a b",
     ),
     "no decoder": (lambda c: c.update(decoder=None), "changes the text"),
+    "no way to spell": (spell_with_unused_bytes, "changes the text"),
+    "an added token that takes spaces": (
+        lambda c: c["added_tokens"].append(SWALLOWS),
+        "changes the text 'a  <user>  b'",
+    ),
 }
 
 
