@@ -336,6 +336,12 @@ def test_an_interrupted_download_is_no_dataset_and_the_next_one_continues(hub):
     assert_all_records(hub, RECORDS)
 
 
+def test_takes_files_from_a_mirror_whose_etags_are_no_sha256(hub, monkeypatch):
+    monkeypatch.setattr(Hub, "etags", "md5")
+    get_records()
+    assert_all_records(hub, RECORDS)
+
+
 @pytest.mark.parametrize("file, is_fetched_again", [(1, False), (2, True)])
 def test_wrong_bytes_of_the_right_size_are_not_taken(file, is_fetched_again, hub, capsys):
     Hub.wrong = {f"fineweb_train_{file:06}.bin"}  # once
