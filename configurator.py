@@ -152,8 +152,8 @@ PLAIN = {
 }
 RULES: dict[str, Callable[[Any], bool]] = {
     "True or False": lambda x: True,
-    "a whole number, 0 or more": lambda x: x >= 0,
-    "a whole number, 1 or more": lambda x: x >= 1,
+    "a whole number, 0 or more": lambda x: 0 <= x < 2**63,  # as torch's numbers
+    "a whole number, 1 or more": lambda x: 1 <= x < 2**63,
     "a finite number, 0 or more": lambda x: 0 <= x < math.inf,
     "a number from 0 to below 1": lambda x: 0 <= x < 1,
     "a number from 0 to 1": lambda x: 0 <= x <= 1,

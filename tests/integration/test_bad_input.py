@@ -110,6 +110,7 @@ TOOLS = [
     ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "No such file"),
     ("sample.py --out_dir=run --num_samples=0 --temperature=-1", "1 or more", "0 or more"),
+    ("train.py tiny.py --seed=99999999999999999999", "seed whole number"),
     ("train.py tiny.py --init_from=lora.pt --out_dir=new", "lora.pt lora_rank=0 model.py"),
     ("bench.py lader", "no such config"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
