@@ -1,5 +1,5 @@
 """
-Compile the model, and check that code computes what eager code does in float32.
+Compile the model, and check that its code computes what eager code does in float32.
 
 The check moves the weights by random numbers and runs a micro-batch of random tokens twice: eagerly
 in float32 (eager_float32), and as a run will (check_code). compare() then allows the losses and

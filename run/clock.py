@@ -45,17 +45,17 @@ class Clock:
         """Return the seconds since the last lap, which are not yet booked to any category."""
         return time.perf_counter() - self.lapped_at
 
-    def training_hours(self) -> float:
-        """Return training_hours() of all launches, including the time since the last lap."""
+    def hours(self) -> float:
+        """Return the training_hours() of all launches, the time since the last lap included."""
         return training_hours(self.seconds) + self.since_lap() / 3600
 
     def read(self) -> tuple[float, float]:
         """
-        Return training_hours(), and the seconds since the last attempt to save, or since the
+        Return hours(), and the seconds since the last attempt to save, or since the
         launch. Rank 0's clock must decide for all ranks: if each asked its own, they would soon
         wait for each other forever.
         """
-        return self.training_hours(), time.perf_counter() - self.save_timer_began
+        return self.hours(), time.perf_counter() - self.save_timer_began
 
     # -------------------------------------------------------------------------
     # Changes

@@ -54,7 +54,7 @@ class Run:
         self.name = name
         self.end: dict = {}
         starts, steps = [], array("d")
-        evals = {}  # by iteration; a complete run may evaluate its last one twice
+        evals = {}  # by iteration; a run that is killed or continued may evaluate one twice
         for record in records:
             kind = record.get("kind")
             if kind == "start":

@@ -154,7 +154,7 @@ class Log:
             mfu=mfu,
             mem_gib=mem_gib or None,
             compile_seconds=self.clock.seconds["compile"],
-            hours=self.clock.training_hours(),
+            hours=self.clock.hours(),
         )
 
     def launch_speed(self, tokens: int) -> tuple[float | None, float | None]:
@@ -170,7 +170,7 @@ class Log:
         Return the estimated seconds to the end of the run, at this launch's mean pace, evaluations
         and saves included.
         """
-        c, done = self.config, self.clock.training_hours()
+        c, done = self.config, self.clock.hours()
         pace = 3600 * (done - self.first_hours) / (it + 1 - self.first_iter)
         left = (c.max_iters - it - 1) * pace
         return max(0.0, min(left, 3600 * (c.hours - done))) if c.hours else left
@@ -179,13 +179,13 @@ class Log:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
         it, seconds = progress.iter_num, self.clock.since_lap()
         if it == self.first_iter:  # leave this evaluation out of the pace by which eta counts
-            self.first_hours = self.clock.training_hours()
+            self.first_hours = self.clock.hours()
         say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
             "eval",
             iter=it,
             tokens=progress.tokens,
-            hours=self.clock.training_hours(),
+            hours=self.clock.hours(),
             **numbers,
             seconds=seconds,
             perplexity=perplexity(numbers["val_loss"]),
@@ -241,7 +241,7 @@ class Log:
         say(f"time: {duration(total)} wall = {', '.join(shares)}")
         say(f"end: {reason} after {it:,} iterations, {count(tokens)} tokens, {date()}")
         say(*self.results(tokens, progress, mem_gib))
-        hours = self.clock.training_hours()
+        hours = self.clock.hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if missing := self.folder.missing:
             told = " and ".join(f"{n} of {name}" for name, n in missing.items())
@@ -279,10 +279,10 @@ class Log:
         if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         try:
-            from run import curves  # lazily, because a GPU machine may lack matplotlib
+            from run.curves import read_run, save_picture  # only here, so that runs start sooner
 
             file = self.folder.path / "metrics.jsonl"
-            curves.save_picture([[curves.read_run(file)]], file.with_name("loss.png"))
+            save_picture([[read_run(file)]], file.with_name("loss.png"))
         except Exception as error:
             draw = command_line("python", "compare.py", self.config.out_dir)
             warn(f"loss.png was not drawn ({one_line(error)}); {draw} draws it")

@@ -23,6 +23,7 @@ from run.clock import training_hours
 from run.pretrained import check_fields, load_pretrained
 
 # What a resume does with the keys. Most get the command's values, or their defaults.
+
 # The models' fields come from the checkpoint, or the weights, that a run begins with. These may
 # change, because they do not change the validation loss of given weights, except by rounding
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
@@ -70,7 +71,7 @@ class Progress:
 def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, dict | None]:
     """
     Read the command. Returns the configuration, the foreign weights to begin with and the
-    checkpoint to resume, of which one is None, or both. The configuration is what checkpoints
+    checkpoint to resume, of which at least one is None. The configuration is what checkpoints
     store: what was asked for, with the dtype that auto means here. Raises UserError, with a line
     for each problem.
     """

@@ -49,10 +49,10 @@ def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypat
 
     later = clock_at(7, monkeypatch, resumed)
     later.lap("start-up")
-    assert later.training_hours() == pytest.approx(30 / 3600)
+    assert later.hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
     assert later.lap("compile") == 10
-    assert later.training_hours() == pytest.approx(30 / 3600)
+    assert later.hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
     assert later.read()[0] == pytest.approx(33 / 3600)
 
