@@ -16,9 +16,8 @@ unless it had --eval_only, or the signal came twice or before the training loop 
 
 import contextlib
 import math
-import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.child import keep_awake
-from common.console import UserError, explain_errors, run_main, say, warn
+from common.console import UserError, explain_errors, run_main, say
 from common.files import retrying
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
@@ -45,7 +44,7 @@ from machine.ranks import Ranks, StopSignals, end_process
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run.checkpoint import RunFolder, link_best
+from run.checkpoint import RunFolder, link_best, link_best_again
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
@@ -67,13 +66,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     asked, pretrained, resumed = ranks.each(choose_run, argv, ranks.world_size)
     progress = Progress(**resumed["progress"]) if resumed else Progress()
     check_alike(ranks, command=asked, checkpoint=progress.iter_num)
-    if resumed and progress.complete and not asked.eval_only:
-        if why_over(asked, progress.iter_num, training_hours(resumed["ledger"])):
-            if problem := ranks.on_main(link_best, Path(asked.out_dir), asdict(progress)):
-                warn(problem)
-            done = f"all {progress.iter_num:,} iterations are done"
-            say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
-            return 0
+    hours = training_hours(resumed["ledger"]) if resumed else 0.0
+    if progress.complete and not asked.eval_only and why_over(asked, progress.iter_num, hours):
+        ranks.on_main(link_best_again, Path(asked.out_dir), asdict(progress))
+        done = f"all {progress.iter_num:,} iterations are done"
+        say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
+        return 0
 
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
@@ -129,15 +127,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     signals = StopSignals(ranks)  # from now on, a signal makes the loop end and save
 
     def evaluate() -> bool:
-        """Evaluate the weights, and print a sample. Return False if the run must stop instead."""
+        """Evaluate the weights. Return False if the run must stop instead."""
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
             numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
             if numbers:
                 progress.evaluate(numbers["val_loss"])
                 log.report_eval(progress, numbers)
-        if numbers and tokenizer and progress.iter_num > 0 and numbers["val_loss"] < MAX_LOSS:
-            with clock.pause("samples"):
-                print_sample(model, tokenizer, data, progress, c, hw, log)
         return numbers is not None
 
     def save(last: bool = False) -> None:
@@ -149,23 +144,31 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             if save_or_warn(state, last, folder, ranks, signals, log):
                 progress.best_val_loss = saved.best_val_loss
 
-    # The loop ends when the run is over, or when any rank gets a signal. Data that stay missing end
-    # the run after a save, any other error without one
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
+        """Save if this block fails, as it does if the data stay missing."""
+        try:
+            yield
+        except (UserError, OSError):
+            save()
+            raise
+
+    # The loop ends when the run is over, or when any rank gets a signal. An error ends the run
+    # without another save, unless it is that the data are missing
     while True:
         it = progress.iter_num
         # training hours so far, and the seconds since the last attempt to save, by rank 0's clock
         hours, since_save = ranks.on_main(clock.read)
         if over := why_over(c, it, hours):
             break
-        evaluated = evaluation_due(c, progress)
-        try:
-            if read_data(signals, batches.read, accum) is None or (evaluated and not evaluate()):
+        due = evaluation_due(c, progress)
+        with reading():
+            if read_data(signals, batches.read, accum) is None or (due and not evaluate()):
                 break  # a signal has come
-        except (UserError, OSError):  # the data stay missing
+        if save_due(c, it, due, since_save):
             save()
-            raise
-        if save_due(c, it, evaluated, since_save):
-            save()
+        if due and it > 0 and tokenizer:
+            print_sample(model, tokenizer, data, c, it, hw, clock, log)
         set_rates(optimizer, it, c, hours)
         micro_batches = batches.take(accum)
         total_loss, numbers = train_step(
@@ -192,14 +195,17 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if over and load_averages(optimizer):
         log.report_averages(it)
         progress.val_loss = None  # other weights had it
-    progress.complete = over != "" and (progress.val_loss is not None or evaluate())
+    with reading():
+        progress.complete = over != "" and (progress.val_loss is not None or evaluate())
     save(last=True)
     if progress.complete:
         signals.release()  # nothing is left to save, so a signal may end the process at once
+        if tokenizer:
+            print_sample(model, tokenizer, data, c, it, hw, clock, log)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over if progress.complete else signals.name, progress)
     folder.close()
-    return 0 if progress.complete else 128 + signal.Signals[signals.name]
+    return signals.exit_code
 
 
 # -----------------------------------------------------------------------------
@@ -309,8 +315,10 @@ def save_due(c: Config, it: int, evaluated: bool, since_save: float) -> bool:
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
     ten minutes. The untrained weights are not saved.
     """
-    if evaluated or it == 0:
-        return it > 0
+    if it == 0:
+        return False
+    if evaluated:
+        return True
     if c.checkpoint_interval:
         return it % c.checkpoint_interval == 0
     return since_save >= SAVE_EVERY
@@ -380,7 +388,7 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 def read_data(signals: StopSignals, read: Callable[..., list], *arguments) -> list | None:
     """
     Return read(*arguments), or None on all ranks if one of them has got a signal. If a disk is
-    away, try again for six minutes; then all ranks exit, and those that lack data print why.
+    away, try again for six minutes; then raise on all ranks, of which those that lack data say why.
     """
     data, error = None, None
     try:
@@ -411,7 +419,9 @@ def estimate_loss(
     try:
         for name, split in splits.items():
             micro_batches = read_data(signals, batches.read_eval, split, tokens, name == "train")
-            sums = sum_losses(model, micro_batches or [], hw, signals)
+            if micro_batches is None:
+                return None
+            sums = sum_losses(model, micro_batches, hw, signals)
             if signals.must_stop():
                 return None
             nats, count = ranks.sum(*sums)
@@ -460,7 +470,7 @@ def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks:
     began = time.perf_counter()
     numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
     if not numbers:
-        return 128 + signal.Signals[signals.name]
+        return signals.exit_code
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
     return 0
@@ -476,17 +486,18 @@ def sample_tokenizer(c: Config, data: Dataset, progress: Progress, log: Log) -> 
 
 
 def print_sample(
-    model, text: Tokenizer, data: Dataset, progress: Progress, c: Config, hw: Hardware, log: Log
+    model, text: Tokenizer, data: Dataset, c: Config, it: int, hw: Hardware, clock: Clock, log: Log
 ) -> None:
     """Print sample_tokens tokens from the model, always drawn with the same random numbers."""
     prompt = text.start_ids()
     generator = torch.Generator(hw.device).manual_seed(c.seed)
-    model.eval()
-    with hw.autocast():
-        idx = torch.tensor([prompt], device=hw.device)
-        ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
-    model.train()
-    log.report_sample(progress.iter_num, text.decode(ids[0, len(prompt) :].tolist()))
+    with clock.pause("samples"):
+        model.eval()
+        with hw.autocast():
+            idx = torch.tensor([prompt], device=hw.device)
+            ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
+        model.train()
+        log.report_sample(it, text.decode(ids[0, len(prompt) :].tolist()))
 
 
 # -----------------------------------------------------------------------------
@@ -525,14 +536,14 @@ def state_to_save(
 
 def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, signals, log: Log) -> bool:
     """
-    Save the state, and return whether that worked. If the disk is full or missing, warns. The last
-    save waits until it has room or is back; but after a signal, it tries only once and then raises
-    UserError, because the sender wants the device back.
+    Save the state, also as best.pt if it is the best so far, and return whether that worked. If the
+    disk is full or missing, warns. The last save waits until it has room or is back; but after a
+    signal, it tries only once and then raises UserError, because the sender wants the device back.
     """
     it = state["progress"]["iter_num"]
     while problem := ranks.on_main(folder.save, state):
         if not last:
-            log.warn(it, f"{problem}; the next save tries again")
+            log.warn(it, f"{problem}; a later save tries again")
             return False
         if signals.must_stop():
             ranks.fail(f"{problem}; {RESUME}")
@@ -540,7 +551,9 @@ def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, signals, log
         log.warn(it, f"{problem}; {hint}")
         signals.comes_within(FINAL_RETRY_SECONDS)
     log.report_save(it, state["progress"]["complete"])
-    return True
+    if problem := ranks.on_main(link_best, folder.path, state["progress"]):
+        log.warn(it, problem)
+    return not problem
 
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:

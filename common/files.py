@@ -31,7 +31,7 @@ warn_once = functools.cache(warn)  # a repeated message says nothing new
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     Open a file for writing that appears as `path` only once it is complete and durable. If writing
-    fails, `path` is left as it was. After the block, the rename is durable as well.
+    fails, `path` is left as it was. After the block, rename() has been called.
     """
     # The pid keeps apart two processes that write the same picture, and spares a user's own X.tmp.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -40,18 +40,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        try:
-            patiently(os.replace, temporary, path)
-        except OSError as error:
-            # some network disks never rename onto a file; Windows' errors are others
-            if error.errno not in (errno.EPERM, errno.EEXIST):
-                raise
-            path.unlink()
-            os.rename(temporary, path)
-        fsync_folder(path.parent)
+        rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Rename a file, in place of another if there is one, and make that durable. Raises OSError."""
+    try:
+        patiently(os.replace, temporary, path)
+    except OSError as error:
+        # some network disks never rename onto a file; Windows' errors are others
+        if error.errno not in (errno.EPERM, errno.EEXIST):
+            raise
+        path.unlink(missing_ok=True)
+        os.rename(temporary, path)
+    fsync_folder(path.parent)
 
 
 def patiently(function: Callable, *arguments) -> Any:

@@ -109,8 +109,8 @@ class Batches:
         return self.waiting
 
     def take(self, count: int) -> list[Batch]:
-        """Return the next `count` micro-batches, which read() has read."""
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        """Return the next `count` micro-batches."""
+        taken, self.waiting = self.read(count)[:count], self.waiting[count:]
         return [to_batch(windows, self.device) for windows in taken]
 
     def read_eval(self, split: ShardTokens, tokens: int, spread: bool) -> list[Batch]:

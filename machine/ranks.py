@@ -169,8 +169,8 @@ SAME_STOP = 0.5
 
 class StopSignals:
     """
-    Receives the signals that ask a run to stop. The ranks compare what they have received between
-    iterations and after each evaluated split, so that all of them stop at the same point.
+    Receives the signals that ask a run to stop. The ranks compare what they have received at fixed
+    points, such as between iterations, so that all of them stop at the same one.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -200,6 +200,11 @@ class StopSignals:
             self.stopped_at = self.stopped_at or now
             if now - self.stopped_at > SAME_STOP:
                 os._exit(128 + number)
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of a run that stops by this signal, or 0 if none has come."""
+        return 128 + signal.Signals[self.name] if self.name else 0
 
     def must_stop(self, failed: bool = False) -> bool:
         """

@@ -23,9 +23,9 @@ import torch.utils.serialization  # import now; by the first torch.save, the ven
 
 from common.console import UserError, keep_transcript, one_line, warn
 from common.files import (
-    fsync_folder,
     read_record,
     remove_temporaries,
+    rename,
     replacing,
     try_lock,
 )
@@ -123,11 +123,11 @@ def read_newest(out_dir: Path) -> dict | None:
     """
     paths = list_checkpoints(out_dir)
     for path in reversed(paths):
-        problem = damage(path)
-        with contextlib.suppress(FileNotFoundError):
-            if not problem:
+        if not (problem := damage(path)):
+            with contextlib.suppress(FileNotFoundError):
                 return read(path) | dict(source=str(path))
-        if not os.path.lexists(path):  # a run that saves there has deleted it, so look again
+        # a run that saves there has deleted it, so look again
+        if not os.path.lexists(path) and list_checkpoints(out_dir):
             return read_newest(out_dir)
         warn(f"{path}: {problem}; trying the checkpoint before it")
     if paths:
@@ -147,31 +147,37 @@ def set_aside(path: Path) -> None:
 def link_best(out_dir: Path, progress: dict) -> str:
     """
     If the checkpoint with this progress is the best so far, make best.pt a hard link to it, or a
-    copy where the file system has no hard links. Each launch does this again, because a kill may
-    have come between the save and this link. Returns "" or why best.pt is not saved: the disk is
-    full, failing or read-only.
+    copy where the file system has no hard links. Returns "" or why best.pt is not saved: the disk
+    is full, failing or read-only.
     """
     if progress["val_loss"] != progress["best_val_loss"]:
         return ""
     path, best = checkpoint_path(out_dir, progress["iter_num"]), out_dir / "best.pt"
-    # Some network drives give all files one inode number; a file with two names has two links
-    if best.exists() and best.samefile(path) and path.stat().st_nlink > 1:
-        return ""
     temporary = out_dir / f"best.pt.{os.getpid()}.tmp"
     try:
+        # Some network drives give all files one inode number; a file with two names has two links
+        if best.exists() and best.samefile(path) and path.stat().st_nlink > 1:
+            return ""
+        temporary.unlink(missing_ok=True)
         try:
-            temporary.unlink(missing_ok=True)
             os.link(path, temporary)
-            os.replace(temporary, best)
-            fsync_folder(out_dir)
-        except OSError:
-            temporary.unlink(missing_ok=True)  # a link, through which the copy would empty `path`
+        except OSError:  # no hard links here
             best.unlink(missing_ok=True)  # make room for the copy; the checkpoint is better
             with replacing(best) as file, open(path, "rb") as content:
                 shutil.copyfileobj(content, file)
+        else:
+            rename(temporary, best)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         return f"best.pt of iteration {progress['iter_num']} is not saved: {one_line(error)}"
     return ""
+
+
+def link_best_again(out_dir: Path, progress: dict) -> None:
+    """Call link_best() at a launch, because a kill may have come between the save and the link."""
+    if problem := link_best(out_dir, progress):
+        warn(problem)
 
 
 # -----------------------------------------------------------------------------
@@ -213,8 +219,7 @@ class RunFolder:
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
         if resumed:
-            if problem := link_best(folder, resumed["progress"]):
-                warn(problem)
+            link_best_again(folder, resumed["progress"])
             cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
@@ -225,24 +230,25 @@ class RunFolder:
 
     def save(self, state: dict) -> str:
         """
-        Save `state` as the newest checkpoint and, if it is the best, as best.pt too. Returns ""
-        or what was not saved, and why: the disk is full, failing or missing. Older checkpoints are
-        deleted before the write to make room, but at least one stays until the write has succeeded.
+        Save `state` as the newest checkpoint. Returns "" or why it is not saved: the disk is full,
+        failing or missing. Older checkpoints are deleted before the write to make room, but at
+        least one other stays until the write has succeeded.
         """
         it = state["progress"]["iter_num"]
         path = checkpoint_path(self.path, it)
         try:
-            self.prune(max(1, self.keep - 1))
+            self.prune(max(1, self.keep - 1), besides=path)
             save(state, path)
             self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
             return f"checkpoint {it} is not saved: {one_line(error)}"
-        return link_best(self.path, state["progress"])
+        return ""
 
-    def prune(self, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep`."""
-        for path in list_checkpoints(self.path)[:-keep]:
+    def prune(self, keep: int, besides: Path | None = None) -> None:
+        """Delete all checkpoints but the newest `keep`, and one that is about to be replaced."""
+        others = [path for path in list_checkpoints(self.path) if path != besides]
+        for path in others[:-keep]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
                 path.unlink(missing_ok=True)
 
@@ -269,8 +275,8 @@ class RunFolder:
 def cut_records(path: Path, it: int) -> None:
     """
     Cut metrics.jsonl after the last record of a checkpoint's run. The checkpoint holds the state
-    after `it` iterations; a step record and an event at N come after iteration N, all others before
-    it. This also cuts off half a line left by a kill. Raises OSError.
+    after `it` iterations; a step record at N comes after iteration N, and so may an event; all
+    others come before it. This also cuts off half a line left by a kill. Raises OSError.
     """
     end = here = 0
     with open(path, "a+b") as file:
@@ -278,7 +284,7 @@ def cut_records(path: Path, it: int) -> None:
         for line in file:
             here += len(line)
             record = read_record(line)
-            after = record.get("kind") in ("step", "event")
-            if record.get("iter", it + 1) + after <= it:
+            number, after = record.get("iter"), record.get("kind") in ("step", "event")
+            if isinstance(number, int) and number + after <= it and line.endswith(b"\n"):
                 end = here
         file.truncate(end)

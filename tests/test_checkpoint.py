@@ -63,7 +63,8 @@ def test_a_checkpoint_that_another_run_has_saved_meanwhile_is_not_set_aside(resu
 
 def saved(folder: RunFolder, it: int, loss: float, best: float) -> str:
     progress = dict(iter_num=it, val_loss=loss, best_val_loss=best)
-    return folder.save(dict(model=torch.full((9999,), loss), progress=progress))
+    problem = folder.save(dict(model=torch.full((9999,), loss), progress=progress))
+    return problem or checkpoint.link_best(folder.path, progress)
 
 
 def held(path) -> float:
@@ -95,6 +96,7 @@ def test_best_pt_holds_the_best_and_the_newest_are_kept(disk, tmp_path, monkeypa
         assert held(tmp_path / "best.pt") == best
         assert held(checkpoint.checkpoint_path(tmp_path, it)) == loss
         assert not [*tmp_path.glob("*.tmp")]
+    assert not saved(folder, 4, 7.0, 4.0)  # as a resume may do; the one before stays
     assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [3, 4]
     assert find_weights(str(tmp_path), best=True) == tmp_path / "best.pt"
 

@@ -315,22 +315,22 @@ def invalid(shard: Path) -> None:
         file.write(b"\x3d\x00" * ((size - 1024) // 2))
 
 
-HARMS = [
-    ("val in an evaluation", cut),
-    ("val in an evaluation", invalid),
-    ("train", Path.unlink),
-    ("train", cut),
-    ("train", invalid),
+HARMS = [  # a split, where the run evaluates, what happens to the split's shards
+    ("val", 4, cut),
+    ("val", 4, invalid),
+    ("val", 12, cut),  # the last evaluation
+    ("train", 100, Path.unlink),
+    ("train", 100, cut),
+    ("train", 100, invalid),
 ]
 
 
-@pytest.mark.parametrize("moment, harm", slow_but(HARMS[0], HARMS[-1], of=HARMS))
+@pytest.mark.parametrize("split, interval, harm", slow_but(HARMS[0], HARMS[2], HARMS[-1], of=HARMS))
 def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
-    moment, harm, tiny, ran, tmp_path, monkeypatch
+    split, interval, harm, tiny, ran, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("common.files.READ_PAUSES", (0.1, 0.2))  # instead of six minutes
-    split, _, evaluates = moment.partition(" ")
-    tiny |= dict(max_iters=12, eval_interval=4 if evaluates else 100, eval_tokens=400)
+    tiny |= dict(max_iters=12, eval_interval=interval, eval_tokens=400)
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     data = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
 
@@ -348,7 +348,7 @@ def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
     assert not ran.records("end")
     (saved,) = ran.saved
     assert saved == ran.steps("iter")[-1] + 1
-    assert saved == 4 if evaluates else 2 <= saved < 12
+    assert saved == interval if split == "val" else 2 <= saved < 12
     train(**tiny, init_from="resume")
     assert_same_run(tmp_path / "straight", ran.out_dir, 12)
 
