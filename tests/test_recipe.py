@@ -5,6 +5,8 @@ from cases import slow_but
 from program import checkpoint, column, train
 from reference_fast import Trainer
 
+from optimizer import NEWTON_SCHULZ
+
 ITERATIONS = 12
 # config/fast124m.py made small, with a schedule that has all its parts
 RECIPE = dict(
@@ -42,7 +44,7 @@ ONLY_TRAIN_PY = dict(
 
 # How far apart sums in a different order may be: losses in nats, norms relative, weights relative
 # to how far they have moved, in two iterations and in all. In float32 they were 7e-7, 1e-5, 4e-4
-# and 2e-4; in bfloat16 3e-4, 2e-4, 6e-8 and 0.2, with 0.011 and 0.31 for the weights on another
+# and 5e-4; in bfloat16 3e-4, 2e-4, 6e-8 and 0.2, with 0.011 and 0.31 for the weights on another
 # CPU. In the bfloat16 run, float32 would move the first norm by 2e-3, and the first weights by 0.03
 # even if only the residual stream or only Muon is in float32.
 TOLERANCES = dict(
@@ -60,12 +62,14 @@ RUNS = [
 
 @pytest.mark.parametrize("changes, dtype, computed", slow_but(RUNS[0], of=RUNS))
 def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
-    changes, dtype, computed, tokens, tmp_path
+    changes, dtype, computed, tokens, tmp_path, monkeypatch
 ):
     """
     Compare losses, learning rates, gradient norms and weights with the independent trainer in
-    reference_fast.py.
+    reference_fast.py, which makes the public 18 Newton-Schulz iterations in float32.
     """
+    if dtype == "bfloat16":  # where other iterations round as differently as float32
+        monkeypatch.setattr("reference_fast.NEWTON_SCHULZ", NEWTON_SCHULZ)
     keys = RECIPE | changes | dict(dtype=dtype)
     command = keys | ONLY_TRAIN_PY | computed | dict(dataset=tokens, out_dir=tmp_path)
     train(**command | dict(max_iters=0))
