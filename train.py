@@ -17,7 +17,7 @@ unless it had --eval_only, or the signal came twice or before the training loop 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     def evaluate() -> bool:
         """Evaluate the weights. Return False if the run must stop instead."""
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
+            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals, save)
             if numbers:
                 progress.evaluate(numbers["val_loss"])
                 log.report_eval(progress, numbers)
@@ -144,15 +144,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             if save_or_warn(state, last, folder, ranks, signals, log):
                 progress.best_val_loss = saved.best_val_loss
 
-    @contextlib.contextmanager
-    def reading() -> Iterator[None]:
-        """Save if this block fails, as it does if the data stay missing."""
-        try:
-            yield
-        except (UserError, OSError):
-            save()
-            raise
-
     # The loop ends when the run is over, or when any rank gets a signal. An error ends the run
     # without another save, unless it is that the data are missing
     while True:
@@ -162,9 +153,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if over := why_over(c, it, hours):
             break
         due = evaluation_due(c, progress)
-        with reading():
-            if read_data(signals, batches.read, accum) is None or (due and not evaluate()):
-                break  # a signal has come
+        if read_data(signals, save, batches.read, accum) is None or (due and not evaluate()):
+            break  # a signal has come
         if save_due(c, it, due, since_save):
             save()
         if due and it > 0 and tokenizer:
@@ -195,8 +185,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     if over and load_averages(optimizer):
         log.report_averages(it)
         progress.val_loss = None  # other weights had it
-    with reading():
-        progress.complete = over != "" and (progress.val_loss is not None or evaluate())
+    progress.complete = over != "" and (progress.val_loss is not None or evaluate())
     save(last=True)
     if progress.complete:
         signals.release()  # nothing is left to save, so a signal may end the process at once
@@ -385,10 +374,10 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 # Reading data, evaluating and sampling
 
 
-def read_data(signals: StopSignals, read: Callable[..., list], *arguments) -> list | None:
+def read_data(signals: StopSignals, save, read: Callable[..., list], *arguments) -> list | None:
     """
     Return read(*arguments), or None on all ranks if one of them has got a signal. If a disk is
-    away, try again for six minutes; then raise on all ranks, of which those that lack data say why.
+    away, try again for six minutes, then save() and end the run; the ranks that lack data say why.
     """
     data, error = None, None
     try:
@@ -398,19 +387,20 @@ def read_data(signals: StopSignals, read: Callable[..., list], *arguments) -> li
     if not signals.must_stop(failed=error is not None):
         return data
     if not signals.name:
+        save()
         raise error or UserError()
     return None
 
 
 @torch.no_grad()
 def estimate_loss(
-    model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals
+    model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals, save
 ) -> dict[str, float] | None:
     """
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers, or None if a rank gets a signal.
+    numbers, or None if a rank gets a signal. If the data stay missing, calls save().
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
@@ -418,7 +408,8 @@ def estimate_loss(
     model.eval()
     try:
         for name, split in splits.items():
-            micro_batches = read_data(signals, batches.read_eval, split, tokens, name == "train")
+            read = batches.read_eval, split, tokens, name == "train"
+            micro_batches = read_data(signals, save, *read)
             if micro_batches is None:
                 return None
             sums = sum_losses(model, micro_batches, hw, signals)
@@ -468,7 +459,9 @@ def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks:
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
     signals = StopSignals(ranks)
     began = time.perf_counter()
-    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
+    numbers = estimate_loss(
+        model, splits, measures, batches, c, hw, ranks, signals, save=lambda: None
+    )
     if not numbers:
         return signals.exit_code
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
