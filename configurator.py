@@ -33,11 +33,17 @@ from common.files import read_text
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
-# What keys accept, besides what PLAIN says of their types
-Whole = Annotated[int, "a whole number, 1 or more"]
-Rate = Annotated[float, "a number from 0 to below 1"]
-Fraction = Annotated[float, "a number from 0 to 1"]
-Location = Annotated[str, "a path or a name"]
+# What a key of each type needs, in words and as a test
+PLAIN: dict[type, Any] = {
+    bool: Annotated[bool, "True or False", lambda x: True],
+    int: Annotated[int, "a whole number, 0 or more", lambda x: 0 <= x < 2**63],  # torch's limit
+    float: Annotated[float, "a finite number, 0 or more", lambda x: 0 <= x < math.inf],
+    str: Annotated[str, "text", lambda x: True],
+}
+Positive = Annotated[int, "a whole number, 1 or more", lambda x: 1 <= x < 2**63]
+BelowOne = Annotated[float, "a number from 0 to below 1", lambda x: 0 <= x < 1]
+UpToOne = Annotated[float, "a number from 0 to 1", lambda x: 0 <= x <= 1]
+Location = Annotated[str, "a path or a name", bool]  # not "", which a shell makes of an unset $DIR
 Tracker = Literal["none", "wandb", "tensorboard"]
 Model = Literal["gpt2", "fast"]
 Optimizer = Literal["adamw", "muon"]
@@ -57,46 +63,46 @@ class Config:
     # I/O
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     init_from: Location = "scratch"  # scratch, resume, auto (either), gpt2, OWNER/NAME, path
-    eval_interval: Whole = 2000  # iterations between evaluations
-    eval_tokens: Whole = 2457600  # tokens of each split that an evaluation reads
+    eval_interval: Positive = 2000  # iterations between evaluations
+    eval_tokens: Positive = 2457600  # tokens of each split that an evaluation reads
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: Whole = 2  # newest checkpoints to keep, besides best.pt
+    keep_checkpoints: Positive = 2  # newest checkpoints to keep, besides best.pt
     # Logging
-    log_interval: Whole = 1  # iterations between log lines
+    log_interval: Positive = 1  # iterations between log lines
     tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
     wandb_project: str = "owt"  # project in wandb; a run's name there is that of its out_dir
     # Data
     dataset: Location = "openwebtext"  # a folder in data/, or a path
-    batch_size: Whole = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
-    block_size: Whole = 1024  # tokens in a sequence (context length)
-    gradient_accumulation_steps: Whole = 40  # micro-batches per iteration, over all GPUs
+    batch_size: Positive = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
+    block_size: Positive = 1024  # tokens in a sequence (context length)
+    gradient_accumulation_steps: Positive = 40  # micro-batches per iteration, over all GPUs
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
     # Model
     model: Model = "gpt2"  # GPT-2, or a newer model that needs fewer tokens for the same loss
-    n_layer: Whole = 12  # transformer blocks
-    n_head: Whole = 12  # attention heads; must divide n_embd
-    n_embd: Whole = 768  # channels of the residual stream (width)
-    dropout: Rate = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
+    n_layer: Positive = 12  # transformer blocks
+    n_head: Positive = 12  # attention heads; must divide n_embd
+    n_embd: Positive = 768  # channels of the residual stream (width)
+    dropout: BelowOne = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
     bias: bool = False  # biases in linear layers and norms, as in GPT-2; model=fast: gains too
     tie_weights: bool = True  # share token embedding and output head; model=fast sets False
     flash: bool = True  # use PyTorch's fused attention; False needs much more memory
     loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
-    pad_vocab_multiple: Whole = 128  # round the vocabulary size up to a multiple; 1: off
+    pad_vocab_multiple: Positive = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
     learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast124m.py)
-    muon_momentum: Rate = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
+    muon_momentum: BelowOne = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
     weight_decay: float = 0.1  # for matrices; with Muon: for embeddings and head
-    beta1: Rate = 0.9  # AdamW's decay rate for the running mean of gradients
-    beta2: Rate = 0.95  # AdamW's decay rate for the running mean of squared gradients; not Muon's
+    beta1: BelowOne = 0.9  # AdamW's decay rate for the running mean of gradients
+    beta2: BelowOne = 0.95  # AdamW's decay rate for the mean of squared gradients; not Muon's
     grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
     # Schedule
     max_iters: int = 600000  # iterations to train
     hours: float = 0.0  # train for this many hours at most, and fit the schedule to them; 0: off
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
-    decay_fraction: Fraction = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
+    decay_fraction: UpToOne = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
     warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
@@ -133,7 +139,7 @@ class NanoGPTKeys:
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
     wandb_run_name: str = "gpt2"  # ignored: in wandb a run has the name of its out_dir
     decay_lr: bool = True  # lr_schedule=cosine; False: a constant rate without warmup
-    eval_iters: Whole = 200  # eval_tokens of so many micro-batches
+    eval_iters: Positive = 200  # eval_tokens of so many micro-batches
 
 
 def find_keys(keys: type) -> dict[str, Field]:
@@ -144,23 +150,6 @@ def find_keys(keys: type) -> dict[str, Field]:
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
 
-PLAIN = {
-    bool: "True or False",
-    int: "a whole number, 0 or more",
-    float: "a finite number, 0 or more",
-    str: "text",
-}
-RULES: dict[str, Callable[[Any], bool]] = {
-    "True or False": lambda x: True,
-    "a whole number, 0 or more": lambda x: 0 <= x < 2**63,  # as torch's numbers
-    "a whole number, 1 or more": lambda x: 1 <= x < 2**63,
-    "a finite number, 0 or more": lambda x: 0 <= x < math.inf,
-    "a number from 0 to below 1": lambda x: 0 <= x < 1,
-    "a number from 0 to 1": lambda x: 0 <= x <= 1,
-    "text": lambda x: True,
-    # not "", as in --out_dir=$DIR, if the shell knows no DIR
-    "a path or a name": bool,
-}
 HELP_COLUMN = 44  # column at which --help explains a flag
 
 # -----------------------------------------------------------------------------
@@ -240,9 +229,8 @@ def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
         raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(name, known, '--')}")
-    kind, rule, _ = key_type(known[name])
-    value: Any = parse_value(text, kind)
-    if rule == "a path or a name":
+    value: Any = parse_value(text, key_type(known[name])[0])
+    if known[name].type is Location:
         value = os.path.expanduser(value)  # because shells do not expand the ~ in --key=~/x
     return {name: check_value(value, known[name], f"--{name}")}
 
@@ -286,12 +274,11 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
     return found
 
 
-def key_type(f: Field) -> tuple[Any, str, tuple]:
-    """Return a key's type, the rule that its value keeps, and its choices if they are few."""
-    kind: Any = f.type
-    if get_origin(kind) is Annotated:
-        return *get_args(kind), ()
-    return type(f.default), PLAIN[type(f.default)], get_args(kind)
+def key_type(f: Field) -> tuple[Any, str, Callable[[Any], bool], tuple[str, ...]]:
+    """Return a key's type, what its value needs, in words and as a test, and its few choices."""
+    if get_origin(f.type) is Annotated:
+        return *get_args(f.type), ()
+    return *get_args(PLAIN[type(f.default)]), get_args(f.type)
 
 
 def parse_value(text: str, kind: type) -> Any:
@@ -308,13 +295,14 @@ def check_value(value: Any, f: Field, where: str) -> Any:
     Convert a value to the key's type. Accepts whole floats for ints, ints for floats, and 0 and 1
     for booleans. `where` names the key in messages. Raises UserError if the value does not fit.
     """
-    kind, rule, choices = key_type(f)
+    kind, needed, is_right, choices = key_type(f)
     if kind is not str and not isinstance(value, bool):
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    if type(value) is not kind or not (value == f.default or RULES[rule](value)):
-        raise UserError(f"{where}: needs {rule}, got {value!r:.60}")
+    # a default may be what nobody can set, such as a Location of ""
+    if type(value) is not kind or not (value == f.default or is_right(value)):
+        raise UserError(f"{where}: needs {needed}, got {value!r:.60}")
     if choices and value not in choices:
         raise UserError(
             f"{where}: {value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
@@ -427,7 +415,7 @@ def print_help(keys: type = Config) -> None:
             print(f"\n{title[1]}:")
         elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
             name, default, meaning = key[1], key[2].strip('"').removesuffix(".0"), key[3]
-            kind, _, choices = key_type(known[name])
+            kind, *_, choices = key_type(known[name])
             flag = f"  --{name}={'|'.join(choices) or kind.__name__}"
             text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"
             text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)

@@ -20,7 +20,7 @@ import torch
 
 from common.console import explain_errors, run_main, say, warn
 from common.files import read_text
-from configurator import NOT_WEIGHTS, Config, Dtype, Fraction, Location, Whole, read_config
+from configurator import NOT_WEIGHTS, Config, Dtype, Location, Positive, UpToOne, read_config
 from data.tokenizer import Tokenizer
 from machine import hardware
 from model import GPT, generate
@@ -44,11 +44,11 @@ class SampleConfig:
     init_from: Location = "resume"  # resume: out_dir's run; gpt2 .. gpt2-xl; OWNER/NAME; a path
     out_dir: Location = "out"  # a run's folder, for init_from=resume
     start: str = "\n"  # the prompt, or FILE:name; may contain <|endoftext|>
-    num_samples: Whole = 10  # how many samples of the prompt
-    max_new_tokens: Whole = 500  # longest sample, in tokens
+    num_samples: Positive = 10  # how many samples of the prompt
+    max_new_tokens: Positive = 500  # longest sample, in tokens
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 200  # draw from the k likeliest tokens only; 0: from all
-    top_p: Fraction = 1.0  # draw from the likeliest tokens that have this probability; 1: all
+    top_p: UpToOne = 1.0  # draw from the likeliest tokens that have this probability; 1: all
     seed: int = 1337  # random seed
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the weights; auto: the fastest here
