@@ -180,8 +180,8 @@ class GPT(nn.Module):
         positions = torch.arange(past, idx.size(1), device=idx.device)
         x = self.transformer.wte(idx[:, past:]) + self.transformer.wpe(positions)
         x = self.transformer.drop(x)
-        if torch.compiler.is_compiling() and product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()  # only when compiled: eager CPU norms would sum in bfloat16
+        if product_dtype(x) == torch.bfloat16 and (x.is_cuda or torch.compiler.is_compiling()):
+            x = x.bfloat16()  # as in llm.c; eager CPU code would sum norms' gradients in bfloat16
         blocks = self.transformer.h
         of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
         for block, cache in zip(blocks, of_blocks, strict=True):

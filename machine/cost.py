@@ -112,7 +112,8 @@ def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) 
     is_fast, compiled = isinstance(model, FastConfig), config.compile
     tokens = batch_size * model.block_size
     value = 4 if dtype == "float32" else 2  # bytes of a value in a matmul
-    # bytes of a value in the residual stream
+    # Bytes of a value in the residual stream that a norm keeps. CUDA's autocast converts the input
+    # of GPT-2's eager norms to float32.
     stream = 2 if dtype == "bfloat16" and (compiled or is_fast) else 4
 
     # Autocast copies the matrices of matmuls, so no embedding is copied unless tied to the head.

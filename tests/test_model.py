@@ -276,21 +276,23 @@ def test_the_graph_of_a_chunked_loss_counts_targets_last_and_has_no_scatter(cap)
 
 
 @pytest.mark.slow
-def test_the_residual_stream_is_bfloat16_only_if_compiled_under_bfloat16_autocast():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_residual_stream_is_bfloat16_wherever_norms_and_their_gradients_sum_in_float32(device):
     """
-    Keep the stream in float32 in eager code, and under float16 autocast, because a sum over all
-    blocks may exceed float16's range.
+    Keep the stream in float32 in a CPU's eager code, and under float16 autocast, because a sum over
+    all blocks may exceed float16's range.
     """
-    model, found = build_model(GPTConfig(**SMALL | dict(n_layer=1))), []
+    model, found = build_model(GPTConfig(**SMALL | dict(n_layer=1))).to(device), []
     model.transformer.h[0].register_forward_pre_hook(lambda _, x: found.append(x[0].dtype))
+    idx = tokens(2, 8, 211).to(device)
     for dtype, stream in ((torch.bfloat16,) * 2, (torch.float16, torch.float32)):
         torch._dynamo.reset()
         hidden = compile_function(model.hidden, backend="aot_eager")
-        with torch.autocast("cpu", dtype):
-            hidden(tokens(2, 8, 211))
+        with torch.autocast(device, dtype):
+            hidden(idx)
             assert found[-1] == stream
-            model.hidden(tokens(2, 8, 211))
-            assert found[-1] == torch.float32
+            model.hidden(idx)
+            assert found[-1] == (stream if device == "cuda" else torch.float32)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])
