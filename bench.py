@@ -275,7 +275,7 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def check_memory(error: Exception) -> str:
+def explain_memory(error: Exception) -> str:
     hint = "out of memory; close other programs that use this device"
     return hint if hardware.is_out_of_memory(error) else ""
 
@@ -292,7 +292,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     if mode == "check":
-        explain_errors(check_memory)
+        explain_errors(explain_memory)
         result = check(config)
     elif mode == "plan":
         result = plan.plan(config, options)

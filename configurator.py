@@ -324,10 +324,10 @@ def resolve(c: Config, world_size: int, before: Config | None = None) -> tuple[C
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
-    return c, check_model(c) + check_batch(c, world_size, before)
+    return c, model_problems(c) + batch_problems(c, world_size, before)
 
 
-def check_batch(c: Config, world_size: int, before: Config | None) -> list[str]:
+def batch_problems(c: Config, world_size: int, before: Config | None) -> list[str]:
     """
     Return the problems in the keys of the batch. With tokens_per_iter, the tokens of an iteration
     must be met exactly, and batch_size is a maximum. Without it, both numbers are exact. A resume
@@ -373,7 +373,7 @@ def with_batch(c: Config, batch_size: int) -> Config:
     return replace(c, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
-def check_model(c: Config) -> list[str]:
+def model_problems(c: Config) -> list[str]:
     """Return the problems in the model's keys: values that cannot be combined."""
     problems = []
     head_size, rest = divmod(c.n_embd, c.n_head)

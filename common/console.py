@@ -175,7 +175,8 @@ COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it c
 class UserError(Exception):
     """
     Raised for an error that the user can fix. Its arguments are its problems, each a line, perhaps
-    with a COMMAND below the line. Scripts print them and exit with 1.
+    with a COMMAND below the line. Scripts print them and exit with 1. Without arguments, a script
+    prints nothing, because another rank says why the run ends.
     """
 
 

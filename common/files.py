@@ -23,7 +23,7 @@ from common.console import UserError, one_line, say, warn
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Seconds from a failed read to the next attempt. Other ranks wait for this one, up to HOST_TIMEOUT
 # in machine/ranks.py
-READ_PAUSES = (1, 10, 60, 300)
+READ_WAITS = (1, 10, 60, 300)
 warn_once = functools.cache(warn)  # a repeated message says nothing new
 
 
@@ -77,7 +77,7 @@ def retrying(wait: Callable[[float], bool], function: Callable, *arguments) -> A
     Call function(*arguments). If a disk fails or is missing, warn and try again for six minutes, or
     until wait(seconds), which does the waiting, returns True. Raises OSError.
     """
-    for seconds in READ_PAUSES:
+    for seconds in READ_WAITS:
         try:
             return function(*arguments)
         except OSError as error:

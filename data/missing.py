@@ -17,7 +17,7 @@ from common.console import COMMAND, UserError, command_line, count, say
 from common.files import lack_of_space, locked, patiently, sha256_of
 from configurator import Config
 from data.shards import dataset_folder, read_manifest, split_of
-from data.text import PAUSES, wait_or_raise
+from data.text import HUB_WAITS, wait_or_raise
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 QUICKSTART_DATA = "python_stdlib"
@@ -141,7 +141,7 @@ def fetch(name: str, folder: Path, is_first: bool) -> None:
 
     disable_progress_bars()  # a line per file is enough, also in a log
     url = hf_hub_url(REPOSITORY, name, repo_type="dataset")
-    for failures in itertools.count(len(PAUSES) if is_first else 0):
+    for failures in itertools.count(len(HUB_WAITS) if is_first else 0):
         try:
             sha256 = get_hf_file_metadata(url).etag or ""  # the library itself compares only sizes
             part = folder / "part"

@@ -27,10 +27,10 @@ if __name__ == "__main__":
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, parse_count, parse_fraction, run_main
-from data.files import hub_files
+from data.sources import hub_files
 from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
-from data.writer import Plan, made_from, prepare, read_begun, sample_text
+from data.writer import Job, made_from, prepare, read_begun, sample_text
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SETTINGS = ("text_field", "val_fraction", "shard_tokens", "seed")  # flags that change the dataset
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     if not tokenizer:  # train one
         tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, len(source.groups)))
     settings |= dict(revision=revision)
-    plan = Plan(
+    job = Job(
         folder=out,
         made_from=made_from(title, [], tokenizer, **settings),
         documents=documents,
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
         train_tokens=arguments.tokens,
         shard_tokens=arguments.shard_tokens,
     )
-    prepare(plan, arguments.workers)
+    prepare(job, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 
 from common.console import Parser, parse_count, parse_fraction, run_main
-from data.files import ROW_FILES, TEXT_FILES, local_files
 from data.missing import QUICKSTART_DATA
+from data.sources import ROW_FILES, TEXT_FILES, local_files
 from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
-from data.writer import PLACES, Plan, made_from, prepare, sample_text
+from data.writer import PLACES, Job, made_from, prepare, sample_text
 
 VAL_FRACTION = 0.05  # held out, unless --val_fraction says otherwise
 
@@ -82,13 +82,13 @@ def main(argv: list[str]) -> None:
     if not tokenizer:  # train one
         tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, len(source.groups)))
     settings = dict(text_field=arguments.text_field, val_fraction=fraction)
-    plan = Plan(
+    job = Job(
         folder=out,
         made_from=made_from(title, files, tokenizer, **settings),
         documents=documents,
         tokenizer=tokenizer,
     )
-    prepare(plan, arguments.workers)
+    prepare(job, arguments.workers)
 
 
 if __name__ == "__main__":

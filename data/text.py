@@ -3,7 +3,7 @@ Read documents from the rows of parquet, jsonl and text files, local or on the H
 
 A document is a row whose text field is not blank, or a text file that is not blank. Documents come
 in the order of the files and their rows, or with the row groups of all files shuffled by a seed.
-Training shuffles windows of their tokens (see loader.py). files.py lists the files.
+Training shuffles windows of their tokens (see loader.py). sources.py lists the files.
 """
 
 import io
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from common.console import UserError, one_line, warn
 from common.files import UTF16_MARKS
-from data.files import TEXT_FILES, is_parquet, read_lines
+from data.sources import TEXT_FILES, is_parquet, read_lines
 
 FIELD = "text"
 # A larger text file is read in pieces, each a document of its own, so that no file has to fit into
@@ -38,7 +38,7 @@ BATCH_ROWS = 64  # parquet rows to decode at once; few, because each may be a bo
 END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
 # Seconds to wait before each retry of a request to the hub, an hour in all. Reading resumes at the
 # row where it failed. The hub's own library has retried several times before that.
-PAUSES = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
+HUB_WAITS = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 # The characters that one document gives to validation: few, so that many documents give some, but
 # more than most web pages have, so that these are held out whole.
 HELD_OUT_PIECE = 20_000
@@ -211,10 +211,10 @@ def wait_or_raise(name: str, error: Exception, failures: int) -> None:
     Wait before asking the hub for `name` again. Raises UserError if it has failed for an hour.
     """
     problem = f"{name}: {one_line(error)}"  # the library's message
-    if failures >= len(PAUSES):
+    if failures >= len(HUB_WAITS):
         raise UserError(f"{problem}; check the network, then repeat the command") from None
-    warn(f"{problem}; trying again in {PAUSES[failures]} s")
-    time.sleep(PAUSES[failures])
+    warn(f"{problem}; trying again in {HUB_WAITS[failures]} s")
+    time.sleep(HUB_WAITS[failures])
 
 
 def open_ranges(name: str):

@@ -46,7 +46,7 @@ tqdm.set_lock(threading.RLock())
 
 
 @dataclass
-class Plan:
+class Job:
     """Describe the data folder to make."""
 
     folder: Path
@@ -72,25 +72,25 @@ def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -
     return same | settings | dict(files=stamps)
 
 
-def prepare(plan: Plan, workers: int) -> None:
+def prepare(job: Job, workers: int) -> None:
     """
-    Fill plan.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads,
+    Fill job.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads,
     and print what it holds. Raises UserError, also if reading or writing fails on the way.
     """
-    check_folder(plan)  # before anything is written
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    check_folder(job)  # before anything is written
+    job.folder.mkdir(parents=True, exist_ok=True)
     keep_awake()
     try:
-        with locked(plan.folder / "lock"):
-            manifest = begin_or_continue(plan)
+        with locked(job.folder / "lock"):
+            manifest = begin_or_continue(job)
             if not manifest["complete"]:
-                write_shards(plan, manifest, workers)
-                finish(plan, manifest)
+                write_shards(job, manifest, workers)
+                finish(job, manifest)
     except OSError as error:  # a full disk, whose error names no file, or a deleted source
-        path = error.filename or plan.folder
+        path = error.filename or job.folder
         hint = "once that is fixed, the same command continues after the last finished shard"
         raise UserError(f"{path}: {error.strerror}; {hint}") from None
-    say_what_it_holds(plan.folder, manifest)
+    say_what_it_holds(job.folder, manifest)
 
 
 # -----------------------------------------------------------------------------
@@ -113,26 +113,26 @@ def read_begun(folder: Path, **asked) -> dict:
     return manifest
 
 
-def check_folder(plan: Plan) -> None:
-    """Raise UserError if the folder holds anything but what this plan makes."""
-    folder = plan.folder
-    if read_begun(folder, **plan.made_from):
+def check_folder(job: Job) -> None:
+    """Raise UserError if the folder holds anything but what this job makes."""
+    folder = job.folder
+    if read_begun(folder, **job.made_from):
         return
     has_files = any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists()
     if has_files and not (folder / "manifest.json").exists():
         raise UserError(f"{folder}: holds files from another program; give another --out")
 
 
-def begin_or_continue(plan: Plan) -> dict:
+def begin_or_continue(job: Job) -> dict:
     """Load or create the manifest of a folder that this process has locked."""
-    folder = plan.folder
+    folder = job.folder
     remove_temporaries(folder, "*.bin", "*.json")
-    manifest = read_begun(folder, **plan.made_from)
+    manifest = read_begun(folder, **job.made_from)
     if not manifest:
-        manifest = plan.made_from | dict(complete=False, shards=[], next=Place()._asdict())
+        manifest = job.made_from | dict(complete=False, shards=[], next=Place()._asdict())
         manifest["left_out"] = {"rows": 0, "no text": 0}
     if manifest["complete"]:
-        if manifest.get("next") and tokens_of(manifest)["train"] < (plan.train_tokens or 2**63):
+        if manifest.get("next") and tokens_of(manifest)["train"] < (job.train_tokens or 2**63):
             raise UserError(f"{folder}: is finished and takes no more tokens; give another --out")
         say(f"{folder}: complete, nothing to do")
     elif manifest["shards"]:
@@ -154,7 +154,7 @@ def tokens_of(manifest: dict) -> dict[str, int]:
     return totals
 
 
-def finish(plan: Plan, manifest: dict) -> None:
+def finish(job: Job, manifest: dict) -> None:
     """Mark a preparation as complete. Raises UserError if a split has no tokens."""
     totals, left_out = tokens_of(manifest), manifest["left_out"]
     if left_out["no text"]:
@@ -164,7 +164,7 @@ def finish(plan: Plan, manifest: dict) -> None:
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
         raise UserError(f"{manifest['source']}: {held}; give more text")
     manifest["complete"] = True
-    write_manifest(plan.folder, manifest)
+    write_manifest(job.folder, manifest)
 
 
 def say_what_it_holds(folder: Path, manifest: dict) -> None:
@@ -213,27 +213,27 @@ def sample_text(documents: Callable[[Place], Iterator[Document]], groups: int) -
             left -= len(document.text.encode(errors="replace"))
 
 
-def write_shards(plan: Plan, manifest: dict, workers: int) -> None:
+def write_shards(job: Job, manifest: dict, workers: int) -> None:
     """
     Write the shards that follow the finished ones. The last ones may be short. Only finish() lists
     these in manifest.json, so that an unfinished folder that is continued with more --tokens has no
     short shard in its middle. Raises UserError.
     """
     totals = tokens_of(manifest)
-    most = plan.train_tokens or 2**63
+    most = job.train_tokens or 2**63
     # disable=None shows the bar on a terminal only
-    with tqdm(total=plan.train_tokens, unit="tok", unit_scale=True, disable=None) as bar:
+    with tqdm(total=job.train_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         bar.update(totals["train"])
-        documents = encode(plan.documents(Place(**manifest["next"])), plan.tokenizer, workers)
+        documents = encode(job.documents(Place(**manifest["next"])), job.tokenizer, workers)
         while manifest["next"] and totals["train"] < most:
-            write_manifest(plan.folder, manifest)
-            room = min(plan.shard_tokens, most - totals["train"])
+            write_manifest(job.folder, manifest)
+            room = min(job.shard_tokens, most - totals["train"])
             parts = take(documents, room, manifest, bar)
-            if plan.tokenizer.kind == "bpe" and not manifest["shards"]:
-                with replacing(plan.folder / "tokenizer.json") as file:
-                    file.write(plan.tokenizer.spec["json"].encode())
+            if job.tokenizer.kind == "bpe" and not manifest["shards"]:
+                with replacing(job.folder / "tokenizer.json") as file:
+                    file.write(job.tokenizer.spec["json"].encode())
             for name in [*parts]:  # pop frees a part before the next one is written
-                write_part(plan, manifest, name, parts.pop(name))
+                write_part(job, manifest, name, parts.pop(name))
             totals = tokens_of(manifest)
         documents.close()  # otherwise the threads would tokenize on
 
@@ -259,12 +259,12 @@ def take(documents: Iterator, room: int, manifest: dict, bar: tqdm) -> dict[str,
     return parts
 
 
-def write_part(plan: Plan, manifest: dict, split: str, part: Part) -> None:
+def write_part(job: Job, manifest: dict, split: str, part: Part) -> None:
     """Write a shard and add it to the manifest, unless it is empty."""
     if not part.tokens:
         return
     name = f"{split}_{len(manifest['shards']):06d}.bin"
-    sha256 = write_shard(plan.folder / name, np.frombuffer(part.tokens, "<u2"))
+    sha256 = write_shard(job.folder / name, np.frombuffer(part.tokens, "<u2"))
     listed = dict(name=name, tokens=len(part.tokens) // 2, sha256=sha256)
     manifest["shards"].append(listed | dict(documents=part.documents, bytes=part.bytes))
 

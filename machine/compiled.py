@@ -2,7 +2,7 @@
 Compile the model, and check that its code computes what eager code does in float32.
 
 The check moves the weights by random numbers and runs a micro-batch of random tokens twice: eagerly
-in float32 (eager_float32), and as a run will (check_code). compare() then allows the losses and
+in float32 (eager_float32), and as a run will (try_code). compare() then allows the losses and
 every gradient to differ by what rounding explains, and no more. A run compares its compiled code
 with eager code on its device. `bench.py check` compares small models, eager and compiled, with the
 CPU.
@@ -68,7 +68,7 @@ def compile_checked(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) ->
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     states = hw.get_rng_states()
-    problem, _ = check_code(model, *eager_float32(model, c.batch_size, vocab), hw)
+    problem, _ = try_code(model, *eager_float32(model, c.batch_size, vocab), hw)
     if problem := next(filter(None, ranks.gather(problem)), ""):
         hint = "python bench.py check says whether --compile=False, which is slower, is right here"
         ranks.fail(f"compile: torch.compile does not work here ({problem}); {hint}")
@@ -100,7 +100,7 @@ def eager_float32(model, batch_size: int, vocab: int) -> tuple[Tensor, Results]:
     return windows, (losses, {name: gradient.cpu() for name, gradient in gradients.items()})
 
 
-def check_code(
+def try_code(
     model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True
 ) -> tuple[str, Largest]:
     """
@@ -242,7 +242,7 @@ def check(config: Config) -> dict:
             model = build_model(replace(sizes, flash=config.flash))
             model.load_state_dict(on_cpu.state_dict())
             model.to(hw.device)
-            problem, (error, weight) = check_code(model, windows, exact, way_hw, way_config.compile)
+            problem, (error, weight) = try_code(model, windows, exact, way_hw, way_config.compile)
             row: dict[str, Any] = dict(name=f"{recipe} {way}", problem=problem)
             row |= {} if problem else dict(gradient=error, weight=weight)
             rows.append(row)

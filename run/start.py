@@ -82,7 +82,7 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, d
     if resumed:
         before = config_before(resumed)
         c, problems = config_of_resume(c, before)
-        problems += check_hours(c, before, training_hours(resumed["ledger"]))
+        problems += hours_problems(c, before, training_hours(resumed["ledger"]))
     elif c.init_from not in NOT_WEIGHTS:
         block_size = c.block_size if "block_size" in c.set_keys else None
         pretrained = load_pretrained(c.init_from, block_size)
@@ -154,7 +154,7 @@ def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
     return replace(c, **kept), problems
 
 
-def check_hours(c: Config, before: Config, hours: float) -> list[str]:
+def hours_problems(c: Config, before: Config, hours: float) -> list[str]:
     """
     Return the problem if a resume asks for fewer hours than the run has trained for, because the
     learning rate would stay where it is.

@@ -22,7 +22,7 @@ import model_fast
 from common.console import UserError
 from configurator import Config, load_config
 from machine import compiled, hardware
-from machine.compiled import RECIPES, check_code, compile_checked, compile_model, eager_float32
+from machine.compiled import RECIPES, compile_checked, compile_model, eager_float32, try_code
 from machine.ranks import Ranks
 from model import GPTConfig
 from model_fast import FastConfig, build_model
@@ -58,7 +58,7 @@ def check(code, name: str, dtype: str, batch: int = BATCH) -> str:
     torch.manual_seed(1)
     gpt = build_model(MODELS[name])
     with compiler(code):
-        problem, _ = check_code(gpt, *eager_float32(gpt, batch, VOCAB), hardware_in(dtype))
+        problem, _ = try_code(gpt, *eager_float32(gpt, batch, VOCAB), hardware_in(dtype))
     return problem
 
 
@@ -224,7 +224,7 @@ def test_check_passes_torchs_compiler_on_random_weights_and_batches(name, dtype,
             monkeypatch.setattr(compiled, "SEED", seed)
             windows, exact = eager_float32(eager, BATCH, VOCAB)
             gpt.load_state_dict(eager.state_dict())
-            problem, _ = check_code(gpt, windows, exact, hw)
+            problem, _ = try_code(gpt, windows, exact, hw)
             assert not problem
             monkeypatch.setattr(compiled, "compile_model", lambda model: None)
             torch.compiler.set_stance("fail_on_recompile")

@@ -296,8 +296,8 @@ def hub(tmp_path, monkeypatch):
     for path in [*source.glob("*.bin")]:
         path.rename(source / f"fineweb_{path.name}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("data.text.PAUSES", (0, 0))
-    monkeypatch.setattr("data.missing.PAUSES", (0, 0))
+    monkeypatch.setattr("data.text.HUB_WAITS", (0, 0))
+    monkeypatch.setattr("data.missing.HUB_WAITS", (0, 0))
     monkeypatch.setattr("time.sleep", lambda _: None)  # before each of the library's own retries
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve_hub(source, inside="") as address:
@@ -405,8 +405,8 @@ def test_one_of_several_processes_downloads_and_another_takes_over_if_it_ends(hu
     [("no files", "404"), ("no network", "refused"), ("offline", "HF_HUB_OFFLINE")],
 )
 def test_a_download_that_cannot_begin_ends_at_once_in_one_line(trouble, said, hub, monkeypatch):
-    monkeypatch.setattr("data.text.PAUSES", (3600,))
-    monkeypatch.setattr("data.missing.PAUSES", (3600,))
+    monkeypatch.setattr("data.text.HUB_WAITS", (3600,))
+    monkeypatch.setattr("data.missing.HUB_WAITS", (3600,))
     Hub.files.clear()
     if trouble == "no network":
         url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"

@@ -329,7 +329,7 @@ HARMS = [  # a split, where the run evaluates, what happens to the split's shard
 def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
     split, interval, harm, tiny, ran, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("common.files.READ_PAUSES", (0.1, 0.2))  # instead of six minutes
+    monkeypatch.setattr("common.files.READ_WAITS", (0.1, 0.2))  # instead of six minutes
     tiny |= dict(max_iters=12, eval_interval=interval, eval_tokens=400)
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     data = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
