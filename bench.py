@@ -57,7 +57,7 @@ from run import plan
 from run.curves import Run, percentile, read_run
 
 POLL_SECONDS = 0.2  # how often to read the log
-# Log lines to discard: the first two include compilation and the optimizer's first allocations.
+# Log lines to discard: in the first ones, the optimizer and the device allocate their memory.
 UNCOUNTED = 2
 LEAST_LINES = 3  # counted log lines to wait for; together they must also span --seconds
 # At most this many micro-batches per log line, because the run waits for the device at each line. A
@@ -162,7 +162,7 @@ def has_enough(log: Path, seconds: float) -> bool:
     if not log.exists():
         return False
     step = read_run(log).step
-    # the first line is left out, because its iterations may include compilation
+    # the first line is left out, because no line before it says how many iterations it covers
     line_seconds = np.diff(step["iter"]) * step["step_ms"][1:] / 1000
     counted = line_seconds[UNCOUNTED - 1 :]
     return len(counted) >= LEAST_LINES and sum(counted) >= seconds

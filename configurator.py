@@ -109,7 +109,7 @@ class Config:
     # System
     device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
     dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
-    compile: bool = True  # use torch.compile
+    compile: bool = True  # use torch.compile, after comparing its results with plain code's
     tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
     deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
     seed: int = 1337  # for initial weights, dropout and data order

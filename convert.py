@@ -1,5 +1,6 @@
 """
-Convert this program's or nanoGPT's weights to Hugging Face's GPT-2.
+Convert this program's or nanoGPT's weights to a Hugging Face model: its GPT-2, or for the fast model
+run/modeling_fast.py, which the export carries.
 
     python convert.py CKPT DIR
 

@@ -152,7 +152,9 @@ class Dataset:
     vocab: int  # vocabulary size before padding
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
     manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
-    fingerprint: str = ""  # differs if the tokens or the files' names do
+    # Differs if the shards' names, sizes, tokens at the ends or, with a manifest.json, SHA-256s do.
+    # Without one, as in fineweb_records, other tokens in the middle of a shard do not change it.
+    fingerprint: str = ""
     val_fingerprint: str = ""  # a hash of the validation tokens that a run evaluates
 
     def line(self) -> str:

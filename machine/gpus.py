@@ -23,15 +23,15 @@ from common.console import UserError
 GIB = 2**30
 PEAK_COLUMNS = dict(bfloat16="bf16_tflops", float16="fp16_tflops", float32="fp32_tflops")
 # The MFUs (lowest, likely, highest) to assume if gpus.csv has no published one. Each key is a word
-# in the GPU's name, "" matches any GPU, and the first match counts. The ranges span the published
-# MFUs of 124M models. A laptop GPU's peak is stated at its highest boost clock; its lowest boost
-# clock is 0.6 to 0.8 of that.
+# in the GPU's name, "" matches any GPU, and the first match counts. The ranges are about those of
+# gpus.csv. A laptop GPU's peak is stated at its highest boost clock; its lowest boost clock is 0.6
+# to 0.8 of that.
 ASSUMED_MFU = {
     "Laptop": (0.34, 0.50, 0.67),
     "GeForce": (0.57, 0.75, 0.84),
     "": (0.25, 0.35, 0.58),
 }
-PUBLISHED_WIDTH = 768  # n_embd of the models whose MFUs are published
+PUBLISHED_WIDTH = 768  # n_embd of most models whose MFUs are published; some are wider
 
 
 def read_gpu_table() -> list[dict[str, str]]:

@@ -34,7 +34,7 @@ SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 class Log:
     """
     Logs one run; only rank 0 writes. Logging never affects training: a run without it would end
-    with the same weights.
+    with the same weights, except that --hours counts the time that it takes.
     """
 
     def __init__(

@@ -102,6 +102,7 @@ def plan(config: Config, options: Namespace) -> dict:
             hint = "give --gpu=NAME, or --iter_seconds=S, which bench.py CONFIG measures"
             raise UserError(f"gpu: {problem}; {hint}")
         low, likely, high, source = known_mfus(name, row)
+        source += "" if c.compile else "; with --compile=False it is lower"
         width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
         mfus = width**LIKELY_POWER * likely, high, width**LOWEST_POWER * low
         work = flops * c.iter_tokens * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
