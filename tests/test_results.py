@@ -33,9 +33,15 @@ def hours_with_range(p: dict) -> list[float]:
     return [p["hours"]] if low == high else [p["hours"], low, high]
 
 
+def total_or_range(p: dict) -> list[float]:
+    """Return the total hours or, if the published speeds differ by a tenth, their range."""
+    low, high = (hours / p["hours"] * p["hours_total"] for hours in p["hours_range"])
+    return [p["hours_total"]] if high < 1.1 * low else [low, high]
+
+
 COLUMNS = {
     "hours": hours_with_range,
-    "to the end": lambda p: [p["hours_total"]],
+    "to the end": total_or_range,
     "memory": lambda p: [p["vram_gib"]],
     "parameters": lambda p: [p["params"] / 1e6],
     "one checkpoint": lambda p: [p["checkpoint_gb"]],
