@@ -28,7 +28,7 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
         readable = [f for f in found if f.lower().endswith(endings) and not Path(f).is_fifo()]
         kinds = ", ".join(endings)
         if not readable:
-            hint = "rename a .json with an object on each line to .jsonl"
+            hint = "rename a .json with an object per line to .jsonl; docs/data.md converts a .csv"
             raise UserError(f"{name}: no such file, or none of these kinds: {kinds}; {hint}")
         if others := sorted(found - {*readable}):
             warn(f"{name}: {len(others):,} files are left out, such as {others[0]}; read: {kinds}")
