@@ -1,6 +1,6 @@
 """
-Convert this program's or nanoGPT's weights to a Hugging Face model: its GPT-2, or for the fast model
-run/modeling_fast.py, which the export carries.
+Convert this program's or nanoGPT's weights to Hugging Face: to its GPT-2, or, for the fast model,
+to the class in run/modeling_fast.py, which the export carries.
 
     python convert.py CKPT DIR
 
