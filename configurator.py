@@ -414,7 +414,7 @@ def print_help(keys: type = Config) -> None:
         if title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
             print(f"\n{title[1]}:")
         elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
-            name, default, meaning = key[1], key[2].strip('"').removesuffix(".0"), key[3]
+            name, default, meaning = key[1], key[2].strip('"').removesuffix(".0") or '""', key[3]
             kind, *_, choices = key_type(known[name])
             flag = f"  --{name}={'|'.join(choices) or kind.__name__}"
             text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"

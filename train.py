@@ -29,6 +29,7 @@ import common.environment  # before torch  # noqa: F401  isort: skip
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from common.child import keep_awake
 from common.console import UserError, explain_errors, run_main, say
@@ -570,12 +571,10 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
         hint = f"--init_from={c.out_dir} with another --out_dir starts from the weights alone"
         raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=ours))
-    # Clone CPU tensors. They are mapped from the checkpoint file, and would keep it open for the
-    # whole run.
-    for moments in optimizer.state.values():
-        for name, moment in moments.items():
-            if isinstance(moment, Tensor) and moment.device.type == "cpu":
-                moments[name] = moment.clone()
+    # Clone CPU tensors, also in lists. They are mapped from the checkpoint file, and would keep it
+    # open for the whole run.
+    for p, state in optimizer.state.items():
+        optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, state)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ from program import (
     checkpoint,
     column,
     finish,
+    finish_ranks,
     flags,
     refused,
     run,
     start,
+    start_ranks,
     train,
     write_tokens,
 )
@@ -261,19 +263,28 @@ def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(to
 # The experiments of docs/hacking.md: blocks of code that begin with the name of a file
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
-BLOCKS = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, LION, CHOICES = (
+BLOCKS = re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
+LOSS, HEADS, MIXTURE, LION, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
-    for name in ("def loss_sum(", "class Lion(", "def choices(")
+    for name in (
+        "def loss_sum(",
+        "def both_losses(",
+        "class Mixture:",
+        "class Lion(",
+        "def choices(",
+    )
 )
-# the first two indented blocks of the page go into main(), the third into train_step()
-SECOND, MEASURE, NORMS = re.findall(r"^```python\n(    .*?)^```$", PAGE, re.M | re.S)
+# the indented blocks of the page, in its order
+HEAD, ZERO, ADD, RETURN, PER_SPLIT, OPEN, SPLIT, MIX, SECOND, MEASURE, NORMS = re.findall(
+    r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
+)
 KEYS = """
 class Config:
     second: Location = ""
     z_loss: float = 0.0
 """
 NORM_LINE = "    grad_norm = torch.nn.utils.get_total_norm(gradients)\n"
+RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
 MEASURES_LINE = "    measures: dict[str, Callable[[GPT], float]] = {}\n"
 ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
@@ -281,13 +292,43 @@ EDITS = [
     (SPLITS_LINE, SPLITS_LINE + SECOND),
     (MEASURES_LINE, MEASURES_LINE + MEASURE),
     (NORM_LINE, NORM_LINE + NORMS),
-    ("    return total_loss, dict(grad_norm=grad_norm)\n", "    return total_loss, numbers\n"),
+    (RETURN_LINE, "    return total_loss, numbers\n"),
 ]
+HEAD_EDITS = [
+    (line := "        self.init_weights()\n", HEAD + line),
+    (line := "    for micro_step, (x, y) in enumerate(micro_batches):\n", ZERO + line),
+    (line := "        total_loss += loss.detach()\n", line + ADD),
+    (RETURN_LINE, RETURN),
+    (line := '            losses[f"{name}_loss"] = nats / count\n', line + PER_SPLIT),
+]
+MIXTURE_EDITS = [
+    (
+        line := "    data = ranks.each(open_data, asked)  # may download the tokens first\n",
+        line + OPEN,
+    ),
+    (SPLITS_LINE, SPLITS_LINE + SPLIT),
+    (
+        line := "    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, "
+        "ranks.world_size)\n",
+        line + MIX,
+    ),
+]
+MIXTURE_FILES = MIXTURE | {
+    "configurator.py": """
+class Config:
+    second: Location = ""  # a second dataset, for training to end with
+    mix_iters: Whole = 1000  # iterations until training reads the second dataset alone
+""",
+    "run/start.py": """
+FIXED_ON_RESUME += ("mix_iters",)
+KEPT_UNLESS_SET += ("second",)
+""",
+}
 
 
 def edited(program: Path, *edits: tuple[str, str]) -> Path:
     """Replace lines that a changed program has once, as the page says."""
-    paths = [program / name for name in ("train.py", "optimizer.py")]
+    paths = [program / name for name in ("train.py", "optimizer.py", "model.py")]
     for old, new in edits:
         texts = {path: path.read_text("utf-8") for path in paths}
         assert "".join(texts.values()).count(old) == 1, old
@@ -390,3 +431,69 @@ def test_the_documented_norm_of_each_block_is_logged(documented):
     names = ("grad_norm", "grad_norm_0", "grad_norm_1")
     for total, *norms in column(documented[0] / "plain", "step", *names):
         assert min(norms) > 0 and math.hypot(*norms) < total  # embeddings have gradients too
+
+
+@pytest.mark.slow
+def test_the_documented_second_head_has_a_loss_of_its_own_per_split_and_over_all_ranks(
+    tokens, tmp_path
+):
+    program = edited(changed(tmp_path / "program", HEADS), *HEAD_EDITS)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    keys = dict(dataset=tokens, checkpoint_interval=1)
+    for result in launches(
+        program,
+        training(**keys, out_dir=whole),
+        ["cp", whole, halves],
+        training(**keys, out_dir=halves, init_from="resume"),
+    ):
+        assert result.code == 0, result.err
+    assert_same_run(halves, whole, 8)
+    words = training(**keys, out_dir=tmp_path / "ranks")[1:]
+    for result in finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True)):
+        assert result.code == 0, result.err
+    names = ("loss", "second_loss")
+    losses = column(whole, "step", *names)
+    for ours, theirs in zip(losses, column(tmp_path / "ranks", "step", *names), strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-5)
+    # before the first update, training and evaluation read other tokens of one distribution
+    (train_loss, train_second, val_second), *_, last = column(
+        whole, "eval", "train_loss", "train_second", "val_second"
+    )
+    assert losses[0][0] == pytest.approx(train_loss + 0.5 * train_second, rel=0.01)
+    assert last[2] < val_second - 0.01
+
+
+@pytest.mark.slow
+def test_the_documented_mixture_moves_resumes_bit_for_bit_and_refuses_other_tokens(
+    tokens, tmp_path
+):
+    program = edited(changed(tmp_path / "program", MIXTURE_FILES), *MIXTURE_EDITS)
+    other = write_tokens(program / "other", [900], [300], vocab=61)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    keys = dict(dataset=tokens, second=other, mix_iters=6, checkpoint_interval=1)
+    resume = dict(out_dir=halves, init_from="resume")
+    straight, refuses, resumed = launches(
+        program,
+        training(**keys, out_dir=whole),
+        ["cp", whole, halves],
+        training(**keys | resume | dict(second=tokens)),
+        training(**keys | resume),
+    )
+    assert straight.code == resumed.code == 0, (straight.err, resumed.err)
+    refused(refuses, "dataset: ")
+    assert_same_run(halves, whole, 8)
+    assert column(whole, "eval", "second_loss")[-1] < column(whole, "eval", "second_loss")[0]
+    # of 48 sequences in six iterations half are from the second dataset, and all after that
+    code = """
+from data.loader import Mixture
+class Part:
+    def __init__(self, name): self.name = name
+    def read(self, n, count): return [(self.name, n)]
+mixture = Mixture(Part("a"), Part("b"), 48)
+windows = [mixture.window(n)[0] for n in range(64)]
+for name, due in (("a", 24), ("b", 40)):
+    assert [n for part, n in windows if part == name] == [*range(due)], windows
+assert {part for part, _ in windows[48:]} == {"b"}
+"""
+    result = finish(start("-c", code, cwd=program, only_torch=True))
+    assert result.code == 0, result.err
