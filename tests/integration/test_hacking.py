@@ -275,7 +275,7 @@ LOSS, HEADS, MIXTURE, LION, CHOICES = (
     )
 )
 # the indented blocks of the page, in its order
-HEAD, ZERO, ADD, RETURN, PER_SPLIT, OPEN, SPLIT, MIX, SECOND, MEASURE, NORMS = re.findall(
+HEAD, ZERO, ADD, RETURN, PER_SPLIT, OPEN, SPLIT, MIX, SECOND, MEASURE = re.findall(
     r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
 )
 KEYS = """
@@ -283,7 +283,6 @@ class Config:
     second: Location = ""
     z_loss: float = 0.0
 """
-NORM_LINE = "    grad_norm = torch.nn.utils.get_total_norm(gradients)\n"
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
 MEASURES_LINE = "    measures: dict[str, Callable[[GPT], float]] = {}\n"
@@ -291,8 +290,6 @@ ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
 EDITS = [
     (SPLITS_LINE, SPLITS_LINE + SECOND),
     (MEASURES_LINE, MEASURES_LINE + MEASURE),
-    (NORM_LINE, NORM_LINE + NORMS),
-    (RETURN_LINE, "    return total_loss, numbers\n"),
 ]
 HEAD_EDITS = [
     (line := "        self.init_weights()\n", HEAD + line),
@@ -374,7 +371,7 @@ def test_the_documented_lion_moves_weights_by_its_learning_rate_and_resumes_bit_
 
 @pytest.fixture(scope="module")
 def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
-    """Run one program with the page's z-loss, second validation set, measure and gradient norms."""
+    """Run one program with the page's z-loss, second validation set and measure."""
     program = tmp_path_factory.mktemp("documented") / "program"
     files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS, "run/start.py": FREE}
     edited(changed(program, files), *EDITS)
@@ -425,12 +422,6 @@ def test_the_documented_measure_is_printed_recorded_drawn_and_compared(documente
     assert ", choices " in results["again"].out  # eval_only
     result = run("compare.py", program / "second", program / "plain")
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
-
-
-def test_the_documented_norm_of_each_block_is_logged(documented):
-    names = ("grad_norm", "grad_norm_0", "grad_norm_1")
-    for total, *norms in column(documented[0] / "plain", "step", *names):
-        assert min(norms) > 0 and math.hypot(*norms) < total  # embeddings have gradients too
 
 
 @pytest.mark.slow
