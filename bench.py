@@ -20,7 +20,7 @@ Examples:
     python bench.py config/gpt124m_4070.py --row=--batch_size=8 --row=--batch_size=16
     python bench.py ladder config/gpt124m_4070.py --json=ladder.json
     python bench.py plan config/gpt124m_4070.py --gpu=4070 --watts=200
-    python bench.py plan config/fast124m.py --gpu=4070 --hours=8
+    python bench.py plan config/fast.py --gpu=4070 --hours=8
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip

@@ -92,7 +92,7 @@ class Config:
     pad_vocab_multiple: Positive = 128  # round the vocabulary size up to a multiple; 1: off
     # Optimizer
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
-    learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast124m.py)
+    learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast.py)
     muon_momentum: BelowOne = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
     weight_decay: float = 0.1  # for matrices; with Muon: for embeddings and head
     beta1: BelowOne = 0.9  # AdamW's decay rate for the running mean of gradients

@@ -3,7 +3,7 @@ Build the optimizer of either model: AdamW, or Muon for the matrices of the bloc
 other weights.
 
 Muon's numbers come from train_gpt_simple.py, the public program that model_fast.py names. Those
-that are not keys, which config/fast124m.py sets, are all in this file.
+that are not keys, which config/fast.py sets, are all in this file.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-# The night's recipe made small: config/fast124m.py's model and updates on the source code of
+# The night's recipe made small: config/fast.py's model and updates on the source code of
 # Python's standard library, one byte per token. Takes 75 seconds on two idle CPU cores
 # with fast bfloat16, and longer on those that have only AVX2 (results/README.md).
 # python train.py config/quickstart.py

@@ -34,7 +34,7 @@ from data.writer import Job, made_from, prepare, read_begun, sample_text
 
 NAMED = dict(fineweb="HuggingFaceFW/fineweb", fineweb_edu="HuggingFaceFW/fineweb-edu")
 SETTINGS = ("text_field", "val_fraction", "shard_tokens", "seed")  # flags that change the dataset
-# With --tokens=1B, the 10.5M validation tokens that config/fast124m.py evaluates, and some to spare
+# With --tokens=1B, the 10.5M validation tokens that config/fast.py evaluates, and some to spare
 VAL_FRACTION = 0.0125
 
 

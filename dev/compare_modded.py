@@ -8,7 +8,7 @@ Compare training with the public train_gpt_simple.py whose eight runs of 2,726 i
 
 Both train a small model for a whole run with all of its schedule, from the same weights on the same
 tokens. Their side executes the file's own classes, initialisation, optimizers and schedule, with
-its numbers of iterations scaled to --max_iters. Ours is config/fast124m.py with train.py's
+its numbers of iterations scaled to --max_iters. Ours is config/fast.py with train.py's
 model, optimizer, schedule and step. Flags change the configuration; on a GPU, these compare the
 real model: --n_head=6 --n_embd=768 --block_size=1024 --max_iters=60
 
@@ -210,7 +210,7 @@ def main(argv: list[str]) -> None:
     options, flags = parser.parse_known_args(argv)
     if not options.path.is_file():
         raise UserError(f"path: there is no file {options.path}; see the command in this file")
-    command = [str(ROOT / "config" / "fast124m.py"), *SMALL, *flags]
+    command = [str(ROOT / "config" / "fast.py"), *SMALL, *flags]
     if not dist.is_initialized():  # their optimizer asks for the ranks
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     results = {}

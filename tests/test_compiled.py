@@ -285,7 +285,7 @@ def test_bench_check_compiles_for_real_and_passes_this_machine():
     assert verdict_of() == RIGHT
 
 
-@pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast124m")])
+@pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast")])
 def test_bench_check_uses_the_models_of_the_124m_configs(recipe, config):
     """Use their biases and head size, because others run other kernels."""
     checked, trained = RECIPES[recipe], load_config([f"{ROOT}/config/{config}.py"])

@@ -449,7 +449,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     RECORDS.parent.mkdir()
     RECORDS.symlink_to(tmp_path / "unmounted", target_is_directory=True)
-    command = ["train.py", f"{ROOT}/config/fast124m.py", "--device=cpu", "--compile=False"]
+    command = ["train.py", f"{ROOT}/config/fast.py", "--device=cpu", "--compile=False"]
     refused(run(*command), "data/fineweb_records")
     assert not (tmp_path / "unmounted").exists()
 

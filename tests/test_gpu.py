@@ -31,7 +31,7 @@ gpu = pytest.mark.gpu
 
 # the configs that an RTX 4070 trains, and flags that make them tiny
 GPT2 = [f"{ROOT}/config/gpt124m_4070.py"]
-NIGHT = [f"{ROOT}/config/fast124m.py"]
+NIGHT = [f"{ROOT}/config/fast.py"]
 TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16"]
 FAST_RUN = FAST | dict(warmup_iters=0, grad_clip=0.0, min_lr=0.0, beta1=0.8)
 MODELS = [

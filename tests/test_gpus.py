@@ -178,7 +178,7 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     sequences = 512
     values = dict(tokens_per_iter=2**19, batch_size=saved)
     before = saved and Config(**values, gradient_accumulation_steps=sequences // saved)
-    asked = read_config([f"{ROOT}/config/fast124m.py", *argv])
+    asked = read_config([f"{ROOT}/config/fast.py", *argv])
     c, problems = resolve(asked, processes, before)
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", 1.0, "")

@@ -58,7 +58,7 @@ def test_finds_a_gpus_peak_by_whole_name_sm_count_and_dtype(name, sm_count, dtyp
 LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
 
 
-@pytest.mark.parametrize("config", ["gpt124m_4070", "fast124m"])
+@pytest.mark.parametrize("config", ["gpt124m_4070", "fast"])
 def test_counts_the_flops_of_both_124m_models(config):
     """Count the PaLM paper's 6 N + 12 L H Q T FLOPs per token, and none for embeddings."""
     c = load_config([f"{ROOT}/config/{config}.py", "--tie_weights=False"])

@@ -70,7 +70,7 @@ FIGURES = {
         ),
     ),
     "max_iters ends before the hours": (
-        ("fast124m", "--gpu=4070", "--hours=8", "--max_iters=1000"),
+        ("fast", "--gpu=4070", "--hours=8", "--max_iters=1000"),
         # 854.7 MFLOP * 524,288 / 58.3 TFLOP/s = 7.686 s at the peak, 4.5% more for this recipe
         dict(total_tokens=1000 * 524_288, hours=1.045 * 7.686 / 0.822 / 3.6),
     ),
@@ -78,7 +78,7 @@ FIGURES = {
         # Evaluations at 0, 250 ... 2500 of 2/3 * 10,485,760 / 52,428.8 = 133.33 s; checkpoints at
         # the last 10 and at 60, 120 ... 2700, but 1500 is in both, of 2.258 / 0.5 s. After these
         # 1,710.6 s, 2,708.9 iterations fit into the 28,800. One evaluation and one save follow
-        ("fast124m", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
+        ("fast", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
         dict(
             max_iters=2709,
             evaluations=12,
@@ -202,7 +202,7 @@ def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange
 
 
 def test_a_plan_of_the_downloaded_dataset_counts_what_is_downloaded():
-    p = plan("fast124m", "--gpu=4090", "--hours=2")
+    p = plan("fast", "--gpu=4090", "--hours=2")
     assert p["disk_gb"] == pytest.approx(4.2 + 3 * p["checkpoint_gb"])  # 21 shards of 0.2 GB
 
 

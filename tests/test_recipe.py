@@ -8,7 +8,7 @@ from reference_fast import Trainer
 from optimizer import NEWTON_SCHULZ
 
 ITERATIONS = 12
-# config/fast124m.py made small, with a schedule that has all its parts
+# config/fast.py made small, with a schedule that has all its parts
 RECIPE = dict(
     n_layer=3,
     n_head=2,

@@ -16,7 +16,7 @@ from run.curves import open_run
 def test_the_fast_config_has_all_settings_of_the_public_runs():
     """Keep these runs comparable: compare.py does not compare runs with other settings."""
     band = open_run(ROOT / "results/public_runs/fineweb_124m_fast_h200.csv")
-    config = load_config([str(ROOT / "config/fast124m.py")])
+    config = load_config([str(ROOT / "config/fast.py")])
     assert band.config["optimizer"] == "muon"
     assert {key: getattr(config, key) for key in band.config} == band.config
     # no token is read twice
@@ -50,7 +50,7 @@ COLUMNS = {
 PLAN = re.compile(r"^# python bench.py plan config/(\w+)\.py --gpu=(\w+)$", re.MULTILINE)
 FILES = sorted((ROOT / "config").glob("*.py"))
 CONFIGS = dict(found for path in FILES for found in PLAN.findall(read(path)))
-CONFIG = re.compile(rf"({'|'.join(CONFIGS)})\b(?:\.py)?((?: --\w+=\w+)*)")
+CONFIG = re.compile(rf"(?<=[`/])({'|'.join(CONFIGS)})\b(?:\.py)?((?: --\w+=\w+)*)")
 
 
 def cells_of(row: str) -> list[str]:
@@ -117,9 +117,9 @@ def test_the_page_of_several_gpus_shows_plans_speed_of_eight(config, gpu):
 
 
 def test_the_page_of_the_fast_recipe_shows_plans_tokens_for_a_shorter_night():
-    p = plan("fast124m", "--gpu=4070", "--hours=6")
+    p = plan("fast", "--gpu=4070", "--hours=6")
     assert shows("docs/fast_recipe.md", [p["total_tokens"] / 1e9])
-    assert plan("fast124m", "--gpu=4070", "--hours=8")["max_iters"] >= 2750  # "the whole run"
+    assert plan("fast", "--gpu=4070", "--hours=8")["max_iters"] >= 2750  # "the whole run"
 
 
 SPEED = """
