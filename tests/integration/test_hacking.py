@@ -314,7 +314,7 @@ MIXTURE_FILES = MIXTURE | {
     "configurator.py": """
 class Config:
     second: Location = ""  # a second dataset, for training to end with
-    mix_iters: Whole = 1000  # iterations until training reads the second dataset alone
+    mix_iters: Positive = 1000  # iterations until training reads the second dataset alone
 """,
     "run/start.py": """
 FIXED_ON_RESUME += ("mix_iters",)
