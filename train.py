@@ -46,7 +46,7 @@ from machine.ranks import Ranks, StopSignals, end_process
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run.checkpoint import RunFolder, link_best, link_best_again
+from run.checkpoint import RunFolder, link_best
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
@@ -61,16 +61,18 @@ RESUME = "--init_from=resume continues from the newest checkpoint"
 def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
 
-    # Which run is this, and where does it begin? All ranks go through this function together. Each
-    # reads for itself: `each` ends them all if one fails. Rank 0 alone prints, samples and writes:
-    # `on_main` calls a function there, and all ranks get its result
+    # Which run is this, and where does it begin? `asked` is what the command and the checkpoint ask
+    # for; below, `c` is what this device makes of it. All ranks go through this function together.
+    # Each reads for itself: `each` ends them all if one fails. Rank 0 alone prints, samples and
+    # writes: `on_main` calls a function there, and all ranks get its result
     ranks = Ranks()
     asked, pretrained, resumed = ranks.each(choose_run, argv, ranks.world_size)
     progress = Progress(**resumed["progress"]) if resumed else Progress()
     check_alike(ranks, command=asked, checkpoint=progress.iter_num)
-    hours = training_hours(resumed["ledger"]) if resumed else 0.0
-    if progress.complete and not asked.eval_only and why_over(asked, progress.iter_num, hours):
-        ranks.on_main(link_best_again, Path(asked.out_dir), asdict(progress))
+    before = training_hours(resumed["ledger"]) if resumed else 0.0
+    if progress.complete and not asked.eval_only and why_over(asked, progress.iter_num, before):
+        if problem := ranks.on_main(link_best, Path(asked.out_dir), asdict(progress)):
+            say(problem)
         done = f"all {progress.iter_num:,} iterations are done"
         say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
@@ -82,7 +84,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     ranks.each(check_data, asked, data, pretrained, resumed)
     hw = hardware.set_up(asked, ranks.local_rank)
     weights = resumed or pretrained  # to begin with; None: random ones
-    # what this device makes of the command: a micro-batch that fits, and compiled code if it can
+    # with a micro-batch that fits, and compiled only where that works
     c = fit_batch(hardware.settle(asked), data.vocab, hw, ranks.world_size, weights)
     check_alike(ranks, device=hw.name, dataset=data.fingerprint, batch_size=c.batch_size)
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
@@ -132,10 +134,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         """Evaluate the weights. Return False if the run must stop instead."""
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
             numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals, save)
-            if numbers:
-                progress.evaluate(numbers["val_loss"])
-                log.report_eval(progress, numbers)
-        return numbers is not None
+            if numbers is None:
+                return False
+            progress.record(numbers["val_loss"])
+            log.report_eval(progress, numbers)
+            return True
 
     def save(last: bool = False) -> None:
         """Save a checkpoint, and best.pt too if the weights are the best so far."""
@@ -155,8 +158,10 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if over := why_over(c, it, hours):
             break
         due = evaluation_due(c, progress)
-        if read_data(signals, save, batches.read, accum) is None or (due and not evaluate()):
+        if read_data(signals, save, batches.read, accum) is None:
             break  # a signal has come
+        if due and not evaluate():
+            break
         if save_due(c, it, due, since_save):
             save()
         if due and it > 0 and tokenizer:
@@ -173,8 +178,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)
 
-        # log every log_interval iterations, and after max_iters. Training waits for the device
-        # only here, so it also notices skipped updates here; MAX_SKIPS in a row end the run
+        # log every log_interval iterations, and after max_iters. Only here and in pauses does
+        # training wait for the device, so skipped updates are noticed here; MAX_SKIPS end the run
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
@@ -184,17 +189,18 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
-    if over and load_averages(optimizer):
-        log.report_averages(it)
-        progress.val_loss = None  # other weights had it
-    progress.complete = over != "" and (progress.val_loss is not None or evaluate())
+    if over:
+        if load_averages(optimizer):
+            log.report_averages(it)
+            progress.val_loss = None  # other weights had it
+        progress.complete = progress.val_loss is not None or evaluate()
     save(last=True)
     if progress.complete:
         signals.release()  # nothing is left to save, so a signal may end the process at once
         if tokenizer:
             print_sample(model, tokenizer, data, c, it, hw, clock, log)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(over if progress.complete else signals.name, progress)
+    log.finish(signals.name or over, progress)
     folder.close()
     return signals.exit_code
 
@@ -304,7 +310,7 @@ def best_loss(progress: Progress) -> float:
 def save_due(c: Config, it: int, evaluated: bool, since_save: float) -> bool:
     """
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
-    ten minutes. The untrained weights are not saved.
+    ten minutes, but not before the first iteration.
     """
     if it == 0:
         return False

@@ -9,9 +9,9 @@ Feed the model: decide the order of the training windows, and load micro-batches
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-The window order is a pure function of (seed, number of tokens trained on). That number is all a
-resumed run needs, and changing the batch size, gradient accumulation or the number of ranks only
-splits the same sequence of windows differently.
+The window order of a split and a block_size is a pure function of (seed, number of tokens trained
+on). That number is all a resumed run needs, and changing the batch size, gradient accumulation or
+the number of ranks only splits the same sequence of windows differently.
 """
 
 from collections.abc import Iterator
@@ -67,9 +67,9 @@ class ShuffledWindows:
 
 class Batches:
     """
-    Hand out this rank's training micro-batches in order, an iteration's worth at a time, and read
-    its evaluation micro-batches. A micro-batch is inputs and targets, each (B, T) int64 on the
-    device.
+    Read this rank's training micro-batches into host memory, hand them out in order on the device,
+    an iteration's worth at a time, and read its evaluation micro-batches. What is handed out is
+    inputs and targets, each (B, T) int64.
 
     With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch. `trained`
     counts the tokens that all ranks together have taken before; a resumed run passes the count from

@@ -217,7 +217,7 @@ def dataset_folder(name: str) -> Path:
 def open_dataset(name: str, eval_tokens: int) -> Dataset:
     """
     Open a dataset by name or path, and check every shard. An evaluation reads the first
-    `eval_tokens` validation tokens. Raises UserError, and OSError if there is no such folder.
+    `eval_tokens` validation tokens. Raises UserError, also if there is no such folder, and OSError.
     """
     folder = dataset_folder(name)
     data = read_folder(folder)

@@ -41,7 +41,7 @@ BOUND = 16
 # A float32 sum over thousands of tokens depends on its order: an H100 changed a loss by 8e-6.
 FLOAT32_ROUNDING = 2e-5
 LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of two adds no rounding
-SEED = 0  # of the weights and ids that the check uses
+SEED = 0  # of the ids, and of what the check adds to the weights
 
 Results = tuple[dict[str, float], dict[str, Tensor]]  # losses by mode, gradients by weight
 Largest = tuple[float, str]  # the largest error of a gradient, and its weight's name
@@ -154,7 +154,7 @@ def compare(found: Results, exact: Results, rounding: float) -> tuple[str, Large
     """
     (losses, gradients), (exact_losses, exact_gradients) = found, exact
     # A gradient of one number may cancel almost entirely. Relative to its own norm, rounding then
-    # reached 500 times bfloat16's, so a gradient far below the median is not judged.
+    # reached 500 times bfloat16's, so a small gradient is judged relative to half the median norm.
     norms = torch.tensor([gradient.norm() for gradient in exact_gradients.values()])
     least = norms.median().item() / 2 or 1e-30
     largest: Largest = (0.0, "")

@@ -115,20 +115,23 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration)
 
 
-def read_newest(out_dir: Path) -> dict | None:
+def read_newest(out_dir: Path, paths: list[Path] | None = None) -> dict | None:
     """
     Return the state in the newest valid checkpoint, with its path as `source`, or None if out_dir
     has no checkpoint. Warns about each damaged one. Raises UserError if all are damaged or
     unreadable, so that a run never silently starts again.
     """
-    paths = list_checkpoints(out_dir)
+    paths = paths or list_checkpoints(out_dir)
     for path in reversed(paths):
-        if not (problem := damage(path)):
-            with contextlib.suppress(FileNotFoundError):
+        problem = damage(path)
+        try:
+            if not problem:
                 return read(path) | dict(source=str(path))
-        # a run that saves there has deleted it, so look again
-        if not os.path.lexists(path) and list_checkpoints(out_dir):
-            return read_newest(out_dir)
+        except FileNotFoundError as error:
+            problem = f"cannot be read ({error.strerror})"
+        listed = list_checkpoints(out_dir)
+        if listed and path not in listed:  # a run that saves there has deleted it, so look again
+            return read_newest(out_dir, listed)
         warn(f"{path}: {problem}; trying the checkpoint before it")
     if paths:
         problem = "none of its checkpoints can be resumed, see above"
@@ -147,8 +150,9 @@ def set_aside(path: Path) -> None:
 def link_best(out_dir: Path, progress: dict) -> str:
     """
     If the checkpoint with this progress is the best so far, make best.pt a hard link to it, or a
-    copy where the file system has no hard links. Returns "" or why best.pt is not saved: the disk
-    is full, failing or read-only.
+    copy where the file system has no hard links. Each launch does this again, because a kill may
+    have come between the save and this link. Returns "" or why best.pt is not saved: the disk is
+    full, failing or read-only.
     """
     if progress["val_loss"] != progress["best_val_loss"]:
         return ""
@@ -162,9 +166,7 @@ def link_best(out_dir: Path, progress: dict) -> str:
         try:
             os.link(path, temporary)
         except OSError:  # no hard links here
-            best.unlink(missing_ok=True)  # make room for the copy; the checkpoint is better
-            with replacing(best) as file, open(path, "rb") as content:
-                shutil.copyfileobj(content, file)
+            copy(path, best)
         else:
             rename(temporary, best)
     except OSError as error:
@@ -174,10 +176,16 @@ def link_best(out_dir: Path, progress: dict) -> str:
     return ""
 
 
-def link_best_again(out_dir: Path, progress: dict) -> None:
-    """Call link_best() at a launch, because a kill may have come between the save and the link."""
-    if problem := link_best(out_dir, progress):
-        warn(problem)
+def copy(path: Path, best: Path) -> None:
+    """Copy a checkpoint to best.pt. Where the old one leaves no room, deletes it first."""
+    for last_try in (False, True):
+        try:
+            with replacing(best) as file, open(path, "rb") as content:
+                return shutil.copyfileobj(content, file)
+        except OSError as error:
+            if last_try or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            best.unlink(missing_ok=True)
 
 
 # -----------------------------------------------------------------------------
@@ -186,7 +194,7 @@ def link_best_again(out_dir: Path, progress: dict) -> None:
 
 class RunFolder:
     """
-    Writes a run's files: the lock on out_dir, the checkpoints, best.pt, metrics.jsonl and log.txt.
+    Writes a run's files: the lock on out_dir, the checkpoints, metrics.jsonl and log.txt.
     Only rank 0 claims, saves and appends. Only the lock stays open, because a handle on a network
     disk dies with its connection.
     """
@@ -219,7 +227,12 @@ class RunFolder:
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
         if resumed:
-            link_best_again(folder, resumed["progress"])
+            # another launch may have ended the run at the same iteration, with averages
+            path = checkpoint_path(folder, it)
+            if read(path)["progress"] != resumed["progress"]:
+                raise UserError(f"{path}: was saved in the meantime; repeat the command")
+            if problem := link_best(folder, resumed["progress"]):
+                raise UserError(problem)
             cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):

@@ -61,7 +61,7 @@ class Progress:
         self.tokens += tokens
         self.val_loss, self.complete = None, False
 
-    def evaluate(self, val_loss: float) -> None:
+    def record(self, val_loss: float) -> None:
         """Record an evaluation of the current weights."""
         self.val_loss = val_loss
         if self.iter_num == 0:  # best.pt must beat the untrained model

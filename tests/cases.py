@@ -23,7 +23,7 @@ def slow(case):
 
 def another_value(key: Field, value: Any) -> Any:
     """Return a value of the key that differs from `value`."""
-    _, _, choices = key_type(key)
+    *_, choices = key_type(key)
     if choices:
         return next(choice for choice in choices if choice != value)
     if isinstance(value, str):  # a loss_chunk

@@ -6,10 +6,12 @@ real disks.
 import errno
 import io
 import os
+from shutil import copyfileobj
 from unittest import mock
 
 import pytest
 import torch
+from program import contents
 
 from common.console import UserError, keep_transcript
 from run import checkpoint
@@ -50,15 +52,18 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert checkpoint.list_checkpoints(tmp_path) == [good]
 
 
-@pytest.mark.parametrize("resumes", (True, False))
-def test_a_checkpoint_that_another_run_has_saved_meanwhile_is_not_set_aside(resumes, tmp_path):
+@pytest.mark.parametrize("first, second", [(1, 2), (None, 2), (2, 2)])
+def test_a_launch_ends_if_another_one_has_saved_meanwhile(first, second, tmp_path):
+    """It may have ended the run at the iteration at which this one begins, with averages."""
     folder = RunFolder(tmp_path, keep=2)
-    assert not resumes or not saved(folder, 1, 5.0, 5.0)
+    assert not first or not saved(folder, first, 4.0, 4.0)
     resumed = checkpoint.read_newest(tmp_path)
-    assert not saved(folder, 2, 4.0, 4.0)
+    assert not saved(folder, second, 5.0, 4.0)
+    before = contents(tmp_path)
     with pytest.raises(UserError, match="ckpt-00000002.pt: was saved in the meantime"):
         folder.claim(resumed)
     folder.close()
+    assert contents(tmp_path) == before | dict(lock=b"")
 
 
 def saved(folder: RunFolder, it: int, loss: float, best: float) -> str:
@@ -115,6 +120,20 @@ def test_a_best_pt_that_cannot_be_replaced_leaves_the_checkpoint_whole(tmp_path,
     monkeypatch.setattr("os.replace", refusing)
     assert saved(folder, 2, 4.0, 4.0).startswith("best.pt of iteration 2 is not saved: ")
     assert [held(checkpoint.checkpoint_path(tmp_path, it)) for it in (1, 2)] == [5.0, 4.0]
+    assert not [*tmp_path.glob("*.tmp")]
+
+
+@pytest.mark.parametrize("number, held_then", [(errno.EIO, 5.0), (errno.ENOSPC, 4.0)])
+def test_a_copy_that_fails_once_keeps_the_old_best_pt_or_takes_its_room(
+    number, held_then, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("os.link", mock.Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    folder = RunFolder(tmp_path, keep=2)
+    assert not saved(folder, 1, 5.0, 5.0)
+    failing = mock.Mock(side_effect=[OSError(number, "failed"), mock.DEFAULT], wraps=copyfileobj)
+    monkeypatch.setattr("shutil.copyfileobj", failing)
+    assert bool(saved(folder, 2, 4.0, 4.0)) == (held_then == 5.0)
+    assert held(tmp_path / "best.pt") == held_then
     assert not [*tmp_path.glob("*.tmp")]
 
 

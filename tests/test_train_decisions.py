@@ -72,14 +72,14 @@ def test_the_best_loss_is_the_lowest_so_far_with_that_of_these_weights():
 
 def test_progress_forgets_a_loss_with_the_next_update_and_counts_the_untrained_one_as_beaten():
     progress = Progress()
-    progress.evaluate(5.6)
+    progress.record(5.6)
     assert (progress.val_loss, progress.best_val_loss) == (5.6, 5.6)
     progress.advance(tokens=128)
     assert progress == Progress(1, 128, None, 5.6)
-    progress.evaluate(5.0)
+    progress.record(5.0)
     assert progress.best_val_loss == 5.6  # until the weights are saved
     untrained = Progress()
-    untrained.evaluate(math.nan)
+    untrained.record(math.nan)
     assert untrained.best_val_loss == math.inf
 
 
