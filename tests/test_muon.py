@@ -15,7 +15,7 @@ import torch.nn as nn
 from configurator import Config
 from model import GPTConfig
 from model_fast import FastConfig, FastGPT, build_model
-from optimizer import Muon, build_optimizer, muon_groups, orthogonalize
+from optimizer import NEWTON_SCHULZ, Muon, build_optimizer, muon_groups, orthogonalize
 
 RECIPE = Config(optimizer="muon", learning_rate=0.029, beta1=0.8, weight_decay=0.01)
 START = dict(done=0.0, length=100)  # of a run
@@ -114,16 +114,16 @@ def operators(step: Callable[[], None]) -> int:
     return sum(parent is None or not parent.name.startswith("aten::") for parent in parents)
 
 
-def test_a_step_starts_fewer_than_a_fifth_of_the_kernels_of_torchs_muon():
+def test_a_step_starts_fewer_than_a_quarter_of_the_kernels_of_torchs_muon():
     """Update all matrices of one shape together, here in 12 layers."""
     model = FastGPT(replace(SMALL, n_layer=12, bias=False))
     give_gradients(model, 0)
     ours = build_optimizer(model, RECIPE, torch.bfloat16)
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
-    theirs = torch.optim.Muon(matrices, ns_steps=18)
+    theirs = torch.optim.Muon(matrices, ns_steps=len(NEWTON_SCHULZ))
     ours.step()  # makes its state
     theirs.step()
-    assert 5 * operators(ours.step) < operators(theirs.step)
+    assert 4 * operators(ours.step) < operators(theirs.step)
 
 
 @pytest.mark.parametrize(
