@@ -86,7 +86,8 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
 def muon_groups(model: GPT | FastGPT, c: Config) -> list[dict[str, Any]]:
     """
     Return the parameter groups for Muon, with (name, parameter) pairs as their params. MLPs get a
-    fixed part of attention's rate. set_schedule() reads the numbers that change over the run.
+    fixed part of attention's rate. From the other numbers set_schedule() computes, before each
+    update, what changes over the run.
     """
     named = [*model.named_parameters()]
     vectors = [(name, p) for name, p in named if p.dim() < 2]  # biases and gains

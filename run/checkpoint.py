@@ -34,7 +34,7 @@ from common.files import (
 # One file
 
 
-FORMAT = 4  # raise this when checkpoints change; a run of another format is refused
+FORMAT = 4  # raise this when older checkpoints cannot be resumed any more; they are then refused
 TEMPORARIES = ("ckpt-*.pt", "best.pt", "loss.png")  # files that replacing() writes
 
 

@@ -52,7 +52,7 @@ class Progress:
     iter_num: int = 0  # iterations done, including those whose update was skipped
     tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
     val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
-    best_val_loss: float = math.inf  # lowest val_loss at iteration 0 and among the checkpoints
+    best_val_loss: float = math.inf  # lowest of iteration 0 and of what was saved
     complete: bool = False  # whether the run was over, so that these weights are final
 
     def advance(self, tokens: int) -> None:
