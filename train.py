@@ -385,7 +385,7 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 def read_data(signals: StopSignals, save, read: Callable[..., list], *arguments) -> list | None:
     """
     Return read(*arguments), or None on all ranks if one of them has got a signal. If a disk is
-    away, try again for six minutes, then save() and end the run; the ranks that lack data say why.
+    away, try again for six minutes, then save and end the run; the ranks that lack data say why.
     """
     data, error = None, None
     try:
@@ -395,7 +395,7 @@ def read_data(signals: StopSignals, save, read: Callable[..., list], *arguments)
     if not signals.must_stop(failed=error is not None):
         return data
     if not signals.name:
-        save()
+        save(last=True)
         raise error or UserError()
     return None
 
@@ -408,7 +408,7 @@ def estimate_loss(
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers, or None if a rank gets a signal. If the data stay missing, calls save().
+    numbers, or None if a rank gets a signal. If the data stay missing, saves first.
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
@@ -468,7 +468,7 @@ def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks:
     signals = StopSignals(ranks)
     began = time.perf_counter()
     numbers = estimate_loss(
-        model, splits, measures, batches, c, hw, ranks, signals, save=lambda: None
+        model, splits, measures, batches, c, hw, ranks, signals, save=lambda last: None
     )
     if not numbers:
         return signals.exit_code

@@ -379,6 +379,20 @@ def test_a_run_waits_for_data_that_are_away_until_they_are_back_or_a_signal_come
         assert (result.code, ran.saved) == (143, [4])
 
 
+def test_a_run_whose_data_and_folder_are_away_saves_when_they_are_back(tiny, straight, tmp_path):
+    """After six minutes the run only waits to save, here for another minute."""
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    data = shutil.copytree(tiny["dataset"], disk / "tokens")
+    tiny |= dict(dataset=data, out_dir=disk / "run")
+    trainer = InProcessRun(fake_clock=True)
+    trainer.at["update", 2] = lambda: disk.rename(away)
+    trainer.at["sleep", 2000] = lambda: away.rename(disk)  # each is 0.2 seconds long
+    result = trainer.launch(**tiny)
+    assert (result.code, Run(disk / "run").saved) == (1, [2])
+    train(**tiny, init_from="auto")
+    assert_same_run(straight, disk / "run", 8, log_has_gaps=True)
+
+
 # -----------------------------------------------------------------------------
 # The folder, and who else is in it
 
