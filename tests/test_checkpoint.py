@@ -52,6 +52,15 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert checkpoint.list_checkpoints(tmp_path) == [good]
 
 
+def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_one(
+    tmp_path, capsys
+):
+    assert not saved(RunFolder(tmp_path, keep=2), 3, 5.0, 5.0)
+    listed = [checkpoint.checkpoint_path(tmp_path, 2)]  # before the run deleted it
+    assert checkpoint.read_newest(tmp_path, listed)["progress"]["iter_num"] == 3
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("first, second", [(1, 2), (None, 2), (2, 2)])
 def test_a_launch_ends_if_another_one_has_saved_meanwhile(first, second, tmp_path):
     """It may have ended the run at the iteration at which this one begins, with averages."""
@@ -104,6 +113,9 @@ def test_best_pt_holds_the_best_and_the_newest_are_kept(disk, tmp_path, monkeypa
     assert not saved(folder, 4, 7.0, 4.0)  # as a resume may do; the one before stays
     assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [3, 4]
     assert find_weights(str(tmp_path), best=True) == tmp_path / "best.pt"
+    folder.keep = 1
+    assert not saved(folder, 5, 7.0, 4.0)
+    assert checkpoint.list_checkpoints(tmp_path) == [checkpoint.checkpoint_path(tmp_path, 5)]
 
 
 def test_a_best_pt_that_cannot_be_replaced_leaves_the_checkpoint_whole(tmp_path, monkeypatch):

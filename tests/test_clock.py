@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from machine.ranks import Ranks
-from run.clock import Clock, clock_time
+from run.clock import PAUSES, Clock, clock_time
 
 
 def clock_at(seconds: float, monkeypatch, resumed: dict | None = None) -> Clock:
@@ -57,12 +57,16 @@ def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypat
     assert later.read()[0] == pytest.approx(33 / 3600)
 
 
-def test_a_pause_books_the_seconds_before_it_to_steps(monkeypatch):
+@pytest.mark.parametrize("category", PAUSES)
+def test_a_pause_books_the_seconds_before_it_to_steps_and_all_count_as_training(
+    category, monkeypatch
+):
     clock = clock_at(0, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
-    with clock.pause("evaluation"):
+    with clock.pause(category):
         monkeypatch.setattr(time, "perf_counter", lambda: 15.0)
-    assert (clock.seconds["steps"], clock.seconds["evaluation"]) == (10, 5)
+    assert (clock.seconds["steps"], clock.seconds[category]) == (10, 5)
+    assert clock.hours() == pytest.approx(15 / 3600)
 
 
 class Slower:

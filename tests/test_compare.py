@@ -127,7 +127,7 @@ VERDICTS = [  # losses of each run; the row, its verdict, None if there is no su
     ([ends(3.0), ends(3.0134)], AT_EQUAL, "a 0.0134 lower"),
     # interpolates at iteration 100 if the gap is at most a fifth of the iterations so far
     ([ends(3.5, 100), {0: 8.0, 90: 3.1, 110: 2.9}], AT_EQUAL, "b 0.5000 lower"),
-    ([ends(3.5, 100), {0: 8.0, 75: 3.1, 125: 2.9}], AT_EQUAL, None),
+    ([ends(3.5, 100), {0: 8.0, 75: 3.1, 125: 2.9, 1000: 2.1}], AT_EQUAL, None),
     # one loss curve, evaluated at different iterations
     ([curve(20, 300), curve(20, 1500)], AT_EQUAL, ".*equal.*"),
     ([curve(30, 600), curve(41, 1025)], AT_EQUAL, ".*equal.*"),
@@ -167,6 +167,7 @@ LAUNCHES = [  # the records of a run, and whether it is at its end
     (WHOLE[:-1], True),  # killed after its last save
     (WHOLE[:-2], False),  # killed before it
     (WHOLE[:-7], False),
+    ([*WHOLE[:-3], SAVED, END], False),  # its log lacks the last evaluation
     ([*WHOLE[:-2], SAVED | dict(complete=False), END], False),  # its log lacks lines
     ([*WHOLE[:-2], SAVED | dict(complete=False), STOPPED], False),
     ([*WHOLE[:-1], NEXT], False),  # continued

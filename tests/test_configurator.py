@@ -174,6 +174,8 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
         (["--decay_lr=False"], dict(lr_schedule="wsd", decay_fraction=0.0, warmup_iters=0)),
         (["--decay_lr=False", "--lr_schedule=wsd"], dict(lr_schedule="wsd")),
         (["--lr_schedule=wsd", "--decay_lr=True"], dict(lr_schedule="wsd")),
+        (["--eval_iters=3", "--batch_size=2"], dict(eval_tokens=3 * 2 * 1024)),
+        (["--eval_iters=3", "--eval_tokens=77"], dict(eval_tokens=77)),
         (["--model=gpt2"], dict(tie_weights=True)),
         (["--model=fast"], dict(tie_weights=False)),
     ],
@@ -192,6 +194,8 @@ def test_a_config_file_can_set_and_read_nanogpts_keys(tmp_path):
     set_there = write(tmp_path, "decay_lr = False\nlr_schedule = 'wsd'")
     assert load_config([set_there]).lr_schedule == "wsd"
     assert load_config([set_there, "--decay_lr=False"]).lr_schedule == "wsd"
+    sized = write(tmp_path, "eval_tokens = 77\nbatch_size = 2")
+    assert load_config([sized, "--eval_iters=3"]).eval_tokens == 3 * 2 * 1024
     text = "lr_schedule = 'wsd' if decay_lr and not wandb_log and backend == 'nccl' else 'cosine'"
     assert load_config([write(tmp_path, text)]).lr_schedule == "wsd"
 

@@ -71,7 +71,7 @@ def test_the_best_loss_is_the_lowest_so_far_with_that_of_these_weights():
 
 
 def test_progress_forgets_a_loss_with_the_next_update_and_counts_the_untrained_one_as_beaten():
-    progress = Progress()
+    progress = Progress(complete=True)
     progress.record(5.6)
     assert (progress.val_loss, progress.best_val_loss) == (5.6, 5.6)
     progress.advance(tokens=128)
@@ -89,6 +89,7 @@ def test_a_run_saves_at_intervals_and_after_an_evaluation():
 
     assert [it for it in range(46) if due(it)] == [15, 30, 45]
     assert not due(0) and not due(0, evaluated=True)  # the untrained model
+    assert due(1, interval=1)
     assert due(evaluated=True)
     assert not due(since_save=599, interval=0) and due(since_save=600, interval=0)
     assert not due(since_save=600)  # an interval in iterations takes the place of the ten minutes

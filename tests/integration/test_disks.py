@@ -160,6 +160,7 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
     assert (result.code, ran.column("checkpoint", "iter")) == (int("signal" in when), saved)
     assert result.err.count("the logs lack lines") <= 1
     assert sum("is not saved" in line for line in lines(result.err, "warning: iter")) >= 1
+    assert result.err.count("trying again every minute") <= 1  # room comes within the minute
     assert best_iter(ran) == best and not leftovers(ran.out_dir)
     lacks = "missing are" in result.err
     if result.code:
@@ -209,6 +210,20 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
     losses = dict(ran.evals("iter", "val_loss")) | {3: None, 6: None}
     found = {it: ran.state(it)["progress"]["val_loss"] for it in ran.saved}
     assert found == {it: pytest.approx(losses[it]) for it in (3, 4, 6, 8)}
+
+
+def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran, monkeypatch):
+    """The disk takes the checkpoint at iteration 4, whose loss is lower than that at 8, alone."""
+    trainer, refused = InProcessRun(), mock.Mock(side_effect=OSError(errno.EIO, "failed"))
+
+    def refuse():
+        for function in ("os.link", "shutil.copyfileobj"):
+            monkeypatch.setattr(function, refused)
+
+    trainer.at["saved", 1] = refuse
+    trainer.at["update", 5] = monkeypatch.undo
+    assert "best.pt of iteration 4 is not saved" in launch(trainer, **tiny).err
+    assert (best_iter(ran), best_logged(ran)) == (8, 4)
 
 
 # -----------------------------------------------------------------------------
@@ -439,11 +454,13 @@ def test_torch_load_reads_a_checkpoint_with_the_keys_that_the_docs_list(straight
 
 USERS_FILES = [
     *("log.txt", "loss.png", "metrics.jsonl"),
-    *("best.pt", "notes.txt", "notes.tmp", "ckpt-notes.pt", "metrics.jsonl.mine.tmp"),
+    *("best.pt", "notes.txt", "notes.tmp", "ckpt-notes.pt", "loss.png.mine.tmp"),
 ]
 
 
-@pytest.mark.parametrize("name", slow_but("metrics.jsonl", "best.pt", "notes.tmp", of=USERS_FILES))
+@pytest.mark.parametrize(
+    "name", slow_but("metrics.jsonl", "best.pt", "loss.png.mine.tmp", of=USERS_FILES)
+)
 def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     """Keep the file under its own or another name, or refuse the folder."""
     content = b"what a user has kept here\n"
@@ -454,12 +471,23 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     assert content in contents(ran.out_dir).values()
 
 
-def test_a_run_goes_on_if_its_folder_was_away_for_a_while(tiny, ran, straight, tmp_path):
-    """Save nothing below another name, and say that the logs lack lines."""
-    trainer, out_dir, away = InProcessRun(), ran.out_dir, tmp_path / "away"
-    trainer.at["update", 3] = lambda: out_dir.rename(away)
+def test_a_run_goes_on_if_its_folder_was_away_for_a_while(
+    tiny, ran, straight, tmp_path, monkeypatch
+):
+    """
+    Save nothing below another name, and say that the logs lack lines. The current folder is lost
+    for good, as after a network disk's return.
+    """
+    trainer, out_dir, away = no_wait(), ran.out_dir, tmp_path / "away"
+    monkeypatch.chdir(out_dir.parent)
+
+    def leave():
+        out_dir.rename(away)
+        os.chdir("/")
+
+    trainer.at["update", 3] = leave
     trainer.at["update", 6] = lambda: away.rename(out_dir)
-    result = launch(trainer, **tiny)
+    result = launch(trainer, **tiny | dict(out_dir=out_dir.name))
     assert result.err.count("the logs lack lines") == 1
     assert len(lines(result.err, "warning: iter 4: checkpoint 4 is not saved")) == 1
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])

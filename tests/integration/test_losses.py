@@ -125,7 +125,9 @@ KINDS = dict(
 )
 
 
-@pytest.mark.parametrize("kind", slow_but("gpt2", "untied", "computed_otherwise", of=KINDS))
+@pytest.mark.parametrize(
+    "kind", slow_but("gpt2", "untied", "all_of_val", "computed_otherwise", of=KINDS)
+)
 def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, trained, tmp_path):
     """
     Compare losses, learning rates, gradient norms and weights with the plain trainer in

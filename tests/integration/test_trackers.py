@@ -152,10 +152,12 @@ def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(tiny, ran,
     assert "loss.png" in line and ran.saved[-1] == 8
 
 
-def test_a_sample_that_fails_ends_the_run_after_the_save(tiny, ran, monkeypatch):
+@pytest.mark.parametrize("interval, saved", [(4, 4), (100, 8)])  # 100: the last sample
+def test_a_sample_that_fails_ends_the_run_after_the_save(interval, saved, tiny, ran, monkeypatch):
     monkeypatch.setattr("model.generate", mock.Mock(side_effect=RuntimeError("out of memory")))
-    assert InProcessRun().launch(**tiny, sample_tokens=5).code == 1
-    assert ran.saved == [4]
+    keys = tiny | dict(sample_tokens=5, eval_interval=interval)
+    assert InProcessRun().launch(**keys).code == 1
+    assert ran.saved == [saved]
 
 
 def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, ran, tmp_path):
