@@ -175,7 +175,7 @@ def is_finished(run: Run) -> bool:
     Return whether a run was trained to its end and its log is whole. A kill cuts a log off, and a
     full disk takes no lines.
     """
-    # before saves said so, the reason of the end did
+    # records of saves have `complete`; in older runs only the reason of the end says it
     is_complete = run.end.get("complete", run.end.get("reason") in ("max_iters", "hours"))
     last = {run.iterations, run.end.get("iter")}  # reached, saved, and evaluated
     return run.is_published or (is_complete and last == {*run.eval["iter"][-1:]})

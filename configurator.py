@@ -275,7 +275,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
 
 
 def key_type(f: Field) -> tuple[Any, str, Callable[[Any], bool], tuple[str, ...]]:
-    """Return a key's type, what its value needs, in words and as a test, and its few choices."""
+    """Return a key's Python type, what a value needs (in words, as a test), and any choices."""
     if get_origin(f.type) is Annotated:
         return *get_args(f.type), ()
     return *get_args(PLAIN[type(f.default)]), get_args(f.type)
@@ -300,7 +300,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         with contextlib.suppress(ArithmeticError, TypeError, ValueError):
             if kind(value) == value:
                 value = kind(value)
-    # a default may be what nobody can set, such as a Location of ""
+    # a default need not pass the test: a Location that is not set may be ""
     if type(value) is not kind or not (value == f.default or is_right(value)):
         raise UserError(f"{where}: needs {needed}, got {value!r:.60}")
     if choices and value not in choices:

@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def rename(temporary: Path, path: Path) -> None:
-    """Rename a file, in place of another if there is one, and make that durable. Raises OSError."""
+    """Rename a file, replacing `path` if it exists, and make the rename durable. Raises OSError."""
     try:
         patiently(os.replace, temporary, path)
     except OSError as error:

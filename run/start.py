@@ -24,8 +24,8 @@ from run.pretrained import check_fields, load_pretrained
 
 # What a resume does with the keys. Most get the command's values, or their defaults.
 
-# The models' fields come from the checkpoint, or the weights, that a run begins with. These may
-# change, because they do not change the validation loss of given weights, except by rounding
+# The models' fields come from the checkpoint, or the weights, that a run begins with. A resume may
+# change these three: apart from rounding, they leave the validation loss of given weights as it is
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
 ARCHITECTURE = (
     "model",

@@ -90,7 +90,7 @@ DISKS = ("any", "no hard links", "one inode number for all files", "no renames o
 
 @pytest.mark.parametrize("disk", DISKS)
 def test_best_pt_holds_the_best_and_the_newest_are_kept(disk, tmp_path, monkeypatch):
-    """On a disk without hard links, best.pt is a copy. Some network disks do even less."""
+    """On a disk without hard links, best.pt is a copy. Some network disks can do even less."""
     refused, replace = OSError(errno.EPERM, "Operation not permitted"), os.replace
 
     def to_a_new_name(old, new):

@@ -395,7 +395,7 @@ def test_a_run_waits_for_data_that_are_away_until_they_are_back_or_a_signal_come
 
 
 def test_a_run_whose_data_and_folder_are_away_saves_when_they_are_back(tiny, straight, tmp_path):
-    """After six minutes the run only waits to save, here for another minute."""
+    """Six minutes later, the run stops trying to read and waits until it can save."""
     disk, away = tmp_path / "disk", tmp_path / "away"
     data = shutil.copytree(tiny["dataset"], disk / "tokens")
     tiny |= dict(dataset=data, out_dir=disk / "run")
