@@ -4,10 +4,10 @@ Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 This file is the run. main() decides with run/start.py how it starts, and then loops: evaluate
 and save once in a while, train_step(), log. train_step() runs gradient_accumulation_steps
 micro-batches forward and backward and then updates the weights. To change when a run ends,
-evaluates or saves, what its best model is, or the learning rate, edit why_over(), evaluation_due(),
-save_due(), best_loss() or get_lr(). GPT-2 is in model.py, the fast
-model in model_fast.py, AdamW and Muon in optimizer.py, every key in configurator.py, the tokens in
-data/, what surrounds a run in run/, and the device and the processes in machine/.
+evaluates or saves, what its best model is, or the learning rate, edit why_over(),
+evaluation_due(), save_due(), best_loss() or get_lr(). GPT-2 is in model.py, the fast model in
+model_fast.py, AdamW and Muon in optimizer.py, every key in configurator.py, the tokens in data/,
+what surrounds a run in run/, and the device and the processes in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
