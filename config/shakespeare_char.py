@@ -1,5 +1,5 @@
 # The fast recipe at the size of nanoGPT's "baby GPT", on Shakespeare's characters, without a GPU.
-# docs/own_text.md shows how to get the text, and where three runs ended.
+# docs/own_text.md shows how to get the text, and where its runs ended.
 # python train.py config/shakespeare_char.py
 out_dir = "out/shakespeare_char"
 init_from = "auto"  # the same command starts the run and resumes it
