@@ -160,7 +160,7 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
     assert (result.code, ran.column("checkpoint", "iter")) == (int("signal" in when), saved)
     assert result.err.count("the logs lack lines") <= 1
     assert sum("is not saved" in line for line in lines(result.err, "warning: iter")) >= 1
-    assert result.err.count("trying again every minute") <= 1  # room comes within the minute
+    assert result.err.count("trying again every minute") <= 1  # there is room again within a minute
     assert best_iter(ran) == best and not leftovers(ran.out_dir)
     lacks = "missing are" in result.err
     if result.code:
@@ -213,7 +213,7 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
 
 
 def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran, monkeypatch):
-    """The disk takes the checkpoint at iteration 4, whose loss is lower than that at 8, alone."""
+    """At iteration 4 the checkpoint is saved but best.pt is not; the loss there is the lowest."""
     trainer, refused = InProcessRun(), mock.Mock(side_effect=OSError(errno.EIO, "failed"))
 
     def refuse():
@@ -401,7 +401,7 @@ def test_a_run_whose_data_and_folder_are_away_saves_when_they_are_back(tiny, str
     tiny |= dict(dataset=data, out_dir=disk / "run")
     trainer = InProcessRun(fake_clock=True)
     trainer.at["update", 2] = lambda: disk.rename(away)
-    trainer.at["sleep", 2000] = lambda: away.rename(disk)  # each is 0.2 seconds long
+    trainer.at["sleep", 2000] = lambda: away.rename(disk)  # each sleep takes 0.2 seconds
     result = trainer.launch(**tiny)
     assert (result.code, Run(disk / "run").saved) == (1, [2])
     train(**tiny, init_from="auto")
