@@ -9,8 +9,8 @@ and once stopped halfway and resumed. Their logs and last checkpoints are compar
 difference of each field is printed. All rows take about six minutes, half of that for `compiled`.
 Exits with 0 if all are the same, with 1 if they are not or a run fails.
 
-A commit whose Muon makes the public 18 Newton-Schulz iterations, not the ten of NEWTON_SCHULZ, is
-the same in the rows with Muon once this is done, until `git checkout optimizer.py`:
+Before 85eb03d4 Muon made the public 18 Newton-Schulz iterations. To compare with such a commit,
+type this first, and `git checkout optimizer.py` afterwards:
 
     echo "NEWTON_SCHULZ = 18 * ((2.0, -1.5, 0.5),)" >> optimizer.py
 
