@@ -1,5 +1,5 @@
 # The fast recipe at the size of nanoGPT's "baby GPT", on Shakespeare's characters, without a GPU.
-# docs/own_text.md shows how to get the text, and the losses at which this config's runs ended.
+# docs/own_text.md says how to get the text, and what losses this config reaches.
 # python train.py config/shakespeare_char.py
 out_dir = "out/shakespeare_char"
 init_from = "auto"  # the same command starts the run and resumes it
@@ -10,7 +10,7 @@ n_layer = 6
 n_head = 6
 n_embd = 384
 bias = True
-dropout = 0.1  # 0 and 0.2 ended higher, one run each
+dropout = 0.1  # with 0 or 0.2 the loss ended higher, in one run of each
 pad_vocab_multiple = 1
 block_size = 256  # characters
 batch_size = 32
@@ -35,4 +35,4 @@ log_interval = 25
 sample_tokens = 300
 keep_checkpoints = 1
 
-compile = False  # compiling would take about as long as it saves in so short a run
+compile = False  # compiling takes about as long as it saves in a run this short

@@ -31,8 +31,8 @@ MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_p
 # What tokenizers call end-of-text. Those that we train use the last name. It comes last because
 # transformers adds it, as one more id, to the tokenizer of a GPT-2 with another name
 ENDS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
-# Tokenizers change this text if they normalize letters, spaces or line ends, or if they have no
-# tokens for rare characters
+# A tokenizer changes this text if it normalizes letters, spaces or line ends, or if it cannot
+# encode rare characters
 PROBE = "A b\r\n  \u00c9 \ufb01 \u6f22\U0001f642\U0010fffd\t<|endoftext|> "
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")

@@ -27,8 +27,8 @@ from run.pretrained import load_pretrained
 from run.start import ARCHITECTURE
 
 # What the fast recipe's biases, gains, Newton-Schulz iterations and averages add to an iteration of
-# GPT-2: 3.9% as docs/internals/simulated_gpus.md derives it, between 1.5% and 8.9% as measured with
-# more iterations. 1.045 is that sum with 18 iterations. No published MFU includes them.
+# GPT-2. docs/internals/simulated_gpus.md derives 3.9%, and 4.5% with 18 Newton-Schulz iterations;
+# two GPUs measured 1.5% and 8.9%. No published MFU includes this.
 MUON_OVERHEAD = 1.045
 # The GB/s to assume between GPUs: within a machine PCIe 4.0 without peer access, unless gpus.csv
 # has a faster link; between machines 100 Gbit/s. On a link, a byte takes ten bits.

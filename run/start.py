@@ -25,7 +25,7 @@ from run.pretrained import check_fields, load_pretrained
 # What a resume does with the keys. Most get the command's values, or their defaults.
 
 # The models' fields come from the checkpoint, or the weights, that a run begins with. A resume may
-# change these three: apart from rounding, the same weights have the same validation loss
+# change these three, because a validation loss does not depend on them, apart from rounding
 FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
 ARCHITECTURE = (
     "model",

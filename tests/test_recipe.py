@@ -68,7 +68,7 @@ def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
     Compare losses, learning rates, gradient norms and weights with the independent trainer in
     reference_fast.py, which makes the public 18 Newton-Schulz iterations in float32.
     """
-    if dtype == "bfloat16":  # there 18 iterations would round as differently as float32 does
+    if dtype == "bfloat16":  # 18 would round differently, by as much as float32
         monkeypatch.setattr("reference_fast.NEWTON_SCHULZ", NEWTON_SCHULZ)
     keys = RECIPE | changes | dict(dtype=dtype)
     command = keys | ONLY_TRAIN_PY | computed | dict(dataset=tokens, out_dir=tmp_path)

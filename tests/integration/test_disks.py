@@ -160,7 +160,7 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
     assert (result.code, ran.column("checkpoint", "iter")) == (int("signal" in when), saved)
     assert result.err.count("the logs lack lines") <= 1
     assert sum("is not saved" in line for line in lines(result.err, "warning: iter")) >= 1
-    assert result.err.count("trying again every minute") <= 1  # there is room again within a minute
+    assert result.err.count("trying again every minute") <= 1  # the disk has room within a minute
     assert best_iter(ran) == best and not leftovers(ran.out_dir)
     lacks = "missing are" in result.err
     if result.code:
@@ -213,7 +213,7 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
 
 
 def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran, monkeypatch):
-    """At iteration 4 the checkpoint is saved but best.pt is not; the loss there is the lowest."""
+    """The loss is lowest at iteration 4, where the checkpoint is saved but best.pt is not."""
     trainer, refused = InProcessRun(), mock.Mock(side_effect=OSError(errno.EIO, "failed"))
 
     def refuse():
