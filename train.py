@@ -11,8 +11,8 @@ what surrounds a run in run/, and the device and the processes in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. In the last case the run has saved,
-unless it had --eval_only, or the signal came twice or before the training loop began.
+Exit codes: 0 done; 2 an error that the same command would meet again; 1 any other error; 128 + N
+stopped by signal N, after a save if the training loop had begun. docs/recovery.md acts on them.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from signal import Signals
 
 if __name__ == "__main__":
     STARTED = time.perf_counter()  # importing torch counts towards the run's time
@@ -33,7 +34,6 @@ from torch.utils._pytree import tree_map_only
 
 from common.child import keep_awake
 from common.console import UserError, explain_errors, run_main, say
-from common.files import retrying
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
 from data.shards import Dataset, ShardTokens
@@ -42,7 +42,7 @@ from machine import hardware
 from machine.compiled import compile_checked, freeze_garbage
 from machine.cost import describe, fit_batch
 from machine.hardware import Hardware
-from machine.ranks import Ranks, StopSignals, end_process
+from machine.ranks import Ranks, StopSignal, end_process, let_first_speak
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
@@ -50,9 +50,8 @@ from run.checkpoint import RunFolder, link_best
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
-from run.start import Progress, check_alike, check_data, choose_run, open_data
+from run.start import Progress, check_data, choose_run, open_data
 
-FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 RESUME = "--init_from=resume continues from the newest checkpoint"
@@ -62,16 +61,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     began = time.perf_counter() - import_seconds
 
     # Which run is this, and where does it begin? `asked` is what the command and the checkpoint ask
-    # for; below, `c` is what this device makes of it. All ranks go through this function together.
-    # Each reads for itself: `each` ends them all if one fails. Rank 0 alone prints, samples and
-    # writes: `on_main` calls a function there, and all ranks get its result
+    # for; below, `c` is what this device makes of it. Each rank reads for itself, and then they go
+    # on together. Rank 0 alone prints, samples and writes: `on_main` calls a function there
     ranks = Ranks()
-    asked, pretrained, resumed = ranks.each(choose_run, argv, ranks.world_size)
+    asked, pretrained, resumed = choose_run(argv, ranks.world_size)
     progress = Progress(**resumed["progress"]) if resumed else Progress()
-    check_alike(ranks, command=asked, checkpoint=progress.iter_num)
     before = training_hours(resumed["ledger"]) if resumed else 0.0
     if progress.complete and not asked.eval_only and why_over(asked, progress.iter_num, before):
-        if problem := ranks.on_main(link_best, Path(asked.out_dir), asdict(progress)):
+        if ranks.is_main and (problem := link_best(Path(asked.out_dir), asdict(progress))):
             say(problem)
         done = f"all {progress.iter_num:,} iterations are done"
         say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
@@ -80,13 +77,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # Data and device. An evaluation measures the loss of each split named here, and the number that
     # each function in `measures` returns for the model. All of them are logged, drawn and compared
     keep_awake()
-    data = ranks.each(open_data, asked)  # may download the tokens first
-    ranks.each(check_data, asked, data, pretrained, resumed)
+    data = open_data(asked)  # may download the tokens first
+    check_data(asked, data, pretrained, resumed)
     hw = hardware.set_up(asked, ranks.local_rank)
     weights = resumed or pretrained  # to begin with; None: random ones
     # with a micro-batch that fits, and compiled only where that works
     c = fit_batch(hardware.settle(asked), data.vocab, hw, ranks.world_size, weights)
-    check_alike(ranks, device=hw.name, dataset=data.fingerprint, batch_size=c.batch_size)
+    facts = dict(command=asked, checkpoint=progress.iter_num, dataset=data.fingerprint)
+    ranks.join(**facts, device=hw.name, batch_size=c.batch_size)  # the same on all ranks
     explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
     splits = {"train": data.train, "val": data.val}
     measures: dict[str, Callable[[GPT], float]] = {}
@@ -97,7 +95,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     origin = origin_lines(asked, pretrained, resumed)
     if c.eval_only:
         say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
-        return evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
+        evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
+        return 0
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
@@ -109,7 +108,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # because after a network disk's return the current folder may still be unreachable
     folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints)
     ranks.on_main(folder.claim, resumed)
-    clock = Clock(began, hw.synchronize, resumed, ranks)
+    clock = Clock(began, hw.synchronize, resumed)
     log = Log(c, clock, hw, data, model, progress, folder, ranks)
     log.begin(origin)  # also starts the tracker
     tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
@@ -120,7 +119,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # ends
     if c.compile:
         clock.lap("start-up")  # book the seconds since the last lap
-        compile_checked(model, c, data.vocab, hw, ranks)
+        compile_checked(model, c, data.vocab, hw)
         clock.lap("compile")
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
@@ -128,40 +127,34 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     # updates skipped since the last line, and in a row, counted without waiting for the device
     skipped = torch.zeros(2, device=hw.device)
-    signals = StopSignals(ranks)  # from now on, a signal makes the loop end and save
+    stop = StopSignal(ranks.is_main)  # from now on, a signal makes the loop end and save
 
-    def evaluate() -> bool:
-        """Evaluate the weights. Return False if the run must stop instead."""
+    def evaluate() -> None:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals, save)
-            if numbers is None:
-                return False
+            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks)
             progress.record(numbers["val_loss"])
             log.report_eval(progress, numbers)
-            return True
 
     def save(last: bool = False) -> None:
         """Save a checkpoint, and best.pt too if the weights are the best so far."""
         with clock.pause("checkpoints"):
-            end_if_diverged(model, progress, ranks)
+            end_if_diverged(model, progress)
             saved = replace(progress, best_val_loss=best_loss(progress))  # if this save works
             state = state_to_save(asked, data, model, optimizer, scaler, saved, clock, hw, ranks)
-            if save_or_warn(state, last, folder, ranks, signals, log):
+            if save_or_warn(state, last, folder, ranks, log):
                 progress.best_val_loss = saved.best_val_loss
 
-    # The loop ends when the run is over, or when any rank gets a signal. An error ends the run
-    # without another save, unless it is that the data are missing
+    # The loop ends when the run is over, or at a signal. An error ends the run without another save
     while True:
         it = progress.iter_num
-        # training hours so far, and the seconds since the last attempt to save, by rank 0's clock
-        hours, since_save = ranks.on_main(clock.read)
-        if over := why_over(c, it, hours):
+        # rank 0's training hours so far, seconds since its last attempt to save, and its signal
+        hours, since_save, signal = ranks.on_main(lambda: (*clock.read(), stop.number))
+        over = why_over(c, it, hours)
+        if over or signal:
             break
         due = evaluation_due(c, progress)
-        if read_data(signals, save, batches.read, accum) is None:
-            break  # a signal has come
-        if due and not evaluate():
-            break
+        if due:
+            evaluate()
         if save_due(c, it, due, since_save):
             save()
         if due and it > 0 and tokenizer:
@@ -185,7 +178,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, progress.tokens - tokens, progress.tokens, loss, lr, numbers)
-            check_skips(skipped, it, log, ranks)
+            check_skips(skipped, it, log)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
@@ -193,16 +186,16 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if load_averages(optimizer):
             log.report_averages(it)
             progress.val_loss = None  # other weights had it
-        progress.complete = progress.val_loss is not None or evaluate()
+        if progress.val_loss is None:
+            evaluate()
+        progress.complete = True
     save(last=True)
-    if progress.complete:
-        signals.release()  # nothing is left to save, so a signal may end the process at once
-        if tokenizer:
-            print_sample(model, tokenizer, data, c, it, hw, clock, log)
+    if over and tokenizer:
+        print_sample(model, tokenizer, data, c, it, hw, clock, log)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(signals.name or over, progress)
+    log.finish(over or Signals(signal).name, progress)
     folder.close()
-    return signals.exit_code
+    return 0 if over else 128 + signal
 
 
 # -----------------------------------------------------------------------------
@@ -269,7 +262,7 @@ def count_skips(skipped: Tensor, grad_norm: Tensor) -> None:
     skipped[1] *= is_skipped
 
 
-def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
+def check_skips(skipped: Tensor, it: int, log: Log) -> None:
     """
     Warn of the updates skipped since the last line. MAX_SKIPS in a row end the run. `skipped` holds
     both numbers; the first one begins anew.
@@ -281,7 +274,7 @@ def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
         skipped[0] = 0
     if in_a_row >= MAX_SKIPS:
         hint = "try a lower learning_rate or --dtype=float32"
-        ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}; {RESUME}")
+        raise UserError(f"{MAX_SKIPS} updates in a row skipped; {hint}; {RESUME}")
 
 
 # -----------------------------------------------------------------------------
@@ -382,55 +375,27 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 # Reading data, evaluating and sampling
 
 
-def read_data(signals: StopSignals, save, read: Callable[..., list], *arguments) -> list | None:
-    """
-    Return read(*arguments), or None on all ranks if one of them has got a signal. If a disk is
-    away, try again for six minutes, then save and end the run; the ranks that lack data say why.
-    """
-    data, error = None, None
-    try:
-        data = retrying(signals.comes_within, read, *arguments)
-    except (UserError, OSError) as raised:
-        error = raised
-    if not signals.must_stop(failed=error is not None):
-        return data
-    if not signals.name:
-        save(last=True)
-        raise error or UserError()
-    return None
-
-
 @torch.no_grad()
 def estimate_loss(
-    model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals, save
-) -> dict[str, float] | None:
+    model, splits: dict[str, ShardTokens], measures, batches: Batches, c, hw, ranks: Ranks
+) -> dict[str, float]:
     """
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers, or None if a rank gets a signal. If the data stay missing, saves first.
+    numbers. A signal does not shorten this.
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
     others: dict[str, float] = {}
     model.eval()
-    try:
-        for name, split in splits.items():
-            read = batches.read_eval, split, tokens, name == "train"
-            micro_batches = read_data(signals, save, *read)
-            if micro_batches is None:
-                return None
-            sums = sum_losses(model, micro_batches, hw, signals)
-            if signals.must_stop():
-                return None
-            nats, count = ranks.sum(*sums)
-            losses[f"{name}_loss"] = nats / count
-        for name, function in measures.items():
-            if signals.must_stop():
-                return None
-            others[name] = ranks.on_main(measure, function, model, hw)
-    finally:
-        model.train()
+    for name, split in splits.items():
+        micro_batches = batches.read_eval(split, tokens, spread=name == "train")
+        nats, count = ranks.sum(*sum_losses(model, micro_batches, hw))
+        losses[f"{name}_loss"] = nats / count
+    for name, function in measures.items():
+        others[name] = ranks.on_main(measure, function, model, hw)
+    model.train()
     return dict(**losses, **others)  # raises TypeError if a measure has the name of a loss
 
 
@@ -444,37 +409,28 @@ def measure(function: Callable[[GPT], float], model, hw: Hardware) -> float:
         raise RuntimeError(f"a measure called sys.exit({error.code!r})") from None
 
 
-def sum_losses(model, micro_batches: list[Batch], hw, signals) -> tuple[float, int]:
-    """Return the summed loss over all targets in nats, and their number; less after a signal."""
-    counts = []
+def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
+    """Return the summed loss over all targets in nats, and their number."""
     # Allocate one tensor before the loop. On a CPU, a small tensor per micro-batch would lie
     # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
     # hardware.py)
     means = torch.empty(len(micro_batches), device=hw.device)
     for n, (x, y) in enumerate(micro_batches):
-        if signals.received:
-            break
         with hw.autocast():
             means[n] = model(x.to(hw.device), y.to(hw.device))
-        counts.append(int((y != -1).sum()))
+    counts = [int((y != -1).sum()) for _, y in micro_batches]
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
-    sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=False) if n]
+    sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
     return math.fsum(sums), sum(counts)
 
 
-def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks: Ranks) -> int:
-    """Evaluate the weights once, print the numbers and write nothing. Returns the exit code."""
+def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks: Ranks) -> None:
+    """Evaluate the weights once, print the numbers and write nothing."""
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
-    signals = StopSignals(ranks)
     began = time.perf_counter()
-    numbers = estimate_loss(
-        model, splits, measures, batches, c, hw, ranks, signals, save=lambda last: None
-    )
-    if not numbers:
-        return signals.exit_code
+    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks)
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
-    return 0
 
 
 def sample_tokenizer(c: Config, data: Dataset, progress: Progress, log: Log) -> Tokenizer | None:
@@ -505,18 +461,15 @@ def print_sample(
 # Saving and resuming
 
 
-def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
-    """
-    End the run if it has diverged, before a save could replace a good checkpoint. All ranks have
-    the same weights.
-    """
+def end_if_diverged(model, progress: Progress) -> None:
+    """End the run if it has diverged, before a save could replace a good checkpoint."""
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     val_loss = progress.val_loss if progress.iter_num > 0 else None
     if val_loss is not None and not val_loss < MAX_LOSS:
         signs.append(f"the val loss is {val_loss:.4g}")
     if signs:
         problem = f"iter {progress.iter_num}: {signs[0]}, so the weights are not saved"
-        ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")
+        raise UserError(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
 def state_to_save(
@@ -535,22 +488,17 @@ def state_to_save(
     )
 
 
-def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, signals, log: Log) -> bool:
+def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, log: Log) -> bool:
     """
     Save the state, also as best.pt if it is the best so far, and return whether that worked. If the
-    disk is full or missing, warns. The last save waits until it has room or is back; but after a
-    signal, it tries only once and then raises UserError, because the sender wants the device back.
+    disk is full or missing, warns; the last save raises OSError.
     """
     it = state["progress"]["iter_num"]
-    while problem := ranks.on_main(folder.save, state):
-        if not last:
-            log.warn(it, f"{problem}; a later save tries again")
-            return False
-        if signals.must_stop():
-            ranks.fail(f"{problem}; {RESUME}")
-        hint = "trying again every minute; Ctrl-C gives up and frees the device"
-        log.warn(it, f"{problem}; {hint}")
-        signals.comes_within(FINAL_RETRY_SECONDS)
+    if problem := ranks.on_main(folder.save, state):
+        if last:
+            raise OSError(0, f"{problem}; {RESUME}")
+        log.warn(it, f"{problem}; a later save tries again")
+        return False
     log.report_save(it, state["progress"]["complete"])
     if problem := ranks.on_main(link_best, folder.path, state["progress"]):
         log.warn(it, problem)
@@ -584,4 +532,4 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), end_process)
+    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), let_first_speak, end_process)

@@ -174,9 +174,9 @@ COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it c
 
 class UserError(Exception):
     """
-    Raised for an error that the user can fix. Its arguments are its problems, each a line, perhaps
-    with a COMMAND below the line. Scripts print them and exit with 1. Without arguments, a script
-    prints nothing, because another rank says why the run ends.
+    Raised for an error that the user can fix, and that the same command would meet again. Its
+    arguments are its problems, each a line, perhaps with a COMMAND below the line. Scripts print
+    them and exit with 2.
     """
 
 
@@ -189,13 +189,6 @@ def one_line(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     message = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {message[:300].rstrip('.')}"
-
-
-def say_error(error: BaseException) -> None:
-    """Print an `error:` line for each problem; none if a UserError has none, as on most ranks."""
-    lines = error.args if isinstance(error, UserError) else [one_line(error)]
-    for line in lines:
-        say(f"error: {line}", console="stderr")
 
 
 def raise_if_any(problems: list[str]) -> None:
@@ -232,15 +225,33 @@ def explain_errors(explain: Callable[[Exception], str]) -> None:
     explanation = explain
 
 
+def report(error: Exception) -> int:
+    """
+    Print an error and return its exit code: 2 if the same command would meet it again, otherwise 1.
+    A UserError, an OSError and what explain_errors() was told to explain are one `error:` line for
+    each problem. The rest print a traceback.
+    """
+    code, lines = 2, list(error.args)
+    if isinstance(error, OSError):
+        code, lines = 1, [one_line(error)]
+    elif not isinstance(error, UserError):
+        lines = [line] if explanation and (line := explanation(error)) else []
+    if not lines:
+        code = 1
+        say(traceback.format_exc().rstrip(), console="stderr")
+    for line in lines:
+        say(f"error: {line}", console="stderr")
+    return code
+
+
 def run_main(
     main: Callable[[list[str]], int | None],
+    before_error: Callable[[], None] = lambda: None,
     end_process: Callable[[int], NoReturn] = sys.exit,
 ) -> None:
     """
-    Run a script's main(argv) and exit: with 0 or what main() returns, with 1 after any error. A
-    UserError or an OSError prints one `error:` line per problem. Another error that
-    explain_errors() was told to explain prints one line too, and the rest print a traceback.
-    `end_process` gets the exit code.
+    Run a script's main(argv) and exit: with 0 or what main() returns, or after an error with what
+    report() returns. `before_error` is called before that, and `end_process` gets the exit code.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
@@ -250,11 +261,7 @@ def run_main(
         code = int(error.code or 0)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except (UserError, OSError) as error:
-        say_error(error)
-        code = 1
     except Exception as error:
-        line = explanation(error) if explanation else ""
-        say(f"error: {line}" if line else traceback.format_exc().rstrip(), console="stderr")
-        code = 1
+        before_error()
+        code = report(error)
     end_process(code)

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.console import one_line, say
+from common.console import UserError, one_line, say
 from configurator import Config
 from data.loader import to_batch
 from machine import hardware
 from machine.hardware import Hardware, is_out_of_memory
-from machine.ranks import Ranks
 from model import ChunkedLoss, GPTConfig
 from model_fast import FastConfig, build_model
 
@@ -56,11 +55,10 @@ def compile_model(model, **options) -> None:
     model.compile(**options)
 
 
-def compile_checked(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) -> None:
+def compile_checked(model, c: Config, vocab: int, hw: Hardware) -> None:
     """
-    Compile the model and check its code on all ranks, which must all call this. End the run if
-    compiled code fails or is wrong on some rank; otherwise leave weights, buffers and random states
-    as they were.
+    Compile the model and check its code. Raises UserError if the code fails or is wrong; otherwise
+    leaves weights, buffers and random states as they were.
     """
     began = time.perf_counter()
     say("compiling: about a minute, or several minutes with few CPU cores")
@@ -69,9 +67,9 @@ def compile_checked(model, c: Config, vocab: int, hw: Hardware, ranks: Ranks) ->
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     states = hw.get_rng_states()
     problem, _ = try_code(model, *eager_float32(model, c.batch_size, vocab), hw)
-    if problem := next(filter(None, ranks.gather(problem)), ""):
+    if problem:
         hint = "python bench.py check says whether --compile=False, which is slower, is right here"
-        ranks.fail(f"compile: torch.compile does not work here ({problem}); {hint}")
+        raise UserError(f"compile: torch.compile does not work here ({problem}); {hint}")
     for tensor, value in zip(tensors, before, strict=True):
         tensor.data.copy_(value)
     hw.set_rng_states(states)

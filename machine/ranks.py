@@ -1,21 +1,20 @@
 """
-Coordinates the processes of a multi-GPU run, and handles the signals that stop them together.
+Coordinates the processes of a multi-GPU run, and notes the signal that asks a run to stop.
 
 torchrun starts one process per device, and all of them run the same loop. Each reads the command,
-the checkpoint and the data for itself; rank 0 alone looks at the clock and writes the files. The
-ranks exchange small messages on the host (gloo), and torch's DistributedDataParallel averages
-gradients on the devices. With a single process nothing is sent, and the same calls return the
-process's own values.
+the checkpoint and the data for itself before it joins the others; rank 0 alone looks at the clock,
+answers signals and writes the files. The ranks exchange small messages on the host (gloo), and
+torch's DistributedDataParallel averages gradients on the devices. With a single process nothing is
+sent, and the same calls return the process's own values.
+
+An error ends the process that meets it, and torchrun then ends the others.
 """
 
-import faulthandler
-import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -24,18 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.console import UserError, print_in_handler
 
-TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averaging gradients on GPUs
-# For all other collectives. The ranks wait in one while another machine downloads its tokens. If a
-# process dies, the others notice at once; if a machine vanishes, only after this time.
-HOST_TIMEOUT = timedelta(hours=6)
-LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
-
 
 class Ranks:
     """
     Represents this process among the run's ranks, according to torchrun's environment variables.
-    The constructor joins the process group. Only rank 0 prints to stdout; all ranks print errors
-    and warnings.
+    Only rank 0 prints to stdout; all ranks print errors and warnings.
     """
 
     def __init__(self) -> None:
@@ -43,23 +35,26 @@ class Ranks:
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0  # the process that decides, logs and saves
-        if self.world_size > 1:
-            self.join()
+        if not self.is_main:
+            sys.stdout = open(os.devnull, "w")
 
-    def join(self) -> None:
+    def join(self, **mine) -> None:
+        """
+        Join the process group. Raise UserError if these values are not the same on all ranks: with
+        other files, another checkpoint or another kind of GPU, which rounds differently, the ranks'
+        weights would drift apart.
+        """
+        if self.world_size == 1:
+            return
         # torchrun keeps one store across restarts, and that store still holds the addresses of dead
         # processes. A prefix per restart hides them; without it, restarts occasionally fail.
-        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store, _, _ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=HOST_TIMEOUT,
-        )
-        if self.rank > 0:
-            sys.stdout = open(os.devnull, "w")
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        others = self.gather(mine)
+        if unlike := [name for name in mine if any(other[name] != mine[name] for other in others)]:
+            hint = "give all machines the same command, files and GPU model"
+            raise UserError(f"{unlike[0]}: not the same on all ranks; {hint}")
 
     def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         """
@@ -72,7 +67,7 @@ class Ranks:
         on_gpus = next(model.parameters()).is_cuda
         group = None  # the default group, gloo
         if on_gpus and dist.is_nccl_available():  # torch for Windows is built without NCCL
-            group = dist.new_group(backend="nccl", timeout=TIMEOUT)
+            group = dist.new_group(backend="nccl")
         return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
     # -------------------------------------------------------------------------
@@ -80,17 +75,9 @@ class Ranks:
 
     def sum(self, *values: float) -> list[float]:
         """Return each value's sum over all ranks, in float64."""
-        return self.reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, *values: float) -> list[float]:
-        """Return each value's maximum over all ranks."""
-        return self.reduce(values, dist.ReduceOp.MAX)
-
-    def reduce(self, values: tuple[float, ...], op) -> list[float]:
-        if self.world_size == 1:
-            return [*values]
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op)
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list:
@@ -101,125 +88,67 @@ class Ranks:
         return values
 
     def on_main(self, function: Callable[..., Any], *args) -> Any:
-        """
-        Call function(*args) on rank 0 and return the result on every rank. If the call raises
-        UserError or OSError, every rank exits, and only rank 0 prints why.
-        """
-        box: list[Any] = [None]
-        if self.is_main:
-            try:
-                box = [function(*args)]
-            except (UserError, OSError) as error:
-                box = [error]
+        """Call function(*args) on rank 0 alone, and return the result on every rank."""
+        box = [function(*args) if self.is_main else None]
         if self.world_size > 1:
             dist.broadcast_object_list(box)
-        if isinstance(box[0], Exception):
-            raise box[0] if self.is_main else UserError()
         return box[0]
 
-    def each(self, function: Callable[..., Any], *args) -> Any:
-        """
-        Call function(*args) on every rank, and return each rank's own result. If some rank's call
-        raises UserError or OSError, every rank exits, and the first of those ranks prints why.
-        """
-        result, error = None, None
-        try:
-            result = function(*args)
-        except (UserError, OSError) as raised:
-            error = raised
-        failed = [rank for rank, fails in enumerate(self.gather(error is not None)) if fails]
-        if failed:
-            raise error if error and failed[0] == self.rank else UserError()
-        return result
 
-    def fail(self, line: str) -> NoReturn:
-        """Raise an error to end the run. All ranks must call this; only rank 0 prints the line."""
-        raise UserError(line) if self.is_main else UserError()
+# -----------------------------------------------------------------------------
+# The end of a process
+
+
+def let_first_speak() -> None:
+    """
+    Wait before this process prints an error, unless it is the first on its machine: if that one
+    fails too, torchrun ends this one meanwhile, and the error is printed once.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
 
 
 def end_process(code: int) -> NoReturn:
     """
-    Exit with `code`. With several ranks, first leave the process group, then exit without running
-    destructors, because the gloo group's destructor can wait forever for the GIL.
+    Exit with `code`. With several ranks, do so without running destructors, because that of the
+    gloo group can wait forever for the GIL.
     """
-    if not dist.is_initialized():
-        sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:  # the others may be in a collective, and NCCL would wait for them
-        faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=open(os.devnull, "w"))
-    group = dist.group.WORLD  # noqa: F841  keeps a reference
-    dist.destroy_process_group()
-    os._exit(code)
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
-
-# -----------------------------------------------------------------------------
-# Signals
 
 # Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGUSR2 that of
 # Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows
 # has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
 ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
-# If one of these comes a second time, the process exits at once.
-STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
-# Seconds within which repeated signals count as one stop, because torchrun, systemd and Slurm may
-# all forward the same signal
-SAME_STOP = 0.5
+SAME_STOP = 0.5  # seconds within which two signals are one, which `timeout` or torchrun sends twice
 
 
-class StopSignals:
+class StopSignal:
     """
-    Receives the signals that ask a run to stop. The ranks compare what they have received at fixed
-    points, such as between iterations, so that all of them stop at the same one.
+    Notes the first signal that asks the run to stop. Rank 0's decides for all ranks, because
+    torchrun and Slurm send it to each of them. After it, Ctrl-C ends the process at once.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.received = 0  # number of the first signal, or 0
-        self.stopped_at: float | None = None  # when the first of STOP_AT_ONCE came
-        self.name = ""  # the signal that all ranks have agreed on, if one has come
-        numbers = [getattr(signal, name) for name in ASK_TO_STOP if hasattr(signal, name)]
-        # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
-        self.numbers = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
-        for number in self.numbers:
-            signal.signal(number, self.receive)
-
-    def release(self) -> None:
-        """Let each of the signals end the process again, as it does by default."""
-        for number in self.numbers:
-            signal.signal(number, signal.SIG_DFL)
+    def __init__(self, is_main: bool) -> None:
+        self.is_main = is_main
+        self.number = 0  # 0: none has come
+        self.came = 0.0
+        for name in ASK_TO_STOP:
+            number = getattr(signal, name, None)
+            # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
+            if number and signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.receive)
 
     def receive(self, number: int, frame=None) -> None:
-        """Confirm the first signal, and exit on a second request to stop."""
-        if self.ranks.is_main and not self.received:
-            hint = "a second signal stops at once and saves nothing"
-            print_in_handler(f"stopping after this iteration; {hint}")
-        self.received = self.received or number
-        if signal.Signals(number).name in STOP_AT_ONCE:
-            now = time.monotonic()
-            self.stopped_at = self.stopped_at or now
-            if now - self.stopped_at > SAME_STOP:
-                os._exit(128 + number)
-
-    @property
-    def exit_code(self) -> int:
-        """Return the exit code of a run that stops by this signal, or 0 if none has come."""
-        return 128 + signal.Signals[self.name] if self.name else 0
-
-    def must_stop(self, failed: bool = False) -> bool:
-        """
-        Return whether the run must stop: some rank has received a signal, whose name is then known
-        to all, or has failed. This is a collective, so every rank must call it.
-        """
-        number, any_failed = self.ranks.max(self.received, failed)
-        if number:
-            self.name = signal.Signals(int(number)).name
-        return bool(number or any_failed)
-
-    def comes_within(self, seconds: float) -> bool:
-        """Wait for `seconds`, or until this rank receives a signal. Returns whether it has."""
-        for _ in range(math.ceil(5 * seconds)):
-            if self.received:
-                break
-            time.sleep(0.2)
-        return bool(self.received)
+        if not self.number:
+            self.number, self.came = number, time.monotonic()
+            if self.is_main:
+                hint = "a second Ctrl-C stops at once and saves nothing"
+                print_in_handler(f"stopping after this iteration or evaluation; {hint}")
+        elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:
+            os._exit(128 + number)

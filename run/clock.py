@@ -22,12 +22,11 @@ class Clock:
     the learning rate, and when a run saves and stops.
     """
 
-    def __init__(self, began: float, synchronize: Callable, resumed: dict | None, ranks):
+    def __init__(self, began: float, synchronize: Callable, resumed: dict | None):
         """
         Start the ledger, or continue the one in `resumed`, the checkpoint that a resumed run
         loads. `began` is time.perf_counter() at launch; `synchronize` waits for the device.
         """
-        self.ranks = ranks
         self.synchronize = synchronize
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.last_line = (0, 0, 0.0)  # iterations, tokens and seconds of steps at the last log line
@@ -75,17 +74,14 @@ class Clock:
     def pause(self, category: str) -> Iterator[None]:
         """Book the seconds until this block to steps, and the block's own to `category`."""
         self.lap("steps")
-        try:
-            yield
-        finally:  # a signal may end an evaluation
-            self.lap(category)
+        yield
+        self.lap(category)
 
     def lap_iterations(self, it: int, tokens: int) -> tuple[float, float]:
         """
         Book a lap of steps, and return the seconds of an iteration, waits for data included, and
-        the tokens per second of all ranks, both as means since the last call and as the slowest
-        rank sees them. Every rank must call this. Evaluations and checkpoints are booked to other
-        categories.
+        the tokens per second of all ranks, both as means since the last call. Evaluations and
+        checkpoints are booked to other categories.
         """
         self.lap("steps")
         line = (it, tokens, self.seconds["steps"])
@@ -93,7 +89,6 @@ class Clock:
             after - before for after, before in zip(line, self.last_line, strict=True)
         )
         self.last_line = line
-        (elapsed,) = self.ranks.max(elapsed)
         return elapsed / iterations, trained / elapsed
 
 

@@ -124,14 +124,14 @@ class Log:
 
     def report_step(self, it, tokens, tokens_after, loss, lr, numbers) -> None:
         """
-        Print the log line of iteration `it` and write its record. Every rank must call this.
-        `tokens` and `tokens_after` count the training tokens before and after this iteration. time,
-        tok/s and mfu are means over the iterations since the previous line: they include waits for
-        data, but no evaluations and saves. `numbers` are train_step's other numbers. To fit 120
-        columns, the line leaves them out, and the epoch and the hours; the record has them.
+        Print the log line of iteration `it` and write its record. `tokens` and `tokens_after` count
+        the training tokens before and after this iteration. time, tok/s and mfu are means over the
+        iterations since the previous line: they include waits for data, but no evaluations and
+        saves. `numbers` are train_step's other numbers. To fit 120 columns, the line leaves them
+        out, and the epoch and the hours; the record has them.
         """
         seconds, rate = self.clock.lap_iterations(it + 1, tokens_after)
-        (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
+        mem_gib = self.hw.peak_memory_gib()
         mfu = self.hw.mfu(self.flops_per_token, rate, self.world_size)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         mem_text = f"{mem_gib:.1f}GiB" if mem_gib else "n/a"
@@ -233,7 +233,7 @@ class Log:
     def finish(self, reason: str, progress: Progress) -> None:
         """Print where the time went, why the run ended, its results, and how much the log lacks."""
         # the final evaluation and save may have used more memory than the iterations did
-        (mem_gib,) = self.ranks.max(self.hw.peak_memory_gib())
+        mem_gib = self.hw.peak_memory_gib()
         it, tokens = progress.iter_num, progress.tokens
         seconds = self.clock.seconds
         total = sum(seconds.values())

@@ -2,8 +2,8 @@
 Decide how a run starts: read the command, find the checkpoint or the weights that it begins with,
 settle its configuration, and open its data. Nothing is written to the run's folder here.
 
-With several ranks, each of them does all of this for itself. The command, the checkpoints and the
-data must be the same everywhere; check_alike() ends the run if they are not.
+With several ranks, each of them does all of this for itself. What they find must be the same
+everywhere; Ranks.join() ends the run if it is not.
 """
 
 import math
@@ -16,7 +16,6 @@ from data.missing import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
 from machine import hardware
-from machine.ranks import Ranks
 from model_fast import FastConfig
 from run import checkpoint
 from run.clock import training_hours
@@ -226,14 +225,3 @@ def check_tokens(key: str, data: Dataset, known: dict, source: str) -> None:
     if known["vocab"] < data.vocab:
         ids = f"{data.vocab} token ids, but {source} knows only {known['vocab']}"
         raise UserError(f"{key}: {data.source} has {ids}; {hint}")
-
-
-def check_alike(ranks: Ranks, **mine) -> None:
-    """
-    End the run if these values are not the same on all ranks: with other files, another checkpoint
-    or another kind of GPU, which rounds differently, the ranks' weights would drift apart.
-    """
-    of_ranks = ranks.gather(mine)
-    if unlike := [name for name in mine if any(theirs[name] != mine[name] for theirs in of_ranks)]:
-        hint = "give all machines the same command, files and GPU model"
-        ranks.fail(f"{unlike[0]}: not the same on all ranks; {hint}")

@@ -192,7 +192,7 @@ ERRORS = [  # code that the child runs first, a flag, words that it prints
 def test_bench_prints_the_errors_of_a_training_run_that_fails(code, keys, said, children):
     subprocess.Popen.code = code
     result = run("bench.py", *flags(**TINY | dict(compile=False) | keys))
-    assert result.code == 1 and re.search(said, result.err), result.err
+    assert result.code == 2 and re.search(said, result.err), result.err
     assert "train.py ended with exit code" in result.err
 
 

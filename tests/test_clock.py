@@ -7,14 +7,13 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from machine.ranks import Ranks
 from run.clock import PAUSES, Clock, clock_time
 
 
 def clock_at(seconds: float, monkeypatch, resumed: dict | None = None) -> Clock:
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    return Clock(0.0, lambda: None, resumed, Ranks())
+    return Clock(0.0, lambda: None, resumed)
 
 
 def test_counts_the_hours_since_the_start_up(monkeypatch):

@@ -533,7 +533,7 @@ def test_compares_and_draws_the_seeds_of_two_sides(tmp_path):
     assert (tmp_path / "c").read_bytes().startswith(b"\x89PNG")
     other = write_run(tmp_path / "other", ends(1.0), start=dict(val_fingerprint="else"))
     refused = run("compare.py", other, "--against", *base)
-    assert refused.code == 1 and "not comparable" in refused.err
+    assert refused.code == 2 and "not comparable" in refused.err
 
 
 EMPTY = """
@@ -570,5 +570,5 @@ def test_an_unwritable_path_gives_one_error_line_after_the_table(flag, tmp_path,
     result = run("compare.py", "a", flag)
     assert "best val loss" in result.out
     (said,) = result.err.splitlines()
-    assert result.code == 1 and said.startswith(f"error: {flag.partition('=')[2]}")
+    assert result.code == 2 and said.startswith(f"error: {flag.partition('=')[2]}")
     assert sorted(tmp_path.rglob("*")) == before

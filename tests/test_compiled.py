@@ -23,7 +23,6 @@ from common.console import UserError
 from configurator import Config, load_config
 from machine import compiled, hardware
 from machine.compiled import RECIPES, compile_checked, compile_model, eager_float32, try_code
-from machine.ranks import Ranks
 from model import GPTConfig
 from model_fast import FastConfig, build_model
 
@@ -164,7 +163,7 @@ def test_check_finds_faults_in_an_untrained_model(fault, dtype):
 def compile_here(gpt, code, hw) -> None:
     """Compile and check the model as a run does."""
     with compiler(code):
-        compile_checked(gpt, Config(batch_size=BATCH), VOCAB, hw, Ranks())
+        compile_checked(gpt, Config(batch_size=BATCH), VOCAB, hw)
 
 
 @pytest.mark.parametrize("name", slow_but("gpt2", "fast in chunks", of=MODELS))

@@ -177,7 +177,7 @@ def test_a_plan_for_a_cpu_has_an_mfu_by_a_measured_peak_but_no_hours_by_it():
     )
     assert "TFLOP/s dense peak (measured)" in p["out"]
     refused = run("bench.py", "plan", "config/quickstart.py", "--device=cpu")
-    assert refused.code == 1 and "--iter_seconds=S" in refused.err
+    assert refused.code == 2 and "--iter_seconds=S" in refused.err
 
 
 EXCHANGES = [  # n GPUs send and receive (n - 1) / n of the float32 gradients twice, in seconds

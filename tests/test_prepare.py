@@ -379,7 +379,7 @@ def test_a_finished_folder_is_never_changed_and_needs_no_network(flag, words, tm
 def test_a_folder_continues_only_with_the_text_that_it_was_begun_with():
     """Before its first shard it takes any text, such as one that has been repaired."""
     Path("a.txt").write_bytes(b"caf\xe9 " * 99)
-    assert run(TEXT, "a.txt", "--out=out").code == 1
+    assert run(TEXT, "a.txt", "--out=out").code == 2
     Path("a.txt").write_text("words " * 99)
     prepare("a.txt", "--out=out", script=TEXT)
     before = contents(Path("out"))

@@ -3,7 +3,7 @@ Check how the scripts refuse bad input: mistyped or missing arguments, and damag
 
 A row of the tables is a command and one text per expected error; all words of the text must occur
 in that error. They are the fix if the error names one, never only words of the command. Each
-command exits with code 1, prints only these errors and warnings, and changes no file. The commands
+command exits with code 2, prints only these errors and warnings, and changes no file. The commands
 run in a folder with a few good and many bad files: see `world`.
 """
 
@@ -292,7 +292,7 @@ def check(folder: Path, monkeypatch, command: str, *expected: str) -> None:
     before = listing(folder)
     script, *arguments = command.split()
     result = run(script, *arguments)
-    assert result.code == 1, result
+    assert result.code == 2, result
     assert result.out == ""
     assert_refused(result.err.splitlines(), expected)
     assert listing(folder) == before

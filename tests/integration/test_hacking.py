@@ -387,7 +387,7 @@ def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     }
     results = dict(zip(commands, launches(program, *commands.values()), strict=True))
     for name, result in results.items():
-        assert result.code == (1 if name in ("nowhere", "other") else 0), result
+        assert result.code == (2 if name in ("nowhere", "other") else 0), result
     return program, results
 
 
