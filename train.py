@@ -15,7 +15,6 @@ Exit codes: 0 done; 2 an error that the same command would meet again; 1 any oth
 stopped by signal N, after a save if the training loop had begun. docs/recovery.md acts on them.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from machine import hardware
 from machine.compiled import compile_checked, freeze_garbage
 from machine.cost import describe, fit_batch
 from machine.hardware import Hardware
-from machine.ranks import Ranks, StopSignal, end_process, let_first_speak
+from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
@@ -164,9 +163,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        # read the next iteration's while the device works; if that fails, it is tried again there
-        with contextlib.suppress(OSError, UserError):
-            batches.read(accum)
+        batches.read(accum)  # the next iteration's, while the device works
         count_skips(skipped, numbers["grad_norm"])
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)
@@ -532,4 +529,4 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), let_first_speak, end_process)
+    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), wait_for_turn, end_process)

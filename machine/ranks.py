@@ -99,14 +99,14 @@ class Ranks:
 # The end of a process
 
 
-def let_first_speak() -> None:
+def wait_for_turn() -> None:
     """
-    Wait before this process prints an error, unless it is the first on its machine: if that one
-    fails too, torchrun ends this one meanwhile, and the error is printed once.
+    Wait before this rank prints an error. If another one has printed the same error or has caused
+    this one, and is gone, torchrun ends this rank meanwhile.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if local_rank := os.environ.get("LOCAL_RANK"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
+        time.sleep(2 + int(local_rank))
 
 
 def end_process(code: int) -> NoReturn:
@@ -149,6 +149,6 @@ class StopSignal:
             self.number, self.came = number, time.monotonic()
             if self.is_main:
                 hint = "a second Ctrl-C stops at once and saves nothing"
-                print_in_handler(f"stopping after this iteration or evaluation; {hint}")
+                print_in_handler(f"stopping when this iteration or evaluation is saved; {hint}")
         elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:
             os._exit(128 + number)

@@ -118,8 +118,8 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 def read_newest(out_dir: Path, paths: list[Path] | None = None) -> dict | None:
     """
     Return the state in the newest valid checkpoint, with its path as `source`, or None if out_dir
-    has no checkpoint. Warns about each damaged one. Raises UserError if all are damaged or
-    unreadable, so that a run never silently starts again.
+    has no checkpoint. Warns about each damaged one. Raises UserError if all are damaged, OSError if
+    they cannot be read, so that a run never silently starts again.
     """
     paths = paths or list_checkpoints(out_dir)
     for path in reversed(paths):
@@ -134,9 +134,10 @@ def read_newest(out_dir: Path, paths: list[Path] | None = None) -> dict | None:
             return read_newest(out_dir, listed)
         warn(f"{path}: {problem}; trying the checkpoint before it")
     if paths:
-        problem = "none of its checkpoints can be resumed, see above"
-        hint = "restore one, or start in another --out_dir"
-        raise UserError(f"{out_dir}: {problem}; {hint}")
+        hint = "see above; restore one, or start in another --out_dir"
+        line = f"{out_dir}: none of its checkpoints can be resumed, {hint}"
+        # a disk may come back, a damaged file will not
+        raise OSError(0, line) if problem.startswith("cannot") else UserError(line)
     return None
 
 

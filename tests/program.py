@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -192,8 +193,18 @@ def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: st
 
 
 def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
+    """Wait for all ranks to end. When one has failed, end the others, as torchrun does."""
+
+    def finish_one(process) -> Result:
+        result = finish(process, timeout)
+        for other in processes if result.code else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(other.pid, signal.SIGTERM)
+        return result
+
     try:
-        return [finish(process, timeout) for process in processes]
+        with ThreadPoolExecutor() as pool:
+            return [*pool.map(finish_one, processes)]
     finally:
         for process in processes:
             process.kill()

@@ -13,9 +13,7 @@ import re
 import shutil
 import signal
 import stat
-import time
 from pathlib import Path
-from threading import Timer
 from unittest import mock
 
 import pytest
@@ -37,7 +35,6 @@ from program import (
     refused,
     run,
     same,
-    sigterm,
     start,
     train,
     wait_for_line,
@@ -123,14 +120,12 @@ def no_wait() -> InProcessRun:
 
 
 # when the disk is filled (all, or all but so many bytes) and freed, keys; the checkpoints in the
-# log, and the best one. Signals come during the last save's wait
+# log, and the best one
 FULL, LATE = {("update", 5): 0, ("update", 9): "free"}, dict(max_iters=12)
 FILLED = {
     "for a while": (FULL, LATE, [4, 12], 12),
     "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, [4, 12], 12),
-    "at the end": ({("update", 5): 0, ("sleep", 151): "free"}, {}, [4, 8], 4),
-    "all along": ({("update", 1): 64 << 10, ("sleep", 151): "free"}, {}, [8], 8),
-    "until a signal": ({("update", 7): 0, ("sleep", 5): "stop"}, {}, [4], 4),
+    "at the end": ({("update", 5): 0}, {}, [4], 4),
     "when the best is due": (
         *({("update", 4): 0, ("update", 6): "free"}, dict(eval_interval=2, max_iters=7)),
         *([2, 6, 7], 6),
@@ -143,12 +138,10 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
     when, tiny, ran, straight, on_disk
 ):
     moments, keys, saved, best = FILLED[when]
-    disk, trainer = on_disk(), InProcessRun(fake_clock="sleep" in str(moments))
+    disk, trainer = on_disk(), InProcessRun()
 
     def act(what):
-        if what == "stop":
-            signal.raise_signal(signal.SIGINT)
-        elif what == "free":
+        if what == "free":
             assert not leftovers(ran.out_dir)
             free(disk)
         else:
@@ -157,21 +150,15 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
 
     trainer.at |= {moment: lambda what=what: act(what) for moment, what in moments.items()}
     result = trainer.launch(**tiny | keys)
-    assert (result.code, ran.column("checkpoint", "iter")) == (int("signal" in when), saved)
+    assert (result.code, ran.column("checkpoint", "iter")) == (int("end" in when), saved)
     assert result.err.count("the logs lack lines") <= 1
-    assert sum("is not saved" in line for line in lines(result.err, "warning: iter")) >= 1
-    assert result.err.count("trying again every minute") <= 1  # the disk has room within a minute
+    assert "is not saved" in result.err
     assert best_iter(ran) == best and not leftovers(ran.out_dir)
-    lacks = "missing are" in result.err
     if result.code:
         assert "--init_from=resume continues" in result.err
         free(disk)
         train(**tiny, init_from="resume")
-    if not keys:
         assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
-        assert ran.records("checkpoint")[-1]["complete"] == (not lacks)
-        steps, expected = ran.steps("iter", "loss"), Run(straight).steps("iter", "loss")
-        assert steps == expected or (lacks and {*steps} < {*expected})
 
 
 @pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
@@ -341,10 +328,9 @@ HARMS = [  # a split, where the run evaluates, what happens to the split's shard
 
 
 @pytest.mark.parametrize("split, interval, harm", slow_but(HARMS[0], HARMS[2], HARMS[-1], of=HARMS))
-def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
-    split, interval, harm, tiny, ran, tmp_path, monkeypatch
+def test_an_unreadable_shard_ends_the_run_which_resumes_when_it_is_back(
+    split, interval, harm, tiny, ran, tmp_path
 ):
-    monkeypatch.setattr("common.files.READ_WAITS", (0.1, 0.2))  # instead of six minutes
     tiny |= dict(max_iters=12, eval_interval=interval, eval_tokens=400)
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     data = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
@@ -356,56 +342,13 @@ def test_an_unreadable_shard_ends_the_run_after_saving_all_its_iterations(
     trainer = InProcessRun()
     trainer.at["update", 2] = spoil
     result = trainer.launch(**tiny | dict(dataset=data))
-    assert result.code == 1
+    assert result.code == (1 if harm == Path.unlink else 2)
     (line,) = lines(result.err, "error:")
     assert f"{split}_0" in line
     assert "Traceback" not in result.err
     assert not ran.records("end")
-    (saved,) = ran.saved
-    assert saved == ran.steps("iter")[-1] + 1
-    assert saved == interval if split == "val" else 2 <= saved < 12
-    train(**tiny, init_from="resume")
-    assert_same_run(tmp_path / "straight", ran.out_dir, 12)
-
-
-@pytest.mark.parametrize("then", ["back", "signal"])
-def test_a_run_waits_for_data_that_are_away_until_they_are_back_or_a_signal_comes(
-    then, tiny, ran, straight, tmp_path
-):
-    """The evaluation at iteration 4 finds its folder renamed, waits 1 second and then would 10."""
-    away = tmp_path / "away"
-    data = tiny["dataset"] = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
-    trainer, acts = InProcessRun(), dict(back=(0.3, lambda: away.rename(data)))
-    acts["signal"] = 1.3, sigterm
-
-    def leave():
-        data.rename(away)
-        Timer(*acts[then]).start()
-
-    trainer.at["update", 4] = leave
-    began = time.monotonic()
-    result = trainer.launch(**tiny)
-    assert time.monotonic() - began < 9
-    assert lines(result.err, "warning:")[0].endswith("trying again in 1 s")
-    if then == "back":
-        assert result.code == 0
-        assert_same_run(straight, ran.out_dir, 8)
-    else:
-        assert (result.code, ran.saved) == (143, [4])
-
-
-def test_a_run_whose_data_and_folder_are_away_saves_when_they_are_back(tiny, straight, tmp_path):
-    """Six minutes later, the run stops trying to read and waits until it can save."""
-    disk, away = tmp_path / "disk", tmp_path / "away"
-    data = shutil.copytree(tiny["dataset"], disk / "tokens")
-    tiny |= dict(dataset=data, out_dir=disk / "run")
-    trainer = InProcessRun(fake_clock=True)
-    trainer.at["update", 2] = lambda: disk.rename(away)
-    trainer.at["sleep", 2000] = lambda: away.rename(disk)  # each sleep takes 0.2 seconds
-    result = trainer.launch(**tiny)
-    assert (result.code, Run(disk / "run").saved) == (1, [2])
     train(**tiny, init_from="auto")
-    assert_same_run(straight, disk / "run", 8, log_has_gaps=True)
+    assert_same_run(tmp_path / "straight", ran.out_dir, 12)
 
 
 # -----------------------------------------------------------------------------

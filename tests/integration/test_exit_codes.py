@@ -1,6 +1,6 @@
 """
 Check what a run does at its start if it cannot do what it was asked, the documented exit codes, and
-the script that acts on them.
+night.sh, which acts on them.
 """
 
 import errno
@@ -10,11 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
-from doc_pages import GUIDES, block_with, read
-from program import InProcessRun, finish, flags, run, start, train, wait_for_line
+from doc_pages import GUIDES, read
+from program import ROOT, InProcessRun, finish, flags, run, start, train
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, eval_interval=4, eval_tokens=160)
 
@@ -65,22 +68,6 @@ def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_a_signal_ends_a_complete_run_that_waits_for_its_tracker(tiny, ran, tmp_path):
-    """Replace wandb by a module that never finishes."""
-    code = "def init(**_):\n    return __import__('wandb')\n\ndef log(*_, **__):\n    pass\n\n"
-    code += "id = ''\n\ndef finish():\n    print('waiting')\n    __import__('time').sleep(99)\n"
-    (tmp_path / "wandb.py").write_text(code)
-    process = start(
-        "train.py", *flags(**tiny, tracker="wandb"), cold=True, PYTHONPATH=str(tmp_path)
-    )
-    wait_for_line(process, "waiting")
-    process.send_signal(signal.SIGTERM)
-    assert finish(process, timeout=30).code == -signal.SIGTERM
-    assert ran.state(8)["progress"]["complete"]
-    assert ran.records("checkpoint")[-1]["complete"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_ctrl_c_while_a_script_imports_its_libraries_prints_nothing():
     code = "import common.environment, signal; signal.raise_signal(signal.SIGINT)"
     ended = finish(start("-c", code, cold=True))
@@ -104,32 +91,63 @@ def test_the_documented_systemd_line_takes_a_stop_by_a_signal_as_a_success():
     assert [int(code) for code in listed.split()] == [*SIGNALS]
 
 
-STUBS = {
-    ".venv/bin/python": """echo "$@" >> starts
-        set -- $(cat codes)
-        code=$1; shift; echo $* > codes; exit $code""",
-    "sleep": "",
-    "curl": 'echo "$2" > told',
-}
+# -----------------------------------------------------------------------------
+# night.sh
+
+needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def with_stubs(folder: Path, **stubs: str) -> list[str]:
+    """Copy night.sh to `folder`, with these programs in its venv, and return how to start it."""
+    shutil.copy(ROOT / "night.sh", folder)
+    (folder / ".venv/bin").mkdir(parents=True)
+    for name, code in stubs.items():
+        (folder / ".venv/bin" / name).write_text(f"#!/bin/sh\n{code}\n")
+        (folder / ".venv/bin" / name).chmod(0o755)
+    return ["bash", str(folder / "night.sh")]
+
+
+@needs_bash
 @pytest.mark.parametrize(
-    "codes, starts",
-    [((1, 137, 0), 3), ((134, 135, 139, 0), 4), *(((n,), 1) for n in (143, 130)), ((1,) * 9, 5)],
+    "codes", [(1, 137, 0), (134, 135, 139, *[1] * 9, 0), *((n,) for n in (2, 127, 129, 130, 143))]
 )
-def test_the_documented_script_restarts_only_after_a_failure_and_reports_the_last_exit_code(
-    codes, starts, tmp_path
-):
-    for name, code in STUBS.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "codes").write_text(" ".join(map(str, codes)))
-    (tmp_path / "trainer.sh").write_text(block_with("sleep 60 ;;"))
-    command = ["bash", "trainer.sh", "--device=cpu"]
-    subprocess.run(command, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+def test_night_sh_repeats_its_command_only_after_a_crash_or_an_error_that_may_pass(codes, tmp_path):
+    python = 'echo "$@" >> starts; code=$(head -n 1 codes); sed -i 1d codes; exit $code'
+    command = with_stubs(tmp_path, python=python, sleep='echo "$@" >> slept; exit 0')
+    (tmp_path / "codes").write_text("\n".join(map(str, codes)))
+    ended = subprocess.run([*command, "a.py", "--prompt=two words"])
+    assert ended.returncode == codes[-1]
     started = (tmp_path / "starts").read_text().splitlines()
-    assert len(started) == starts
-    assert all(line.endswith(" --device=cpu") for line in started)
-    assert (tmp_path / "told").read_text().endswith(f" exit code {codes[starts - 1]}\n")
+    assert started == ["train.py a.py --prompt=two words"] * len(codes)
+    slept = (tmp_path / "slept").read_text().split() if len(codes) > 1 else []
+    assert slept == ["300"] * (len(codes) - 1)
+
+
+@needs_bash
+@pytest.mark.slow
+def test_night_sh_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, tmp_path):
+    python = f'shift; exec {sys.executable} {ROOT / "train.py"} "$@"'
+    command = with_stubs(tmp_path, python=python, sleep="")
+    keys = tiny | dict(max_iters=10**6, eval_interval=100, checkpoint_interval=5, init_from="auto")
+    with open(tmp_path / "said", "w") as said:
+        night = subprocess.Popen(
+            [*command, *flags(**keys)], stdout=said, stderr=said, start_new_session=True
+        )
+
+    def wait_for(iteration: int) -> None:
+        while not ran.out_dir.exists() or not ran.saved or ran.saved[-1] < iteration:
+            assert night.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.1)
+
+    try:
+        wait_for(5)
+        (child,) = psutil.Process(night.pid).children()
+        child.kill()
+        child.wait()
+        wait_for(ran.saved[-1] + 5)
+        os.killpg(night.pid, signal.SIGINT)  # as a terminal does
+        assert night.wait(timeout=120) == 130
+    finally:
+        night.kill()
+    assert (ran.end["reason"], ran.saved[-1]) == ("SIGINT", ran.end["iters"])
+    assert (tmp_path / "said").read_text().count("night.sh: exit code 137") == 1
