@@ -68,14 +68,7 @@ def test_a_pause_books_the_seconds_before_it_to_steps_and_all_count_as_training(
     assert clock.hours() == pytest.approx(15 / 3600)
 
 
-class Slower:
-    """Stand in for two ranks. The other rank takes twice as long."""
-
-    def max(self, elapsed):
-        return [2 * elapsed]
-
-
-def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(monkeypatch):
+def test_speed_counts_iterations_since_the_last_log_line(monkeypatch):
     """
     Leave out seven iterations of an earlier launch and the time of an evaluation, and wait for the
     device before each lap.
@@ -83,13 +76,13 @@ def test_speed_counts_iterations_since_the_last_log_line_on_the_slowest_rank(mon
     now, waits = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     resumed = dict(ledger=dict(steps=500.0), progress=dict(iter_num=7, tokens=700))
-    clock = Clock(0.0, lambda: waits.append(now[0]), resumed, Slower())
+    clock = Clock(0.0, lambda: waits.append(now[0]), resumed)
     now[0] = 30.0
-    assert clock.lap_iterations(10, 1000) == (20.0, 300 / 60)
+    assert clock.lap_iterations(10, 1000) == (10.0, 300 / 30)
     now[0] = 130.0
     clock.lap("evaluation")  # no part of an iteration
     now[0] = 138.0
-    assert clock.lap_iterations(12, 1200) == (8.0, 200 / 16)
+    assert clock.lap_iterations(12, 1200) == (4.0, 200 / 8)
     assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
     assert waits == [30.0, 130.0, 138.0]
 
