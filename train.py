@@ -151,12 +151,12 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         over = why_over(c, it, hours)
         if over or signal:
             break
-        due = evaluation_due(c, progress)
-        if due:
+        if evaluation_due(c, progress):
             evaluate()
-        if save_due(c, it, due, since_save):
+            continue  # with the clock and the signal of now
+        if save_due(c, progress, since_save):
             save()
-        if due and it > 0 and tokenizer:
+        if progress.val_loss is not None and it > 0 and tokenizer:
             print_sample(model, tokenizer, data, c, it, hw, clock, log)
         set_rates(optimizer, it, c, hours)
         micro_batches = batches.take(accum)
@@ -297,17 +297,17 @@ def best_loss(progress: Progress) -> float:
     return min(progress.best_val_loss, math.inf if progress.val_loss is None else progress.val_loss)
 
 
-def save_due(c: Config, it: int, evaluated: bool, since_save: float) -> bool:
+def save_due(c: Config, progress: Progress, since_save: float) -> bool:
     """
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
     ten minutes, but not before the first iteration.
     """
-    if it == 0:
+    if progress.iter_num == 0:
         return False
-    if evaluated:
+    if progress.val_loss is not None:
         return True
     if c.checkpoint_interval:
-        return it % c.checkpoint_interval == 0
+        return progress.iter_num % c.checkpoint_interval == 0
     return since_save >= SAVE_EVERY
 
 

