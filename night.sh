@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Train until the run is done, whatever ends the process: bash night.sh config/fast.py --hours=8
+# Repeat a command until it is done, whatever ends it: bash night.sh python train.py config/fast.py
 #
-# The same command continues a run. This repeats it after a crash or an error that may pass, at most
-# twelve times an hour.
-cd "$(dirname "$0")" && PATH=$PWD/.venv/bin:$PATH
+# The same command continues a run. This launches it again after a crash or an error that may pass,
+# at most twelve times an hour.
 trap exit INT # Ctrl-C ends the run, which saves, and then this script
 while true; do
-    python train.py "$@"
+    "$@"
     code=$?
     case $code in
-        1 | 134 | 135 | 137 | 139) ;; # an error that may pass; PyTorch, a driver or the memory
+        1 | 134 | 135 | 137 | 139) ;; # an error that may pass; PyTorch, a driver or lack of memory
         *) exit $code ;;              # 0: done, 2: it would come again, 128 + N: stopped by signal N
     esac
     echo "night.sh: exit code $code; again in five minutes, unless you press Ctrl-C" >&2

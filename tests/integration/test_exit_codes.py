@@ -97,42 +97,37 @@ def test_the_documented_systemd_line_takes_a_stop_by_a_signal_as_a_success():
 needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 
 
-def with_stubs(folder: Path, **stubs: str) -> list[str]:
-    """Copy night.sh to `folder`, with these programs in its venv, and return how to start it."""
-    shutil.copy(ROOT / "night.sh", folder)
-    (folder / ".venv/bin").mkdir(parents=True)
-    for name, code in stubs.items():
-        (folder / ".venv/bin" / name).write_text(f"#!/bin/sh\n{code}\n")
-        (folder / ".venv/bin" / name).chmod(0o755)
-    return ["bash", str(folder / "night.sh")]
+@pytest.fixture
+def slept(tmp_path, monkeypatch) -> Path:
+    """Replace sleep by a program that writes into this file how long it should take."""
+    (tmp_path / "sleep").write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/slept\n")
+    (tmp_path / "sleep").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path / "slept"
 
 
 @needs_bash
 @pytest.mark.parametrize(
     "codes", [(1, 137, 0), (134, 135, 139, *[1] * 9, 0), *((n,) for n in (2, 127, 129, 130, 143))]
 )
-def test_night_sh_repeats_its_command_only_after_a_crash_or_an_error_that_may_pass(codes, tmp_path):
-    python = 'echo "$@" >> starts; code=$(head -n 1 codes); sed -i 1d codes; exit $code'
-    command = with_stubs(tmp_path, python=python, sleep='echo "$@" >> slept; exit 0')
+def test_night_sh_repeats_its_command_only_after_a_crash_or_an_error_that_may_pass(
+    codes, slept, tmp_path
+):
+    command = 'echo "$1" >> starts; code=$(head -n 1 codes); sed -i 1d codes; exit $code'
     (tmp_path / "codes").write_text("\n".join(map(str, codes)))
-    ended = subprocess.run([*command, "a.py", "--prompt=two words"])
-    assert ended.returncode == codes[-1]
-    started = (tmp_path / "starts").read_text().splitlines()
-    assert started == ["train.py a.py --prompt=two words"] * len(codes)
-    slept = (tmp_path / "slept").read_text().split() if len(codes) > 1 else []
-    assert slept == ["300"] * (len(codes) - 1)
+    words = ["bash", ROOT / "night.sh", "sh", "-c", command, "sh", "two words"]
+    assert subprocess.run(words, cwd=tmp_path).returncode == codes[-1]
+    assert (tmp_path / "starts").read_text().splitlines() == ["two words"] * len(codes)
+    assert len(codes) == 1 or slept.read_text().split() == ["300"] * (len(codes) - 1)
 
 
 @needs_bash
 @pytest.mark.slow
-def test_night_sh_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, tmp_path):
-    python = f'shift; exec {sys.executable} {ROOT / "train.py"} "$@"'
-    command = with_stubs(tmp_path, python=python, sleep="")
+def test_night_sh_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, slept, tmp_path):
     keys = tiny | dict(max_iters=10**6, eval_interval=100, checkpoint_interval=5, init_from="auto")
     with open(tmp_path / "said", "w") as said:
-        night = subprocess.Popen(
-            [*command, *flags(**keys)], stdout=said, stderr=said, start_new_session=True
-        )
+        words = ["bash", ROOT / "night.sh", sys.executable, ROOT / "train.py", *flags(**keys)]
+        night = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
 
     def wait_for(iteration: int) -> None:
         while not ran.out_dir.exists() or not ran.saved or ran.saved[-1] < iteration:
