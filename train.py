@@ -52,7 +52,6 @@ from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
 from run.start import Progress, check_alike, check_data, choose_run, open_data
 
-FINAL_RETRY_SECONDS = 60  # seconds between attempts at the final save, which waits for disk space
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 RESUME = "--init_from=resume continues from the newest checkpoint"
@@ -140,14 +139,22 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             log.report_eval(progress, numbers)
             return True
 
-    def save(last: bool = False) -> None:
-        """Save a checkpoint, and best.pt too if the weights are the best so far."""
+    def save() -> str:
+        """
+        Save a checkpoint, and best.pt too if the weights are the best so far. Returns "" or what
+        the disk did not take.
+        """
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress, ranks)
             saved = replace(progress, best_val_loss=best_loss(progress))  # if this save works
             state = state_to_save(asked, data, model, optimizer, scaler, saved, clock, hw, ranks)
-            if save_or_warn(state, last, folder, ranks, signals, log):
-                progress.best_val_loss = saved.best_val_loss
+            if problem := ranks.on_main(folder.save, state):
+                return problem
+            log.report_save(progress.iter_num, progress.complete)
+            if problem := ranks.on_main(link_best, folder.path, state["progress"]):
+                return problem
+            progress.best_val_loss = saved.best_val_loss
+            return ""
 
     # The loop ends when the run is over, or when any rank gets a signal. An error ends the run
     # without another save, unless it is that the data are missing
@@ -162,8 +169,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             break  # a signal has come
         if due and not evaluate():
             break
-        if save_due(c, it, due, since_save):
-            save()
+        if save_due(c, it, due, since_save) and (problem := save()):
+            log.warn(it, f"{problem}; training continues, and a later save tries again")
         if due and it > 0 and tokenizer:
             print_sample(model, tokenizer, data, c, it, hw, clock, log)
         set_rates(optimizer, it, c, hours)
@@ -194,7 +201,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             log.report_averages(it)
             progress.val_loss = None  # other weights had it
         progress.complete = progress.val_loss is not None or evaluate()
-    save(last=True)
+    if problem := save():
+        ranks.fail(f"{problem}; {RESUME}")
     if progress.complete:
         signals.release()  # nothing is left to save, so a signal may end the process at once
         if tokenizer:
@@ -533,28 +541,6 @@ def state_to_save(
         progress=asdict(progress),
         ledger=dict(clock.seconds),
     )
-
-
-def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, signals, log: Log) -> bool:
-    """
-    Save the state, also as best.pt if it is the best so far, and return whether that worked. If the
-    disk is full or missing, warns. The last save waits until it has room or is back; but after a
-    signal, it tries only once and then raises UserError, because the sender wants the device back.
-    """
-    it = state["progress"]["iter_num"]
-    while problem := ranks.on_main(folder.save, state):
-        if not last:
-            log.warn(it, f"{problem}; a later save tries again")
-            return False
-        if signals.must_stop():
-            ranks.fail(f"{problem}; {RESUME}")
-        hint = "trying again every minute; Ctrl-C gives up and frees the device"
-        log.warn(it, f"{problem}; {hint}")
-        signals.comes_within(FINAL_RETRY_SECONDS)
-    log.report_save(it, state["progress"]["complete"])
-    if problem := ranks.on_main(link_best, folder.path, state["progress"]):
-        log.warn(it, problem)
-    return not problem
 
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
