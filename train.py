@@ -19,7 +19,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -46,7 +46,7 @@ from machine.ranks import Ranks, StopSignals, end_process
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run.checkpoint import RunFolder, link_best
+from run.checkpoint import BEST, RunFolder, checkpoint_name
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
@@ -69,9 +69,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     progress = Progress(**resumed["progress"]) if resumed else Progress()
     check_alike(ranks, command=asked, checkpoint=progress.iter_num)
     before = training_hours(resumed["ledger"]) if resumed else 0.0
-    if progress.complete and not asked.eval_only and why_over(asked, progress.iter_num, before):
-        if problem := ranks.on_main(link_best, Path(asked.out_dir), asdict(progress)):
-            say(problem)
+    is_done = progress.complete and best_loss(progress) == progress.best_val_loss  # also in best.pt
+    if is_done and not asked.eval_only and why_over(asked, progress.iter_num, before):
         done = f"all {progress.iter_num:,} iterations are done"
         say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
@@ -141,20 +140,23 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     def save() -> str:
         """
-        Save a checkpoint, and best.pt too if the weights are the best so far. Returns "" or what
-        the disk did not take.
+        Save best.pt, if the weights are the best so far, and then a checkpoint. Returns "" or what
+        the disk did not take. A kill between the two does no harm: the resumed run saves both again.
         """
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress, ranks)
-            saved = replace(progress, best_val_loss=best_loss(progress))  # if this save works
-            state = state_to_save(asked, data, model, optimizer, scaler, saved, clock, hw, ranks)
-            if problem := ranks.on_main(folder.save, state):
-                return problem
+            state = state_to_save(asked, data, model, optimizer, scaler, progress, clock, hw, ranks)
+            lowest, problem = best_loss(progress), ""
+            if lowest < progress.best_val_loss:
+                state["progress"]["best_val_loss"] = lowest
+                problem = ranks.on_main(folder.save, BEST, state)
+                if not problem:
+                    progress.best_val_loss = lowest
+            state["progress"] = asdict(progress)  # with the older best loss if best.pt has failed
+            if failed := ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state):
+                return failed
             log.report_save(progress.iter_num, progress.complete)
-            if problem := ranks.on_main(link_best, folder.path, state["progress"]):
-                return problem
-            progress.best_val_loss = saved.best_val_loss
-            return ""
+            return problem
 
     # The loop ends when the run is over, or when any rank gets a signal. An error ends the run
     # without another save, unless it is that the data are missing
@@ -311,7 +313,7 @@ def evaluation_due(c: Config, progress: Progress) -> bool:
 
 
 def best_loss(progress: Progress) -> float:
-    """Return the lowest val_loss so far. If it is that of these weights, they become best.pt."""
+    """Return the lowest val_loss so far. If it is new, the weights become best.pt."""
     return min(progress.best_val_loss, math.inf if progress.val_loss is None else progress.val_loss)
 
 

@@ -22,7 +22,7 @@ from data.shards import Dataset
 from machine.cost import count_flops, describe
 from machine.hardware import Hardware
 from machine.ranks import Ranks
-from run.checkpoint import RunFolder, checkpoint_path
+from run.checkpoint import RunFolder, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
 from run.start import Progress
 from run.tracker import Tracker
@@ -200,7 +200,7 @@ class Log:
         """Log a save, within its pause. Its record says if the run and its log are complete."""
         if not self.ranks.is_main:
             return
-        path, seconds = checkpoint_path(self.config.out_dir, it), self.clock.since_lap()
+        path, seconds = Path(self.config.out_dir, checkpoint_name(it)), self.clock.since_lap()
         size = self.folder.size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")

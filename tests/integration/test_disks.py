@@ -212,18 +212,32 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
     assert found == {it: pytest.approx(losses[it]) for it in (3, 4, 6, 8)}
 
 
-def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran, monkeypatch):
+def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran):
     """The loss is lowest at iteration 4, where the checkpoint is saved but best.pt is not."""
-    trainer, refused = InProcessRun(), mock.Mock(side_effect=OSError(errno.EIO, "failed"))
-
-    def refuse():
-        for function in ("os.link", "shutil.copyfileobj"):
-            monkeypatch.setattr(function, refused)
-
-    trainer.at["saved", 1] = refuse
-    trainer.at["update", 5] = monkeypatch.undo
-    assert "best.pt of iteration 4 is not saved" in launch(trainer, **tiny).err
+    trainer = InProcessRun()
+    trainer.at["save", 1] = raises(OSError(errno.EIO, "failed"))
+    assert "best.pt is not saved: failed" in launch(trainer, **tiny).err
+    assert ran.column("checkpoint", "iter") == [4, 8]
     assert (best_iter(ran), best_logged(ran)) == (8, 4)
+
+
+@pytest.mark.parametrize("recipe", [FALLING, AVERAGED], ids=["adamw", "averages"])
+@pytest.mark.parametrize("number", [3, 4], ids=["best.pt", "checkpoint"])
+def test_a_run_whose_last_save_fails_ends_with_an_error_and_is_finished_by_the_next_launch(
+    recipe, number, tiny, ran, tmp_path
+):
+    tiny |= recipe
+    train(**tiny | dict(out_dir=tmp_path / "straight"))
+    trainer = InProcessRun()
+    trainer.at["save", number] = raises(OSError(errno.ENOSPC, "No space left on device"))
+    result = trainer.launch(**tiny)
+    assert result.code == 1 and not ran.records("end")
+    (line,) = lines(result.err, "error:")
+    assert ("best.pt" if number == 3 else "ckpt-00000008.pt") in line and "resume" in line
+    assert "iterations are done" not in train(**tiny, init_from="auto").out
+    assert_same_run(tmp_path / "straight", ran.out_dir, 8)
+    assert same(ran.best["model"], ran.state(8)["model"])
+    assert "iterations are done" in train(**tiny, init_from="auto").out
 
 
 # -----------------------------------------------------------------------------
