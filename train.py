@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_map_only
 
 from common.child import keep_awake
 from common.console import UserError, explain_errors, run_main, say
-from common.files import retrying
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
 from data.shards import Dataset, ShardTokens
@@ -129,9 +128,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     signals = StopSignals(ranks)  # from now on, a signal makes the loop end and save
 
     def evaluate() -> bool:
-        """Evaluate the weights. Return False if the run must stop instead."""
+        """Evaluate the weights. Return False if a signal has stopped that."""
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals, save)
+            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
             if numbers is None:
                 return False
             progress.record(numbers["val_loss"])
@@ -141,7 +140,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     def save() -> str:
         """
         Save best.pt, if the weights are the best so far, and then a checkpoint. Returns "" or what
-        the disk did not take. A kill between the two does no harm: the resumed run saves both again.
+        the disk did not take. After a kill between the two, the resumed run saves both again.
         """
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress, ranks)
@@ -159,16 +158,17 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             return problem
 
     # The loop ends when the run is over, or when any rank gets a signal. An error ends the run
-    # without another save, unless it is that the data are missing
+    # without another save: the same command continues from the newest checkpoint
     while True:
         it = progress.iter_num
         # training hours so far, and the seconds since the last attempt to save, by rank 0's clock
         hours, since_save = ranks.on_main(clock.read)
         if over := why_over(c, it, hours):
             break
+        if signals.must_stop():
+            break
+        ranks.each(batches.read, accum)  # all ranks end if one of them lacks its data
         due = evaluation_due(c, progress)
-        if read_data(signals, save, batches.read, accum) is None:
-            break  # a signal has come
         if due and not evaluate():
             break
         if save_due(c, it, due, since_save) and (problem := save()):
@@ -180,7 +180,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        # read the next iteration's while the device works; if that fails, it is tried again there
+        # read the next iteration's while the device works; an error comes again in ranks.each()
         with contextlib.suppress(OSError, UserError):
             batches.read(accum)
         count_skips(skipped, numbers["grad_norm"])
@@ -389,36 +389,18 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Reading data, evaluating and sampling
-
-
-def read_data(signals: StopSignals, save, read: Callable[..., list], *arguments) -> list | None:
-    """
-    Return read(*arguments), or None on all ranks if one of them has got a signal. If a disk is
-    away, try again for six minutes, then save and end the run; the ranks that lack data say why.
-    """
-    data, error = None, None
-    try:
-        data = retrying(signals.comes_within, read, *arguments)
-    except (UserError, OSError) as raised:
-        error = raised
-    if not signals.must_stop(failed=error is not None):
-        return data
-    if not signals.name:
-        save(last=True)
-        raise error or UserError()
-    return None
+# Evaluating and sampling
 
 
 @torch.no_grad()
 def estimate_loss(
-    model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals, save
+    model, splits: dict[str, ShardTokens], measures, batches, c, hw, ranks, signals
 ) -> dict[str, float] | None:
     """
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers, or None if a rank gets a signal. If the data stay missing, saves first.
+    numbers, or None if a rank gets a signal. Raises OSError and UserError.
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
@@ -426,10 +408,7 @@ def estimate_loss(
     model.eval()
     try:
         for name, split in splits.items():
-            read = batches.read_eval, split, tokens, name == "train"
-            micro_batches = read_data(signals, save, *read)
-            if micro_batches is None:
-                return None
+            micro_batches = ranks.each(batches.read_eval, split, tokens, name == "train")
             sums = sum_losses(model, micro_batches, hw, signals)
             if signals.must_stop():
                 return None
@@ -477,9 +456,7 @@ def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks:
     batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
     signals = StopSignals(ranks)
     began = time.perf_counter()
-    numbers = estimate_loss(
-        model, splits, measures, batches, c, hw, ranks, signals, save=lambda last: None
-    )
+    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks, signals)
     if not numbers:
         return signals.exit_code
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))

@@ -18,12 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.console import UserError, one_line, say, warn
+from common.console import UserError, say, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Seconds from a failed read to the next attempt. Other ranks wait for this one, up to HOST_TIMEOUT
-# in machine/ranks.py
-READ_WAITS = (1, 10, 60, 300)
 warn_once = functools.cache(warn)  # a repeated message says nothing new
 
 
@@ -69,21 +66,6 @@ def patiently(function: Callable, *arguments) -> Any:
             return function(*arguments)
         except PermissionError:
             time.sleep(seconds)
-    return function(*arguments)
-
-
-def retrying(wait: Callable[[float], bool], function: Callable, *arguments) -> Any:
-    """
-    Call function(*arguments). If a disk fails or is missing, warn and try again for six minutes, or
-    until wait(seconds), which does the waiting, returns True. Raises OSError.
-    """
-    for seconds in READ_WAITS:
-        try:
-            return function(*arguments)
-        except OSError as error:
-            warn(f"{one_line(error)}; trying again in {seconds} s")
-            if wait(seconds):
-                raise
     return function(*arguments)
 
 

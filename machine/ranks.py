@@ -9,7 +9,6 @@ process's own values.
 """
 
 import faulthandler
-import math
 import os
 import signal
 import sys
@@ -206,20 +205,12 @@ class StopSignals:
         """Return the exit code of a run that stops by this signal, or 0 if none has come."""
         return 128 + signal.Signals[self.name] if self.name else 0
 
-    def must_stop(self, failed: bool = False) -> bool:
+    def must_stop(self) -> bool:
         """
-        Return whether the run must stop: some rank has received a signal, whose name is then known
-        to all, or has failed. This is a collective, so every rank must call it.
+        Return whether the run must stop because some rank has received a signal, whose name is then
+        known to all. This is a collective, so every rank must call it.
         """
-        number, any_failed = self.ranks.max(self.received, failed)
+        (number,) = self.ranks.max(self.received)
         if number:
             self.name = signal.Signals(int(number)).name
-        return bool(number or any_failed)
-
-    def comes_within(self, seconds: float) -> bool:
-        """Wait for `seconds`, or until this rank receives a signal. Returns whether it has."""
-        for _ in range(math.ceil(5 * seconds)):
-            if self.received:
-                break
-            time.sleep(0.2)
-        return bool(self.received)
+        return bool(number)
