@@ -13,7 +13,6 @@ import itertools
 import os
 import re
 import zipfile
-from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -165,7 +164,7 @@ class RunFolder:
         self.path = path
         self.keep = keep  # how many of the newest checkpoints to keep
         self.lock: BinaryIO | None = None
-        self.missing: Counter[str] = Counter()  # how many lines of a log the disk did not take
+        self.logs_lack_lines = False  # whether the disk did not take one in this launch
         self.size = 0  # bytes of the newest checkpoint
 
     def claim(self, resumed: dict | None) -> None:
@@ -225,18 +224,17 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def append(self, name: str, line: str) -> None:
-        """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
-        was_complete = not self.missing
+        """
+        Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it, or only
+        a part, which spoils the next line too.
+        """
         try:
-            with open(self.path / name, "ab", buffering=0) as file:
-                end, content = file.tell(), f"{line}\n".encode(errors="replace")
-                if file.write(content) < len(content):
-                    file.truncate(end)  # leave no half line
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with open(self.path / name, "ab") as file:
+                file.write(f"{line}\n".encode(errors="replace"))
         except OSError as error:
-            self.missing[name] += 1 + line.count("\n")
-            if was_complete:
-                warn(f"{name}: {one_line(error)}; until this ends, the logs lack lines")
+            if not self.logs_lack_lines:
+                self.logs_lack_lines = True  # before the warning, which comes back here
+                warn(f"{name}: {one_line(error)}; the logs of this launch lack lines")
 
     def close(self) -> None:
         """Unlock the folder for other runs."""
