@@ -89,7 +89,7 @@ BREAKS = {
     "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [0], []),
     "a signal in the first iteration": (("iteration", 1), sigterm, 143, [1], [0]),
     "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8], [0, 4]),
-    "a signal in a save": (("save", 2), sigterm, 143, [4, 8, 9], [0, 4, 8]),
+    "a signal in a save": (("save", 4), sigterm, 143, [4, 8, 9], [0, 4, 8]),
     "a signal before the last evaluation": (("iteration", 12), sigterm, 143, [4, 8, 12], [0, 4, 8]),
     "a signal in the last evaluation": (("evaluation", 4), sigterm, 143, [4, 8, 12], [0, 4, 8]),
     "out of memory": (("iteration", 6), raises(NO_MEMORY), 1, [4], [0, 4]),
@@ -308,7 +308,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
     train(**tiny | dict(max_iters=8))
     newest = ran.out_dir / "ckpt-00000008.pt"
     content = newest.read_bytes()
-    newest.unlink()  # best.pt may be a link to this file
     newest.write_bytes(content[:-100])
     trainer = InProcessRun()
     result = trainer.launch(**tiny, init_from="auto")
