@@ -12,7 +12,7 @@ what surrounds a run in run/, and the device and the processes in machine/.
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
 Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. In the last case the run has saved,
-unless it had --eval_only, or the signal came twice or before the training loop began.
+unless it had --eval_only, or the signal came before the training loop began.
 """
 
 import contextlib

@@ -8,11 +8,9 @@ gradients on the devices. With a single process nothing is sent, and the same ca
 process's own values.
 """
 
-import faulthandler
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -27,7 +25,6 @@ TIMEOUT = timedelta(minutes=10)  # for ranks to find each other, and for averagi
 # For all other collectives. The ranks wait in one while another machine downloads its tokens. If a
 # process dies, the others notice at once; if a machine vanishes, only after this time.
 HOST_TIMEOUT = timedelta(hours=6)
-LEAVE_SECONDS = 10.0  # for leaving the process group after an error, before a forced exit (code 1)
 
 
 class Ranks:
@@ -138,32 +135,24 @@ class Ranks:
 
 def end_process(code: int) -> NoReturn:
     """
-    Exit with `code`. With several ranks, first leave the process group, then exit without running
-    destructors, because the gloo group's destructor can wait forever for the GIL.
+    Exit with `code`. With several ranks, do so without running destructors: gloo's can wait forever
+    for the GIL, and NCCL's for ranks that are in a collective.
     """
     if not dist.is_initialized():
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:  # the others may be in a collective, and NCCL would wait for them
-        faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=open(os.devnull, "w"))
-    group = dist.group.WORLD  # noqa: F841  keeps a reference
-    dist.destroy_process_group()
     os._exit(code)
 
 
 # -----------------------------------------------------------------------------
 # Signals
 
-# Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGUSR2 that of
-# Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows
-# has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
+# Each of these asks the run to save and stop, however often it comes: torchrun, systemd and Slurm
+# may all forward the same signal. Ctrl-\ (SIGQUIT) ends it at once. SIGUSR1 is Slurm's advance
+# warning, SIGUSR2 that of Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a
+# closing terminal. Windows has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
 ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
-# If one of these comes a second time, the process exits at once.
-STOP_AT_ONCE = ("SIGINT", "SIGTERM", "SIGBREAK")
-# Seconds within which repeated signals count as one stop, because torchrun, systemd and Slurm may
-# all forward the same signal
-SAME_STOP = 0.5
 
 
 class StopSignals:
@@ -175,7 +164,6 @@ class StopSignals:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.received = 0  # number of the first signal, or 0
-        self.stopped_at: float | None = None  # when the first of STOP_AT_ONCE came
         self.name = ""  # the signal that all ranks have agreed on, if one has come
         numbers = [getattr(signal, name) for name in ASK_TO_STOP if hasattr(signal, name)]
         # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
@@ -189,16 +177,11 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
 
     def receive(self, number: int, frame=None) -> None:
-        """Confirm the first signal, and exit on a second request to stop."""
+        """Confirm the first signal."""
         if self.ranks.is_main and not self.received:
-            hint = "a second signal stops at once and saves nothing"
+            hint = "Ctrl-\\ (on Windows: close the window) ends it at once, without a save"
             print_in_handler(f"stopping after this iteration; {hint}")
         self.received = self.received or number
-        if signal.Signals(number).name in STOP_AT_ONCE:
-            now = time.monotonic()
-            self.stopped_at = self.stopped_at or now
-            if now - self.stopped_at > SAME_STOP:
-                os._exit(128 + number)
 
     @property
     def exit_code(self) -> int:
