@@ -188,10 +188,6 @@ class RunFolder:
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
         if resumed:
-            # another launch may have ended the run at the same iteration, with averages
-            path = Path(resumed["source"])
-            if read(path)["progress"] != resumed["progress"]:
-                raise UserError(f"{path}: was saved in the meantime; repeat the command")
             cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
