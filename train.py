@@ -123,8 +123,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
-    # updates skipped since the last line, and in a row, counted without waiting for the device
-    skipped = torch.zeros(2, device=hw.device)
+    # updates skipped in a row so far, counted without waiting for the device
+    skipped = torch.zeros((), device=hw.device)
     signals = StopSignals(ranks)  # from now on, a signal makes the loop end and save
 
     def evaluate() -> bool:
@@ -183,7 +183,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         # read the next iteration's while the device works; an error comes again in ranks.each()
         with contextlib.suppress(OSError, UserError):
             batches.read(accum)
-        count_skips(skipped, numbers["grad_norm"])
+        skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)
 
@@ -194,7 +194,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, progress.tokens - tokens, progress.tokens, loss, lr, numbers)
-            check_skips(skipped, it, log, ranks)
+            check_skips(int(skipped), it, log, ranks)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
@@ -272,26 +272,13 @@ def train_step(
     return total_loss, dict(grad_norm=grad_norm)
 
 
-def count_skips(skipped: Tensor, grad_norm: Tensor) -> None:
-    """Count an update with this gradient norm in `skipped`, without waiting for the device."""
-    is_skipped = ~grad_norm.isfinite()
-    skipped += is_skipped
-    skipped[1] *= is_skipped
-
-
-def check_skips(skipped: Tensor, it: int, log: Log, ranks: Ranks) -> None:
-    """
-    Warn of the updates skipped since the last line. MAX_SKIPS in a row end the run. `skipped` holds
-    both numbers; the first one begins anew.
-    """
-    since_line, in_a_row = skipped.int().tolist()
-    if since_line:
-        reason = "a gradient was not finite"
-        log.warn(it, f"{since_line} updates skipped since the last line: {reason}")
-        skipped[0] = 0
-    if in_a_row >= MAX_SKIPS:
+def check_skips(skipped: int, it: int, log: Log, ranks: Ranks) -> None:
+    """Warn if the last updates were skipped. MAX_SKIPS in a row end the run."""
+    if skipped:
+        log.warn(it, f"the last {skipped} updates were skipped: a gradient was not finite")
+    if skipped >= MAX_SKIPS:
         hint = "try a lower learning_rate or --dtype=float32"
-        ranks.fail(f"{MAX_SKIPS} updates in a row skipped; {hint}; {RESUME}")
+        ranks.fail(f"{skipped} updates in a row skipped; {hint}; {RESUME}")
 
 
 # -----------------------------------------------------------------------------
