@@ -109,7 +109,6 @@ STUBS = {
         set -- $(cat codes)
         code=$1; shift; echo $* > codes; exit $code""",
     "sleep": "",
-    "curl": 'echo "$2" > told',
 }
 
 
@@ -118,18 +117,15 @@ STUBS = {
     "codes, starts",
     [((1, 137, 0), 3), ((134, 135, 139, 0), 4), *(((n,), 1) for n in (143, 130)), ((1,) * 9, 5)],
 )
-def test_the_documented_script_restarts_only_after_a_failure_and_reports_the_last_exit_code(
-    codes, starts, tmp_path
-):
+def test_the_documented_script_restarts_only_after_a_failure(codes, starts, tmp_path):
     for name, code in STUBS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "codes").write_text(" ".join(map(str, codes)))
     (tmp_path / "trainer.sh").write_text(block_with("sleep 60 ;;"))
-    command = ["bash", "trainer.sh", "--device=cpu"]
+    command = ["bash", "trainer.sh", ".venv/bin/python", "train.py", "--device=cpu"]
     subprocess.run(command, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     started = (tmp_path / "starts").read_text().splitlines()
     assert len(started) == starts
-    assert all(line.endswith(" --device=cpu") for line in started)
-    assert (tmp_path / "told").read_text().endswith(f" exit code {codes[starts - 1]}\n")
+    assert {*started} == {"train.py --device=cpu"}
