@@ -68,7 +68,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     progress = Progress(**resumed["progress"]) if resumed else Progress()
     check_alike(ranks, command=asked, checkpoint=progress.iter_num)
     before = training_hours(resumed["ledger"]) if resumed else 0.0
-    # a run is done if its last save has worked, and best.pt's before it if these weights are the best
+    # a run is done once its last save has worked, and that of best.pt if its weights are the best
     is_done = progress.complete and best_loss(progress) == progress.best_val_loss
     if is_done and not asked.eval_only and why_over(asked, progress.iter_num, before):
         done = f"all {progress.iter_num:,} iterations are done"
