@@ -19,7 +19,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -139,24 +139,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             return True
 
     def save() -> str:
-        """
-        Save best.pt, if the weights are the best so far, and then a checkpoint. Returns "" or what
-        the disk did not take. After a kill between the two, the resumed run saves both again.
-        """
+        """Save best.pt if it is due, and a checkpoint. Return "" or what the disk did not take."""
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress, ranks)
-            state = state_to_save(asked, data, model, optimizer, scaler, progress, clock, hw, ranks)
-            lowest, problem = best_loss(progress), ""
-            if lowest < progress.best_val_loss:
-                state["progress"]["best_val_loss"] = lowest
-                problem = ranks.on_main(folder.save, BEST, state)
-                if not problem:
-                    progress.best_val_loss = lowest
-            state["progress"] = asdict(progress)  # with the older best loss if best.pt has failed
-            if failed := ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state):
-                return failed
-            log.report_save(progress.iter_num, progress.complete)
-            return problem
+            state = state_to_save(asked, data, model, optimizer, scaler, clock, hw, ranks)
+            return save_state(state, progress, folder, ranks, log)
 
     # The loop ends when the run is over, or when any rank gets a signal. An error ends the run
     # without another save: the same command continues from the newest checkpoint
@@ -168,7 +155,6 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             break
         if signals.must_stop():
             break
-        ranks.each(batches.read, accum)  # all ranks end if one of them lacks its data
         due = evaluation_due(c, progress)
         if due and not evaluate():
             break
@@ -177,11 +163,11 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if due and it > 0 and tokenizer:
             print_sample(model, tokenizer, data, c, it, hw, clock, log)
         set_rates(optimizer, it, c, hours)
-        micro_batches = batches.take(accum)
+        micro_batches = ranks.each(batches.take, accum)  # all ranks end if one lacks its data
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        # read the next iteration's while the device works; an error comes again in ranks.each()
+        # read the next iteration's while the device works; if that fails, take() tries it again
         with contextlib.suppress(OSError, UserError):
             batches.read(accum)
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
@@ -494,10 +480,8 @@ def end_if_diverged(model, progress: Progress, ranks: Ranks) -> None:
         ranks.fail(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def state_to_save(
-    asked, data: Dataset, model, optimizer, scaler, progress, clock, hw, ranks
-) -> dict:
-    """Collect what a resume needs into a checkpoint. Every rank must call this."""
+def state_to_save(asked, data: Dataset, model, optimizer, scaler, clock, hw, ranks) -> dict:
+    """Collect what a resume needs besides the progress. Every rank must call this."""
     return data.facts() | dict(
         config=config_values(asked),  # not what this device makes of it
         model_config=config_to_dict(model.config),
@@ -505,9 +489,27 @@ def state_to_save(
         optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
         rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
-        progress=asdict(progress),
         ledger=dict(clock.seconds),
     )
+
+
+def save_state(state: dict, progress: Progress, folder: RunFolder, ranks: Ranks, log: Log) -> str:
+    """
+    Save the state and the progress as best.pt, if the weights are the best so far, and then as a
+    checkpoint. After a kill between the two, the resumed run saves both again. Returns "" or what
+    the disk did not take.
+    """
+    lowest, problem = best_loss(progress), ""
+    if lowest < progress.best_val_loss:
+        best = asdict(replace(progress, best_val_loss=lowest))
+        problem = ranks.on_main(folder.save, BEST, state | dict(progress=best))
+        if not problem:
+            progress.best_val_loss = lowest
+    name = checkpoint_name(progress.iter_num)
+    if failed := ranks.on_main(folder.save, name, state | dict(progress=asdict(progress))):
+        return failed
+    log.report_save(progress.iter_num, progress.complete)
+    return problem
 
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
