@@ -45,7 +45,7 @@ from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
 from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run.checkpoint import RunFolder, link_best
+from run.checkpoint import BEST, RunFolder, checkpoint_name
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
@@ -66,9 +66,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     asked, pretrained, resumed = choose_run(argv, ranks.world_size)
     progress = Progress(**resumed["progress"]) if resumed else Progress()
     before = training_hours(resumed["ledger"]) if resumed else 0.0
-    if progress.complete and not asked.eval_only and why_over(asked, progress.iter_num, before):
-        if ranks.is_main and (problem := link_best(Path(asked.out_dir), asdict(progress))):
-            say(problem)
+    # a run is done once its last save has worked, and that of best.pt if its weights are the best
+    is_done = progress.complete and best_loss(progress) == progress.best_val_loss
+    if is_done and not asked.eval_only and why_over(asked, progress.iter_num, before):
         done = f"all {progress.iter_num:,} iterations are done"
         say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
@@ -124,8 +124,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
-    # updates skipped since the last line, and in a row, counted without waiting for the device
-    skipped = torch.zeros(2, device=hw.device)
+    # updates skipped in a row so far, counted without waiting for the device
+    skipped = torch.zeros((), device=hw.device)
     stop = StopSignal(ranks.is_main)  # from now on, a signal makes the loop end and save
 
     def evaluate() -> None:
@@ -134,16 +134,15 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             progress.record(numbers["val_loss"])
             log.report_eval(progress, numbers)
 
-    def save(last: bool = False) -> None:
-        """Save a checkpoint, and best.pt too if the weights are the best so far."""
+    def save() -> str:
+        """Save best.pt if it is due, and a checkpoint. Return "" or what the disk did not take."""
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress)
-            saved = replace(progress, best_val_loss=best_loss(progress))  # if this save works
-            state = state_to_save(asked, data, model, optimizer, scaler, saved, clock, hw, ranks)
-            if save_or_warn(state, last, folder, ranks, log):
-                progress.best_val_loss = saved.best_val_loss
+            state = state_to_save(asked, data, model, optimizer, scaler, clock, hw, ranks)
+            return save_state(state, progress, folder, ranks, log)
 
-    # The loop ends when the run is over, or at a signal. An error ends the run without another save
+    # The loop ends when the run is over, or at a signal. An error ends the run without another
+    # save: the same command continues from the newest checkpoint
     while True:
         it = progress.iter_num
         # rank 0's training hours so far, seconds since its last attempt to save, and its signal
@@ -154,8 +153,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if evaluation_due(c, progress):
             evaluate()
             continue  # with the clock and the signal of now
-        if save_due(c, progress, since_save):
-            save()
+        if save_due(c, progress, since_save) and (problem := save()):
+            log.warn(it, f"{problem}; training continues, and a later save tries again")
         if progress.val_loss is not None and it > 0 and tokenizer:
             print_sample(model, tokenizer, data, c, it, hw, clock, log)
         set_rates(optimizer, it, c, hours)
@@ -164,7 +163,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
         batches.read(accum)  # the next iteration's, while the device works
-        count_skips(skipped, numbers["grad_norm"])
+        skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)
 
@@ -175,7 +174,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(it, progress.tokens - tokens, progress.tokens, loss, lr, numbers)
-            check_skips(skipped, it, log)
+            check_skips(int(skipped), it, log)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
@@ -186,7 +185,8 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
         if progress.val_loss is None:
             evaluate()
         progress.complete = True
-    save(last=True)
+    if problem := save():
+        raise OSError(0, f"{problem}; {RESUME}")
     if over and tokenizer:
         print_sample(model, tokenizer, data, c, it, hw, clock, log)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
@@ -252,26 +252,13 @@ def train_step(
     return total_loss, dict(grad_norm=grad_norm)
 
 
-def count_skips(skipped: Tensor, grad_norm: Tensor) -> None:
-    """Count an update with this gradient norm in `skipped`, without waiting for the device."""
-    is_skipped = ~grad_norm.isfinite()
-    skipped += is_skipped
-    skipped[1] *= is_skipped
-
-
-def check_skips(skipped: Tensor, it: int, log: Log) -> None:
-    """
-    Warn of the updates skipped since the last line. MAX_SKIPS in a row end the run. `skipped` holds
-    both numbers; the first one begins anew.
-    """
-    since_line, in_a_row = skipped.int().tolist()
-    if since_line:
-        reason = "a gradient was not finite"
-        log.warn(it, f"{since_line} updates skipped since the last line: {reason}")
-        skipped[0] = 0
-    if in_a_row >= MAX_SKIPS:
+def check_skips(skipped: int, it: int, log: Log) -> None:
+    """Warn if the last updates were skipped. MAX_SKIPS in a row end the run."""
+    if skipped:
+        log.warn(it, f"the last {skipped} updates were skipped: a gradient was not finite")
+    if skipped >= MAX_SKIPS:
         hint = "try a lower learning_rate or --dtype=float32"
-        raise UserError(f"{MAX_SKIPS} updates in a row skipped; {hint}; {RESUME}")
+        raise UserError(f"{skipped} updates in a row skipped; {hint}; {RESUME}")
 
 
 # -----------------------------------------------------------------------------
@@ -293,7 +280,7 @@ def evaluation_due(c: Config, progress: Progress) -> bool:
 
 
 def best_loss(progress: Progress) -> float:
-    """Return the lowest val_loss so far. If it is that of these weights, they become best.pt."""
+    """Return the lowest val_loss so far. If it is new, the weights become best.pt."""
     return min(progress.best_val_loss, math.inf if progress.val_loss is None else progress.val_loss)
 
 
@@ -369,7 +356,7 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Reading data, evaluating and sampling
+# Evaluating and sampling
 
 
 @torch.no_grad()
@@ -380,7 +367,7 @@ def estimate_loss(
     Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
     nats per token, without dropout. The windows do not depend on the micro-batch size or the number
     of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers. A signal does not shorten this.
+    numbers. A signal does not shorten this. Raises OSError and UserError.
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
@@ -469,10 +456,8 @@ def end_if_diverged(model, progress: Progress) -> None:
         raise UserError(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def state_to_save(
-    asked, data: Dataset, model, optimizer, scaler, progress, clock, hw, ranks
-) -> dict:
-    """Collect what a resume needs into a checkpoint. Every rank must call this."""
+def state_to_save(asked, data: Dataset, model, optimizer, scaler, clock, hw, ranks) -> dict:
+    """Collect what a resume needs besides the progress. Every rank must call this."""
     return data.facts() | dict(
         config=config_values(asked),  # not what this device makes of it
         model_config=config_to_dict(model.config),
@@ -480,26 +465,27 @@ def state_to_save(
         optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
         rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
-        progress=asdict(progress),
         ledger=dict(clock.seconds),
     )
 
 
-def save_or_warn(state: dict, last: bool, folder: RunFolder, ranks, log: Log) -> bool:
+def save_state(state: dict, progress: Progress, folder: RunFolder, ranks: Ranks, log: Log) -> str:
     """
-    Save the state, also as best.pt if it is the best so far, and return whether that worked. If the
-    disk is full or missing, warns; the last save raises OSError.
+    Save the state and the progress as best.pt, if the weights are the best so far, and then as a
+    checkpoint. After a kill between the two, the resumed run saves both again. Returns "" or what
+    the disk did not take.
     """
-    it = state["progress"]["iter_num"]
-    if problem := ranks.on_main(folder.save, state):
-        if last:
-            raise OSError(0, f"{problem}; {RESUME}")
-        log.warn(it, f"{problem}; a later save tries again")
-        return False
-    log.report_save(it, state["progress"]["complete"])
-    if problem := ranks.on_main(link_best, folder.path, state["progress"]):
-        log.warn(it, problem)
-    return not problem
+    lowest, problem = best_loss(progress), ""
+    if lowest < progress.best_val_loss:
+        best = asdict(replace(progress, best_val_loss=lowest))
+        problem = ranks.on_main(folder.save, BEST, state | dict(progress=best))
+        if not problem:
+            progress.best_val_loss = lowest
+    name = checkpoint_name(progress.iter_num)
+    if failed := ranks.on_main(folder.save, name, state | dict(progress=asdict(progress))):
+        return failed
+    log.report_save(progress.iter_num, progress.complete)
+    return problem
 
 
 def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:

@@ -5,21 +5,18 @@ Print to the console, format and parse numbers, and define errors and exit codes
 import argparse
 import contextlib
 import difflib
-import functools
 import io
 import os
 import re
-import select
 import shlex
 import signal
-import stat
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 # -----------------------------------------------------------------------------
 # Lines
@@ -42,7 +39,7 @@ def say(*lines: str, console: str = "stdout") -> None:
     text = "\n".join(lines)
     text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
     try:
-        write(getattr(sys, console), text)
+        print(text, file=getattr(sys, console), flush=True)
     except OSError:
         setattr(sys, console, open(os.devnull, "w"))
     if transcript:
@@ -56,45 +53,7 @@ def warn(message: str) -> None:
 def print_in_handler(line: str) -> None:
     """Print a line to stderr from a signal handler, which must not wait for the transcript."""
     with contextlib.suppress(RuntimeError, OSError):  # RuntimeError: while a line is being printed
-        write(sys.stderr, line)
-
-
-PATIENCE = 1.0  # seconds to wait, once, for a console that accepts no more lines
-stuck: set[int] = set()  # descriptors of such consoles: a frozen ssh, Ctrl-S, a full pipe
-
-
-def write(console: TextIO, text: str) -> None:
-    """
-    Print to a console. If log.txt gets a copy, drop what a full console does not accept, so that
-    the run does not hang. Raises OSError.
-    """
-    file = reopen(console) if transcript else None
-    if file is None:
-        print(text, file=console, flush=True)
-        return
-    left = f"{text}\n".encode(console.encoding, "backslashreplace")
-    with contextlib.suppress(BlockingIOError):
-        while left and select.select([], [file], [], 0 if file in stuck else PATIENCE)[1]:
-            left = left[os.write(file, left) :]
-            stuck.discard(file)
-    if left:
-        stuck.add(file)
-
-
-@functools.cache
-def reopen(console: TextIO) -> int | None:
-    """
-    Open a console's pipe or terminal a second time, so that writing to it never blocks. Its own
-    descriptor must stay as it is, because other programs may share it. Returns None for a file or a
-    socket, and on systems other than Linux.
-    """
-    if sys.platform != "linux":
-        return None
-    with contextlib.suppress(OSError, AttributeError):  # stdout is None after `>&-`
-        file = console.fileno()
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    return None
+        print(line, file=sys.stderr, flush=True)
 
 
 def command_line(*arguments) -> str:

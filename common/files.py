@@ -5,8 +5,6 @@ metrics.jsonl records.
 
 import codecs
 import contextlib
-import errno
-import functools
 import hashlib
 import json
 import math
@@ -21,14 +19,13 @@ from typing import Any, BinaryIO
 from common.console import UserError, say, warn
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-warn_once = functools.cache(warn)  # a repeated message says nothing new
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     Open a file for writing that appears as `path` only once it is complete and durable. If writing
-    fails, `path` is left as it was. After the block, rename() has been called.
+    fails, `path` is left as it was.
     """
     # The pid keeps apart two processes that write the same picture, and spares a user's own X.tmp.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -37,23 +34,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        rename(temporary, path)
+        patiently(os.replace, temporary, path)
+        fsync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def rename(temporary: Path, path: Path) -> None:
-    """Rename a file, replacing `path` if it exists, and make the rename durable. Raises OSError."""
-    try:
-        patiently(os.replace, temporary, path)
-    except OSError as error:
-        # some network disks never rename onto a file; Windows' errors are others
-        if error.errno not in (errno.EPERM, errno.EEXIST):
-            raise
-        path.unlink(missing_ok=True)
-        os.rename(temporary, path)
-    fsync_folder(path.parent)
 
 
 def patiently(function: Callable, *arguments) -> Any:
@@ -81,20 +66,15 @@ def remove_temporaries(folder: Path, *names: str) -> None:
 
 def fsync_folder(folder: Path) -> None:
     """
-    Make the names in a folder durable; without this, a power cut can undo a rename. Warns once if
-    the disk cannot do it, as some network shares cannot.
+    Make the names in a folder durable; without this, a power cut can undo a rename. Some network
+    shares cannot do it.
     """
     if sys.platform == "win32":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with contextlib.suppress(OSError):
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        warn_once(f"{folder}: this disk cannot sync it; a power cut may lose the newest files")
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def try_lock(file: BinaryIO) -> bool:
@@ -116,7 +96,7 @@ def try_lock(file: BinaryIO) -> bool:
     except OSError as error:
         if sys.platform == "win32" or isinstance(error, (BlockingIOError, PermissionError)):
             return False
-        warn_once(f"{file.name}: this disk does not support locks; start no second process there")
+        warn(f"{file.name}: this disk does not support locks; start no second process there")
     return True
 
 

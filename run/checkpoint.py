@@ -12,9 +12,7 @@ import errno
 import itertools
 import os
 import re
-import shutil
 import zipfile
-from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +23,6 @@ from common.console import UserError, keep_transcript, one_line, warn
 from common.files import (
     read_record,
     remove_temporaries,
-    rename,
     replacing,
     try_lock,
 )
@@ -93,8 +90,11 @@ def read(path: Path) -> dict:
 # The run's folder
 
 
-def checkpoint_path(out_dir: str | Path, iter_num: int) -> Path:
-    return Path(out_dir) / f"ckpt-{iter_num:08}.pt"
+BEST = "best.pt"  # the checkpoint with the lowest validation loss
+
+
+def checkpoint_name(iter_num: int) -> str:
+    return f"ckpt-{iter_num:08}.pt"
 
 
 def iteration(path: Path) -> int:
@@ -118,10 +118,11 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 def read_newest(out_dir: Path, paths: list[Path] | None = None) -> dict | None:
     """
     Return the state in the newest valid checkpoint, with its path as `source`, or None if out_dir
-    has no checkpoint. Warns about each damaged one. Raises UserError if all are damaged, OSError if
-    they cannot be read, so that a run never silently starts again.
+    has no checkpoint. Warns about each damaged one. best.pt, which may be older than all others,
+    comes last: it is all there is after a kill in the first save. Raises UserError if all are
+    damaged, OSError if they cannot be read, so that a run never silently starts again.
     """
-    paths = paths or list_checkpoints(out_dir)
+    paths = paths or [*out_dir.glob(BEST), *list_checkpoints(out_dir)]
     for path in reversed(paths):
         problem = damage(path)
         try:
@@ -130,8 +131,9 @@ def read_newest(out_dir: Path, paths: list[Path] | None = None) -> dict | None:
         except FileNotFoundError as error:
             problem = f"cannot be read ({error.strerror})"
         listed = list_checkpoints(out_dir)
-        if listed and path not in listed:  # a run that saves there has deleted it, so look again
-            return read_newest(out_dir, listed)
+        # a run that saves there has deleted it, so look again
+        if listed and path not in listed and path.name != BEST:
+            return read_newest(out_dir)
         warn(f"{path}: {problem}; trying the checkpoint before it")
     if paths:
         hint = "see above; restore one, or start in another --out_dir"
@@ -146,47 +148,6 @@ def set_aside(path: Path) -> None:
     if os.path.lexists(path):  # also a dead link
         names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
         path.rename(next(name for name in names if not name.exists()))
-
-
-def link_best(out_dir: Path, progress: dict) -> str:
-    """
-    If the checkpoint with this progress is the best so far, make best.pt a hard link to it, or a
-    copy where the file system has no hard links. Each launch does this again, because a kill may
-    have come between the save and this link. Returns "" or why best.pt is not saved: the disk is
-    full, failing or read-only.
-    """
-    if progress["val_loss"] != progress["best_val_loss"]:
-        return ""
-    path, best = checkpoint_path(out_dir, progress["iter_num"]), out_dir / "best.pt"
-    temporary = out_dir / f"best.pt.{os.getpid()}.tmp"
-    try:
-        # Some network drives give all files one inode number; a file with two names has two links
-        if best.exists() and best.samefile(path) and path.stat().st_nlink > 1:
-            return ""
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError:  # no hard links here
-            copy(path, best)
-        else:
-            rename(temporary, best)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        return f"best.pt of iteration {progress['iter_num']} is not saved: {one_line(error)}"
-    return ""
-
-
-def copy(path: Path, best: Path) -> None:
-    """Copy a checkpoint to best.pt. Where the old one leaves no room, deletes it first."""
-    for last_try in (False, True):
-        try:
-            with replacing(best) as file, open(path, "rb") as content:
-                return shutil.copyfileobj(content, file)
-        except OSError as error:
-            if last_try or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            best.unlink(missing_ok=True)
 
 
 # -----------------------------------------------------------------------------
@@ -204,7 +165,7 @@ class RunFolder:
         self.path = path
         self.keep = keep  # how many of the newest checkpoints to keep
         self.lock: BinaryIO | None = None
-        self.missing: Counter[str] = Counter()  # how many lines of a log the disk did not take
+        self.logs_lack_lines = False  # whether the disk did not take one in this launch
         self.size = 0  # bytes of the newest checkpoint
 
     def claim(self, resumed: dict | None) -> None:
@@ -228,12 +189,6 @@ class RunFolder:
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
         if resumed:
-            # another launch may have ended the run at the same iteration, with averages
-            path = checkpoint_path(folder, it)
-            if read(path)["progress"] != resumed["progress"]:
-                raise UserError(f"{path}: was saved in the meantime; repeat the command")
-            if problem := link_best(folder, resumed["progress"]):
-                raise UserError(problem)
             cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
@@ -242,21 +197,20 @@ class RunFolder:
             open(folder / name, "ab").close()  # create it, or find that it cannot be written
         keep_transcript(lambda text: self.append("log.txt", text))
 
-    def save(self, state: dict) -> str:
+    def save(self, name: str, state: dict) -> str:
         """
-        Save `state` as the newest checkpoint. Returns "" or why it is not saved: the disk is full,
-        failing or missing. Older checkpoints are deleted before the write to make room, but at
-        least one other stays until the write has succeeded.
+        Save `state` as best.pt or as the newest checkpoint. Returns "" or why it is not saved: the
+        disk is full, failing or missing. Older checkpoints are deleted before the write to make
+        room, but at least one other stays until the write has succeeded.
         """
-        it = state["progress"]["iter_num"]
-        path = checkpoint_path(self.path, it)
+        path = self.path / name
         try:
             self.prune(max(1, self.keep - 1), besides=path)
             save(state, path)
             self.size = path.stat().st_size
             self.prune(self.keep)
         except OSError as error:
-            return f"checkpoint {it} is not saved: {one_line(error)}"
+            return f"{name} is not saved: {one_line(error)}"
         return ""
 
     def prune(self, keep: int, besides: Path | None = None) -> None:
@@ -267,18 +221,17 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def append(self, name: str, line: str) -> None:
-        """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
-        was_complete = not self.missing
+        """
+        Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it, or only
+        a part, which spoils the next line too.
+        """
         try:
-            with open(self.path / name, "ab", buffering=0) as file:
-                end, content = file.tell(), f"{line}\n".encode(errors="replace")
-                if file.write(content) < len(content):
-                    file.truncate(end)  # leave no half line
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with open(self.path / name, "ab") as file:
+                file.write(f"{line}\n".encode(errors="replace"))
         except OSError as error:
-            self.missing[name] += 1 + line.count("\n")
-            if was_complete:
-                warn(f"{name}: {one_line(error)}; until this ends, the logs lack lines")
+            if not self.logs_lack_lines:
+                self.logs_lack_lines = True  # before the warning, which comes back here
+                warn(f"{name}: {one_line(error)}; the logs of this launch lack lines")
 
     def close(self) -> None:
         """Unlock the folder for other runs."""

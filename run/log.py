@@ -22,7 +22,7 @@ from data.shards import Dataset
 from machine.cost import count_flops, describe
 from machine.hardware import Hardware
 from machine.ranks import Ranks
-from run.checkpoint import RunFolder, checkpoint_path
+from run.checkpoint import RunFolder, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
 from run.start import Progress
 from run.tracker import Tracker
@@ -200,11 +200,11 @@ class Log:
         """Log a save, within its pause. Its record says if the run and its log are complete."""
         if not self.ranks.is_main:
             return
-        path, seconds = checkpoint_path(self.config.out_dir, it), self.clock.since_lap()
+        path, seconds = Path(self.config.out_dir, checkpoint_name(it)), self.clock.since_lap()
         size = self.folder.size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
-        complete = complete and not self.folder.missing["metrics.jsonl"]
+        complete = complete and not self.folder.logs_lack_lines
         record = dict(path=str(path), bytes=size, seconds=seconds)
         self.record("checkpoint", iter=it, complete=complete, **record)
 
@@ -231,7 +231,7 @@ class Log:
     # The end
 
     def finish(self, reason: str, progress: Progress) -> None:
-        """Print where the time went, why the run ended, its results, and how much the log lacks."""
+        """Print where the time went, why the run ended, and its results."""
         # the final evaluation and save may have used more memory than the iterations did
         mem_gib = self.hw.peak_memory_gib()
         it, tokens = progress.iter_num, progress.tokens
@@ -243,9 +243,6 @@ class Log:
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        if missing := self.folder.missing:
-            told = " and ".join(f"{n} of {name}" for name, n in missing.items())
-            warn(f"the disk did not take all lines of this launch; missing are {told}")
         self.tracker.close()
         if progress.complete:  # after a signal, exit without waiting for loss.png
             self.draw()

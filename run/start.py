@@ -51,7 +51,7 @@ class Progress:
     iter_num: int = 0  # iterations done, including those whose update was skipped
     tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
     val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
-    best_val_loss: float = math.inf  # lowest of iteration 0 and of what was saved
+    best_val_loss: float = math.inf  # best.pt's, or that of iteration 0 if it is lower
     complete: bool = False  # whether the run was over, so that these weights are final
 
     def advance(self, tokens: int) -> None:
@@ -117,7 +117,7 @@ def find_checkpoint(c: Config) -> dict | None:
     if wants_run and (state := checkpoint.read_newest(out_dir)):
         path, it = Path(state["source"]), state["progress"]["iter_num"]
         check_fields(path, state)
-        if it != checkpoint.iteration(path):
+        if path.name != checkpoint.BEST and it != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
     others = sorted(out_dir.glob("*.pt"))

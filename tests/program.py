@@ -514,8 +514,14 @@ class Run:
 
 
 def records(out_dir: Path, kind: str | None = None) -> list[dict]:
-    """Return the records of metrics.jsonl, either all or those of one kind."""
-    found = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    """
+    Return the records of metrics.jsonl, either all or those of one kind, without lines that a full
+    disk has cut.
+    """
+    found = []
+    for line in (out_dir / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
     return [record for record in found if kind in (None, record["kind"])]
 
 

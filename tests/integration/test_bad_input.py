@@ -75,7 +75,6 @@ FOLDERS = [
     ("train.py tiny.py --out_dir=run --eval_only=True --init_from=scratch", "--init_from=auto"),
     ("train.py tiny.py --out_dir=book.txt", "File exists"),
     ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run: --out_dir"),
-    ("train.py tiny.py --init_from=resume --out_dir=best_alone", "=best_alone/best.pt NEW"),
     ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "--init_from=nanogpt_run/ckpt.pt"),
     ("train.py tiny.py --init_from=resume --out_dir=empty", "no checkpoint mounted"),
     ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3", "another"),

@@ -112,32 +112,26 @@ def best_logged(ran: Run) -> int:
 # Full disks
 
 
-def no_wait() -> InProcessRun:
-    """Return a run that fails the test if it waits for disk space."""
-    trainer = InProcessRun(fake_clock=True)
-    trainer.at["sleep", None] = lambda: pytest.fail("waits for room")
-    return trainer
-
-
-# when the disk is filled (all, or all but so many bytes) and freed, keys; the checkpoints in the
-# log, and the best one
+# when the disk is filled (all, or all but so many bytes) and freed, keys; the exit code, the
+# checkpoints in the log, and the best one
 FULL, LATE = {("update", 5): 0, ("update", 9): "free"}, dict(max_iters=12)
 FILLED = {
-    "for a while": (FULL, LATE, [4, 12], 12),
-    "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, [4, 12], 12),
-    "at the end": ({("update", 5): 0}, {}, [4], 4),
+    "for a while": (FULL, LATE, 0, [4, 12], 12),
+    "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, 0, [4, 12], 12),
+    "at the end": ({("update", 5): 0}, {}, 1, [4], 4),
+    "at a signal": ({("update", 5): 0, ("update", 7): "stop"}, {}, 1, [4], 4),
     "when the best is due": (
         *({("update", 4): 0, ("update", 6): "free"}, dict(eval_interval=2, max_iters=7)),
-        *([2, 6, 7], 6),
+        *(0, [2, 6, 7], 6),
     ),
 }
 
 
 @pytest.mark.parametrize("when", FILLED)
-def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
+def test_a_run_on_a_full_disk_trains_on_until_its_last_save_fails(
     when, tiny, ran, straight, on_disk
 ):
-    moments, keys, saved, best = FILLED[when]
+    moments, keys, code, saved, best = FILLED[when]
     disk, trainer = on_disk(), InProcessRun()
 
     def act(what):
@@ -150,15 +144,18 @@ def test_a_run_on_a_full_disk_trains_on_and_saves_what_fits_when_there_is_room(
 
     trainer.at |= {moment: lambda what=what: act(what) for moment, what in moments.items()}
     result = trainer.launch(**tiny | keys)
-    assert (result.code, ran.column("checkpoint", "iter")) == (int("end" in when), saved)
-    assert result.err.count("the logs lack lines") <= 1
-    assert "is not saved" in result.err
+    assert (result.code, ran.column("checkpoint", "iter")) == (code, saved)
+    assert result.err.count("launch lack lines") <= 1
+    warned = [line for line in lines(result.err, "warning: iter") if "is not saved" in line]
+    assert bool(warned) == (code == 0)
     assert best_iter(ran) == best and not leftovers(ran.out_dir)
-    if result.code:
-        assert "--init_from=resume continues" in result.err
+    if code:
+        (line,) = lines(result.err, "error:")
+        assert "No space left" in line and "--init_from=resume continues" in line
         free(disk)
         train(**tiny, init_from="resume")
-        assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
+        assert_same_run(straight, ran.out_dir, 8)
+        assert ran.records("checkpoint")[-1]["complete"]
 
 
 @pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
@@ -166,7 +163,7 @@ def test_a_run_fits_in_the_disk_space_that_the_docs_name(worse_later, tiny, ran,
     """Leave room for three checkpoints: two to keep, and best.pt."""
     on_disk(files=3)
     tiny |= dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
-    launch(no_wait(), **tiny)
+    launch(InProcessRun(), **tiny)
     assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert ran.saved == [8, 10]
     assert best_iter(ran) == best_logged(ran)
@@ -177,7 +174,7 @@ def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(ti
     """Close the checkpoint after loading it: deleting an open file frees no space."""
     on_disk(files=3)
     train(**tiny | dict(eval_interval=2, max_iters=2))
-    launch(no_wait(), **tiny | dict(eval_interval=2, max_iters=10), init_from="resume")
+    launch(InProcessRun(), **tiny | dict(eval_interval=2, max_iters=10), init_from="resume")
     assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert best_iter(ran) == 4
 
@@ -199,18 +196,33 @@ def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
     assert found == {it: pytest.approx(losses[it]) for it in (3, 4, 6, 8)}
 
 
-def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran, monkeypatch):
+def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran):
     """The loss is lowest at iteration 4, where the checkpoint is saved but best.pt is not."""
-    trainer, refused = InProcessRun(), mock.Mock(side_effect=OSError(errno.EIO, "failed"))
-
-    def refuse():
-        for function in ("os.link", "shutil.copyfileobj"):
-            monkeypatch.setattr(function, refused)
-
-    trainer.at["saved", 1] = refuse
-    trainer.at["update", 5] = monkeypatch.undo
-    assert "best.pt of iteration 4 is not saved" in launch(trainer, **tiny).err
+    trainer = InProcessRun()
+    trainer.at["save", 1] = raises(OSError(errno.EIO, "failed"))
+    assert "best.pt is not saved: failed" in launch(trainer, **tiny).err
+    assert ran.column("checkpoint", "iter") == [4, 8]
     assert (best_iter(ran), best_logged(ran)) == (8, 4)
+
+
+@pytest.mark.parametrize("recipe", [FALLING, AVERAGED], ids=["adamw", "averages"])
+@pytest.mark.parametrize("number", [3, 4], ids=["best.pt", "checkpoint"])
+def test_a_run_whose_last_save_fails_ends_with_an_error_and_is_finished_by_the_next_launch(
+    recipe, number, tiny, ran, tmp_path
+):
+    tiny |= recipe
+    train(**tiny | dict(out_dir=tmp_path / "straight"))
+    trainer = InProcessRun()
+    trainer.at["save", number] = raises(OSError(errno.ENOSPC, "No space left on device"))
+    result = trainer.launch(**tiny)
+    assert result.code == 1 and not ran.records("end")
+    (line,) = lines(result.err, "error:")
+    assert ("best.pt" if number == 3 else "ckpt-00000008.pt") in line and "resume" in line
+    assert "iterations are done" not in train(**tiny, init_from="auto").out
+    # averages without a best.pt are evaluated again
+    assert_same_run(tmp_path / "straight", ran.out_dir, 8, log_has_gaps=True)
+    assert same(ran.best["model"], ran.state(8)["model"])
+    assert "iterations are done" in train(**tiny, init_from="auto").out
 
 
 # -----------------------------------------------------------------------------
@@ -265,7 +277,8 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
     assert len(folders) > 12
     for folder in folders:
         killed = Run(folder)
-        newest = max(it for it in [0, *killed.saved] if it != 3)
+        first = [best_iter(killed)] if (folder / "best.pt").exists() else [0]
+        newest = max([it for it in killed.saved if it != 3] or first)
         train(**tiny | dict(out_dir=folder))
         if newest < 6:
             assert killed.column("start", "iter")[-1] == newest
@@ -328,10 +341,10 @@ HARMS = [  # a split, where the run evaluates, what happens to the split's shard
 
 
 @pytest.mark.parametrize("split, interval, harm", slow_but(HARMS[0], HARMS[2], HARMS[-1], of=HARMS))
-def test_an_unreadable_shard_ends_the_run_which_resumes_when_it_is_back(
+def test_an_unreadable_shard_ends_the_run_and_a_resume_continues_from_its_last_save(
     split, interval, harm, tiny, ran, tmp_path
 ):
-    tiny |= dict(max_iters=12, eval_interval=interval, eval_tokens=400)
+    tiny |= dict(max_iters=12, eval_interval=interval, eval_tokens=400, checkpoint_interval=3)
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     data = shutil.copytree(tiny["dataset"], tmp_path / "tokens")
 
@@ -347,6 +360,9 @@ def test_an_unreadable_shard_ends_the_run_which_resumes_when_it_is_back(
     assert f"{split}_0" in line
     assert "Traceback" not in result.err
     assert not ran.records("end")
+    last = ran.steps("iter")[-1] + 1
+    assert last == interval if split == "val" else 2 <= last < 12
+    assert [it for it in range(3, last, 3)][-2:] == ran.saved
     train(**tiny, init_from="auto")
     assert_same_run(tmp_path / "straight", ran.out_dir, 12)
 
@@ -421,7 +437,7 @@ def test_a_run_goes_on_if_its_folder_was_away_for_a_while(
     Save nothing below another name, and say that the logs lack lines. The current folder is lost
     for good, as after a network disk's return.
     """
-    trainer, out_dir, away = no_wait(), ran.out_dir, tmp_path / "away"
+    trainer, out_dir, away = InProcessRun(), ran.out_dir, tmp_path / "away"
     monkeypatch.chdir(out_dir.parent)
 
     def leave():
@@ -431,34 +447,26 @@ def test_a_run_goes_on_if_its_folder_was_away_for_a_while(
     trainer.at["update", 3] = leave
     trainer.at["update", 6] = lambda: away.rename(out_dir)
     result = launch(trainer, **tiny | dict(out_dir=out_dir.name))
-    assert result.err.count("the logs lack lines") == 1
-    assert len(lines(result.err, "warning: iter 4: checkpoint 4 is not saved")) == 1
+    assert result.err.count("launch lack lines") == 1
+    assert len(lines(result.err, "warning: iter 4: ckpt-00000004.pt is not saved")) == 1
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
     assert {*ran.steps(*STEP)} < {*Run(straight).steps(*STEP)}
     assert not leftovers(out_dir)
 
 
-# what a share cannot do, the error, and the calls that give it; Lustre has no locks without its
-# flock option, and NFS none without its lock daemon
-SHARES = [
-    ("sync", errno.EINVAL, ["os.fsync"]),
-    ("sync", errno.EIO, ["os.fsync"]),
-    ("locks", errno.ENOLCK, ["fcntl.lockf", "fcntl.flock"]),
-]
-
-
-@pytest.mark.parametrize("what, number, calls", slow_but(SHARES[0], SHARES[2], of=SHARES))
-def test_warns_once_if_a_share_cannot_sync_folders_or_has_no_locks(
-    what, number, calls, tiny, ran, straight, monkeypatch
+@pytest.mark.parametrize("lacks", ["os.fsync", "fcntl.lockf"])
+def test_a_share_that_cannot_sync_folders_or_has_no_locks_is_used(
+    lacks, tiny, ran, straight, monkeypatch
 ):
-    def refuse(file, *_):
-        if what == "locks" or stat.S_ISDIR(os.fstat(file).st_mode):
-            raise OSError(number, os.strerror(number))
+    """Warn if it has no locks: Lustre without its flock option, NFS without its lock daemon."""
 
-    for call in calls:
-        monkeypatch.setattr(call, refuse)
-    (line,) = lines(train(**tiny).err, "warning:")
-    assert what in line
+    def refuse(file, *_):
+        if lacks == "fcntl.lockf" or stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lacks, refuse)
+    warned = lines(train(**tiny).err, "warning:")
+    assert ["locks" in line for line in warned] == [True] * (lacks == "fcntl.lockf")
     assert_same_run(straight, ran.out_dir, 8)
 
 

@@ -5,9 +5,7 @@ uninterrupted one, and the interrupted run's exit code and folder tell what happ
 
 import os
 import signal
-import sys
 import textwrap
-import time
 
 import pytest
 import torch
@@ -90,7 +88,7 @@ BREAKS = {
     "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [0], [0]),
     "a signal in the first iteration": (("iteration", 1), sigterm, 143, [1], [0]),
     "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8], [0, 4, 8]),
-    "a signal in a save": (("save", 2), sigterm, 143, [4, 8, 9], [0, 4, 8]),
+    "a signal in a save": (("save", 4), sigterm, 143, [4, 8, 9], [0, 4, 8]),
     "a signal in the last iteration": (("iteration", 12), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "a signal in the last evaluation": (("evaluation", 4), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "out of memory": (("iteration", 6), raises(NO_MEMORY), 2, [4], [0, 4]),
@@ -298,7 +296,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
     train(**tiny | dict(max_iters=8))
     newest = ran.out_dir / "ckpt-00000008.pt"
     content = newest.read_bytes()
-    newest.unlink()  # best.pt may be a link to this file
     newest.write_bytes(content[:-100])
     trainer = InProcessRun()
     result = trainer.launch(**tiny, init_from="auto")
@@ -370,21 +367,3 @@ def test_a_run_ignores_a_signal_that_was_ignored_when_it_started(name, tiny, ran
     trainer = InProcessRun()
     trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
     assert (trainer.launch(**tiny).code, ran.saved[-1]) == (0, 12)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
-def test_a_run_trains_on_and_stops_at_a_signal_if_nobody_reads_its_console(tiny, ran):
-    """Write all lines to log.txt, long after the pipe is full."""
-    import fcntl
-
-    process = start("train.py", *flags(**tiny | dict(max_iters=10**6, eval_interval=10**6)))
-    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
-    deadline = time.monotonic() + 60
-    log = ran.out_dir / "log.txt"
-    while not log.exists() or log.stat().st_size < 20_000:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
-    lines = [line for line in log.read_text().splitlines() if line.startswith("iter ")]
-    assert len(lines) == ran.end["iters"] == ran.saved[-1]

@@ -66,10 +66,11 @@ def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran, tmp_
     assert ran.steps("iter") == [*range(8)]
 
 
-def test_a_copy_of_best_pt_named_as_a_checkpoint_resumes(eight, corpus, ran):
-    """Resume a run of which only best.pt is left, after copying it to a checkpoint's name."""
+@pytest.mark.parametrize("name", ["best.pt", "ckpt-00000008.pt"])
+def test_a_run_of_which_only_best_pt_is_left_resumes(name, eight, corpus, ran):
+    """Also under a checkpoint's name."""
     ran.out_dir.mkdir()
-    shutil.copy(eight / "best.pt", ran.out_dir / "ckpt-00000008.pt")
+    shutil.copy(eight / "best.pt", ran.out_dir / name)
     keys = SHORT_RUN | dict(max_iters=10, dataset=corpus, out_dir=ran.out_dir)
     train(**keys, init_from="resume")
     assert ran.steps("iter") == [8, 9]

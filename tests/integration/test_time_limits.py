@@ -196,8 +196,8 @@ def test_eta_follows_this_launchs_pace_with_its_evaluations_and_saves(trainer, t
     keys = tiny | dict(max_iters=100, eval_interval=30)
     trainer.at["iteration", 40] = sigterm
     first = etas(trainer.launch(**keys).out)
-    # 36 iterations of 10 s, and after them an evaluation of 4 s and a save of 1 s, are over
-    assert first[35] == round((36 * 10 + 4 + 1) / 36 * 64)
+    # 36 iterations of 10 s, and after them an evaluation of 4 s and two files of 1 s, are over
+    assert first[35] == round((36 * 10 + 4 + 2) / 36 * 64)
     trainer.seconds["iteration"] = 20.0
     second = etas(trainer.launch(**keys, init_from="auto").out)
     assert second[50] == 49 * 20  # none since the resume
