@@ -1,0 +1,97 @@
+"""
+Check what the program does on Windows alone, one function at a time, with Windows' modules and
+errors in the place of Linux's. CI runs all tests on Windows.
+"""
+
+import errno
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from common import child, console, files
+from machine.ranks import StopSignal
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """Let these modules see Windows. Returns the modules that only Windows has."""
+    for module in (child, console, files):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    there = SimpleNamespace(msvcrt=mock.Mock(LK_NBLCK=2), windll=mock.Mock())
+    monkeypatch.setitem(sys.modules, "msvcrt", there.msvcrt)
+    monkeypatch.setattr(child.ctypes, "windll", there.windll, raising=False)
+    return there
+
+
+@pytest.mark.parametrize("seconds, is_replaced", [(1, True), (9, False)])
+def test_waits_for_a_virus_scanner_before_it_replaces_a_file(
+    seconds, is_replaced, windows, tmp_path, monkeypatch
+):
+    """Windows refuses while another program has the file open, here for so many attempts."""
+    path, replace, refused = tmp_path / "best.pt", files.os.replace, [None] * seconds
+    path.write_bytes(b"old")
+
+    def busy(old, new):
+        if refused:
+            refused.pop()
+            raise PermissionError(errno.EACCES, "in use", str(new))
+        replace(old, new)
+
+    monkeypatch.setattr(files.os, "replace", busy)
+    try:
+        with files.replacing(path) as file:
+            file.write(b"new")
+    except PermissionError:
+        pass
+    assert path.read_bytes() == (b"new" if is_replaced else b"old")
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("answer, is_locked", [(None, True), (OSError(errno.EACCES, ""), False)])
+def test_locks_a_byte_far_behind_the_contents(answer, is_locked, windows, tmp_path):
+    windows.msvcrt.locking.side_effect = answer
+    with open(tmp_path / "lock", "ab") as file:
+        assert files.try_lock(file) == is_locked
+        assert file.tell() == 2**30
+        windows.msvcrt.locking.assert_called_once_with(file.fileno(), 2, 1)
+
+
+def test_keeps_windows_awake_and_quotes_commands_for_its_shells(windows):
+    child.keep_awake()
+    windows.windll.kernel32.SetThreadExecutionState.assert_called_once_with(0x80000001)
+    assert console.command_line("python", Path("a b.py")) == 'python "a b.py"'
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="imitates Ctrl-Break with a signal of Linux")
+def test_ctrl_break_stops_a_run_with_its_exit_code(monkeypatch):
+    monkeypatch.setattr(signal, "SIGBREAK", signal.Signals(21), raising=False)
+    stop = StopSignal(is_main=True)
+    signal.getsignal(21)(21, None)
+    assert stop.number == 21
+
+
+def test_a_child_process_sees_an_empty_stdin_and_ends_with_its_parent(tmp_path, monkeypatch):
+    """
+    Hide the pipe from libraries: on Windows, inspecting a pipe that a thread reads blocks until the
+    next line arrives. The child exits when its parent closes the pipe.
+    """
+    code = (
+        "import os, sys, threading, time\n"
+        "threading.Timer(60, os._exit, [3]).start()\n"
+        "os.write(2, repr(sys.stdin.read()).encode() + b'\\n')\n"
+        "time.sleep(600)"
+    )
+    (tmp_path / "reader.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path.parent)
+    process = child.start_child("reader", stderr=subprocess.PIPE)
+    assert process.stderr.readline() == b"''\n"
+    process.stdin.close()
+    assert process.wait(20) == 1
