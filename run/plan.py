@@ -30,11 +30,9 @@ from run.start import ARCHITECTURE
 # GPT-2. docs/internals/simulated_gpus.md derives 3.9%, and 4.5% with 18 Newton-Schulz iterations;
 # two GPUs measured 1.5% and 8.9%. No published MFU includes this.
 MUON_OVERHEAD = 1.045
-# The GB/s to assume between GPUs: within a machine PCIe 4.0 without peer access, unless gpus.csv
-# has a faster link; between machines 100 Gbit/s. On a link, a byte takes ten bits.
+# The GB/s to assume between a machine's GPUs, unless gpus.csv has a faster link: PCIe 4.0 without
+# peer access
 PCIE_GBS = 12
-NETWORK_GBS = 10
-GPUS_OF_A_MACHINE = 8
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 # A model narrower than PUBLISHED_WIDTH reaches a lower MFU: the likely one times
 # (n_embd / 768) ** 0.25, the lowest times (n_embd / 768) ** 0.4. Public pairs of runs have 0.84 and
@@ -46,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add plan's own flags to bench.py's parser."""
     add = parser.add_argument
     add("--gpu", metavar="NAME", help="such as 4070 (default: this machine's)")
-    add("--gpus", type=parse_count, default=1, help="number of GPUs (default: 1)")
+    add("--gpus", type=parse_count, default=1, help="GPUs of one machine (default: 1)")
     add("--iter_seconds", type=float, metavar="S", help="seconds per iteration on one GPU")
     add("--dataset_tokens", type=parse_count, help="such as 10B, to compute epochs")
     add("--watts", type=float, metavar="W", help="power of one GPU, to compute the energy")
@@ -110,8 +108,6 @@ def plan(config: Config, options: Namespace) -> dict:
     # Several GPUs share the work evenly, and then average their float32 gradients: each sends and
     # receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md)
     link_gbs = float((row and row["link_gbs"]) or PCIE_GBS)
-    if gpus > GPUS_OF_A_MACHINE:
-        link_gbs = NETWORK_GBS
     exchange = 2 * (gpus - 1) / gpus * 4 * cost.count_trained(model) / (link_gbs * 1e9)
     iter_seconds, shortest, longest = (s / gpus + exchange for s in seconds)
 
@@ -127,14 +123,15 @@ def plan(config: Config, options: Namespace) -> dict:
 
     def seconds_until(it: int) -> float:
         evaluations, saves = pauses_until(it)
-        return it * iter_seconds + evaluations * eval_seconds + saves * save_seconds
+        files = saves + max(0, evaluations - 1)  # the save after an evaluation writes best.pt too
+        return it * iter_seconds + evaluations * eval_seconds + files * save_seconds
 
     iters = c.max_iters
     if c.hours:  # as in train.py, the iteration during which they pass is the last
         iters = bisect_left(range(iters), 3600 * c.hours, key=seconds_until)
     if iters < c.max_iters:
         shortest = longest = iter_seconds  # the run ends on time, whatever its pace
-    last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
+    last_seconds = eval_seconds + 2 * save_seconds  # an evaluation and a save follow
     evaluations, saves = (1 + n for n in pauses_until(iters))
     tokens, tokens_per_sec = c.iter_tokens * iters, c.iter_tokens / iter_seconds
 
