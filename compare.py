@@ -84,9 +84,9 @@ def table_rows(runs: list[Run]) -> list[tuple[str, str, list, Callable[..., str]
     rows.append(("last val loss", "last_val_loss", last("val_loss"), decimals))
     rows.append(("best val loss", "best_val_loss", best("val_loss"), decimals))
     rows.append(("best bits per byte", "best_bits_per_byte", best("bits_per_byte"), decimals))
-    for name in dict.fromkeys(name for run in runs for name in run.measures):
+    for name in dict.fromkeys(name for run in runs for name in run.others):
         form = decimals if name.endswith("_loss") else "{:.4g}".format
-        rows.append((f"last {name.replace('_', ' ')}", f"measures/{name}", last(name), form))
+        rows.append((f"last {name.replace('_', ' ')}", f"others/{name}", last(name), form))
     # the keys in which the runs differ; a published run has only the keys that it names
     for key in dict.fromkeys(key for run in runs for key in run.config):
         told = {str(r.config.get(key)) for r in runs if key in r.config or not r.is_published}

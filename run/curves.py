@@ -44,7 +44,7 @@ class Run:
     `start` is the last start record; `end` holds the records of the last save and of the end, if
     there was one. `step` and `eval` are columns, ordered by iteration: one array per value, NaN if
     unknown. Only published means of several runs have a band of val losses, from `low` to `high`.
-    `measures` names the numbers that only this run's evaluations have; they are columns too.
+    `others` names the numbers that only this run's evaluations have; they are columns too.
     `config` has the keys of the last launch, but says from which weights the first one began.
     `iterations`, `tokens` and `hours` are None if unknown; `hours` includes iterations,
     evaluations, samples and saves.
@@ -67,8 +67,8 @@ class Run:
                 self.end |= record
         pairs = (pair for record in evals.values() for pair in record.items())
         found = {k for k, v in pairs if isinstance(v, int | float)}
-        self.measures = sorted(found - {*EVAL.split()})
-        columns = [*EVAL.split(), *self.measures]
+        self.others = sorted(found - {*EVAL.split()})
+        columns = [*EVAL.split(), *self.others]
         rows = ([number(record.get(key)) for key in columns] for record in evals.values())
         values = array("d", itertools.chain.from_iterable(rows))
         self.step, self.eval = to_columns(steps, STEP.split()), to_columns(values, columns)
@@ -93,12 +93,12 @@ class Run:
     def has_band(self) -> bool:
         return bool(np.isfinite(self.eval["low"]).any())
 
-    def curve(self, axis: str, measure: str = "val_loss") -> tuple[np.ndarray, np.ndarray]:
+    def curve(self, axis: str, column: str = "val_loss") -> tuple[np.ndarray, np.ndarray]:
         """
         Return where on the axis (iter, tokens or hours) the run was evaluated, and its val losses,
-        or another measure's values, there. The evaluation at iteration 0 is left out.
+        or another column's values, there. The evaluation at iteration 0 is left out.
         """
-        x, values = self.eval[axis], self.eval[measure]
+        x, values = self.eval[axis], self.eval[column]
         known = (self.eval["iter"] > 0) & np.isfinite(x) & np.isfinite(values)
         return x[known], values[known]
 
@@ -207,14 +207,11 @@ def save_picture(groups: list[list[Run]], path: Path, problem: str = "") -> None
 
 def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     """
-    Draw losses, tok/s, learning rate and other measures over tokens, and val loss over time. Each
-    group has a colour and a marker.
+    Draw losses, tok/s and learning rate over tokens, and val loss over time. Each group has a
+    colour and a marker.
     """
-    runs = [run for group in groups for run in group]
     places = [["losses", "hours"], ["speed", "rate"]]
-    if any(not name.endswith("_loss") for run in runs for name in run.measures):
-        places.append(["others", "others"])
-    panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5, 2.5)[: len(places)])
+    panels = figure.subplot_mosaic(places, height_ratios=(5, 2.5))
     # losses after 2% of a run; the fall from ln V would flatten the rest of the plot
     settled = []
     for i, run in ((i, run) for i, group in enumerate(groups) for run in group):
@@ -224,13 +221,10 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         label = ", ".join(r.name for r in groups[i]) if run is groups[i][0] else None
         curves = [(thin_out(run, "loss"), dict(line, alpha=0.8))]
         curves.append((run.curve("tokens"), dict(marked, label=label)))
-        for n, name in enumerate(run.measures, start=i + 1):
+        for n, name in enumerate((n for n in run.others if n.endswith("_loss")), start=i + 1):
             style = marked | dict(marker=MARKERS[n % len(MARKERS)], linestyle="--")
             style |= dict(label=f"{name.replace('_', ' ')} of {run.name}")
-            if name.endswith("_loss"):
-                curves.append((run.curve("tokens", name), style))
-            else:
-                panels["others"].plot(*run.curve("tokens", name), **style)
+            curves.append((run.curve("tokens", name), style))
         for (x, y), style in curves:
             panels["losses"].plot(x, y, **style)
             settled.append(y[x >= 0.02 * np.max(x, initial=0)])
@@ -246,7 +240,6 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
         hours=("hours", "val loss, nats per token"),
         speed=("tokens", "tokens per second"),
         rate=("tokens", "learning rate"),
-        others=("tokens", "other measures"),
     )
     for place, axes in panels.items():
         x_label, y_label = labels[place]

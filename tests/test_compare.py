@@ -27,13 +27,13 @@ def make_records(
     step_ms: float = 100,
     bits: float | None = None,
     start: dict | None = None,
-    measures: dict | None = None,
+    others: dict | None = None,
     **config,
 ) -> list[dict]:
     """
     Return the records of a finished run: one for every iteration, evaluations of 2 s and, with each
     but the first, a checkpoint of 1 s. `bits` is the bits per byte of a loss of 1; `start` adds or
-    replaces fields of the start record, and `measures` adds fields to each evaluation.
+    replaces fields of the start record, and `others` adds fields to each evaluation.
     """
     first = dict(kind="start", config=dict(dataset="d", eval_tokens=4096) | config)
     first |= dict(tokenizer="gpt2", data_fingerprint="all", val_fingerprint="val")
@@ -46,7 +46,7 @@ def make_records(
             hours += 2 / 3600
             losses = dict(val_loss=val_losses[it], bits_per_byte=bits and val_losses[it] * bits)
             line = dict(kind="eval", hours=hours, seconds=2)
-            records.append(line | at | losses | (measures or {}))
+            records.append(line | at | losses | (others or {}))
         if it in val_losses and it > 0:
             hours += 1 / 3600
             records.append(dict(kind="checkpoint", iter=it, seconds=1, complete=it == last))
@@ -482,12 +482,11 @@ def test_cuts_off_the_losses_of_a_runs_first_2_percent_alone(at, is_cut):
     assert (losses.get_ylim()[1] < 90) == is_cut
 
 
-def test_draws_other_losses_among_the_losses_and_other_measures_on_their_own_axis():
+def test_draws_other_losses_among_the_losses_and_no_other_numbers():
     """Show a loss below the train and val losses too. test_hacking.py reads the table's row."""
-    measures = dict(second_loss=1.0, choices=0.5)
-    losses, *_, others = drawn(make_run("a", {0: 8.0, 5: 4.0, 10: 3.0}, measures=measures)).axes
-    assert losses.get_ylim()[0] < 1.0
-    assert lines(others) == [([5000, 10_000], [0.5, 0.5])]
+    others = dict(second_loss=1.0, choices=0.5)
+    losses, *_ = drawn(make_run("a", {0: 8.0, 5: 4.0, 10: 3.0}, others=others)).axes
+    assert losses.get_ylim()[0] < 1.0 and len(lines(losses)) == 3
 
 
 # -----------------------------------------------------------------------------
@@ -533,7 +532,7 @@ def test_compares_and_draws_the_seeds_of_two_sides(tmp_path):
     assert (tmp_path / "c").read_bytes().startswith(b"\x89PNG")
     other = write_run(tmp_path / "other", ends(1.0), start=dict(val_fingerprint="else"))
     refused = run("compare.py", other, "--against", *base)
-    assert refused.code == 2 and "not comparable" in refused.err
+    assert refused.code == 1 and "not comparable" in refused.err
 
 
 EMPTY = """
@@ -570,5 +569,5 @@ def test_an_unwritable_path_gives_one_error_line_after_the_table(flag, tmp_path,
     result = run("compare.py", "a", flag)
     assert "best val loss" in result.out
     (said,) = result.err.splitlines()
-    assert result.code == 2 and said.startswith(f"error: {flag.partition('=')[2]}")
+    assert result.code == 1 and said.startswith(f"error: {flag.partition('=')[2]}")
     assert sorted(tmp_path.rglob("*")) == before
