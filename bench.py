@@ -42,7 +42,6 @@ from common.console import (
     Parser,
     UserError,
     command_line,
-    explain_errors,
     percent,
     run_main,
     say,
@@ -275,11 +274,6 @@ def parse_arguments(mode: str, argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def explain_memory(error: Exception) -> str:
-    hint = "out of memory; close other programs that use this device"
-    return hint if hardware.is_out_of_memory(error) else ""
-
-
 def main(argv: list[str]) -> int:
     mode, *rest = argv if argv and argv[0] in MODES else ["", *argv]
     options, keys = parse_arguments(mode, rest)
@@ -292,7 +286,6 @@ def main(argv: list[str]) -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     if mode == "check":
-        explain_errors(explain_memory)
         result = check(config)
     elif mode == "plan":
         result = plan.plan(config, options)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import explain_errors, run_main, say, warn
+from common.console import run_main, say, warn
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, Location, Positive, UpToOne, read_config
 from data.tokenizer import Tokenizer
@@ -117,10 +117,5 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def explain(error: Exception) -> str:
-    return "out of memory; reduce --num_samples" if hardware.is_out_of_memory(error) else ""
-
-
 if __name__ == "__main__":
-    explain_errors(explain)
-    run_main(main)
+    run_main(main, "reduce --num_samples")

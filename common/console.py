@@ -133,9 +133,8 @@ COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it c
 
 class UserError(Exception):
     """
-    Raised for an error that the user can fix, and that the same command would meet again. Its
-    arguments are its problems, each a line, perhaps with a COMMAND below the line. Scripts print
-    them and exit with 2.
+    Raised for an error that the user can fix. Its arguments are its problems, each a line, perhaps
+    with a COMMAND below the line. Scripts print them and exit with 1.
     """
 
 
@@ -175,42 +174,32 @@ def did_you_mean(name: str, known, dashes: str = "") -> str:
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
-explanation: Callable[[Exception], str] | None = None  # what run_main() asks to explain an error
+# How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
+# Windows' and MPS's
+OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 
 
-def explain_errors(explain: Callable[[Exception], str]) -> None:
-    """Let run_main() print the line explain(error) instead of a traceback, unless it is ""."""
-    global explanation
-    explanation = explain
-
-
-def report(error: Exception) -> int:
-    """
-    Print an error and return its exit code: 2 if the same command would meet it again, otherwise 1.
-    A UserError, an OSError and what explain_errors() was told to explain are one `error:` line for
-    each problem. The rest print a traceback.
-    """
-    code, lines = 2, list(error.args)
-    if isinstance(error, OSError):
-        code, lines = 1, [one_line(error)]
-    elif not isinstance(error, UserError):
-        lines = [line] if explanation and (line := explanation(error)) else []
-    if not lines:
-        code = 1
-        say(traceback.format_exc().rstrip(), console="stderr")
-    for line in lines:
-        say(f"error: {line}", console="stderr")
-    return code
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether `error`, or an error that it wraps, says that memory ran out."""
+    while error is not None:
+        is_named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")  # torch's, Python's
+        if is_named or re.search(OUT_OF_MEMORY, str(error)):
+            return True
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    return False
 
 
 def run_main(
     main: Callable[[list[str]], int | None],
+    memory_hint: str = "close other programs",
     before_error: Callable[[], None] = lambda: None,
     end_process: Callable[[int], NoReturn] = sys.exit,
 ) -> None:
     """
-    Run a script's main(argv) and exit: with 0 or what main() returns, or after an error with what
-    report() returns. `before_error` is called before that, and `end_process` gets the exit code.
+    Run a script's main(argv) and exit: with 0 or what main() returns, with 1 after any error. A
+    UserError or an OSError prints one `error:` line per problem. If memory ran out, the line says
+    `memory_hint`; any other error prints a traceback. `before_error` is called before an error is
+    printed, and `end_process` gets the exit code.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
@@ -222,5 +211,12 @@ def run_main(
         code = 128 + signal.SIGINT
     except Exception as error:
         before_error()
-        code = report(error)
+        lines: list = []  # none: a traceback
+        if isinstance(error, (UserError, OSError)):
+            lines = [*error.args] if isinstance(error, UserError) else [one_line(error)]
+        elif is_out_of_memory(error):
+            lines = [f"out of memory; {memory_hint}"]
+        text = [f"error: {line}" for line in lines] or [traceback.format_exc().rstrip()]
+        say(*text, console="stderr")
+        code = 1
     end_process(code)

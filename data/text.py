@@ -208,11 +208,11 @@ def text_of(value: object) -> str:
 
 def wait_or_raise(name: str, error: Exception, failures: int) -> None:
     """
-    Wait before asking the hub for `name` again. Raises OSError if it has failed for an hour.
+    Wait before asking the hub for `name` again. Raises UserError if it has failed for an hour.
     """
     problem = f"{name}: {one_line(error)}"  # the library's message
     if failures >= len(HUB_WAITS):
-        raise OSError(0, f"{problem}; check the network, then repeat the command") from None
+        raise UserError(f"{problem}; check the network, then repeat the command") from None
     warn(f"{problem}; trying again in {HUB_WAITS[failures]} s")
     time.sleep(HUB_WAITS[failures])
 

@@ -113,10 +113,10 @@ def train(**keys) -> Result:
 
 def refused(result: Result, *words: str) -> str:
     """
-    Check that a command was refused before it did anything: exit code 2, and one line of error that
+    Check that a command was refused before it did anything: exit code 1, and one line of error that
     holds these words. An indented line continues the line before. Returns the line.
     """
-    assert result.code == 2, result
+    assert result.code == 1, result
     lines = result.err.replace("\n    ", " ").splitlines()
     (line,) = [line for line in lines if not line.startswith("warning: ")]
     assert line.startswith("error: "), line

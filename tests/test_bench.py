@@ -183,7 +183,7 @@ def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(children, mo
 MISTAKE = failing("raise ZeroDivisionError('mine')", 4)
 ERRORS = [  # code that the child runs first, a flag, words that it prints
     ("", dict(block_size=512), "error: .*block_size"),
-    (failing(CUDA_IS_FULL, 4), {}, "error: out of memory with batch_size=4"),
+    (failing(CUDA_IS_FULL, 4), {}, "error: out of memory; halve batch_size"),
     (MISTAKE, {}, "ZeroDivisionError: mine"),
 ]
 
@@ -192,7 +192,7 @@ ERRORS = [  # code that the child runs first, a flag, words that it prints
 def test_bench_prints_the_errors_of_a_training_run_that_fails(code, keys, said, children):
     subprocess.Popen.code = code
     result = run("bench.py", *flags(**TINY | dict(compile=False) | keys))
-    assert result.code == 2 and re.search(said, result.err), result.err
+    assert result.code == 1 and re.search(said, result.err), result.err
     assert "train.py ended with exit code" in result.err
 
 

@@ -369,7 +369,7 @@ def test_reads_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/model"])
 def test_an_unreachable_hub_gives_one_error_line(name, tmp_path, monkeypatch):
-    """Say that the model cannot be fetched, and exit with code 2."""
+    """Say that the model cannot be fetched, and exit with code 1."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused(run("sample.py", f"--init_from={name}"), f"{name}: no such file", "cannot be fetched")

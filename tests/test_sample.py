@@ -210,7 +210,7 @@ def test_samples_print_control_characters_as_escapes_even_into_a_pipe(made, tmp_
 def test_running_out_of_memory_prints_one_line_that_says_what_to_reduce(made):
     with mock.patch("model.generate", side_effect=torch.OutOfMemoryError):
         result = run("sample.py", f"--out_dir={made}", *SHORT)
-    assert result.code == 2
+    assert result.code == 1
     assert result.err.splitlines()[1:] == ["error: out of memory; reduce --num_samples"]
 
 

@@ -213,7 +213,7 @@ def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypat
 
 
 # -----------------------------------------------------------------------------
-# Bad input: one line, exit code 2, nothing left behind
+# Bad input: one line, exit code 1, nothing left behind
 
 
 @pytest.mark.parametrize(
