@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# Repeat a command until it is done, whatever ends it: bash night.sh python train.py config/fast.py
+# Repeat a command until it is done: bash night.sh python train.py config/fast.py
 #
-# The same command continues a run. This launches it again after a crash or an error that may pass,
-# at most twelve times an hour.
+# Every launch continues the run. This launches it again five minutes after an error or a crash, and
+# gives up after five launches in a row of less than two minutes.
 trap exit INT # Ctrl-C ends the run, which saves, and then this script
+short=0
 while true; do
+    began=$SECONDS
     "$@"
     code=$?
     case $code in
-        1 | 134 | 135 | 137 | 139) ;; # an error that may pass; PyTorch, a driver or lack of memory
-        *) exit $code ;;              # 0: done, 2: it would come again, 128 + N: stopped by signal N
+        1 | 134 | 135 | 137 | 139) ;; # an error; a crash of PyTorch or a driver, or lack of memory
+        *) exit $code ;;              # 0: done, 128 + N: stopped by signal N
     esac
-    echo "night.sh: exit code $code; again in five minutes, unless you press Ctrl-C" >&2
+    ((short = SECONDS - began < 120 ? short + 1 : 0))
+    [ $short = 5 ] && exit $code
+    echo "night.sh: exit code $code; launching again in five minutes, unless you press Ctrl-C" >&2
     sleep 300
 done

@@ -11,19 +11,15 @@ what surrounds a run in run/, and the device and the processes in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
-Exit codes: 0 done; 2 an error that the same command would meet again; 1 any other error; 128 + N
-stopped by signal N, after a save if the training loop had begun. docs/recovery.md acts on them.
+Exit codes: 0 done; 1 any error; 128 + N stopped by signal N, after a save if the training loop had
+begun.
 """
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from signal import Signals
-
-if __name__ == "__main__":
-    STARTED = time.perf_counter()  # importing torch counts towards the run's time
 
 import common.environment  # before torch  # noqa: F401  isort: skip
 import torch
@@ -32,87 +28,78 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from common.child import keep_awake
-from common.console import UserError, explain_errors, run_main, say
+from common.console import UserError, run_main, say
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches
 from data.shards import Dataset, ShardTokens
-from data.tokenizer import Tokenizer
 from machine import hardware
 from machine.compiled import compile_checked, freeze_garbage
-from machine.cost import describe, fit_batch
+from machine.cost import fit_device
 from machine.hardware import Hardware
 from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
-from model import GPT, generate
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from run.checkpoint import BEST, RunFolder, checkpoint_name
 from run.clock import Clock, training_hours
-from run.log import Log, evaluation_line, origin_lines
+from run.log import Log, origin_lines
 from run.pretrained import load_weights
 from run.start import Progress, check_data, choose_run, open_data
 
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 RESUME = "--init_from=resume continues from the newest checkpoint"
+MEMORY_HINT = (
+    "halve batch_size and, unless tokens_per_iter is set, double gradient_accumulation_steps; "
+    "or use a smaller block_size or model"
+)
 
 
-def main(argv: list[str], import_seconds: float = 0.0) -> int:
-    began = time.perf_counter() - import_seconds
+def main(argv: list[str]) -> int:
+    began = time.perf_counter()
 
-    # Which run is this, and where does it begin? `asked` is what the command and the checkpoint ask
-    # for; below, `c` is what this device makes of it. Each rank reads for itself, and then they go
-    # on together. Rank 0 alone prints, samples and writes: `on_main` calls a function there
+    # Which run is this, and what does it begin with? `begun` holds a checkpoint to continue, or
+    # weights, or nothing. `asked` is what the command and `begun` ask for; below, `c` is what this
+    # device makes of it. Each rank reads for itself, and then they join. Rank 0 alone writes:
+    # `on_main` calls a function there
     ranks = Ranks()
-    asked, pretrained, resumed = choose_run(argv, ranks.world_size)
-    progress = Progress(**resumed["progress"]) if resumed else Progress()
-    before = training_hours(resumed["ledger"]) if resumed else 0.0
-    # a run is done once its last save has worked, and that of best.pt if its weights are the best
-    is_done = progress.complete and best_loss(progress) == progress.best_val_loss
-    if is_done and not asked.eval_only and why_over(asked, progress.iter_num, before):
-        done = f"all {progress.iter_num:,} iterations are done"
+    asked, begun = choose_run(argv, ranks.world_size)
+    progress = Progress(**begun.get("progress", {}))
+    it = progress.iter_num
+    if progress.complete and why_over(asked, it, training_hours(begun["ledger"])):
+        done = f"all {it:,} iterations are done"
         say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
 
-    # Data and device. An evaluation measures the loss of each split named here, and the number that
-    # each function in `measures` returns for the model. All of them are logged, drawn and compared
+    # Data and device. An evaluation measures the loss of each split named here
     keep_awake()
     data = open_data(asked)  # may download the tokens first
-    check_data(asked, data, pretrained, resumed)
+    check_data(asked, data, begun)
     hw = hardware.set_up(asked, ranks.local_rank)
-    weights = resumed or pretrained  # to begin with; None: random ones
-    # with a micro-batch that fits, and compiled only where that works
-    c = fit_batch(hardware.settle(asked), data.vocab, hw, ranks.world_size, weights)
-    facts = dict(command=asked, checkpoint=progress.iter_num, dataset=data.fingerprint)
+    asked = replace(asked, dtype=hw.dtype_name)  # a resume keeps the dtype that auto meant here
+    c = fit_device(asked, data.vocab, hw, ranks.world_size, begun)
+    facts = dict(command=asked, checkpoint=it, dataset=data.fingerprint)
     ranks.join(**facts, device=hw.name, batch_size=c.batch_size)  # the same on all ranks
-    explain_errors(lambda error: hardware.explain_memory(error, c, ranks.world_size))
     splits = {"train": data.train, "val": data.val}
-    measures: dict[str, Callable[[GPT], float]] = {}
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
-    model = make_model(c, data.vocab, hw, weights)
-    origin = origin_lines(asked, pretrained, resumed)
-    if c.eval_only:
-        say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
-        evaluate_only(model, data, splits, measures, progress.iter_num, c, hw, ranks)
-        return 0
+    model = make_model(c, data.vocab, hw, begun)
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    if resumed:
-        restore(resumed, optimizer, scaler, c, hw, ranks.rank)
+    if "optimizer" in begun:
+        restore(begun, optimizer, scaler, c, hw, ranks.rank)
 
     # Files, clock, log and batches. From here on out_dir belongs to this run. Its path is absolute,
     # because after a network disk's return the current folder may still be unreachable
-    folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints)
-    ranks.on_main(folder.claim, resumed)
-    clock = Clock(began, hw.synchronize, resumed)
+    folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints, writes=not c.eval_only)
+    ranks.on_main(folder.claim, begun)
+    clock = Clock(began, hw.synchronize, begun)
     log = Log(c, clock, hw, data, model, progress, folder, ranks)
-    log.begin(origin)  # also starts the tracker
-    tokenizer = sample_tokenizer(c, data, progress, log) if ranks.is_main else None
+    log.begin(origin_lines(asked, begun))  # also starts the tracker
     batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
-    del weights, pretrained, resumed  # frees the loaded checkpoint
+    del begun  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
     # ends
@@ -130,12 +117,14 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
 
     def evaluate() -> None:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-            numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks)
+            numbers = estimate_loss(model, splits, batches, c, hw, ranks)
             progress.record(numbers["val_loss"])
             log.report_eval(progress, numbers)
 
     def save() -> str:
         """Save best.pt if it is due, and a checkpoint. Return "" or what the disk did not take."""
+        if c.eval_only:
+            return ""
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress)
             state = state_to_save(asked, data, model, optimizer, scaler, clock, hw, ranks)
@@ -145,7 +134,7 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
     # save: the same command continues from the newest checkpoint
     while True:
         it = progress.iter_num
-        # rank 0's training hours so far, seconds since its last attempt to save, and its signal
+        # rank 0's training hours, seconds since its last attempt to save, and signal, for all ranks
         hours, since_save, signal = ranks.on_main(lambda: (*clock.read(), stop.number))
         over = why_over(c, it, hours)
         if over or signal:
@@ -155,29 +144,28 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             continue  # with the clock and the signal of now
         if save_due(c, progress, since_save) and (problem := save()):
             log.warn(it, f"{problem}; training continues, and a later save tries again")
-        if progress.val_loss is not None and it > 0 and tokenizer:
-            print_sample(model, tokenizer, data, c, it, hw, clock, log)
+        if progress.val_loss is not None and it > 0:
+            log.sample(it)
         set_rates(optimizer, it, c, hours)
         micro_batches = batches.take(accum)
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        batches.read(accum)  # the next iteration's, while the device works
+        batches.read_ahead(accum)  # for the next iteration, while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
-        tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
-        progress.advance(tokens)
+        progress.advance(c.iter_tokens)
 
         # log every log_interval iterations, and after max_iters. Only here and in pauses does
-        # training wait for the device, so skipped updates are noticed here; MAX_SKIPS end the run
+        # training wait for the device, so skipped updates are noticed here
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
-            (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
-            lr = optimizer.param_groups[0]["lr"]
-            log.report_step(it, progress.tokens - tokens, progress.tokens, loss, lr, numbers)
+            (loss,) = ranks.sum(total_loss.item() / c.gradient_accumulation_steps)
+            log.report_step(progress, loss, optimizer.param_groups[0]["lr"], numbers)
             check_skips(int(skipped), it, log)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
+    check_skips(int(skipped), it, log)
     if over:
         if load_averages(optimizer):
             log.report_averages(it)
@@ -186,9 +174,9 @@ def main(argv: list[str], import_seconds: float = 0.0) -> int:
             evaluate()
         progress.complete = True
     if problem := save():
-        raise OSError(0, f"{problem}; {RESUME}")
-    if over and tokenizer:
-        print_sample(model, tokenizer, data, c, it, hw, clock, log)
+        raise UserError(f"{problem}; {RESUME}")
+    if over:
+        log.sample(it)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over or Signals(signal).name, progress)
     folder.close()
@@ -287,9 +275,9 @@ def best_loss(progress: Progress) -> float:
 def save_due(c: Config, progress: Progress, since_save: float) -> bool:
     """
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
-    ten minutes, but not before the first iteration.
+    ten minutes, but not before the first iteration, and not twice.
     """
-    if progress.iter_num == 0:
+    if progress.iter_num == 0 or progress.saved:
         return False
     if progress.val_loss is not None:
         return True
@@ -302,12 +290,12 @@ def save_due(c: Config, progress: Progress, since_save: float) -> bool:
 # Model and schedule
 
 
-def make_model(c: Config, vocab: int, hw: Hardware, weights: dict | None):
-    """Return the model on its device, with `weights` or else with random ones, which seed sets."""
+def make_model(c: Config, vocab: int, hw: Hardware, begun: dict):
+    """Return the model on its device, with begun's weights or else with random ones by seed."""
     torch.manual_seed(c.seed)
-    model = build_model(model_config(c, vocab, weights)).to(hw.device)
-    if weights:
-        load_weights(model, weights)
+    model = build_model(model_config(c, vocab, begun)).to(hw.device)
+    if begun:
+        load_weights(model, begun)
     return model
 
 
@@ -356,41 +344,27 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Evaluating and sampling
+# Evaluating
 
 
 @torch.no_grad()
 def estimate_loss(
-    model, splits: dict[str, ShardTokens], measures, batches: Batches, c, hw, ranks: Ranks
+    model, splits: dict[str, ShardTokens], batches: Batches, c, hw, ranks: Ranks
 ) -> dict[str, float]:
     """
-    Return an evaluation's numbers by name. NAME_loss is a split's mean loss on fixed windows, in
-    nats per token, without dropout. The windows do not depend on the micro-batch size or the number
-    of ranks. The other numbers come from `measures`. Every rank must call this, and gets all
-    numbers. A signal does not shorten this. Raises OSError and UserError.
+    Return each split's mean loss on fixed windows as NAME_loss, in nats per token, without dropout.
+    The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
+    this, and gets all losses. Raises OSError and UserError.
     """
     tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
     losses: dict[str, float] = {}
-    others: dict[str, float] = {}
     model.eval()
     for name, split in splits.items():
         micro_batches = batches.read_eval(split, tokens, spread=name == "train")
         nats, count = ranks.sum(*sum_losses(model, micro_batches, hw))
         losses[f"{name}_loss"] = nats / count
-    for name, function in measures.items():
-        others[name] = ranks.on_main(measure, function, model, hw)
     model.train()
-    return dict(**losses, **others)  # raises TypeError if a measure has the name of a loss
-
-
-def measure(function: Callable[[GPT], float], model, hw: Hardware) -> float:
-    """Return the number that function(model) returns. Nothing is compiled for it."""
-    model.eval()  # the measure before may have changed it
-    try:
-        with hw.autocast(), torch.compiler.set_stance("force_eager"):
-            return float(function(model))
-    except SystemExit as error:  # would end the run as if it were done
-        raise RuntimeError(f"a measure called sys.exit({error.code!r})") from None
+    return losses
 
 
 def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
@@ -406,39 +380,6 @@ def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
     sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
     return math.fsum(sums), sum(counts)
-
-
-def evaluate_only(model, data: Dataset, splits, measures, it: int, c, hw, ranks: Ranks) -> None:
-    """Evaluate the weights once, print the numbers and write nothing."""
-    batches = Batches(data, c, hw.device, 0, ranks.rank, ranks.world_size)
-    began = time.perf_counter()
-    numbers = estimate_loss(model, splits, measures, batches, c, hw, ranks)
-    say(evaluation_line(it, numbers, time.perf_counter() - began, data))
-    say(f"val_loss: {numbers['val_loss']:.4f}")
-
-
-def sample_tokenizer(c: Config, data: Dataset, progress: Progress, log: Log) -> Tokenizer | None:
-    """Open the tokenizer of samples, if the run prints any. Warn if it is missing."""
-    try:
-        return Tokenizer(data.tokenizer) if c.sample_tokens else None
-    except UserError as error:  # offline, and the vocabulary is not cached
-        log.warn(progress.iter_num, f"sample_tokens: {error}; continuing without samples")
-        return None
-
-
-def print_sample(
-    model, text: Tokenizer, data: Dataset, c: Config, it: int, hw: Hardware, clock: Clock, log: Log
-) -> None:
-    """Print sample_tokens tokens from the model, always drawn with the same random numbers."""
-    prompt = text.start_ids()
-    generator = torch.Generator(hw.device).manual_seed(c.seed)
-    with clock.pause("samples"):
-        model.eval()
-        with hw.autocast():
-            idx = torch.tensor([prompt], device=hw.device)
-            ids = generate(model, idx, c.sample_tokens, data.vocab, 0.8, 200, generator=generator)
-        model.train()
-        log.report_sample(it, text.decode(ids[0, len(prompt) :].tolist()))
 
 
 # -----------------------------------------------------------------------------
@@ -476,28 +417,31 @@ def save_state(state: dict, progress: Progress, folder: RunFolder, ranks: Ranks,
     the disk did not take.
     """
     lowest, problem = best_loss(progress), ""
+    saved = replace(progress, saved=True)
     if lowest < progress.best_val_loss:
-        best = asdict(replace(progress, best_val_loss=lowest))
-        problem = ranks.on_main(folder.save, BEST, state | dict(progress=best))
-        if not problem:
-            progress.best_val_loss = lowest
+        best = asdict(replace(saved, best_val_loss=lowest))
+        if problem := ranks.on_main(folder.save, BEST, state | dict(progress=best)):
+            saved.complete = False  # the next launch saves it
+        else:
+            progress.best_val_loss = saved.best_val_loss = lowest
     name = checkpoint_name(progress.iter_num)
-    if failed := ranks.on_main(folder.save, name, state | dict(progress=asdict(progress))):
+    if failed := ranks.on_main(folder.save, name, state | dict(progress=asdict(saved))):
         return failed
-    log.report_save(progress.iter_num, progress.complete)
+    progress.saved = True
+    log.report_save(progress.iter_num, saved.complete)
     return problem
 
 
-def restore(resumed: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
+def restore(begun: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
     """
     Restore the optimizer, the scaler and the random states. Other parts of the checkpoint are read
     by Progress, Clock and RunFolder. Raises UserError.
     """
-    restore_optimizer(optimizer, resumed["optimizer"], c)
-    if scaler.is_enabled() and resumed["scaler"]:
-        scaler.load_state_dict(resumed["scaler"])
-    if rank < len(resumed["rng"]):
-        hw.set_rng_states(resumed["rng"][rank])
+    restore_optimizer(optimizer, begun["optimizer"], c)
+    if scaler.is_enabled() and begun["scaler"]:
+        scaler.load_state_dict(begun["scaler"])
+    if rank < len(begun["rng"]):
+        hw.set_rng_states(begun["rng"][rank])
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
@@ -515,4 +459,4 @@ def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_main(lambda argv: main(argv, time.perf_counter() - STARTED), wait_for_turn, end_process)
+    run_main(main, MEMORY_HINT, wait_for_turn, end_process)

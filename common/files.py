@@ -5,6 +5,7 @@ metrics.jsonl records.
 
 import codecs
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -34,11 +35,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        patiently(os.replace, temporary, path)
+        rename(temporary, path)
         fsync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Rename a file, replacing `path` if it exists. Raises OSError."""
+    try:
+        patiently(os.replace, temporary, path)
+    except OSError as error:
+        # some network disks never rename onto a file; Windows' errors are others
+        if error.errno not in (errno.EPERM, errno.EEXIST):
+            raise
+        path.unlink(missing_ok=True)
+        os.rename(temporary, path)
 
 
 def patiently(function: Callable, *arguments) -> Any:

@@ -94,23 +94,22 @@ class Batches:
         self.next = trained // config.block_size + rank * config.batch_size
         self.waiting: list[Tensor] = []  # micro-batches read but not taken yet
 
-    def read(self, count: int) -> list[Tensor]:
+    def read_ahead(self, count: int) -> None:
         """
-        Read on until `count` micro-batches, (B, T + 1) each, wait in host memory, and return them.
-        Raises OSError and UserError; the next call continues at the same micro-batch. Put random
+        Read until `count` micro-batches, (B, T + 1) each, wait in host memory. Put random
         augmentation of the text into take(), not here: this runs ahead of training, so a resumed
-        run would draw different random numbers.
+        run would draw different random numbers. Raises OSError and UserError.
         """
         B = self.config.batch_size
         while len(self.waiting) < count:
             windows = torch.from_numpy(self.windows.read(self.next, B))
             self.waiting.append(windows.pin_memory() if self.device.type == "cuda" else windows)
             self.next += self.world_size * B
-        return self.waiting
 
     def take(self, count: int) -> list[Batch]:
-        """Return the next `count` micro-batches."""
-        taken, self.waiting = self.read(count)[:count], self.waiting[count:]
+        """Return the next `count` micro-batches. Raises OSError and UserError."""
+        self.read_ahead(count)
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return [to_batch(windows, self.device) for windows in taken]
 
     def read_eval(self, split: ShardTokens, tokens: int, spread: bool) -> list[Batch]:

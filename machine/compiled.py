@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.console import UserError, one_line, say
+from common.console import UserError, is_out_of_memory, one_line, say
 from configurator import Config
 from data.loader import to_batch
 from machine import hardware
-from machine.hardware import Hardware, is_out_of_memory
+from machine.hardware import Hardware
 from model import ChunkedLoss, GPTConfig
 from model_fast import FastConfig, build_model
 
@@ -214,14 +214,13 @@ def check(config: Config) -> dict:
     wrong, because its error may have left the device unusable. Returns what --json writes. Only
     keys about the machine matter, such as device and dtype.
     """
-    config = hardware.settle(config)
     hw = hardware.set_up(config)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
     say("largest gradient error, relative to float32 on the CPU:")
     plain = replace(config, compile=False)
     # float32 without TF32 rounds so little that any fault shows
     ways = {"exact float32": replace(plain, dtype="float32", tf32=False), hw.dtype_name: plain}
-    ways |= {"compiled": config} if config.compile else {}
+    ways |= {"compiled": config} if config.compile and hw.can_compile() else {}
     rows: list[dict] = []
     wrong: list[str] = []
     for recipe, sizes in RECIPES.items():

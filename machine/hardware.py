@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,15 +21,12 @@ from typing import Any
 import torch
 
 from common.console import COMMAND, UserError
-from configurator import Config, micro_batches
+from configurator import Config
 from machine.gpus import GIB, find_row, row_peak
 
 # Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
 # segments, and it moves data that does not fit on the GPU to system memory.
 WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lower()
-# How torch, cuBLAS, Triton and the system say that memory ran out; the last two alternatives are
-# Windows' and MPS's
-OUT_OF_MEMORY = "out of memory|ALLOC_FAILED|allocate memory|not enough memory|Invalid buffer size"
 CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
 # `+cu130` makes pip replace a CPU build of the same version too
 CUDA_BUILD = "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
@@ -45,8 +42,8 @@ class Hardware:
     row: dict[str, str] | None = None  # the GPU's row in gpus.csv
 
     @property
-    def dtype_name(self) -> str:
-        """Return the dtype's name without "torch.", such as bfloat16."""
+    def dtype_name(self) -> Any:
+        """Return the dtype as the key names it, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     def line(self, compiled: bool) -> str:
@@ -57,6 +54,10 @@ class Hardware:
         parts += [self.dtype_name] if compiled else [self.dtype_name, "not compiled"]
         peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
         return f"device: {', '.join(parts)}; peak {peak}"
+
+    def can_compile(self) -> bool:
+        """Return whether torch.compile works here. For MPS it is an early prototype."""
+        return self.device.type != "mps"
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return a context in which the forward pass runs its matmuls in `dtype`."""
@@ -173,21 +174,10 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def settle(config: Config) -> Config:
-    """Return the config with the dtype that auto means here, and with compile=False if need be."""
-    device = choose_device(config, local_rank=0)
-    if config.dtype == "auto":
-        dtype: Any = str(best_dtype(device)).removeprefix("torch.")
-        config = replace(config, dtype=dtype)
-    # torch's compiler for MPS is an early prototype
-    compiles = config.compile and device.type != "mps" and not config.eval_only
-    return replace(config, compile=compiles)
-
-
 def set_up(config: Config, local_rank: int = 0) -> Hardware:
     """Choose the device and dtype, set torch's options for them, and find the peak."""
     device = choose_device(config, local_rank)
-    dtype = getattr(torch, settle(config).dtype)
+    dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     hw = Hardware(device, dtype, cpu_name(), config.peak_tflops, "peak_tflops")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -248,34 +238,3 @@ def keep_freed_memory() -> None:
         libc, M_TRIM_THRESHOLD, M_MMAP_MAX = ctypes.CDLL(None), -1, -4
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-# -----------------------------------------------------------------------------
-# Running out of memory
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether `error`, or an error that it wraps, says that memory ran out."""
-    while error is not None:
-        kinds = (torch.OutOfMemoryError, MemoryError)
-        if isinstance(error, kinds) or re.search(OUT_OF_MEMORY, str(error)):
-            return True
-        error = error.__cause__ or getattr(error, "inner_exception", None)
-    return False
-
-
-def explain_memory(error: Exception, config: Config, world_size: int) -> str:
-    """
-    Return the error line of a run whose micro-batch did not fit, suggesting a smaller one; "" for
-    other errors.
-    """
-    if not is_out_of_memory(error):
-        return ""
-    smaller = [n for n in micro_batches(config, world_size) if n < config.batch_size]
-    line = f"out of memory with batch_size={config.batch_size}"
-    if not smaller:
-        half = " or --dtype=bfloat16" if config.dtype == "float32" else ""
-        return f"{line}; use a smaller --block_size, a smaller model{half}"
-    accumulation = config.iter_sequences // smaller[-1]
-    pair = f"--batch_size={smaller[-1]} --gradient_accumulation_steps={accumulation}"
-    return f"{line}; use the next smaller: {pair}"

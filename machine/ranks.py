@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import UserError, print_in_handler
+from common.console import UserError, one_line, print_in_handler
 
 
 class Ranks:
@@ -40,17 +40,22 @@ class Ranks:
 
     def join(self, **mine) -> None:
         """
-        Join the process group. Raise UserError if these values are not the same on all ranks: with
-        other files, another checkpoint or another kind of GPU, which rounds differently, the ranks'
-        weights would drift apart.
+        Join the process group. Raise UserError if the other ranks do not come, or if these values
+        are not the same on all ranks: with other files, another checkpoint or another kind of GPU,
+        which rounds differently, the ranks' weights would drift apart.
         """
         if self.world_size == 1:
             return
         # torchrun keeps one store across restarts, and that store still holds the addresses of dead
         # processes. A prefix per restart hides them; without it, restarts occasionally fail.
-        store, _, _ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        try:
+            store, _, _ = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(prefix, store)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        except RuntimeError as error:  # after half an hour
+            hint = "the others have ended or do not reach this one; all need the same checkpoint"
+            raise UserError(f"the processes did not meet ({one_line(error)}); {hint}") from None
         others = self.gather(mine)
         if unlike := [name for name in mine if any(other[name] != mine[name] for other in others)]:
             hint = "give all machines the same command, files and GPU model"

@@ -20,12 +20,7 @@ import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
 
 from common.console import UserError, keep_transcript, one_line, warn
-from common.files import (
-    read_record,
-    remove_temporaries,
-    replacing,
-    try_lock,
-)
+from common.files import read_record, remove_temporaries, replacing, try_lock
 
 # -----------------------------------------------------------------------------
 # One file
@@ -115,32 +110,25 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration)
 
 
-def read_newest(out_dir: Path, paths: list[Path] | None = None) -> dict | None:
+def read_newest(out_dir: Path) -> dict:
     """
-    Return the state in the newest valid checkpoint, with its path as `source`, or None if out_dir
-    has no checkpoint. Warns about each damaged one. best.pt, which may be older than all others,
-    comes last: it is all there is after a kill in the first save. Raises UserError if all are
-    damaged, OSError if they cannot be read, so that a run never silently starts again.
+    Return the state in the newest valid checkpoint, with its path as `source`, or {} if out_dir has
+    no checkpoint. Warns about each damaged one. best.pt, which may be older than all others,
+    comes last: it is all there is after a kill in the first save. Raises UserError if none can be
+    read, so that a run never silently starts again.
     """
-    paths = paths or [*out_dir.glob(BEST), *list_checkpoints(out_dir)]
+    paths = [*out_dir.glob(BEST), *list_checkpoints(out_dir)]
     for path in reversed(paths):
         problem = damage(path)
-        try:
-            if not problem:
-                return read(path) | dict(source=str(path))
-        except FileNotFoundError as error:
-            problem = f"cannot be read ({error.strerror})"
-        listed = list_checkpoints(out_dir)
-        # a run that saves there has deleted it, so look again
-        if listed and path not in listed and path.name != BEST:
-            return read_newest(out_dir)
+        if not problem:
+            return read(path) | dict(source=str(path))
+        if not os.path.lexists(path) and list_checkpoints(out_dir):
+            return read_newest(out_dir)  # a run that saves there has deleted it, so look again
         warn(f"{path}: {problem}; trying the checkpoint before it")
     if paths:
         hint = "see above; restore one, or start in another --out_dir"
-        line = f"{out_dir}: none of its checkpoints can be resumed, {hint}"
-        # a disk may come back, a damaged file will not
-        raise OSError(0, line) if problem.startswith("cannot") else UserError(line)
-    return None
+        raise UserError(f"{out_dir}: none of its checkpoints can be resumed, {hint}")
+    return {}
 
 
 def set_aside(path: Path) -> None:
@@ -156,26 +144,30 @@ def set_aside(path: Path) -> None:
 
 class RunFolder:
     """
-    Writes a run's files: the lock on out_dir, the checkpoints, metrics.jsonl and log.txt.
-    Only rank 0 claims, saves and appends. Only the lock stays open, because a handle on a network
-    disk dies with its connection.
+    Writes a run's files: the lock on out_dir, the checkpoints, metrics.jsonl and log.txt. Only rank
+    0 claims, saves and appends. Only the lock stays open, because a handle on a network disk dies
+    with its connection. Without `writes`, as with --eval_only, it writes nothing.
     """
 
-    def __init__(self, path: Path, keep: int):
-        self.path = path
+    def __init__(self, path: Path, keep: int, writes: bool = True):
+        self.path, self.writes = path, writes
         self.keep = keep  # how many of the newest checkpoints to keep
         self.lock: BinaryIO | None = None
         self.logs_lack_lines = False  # whether the disk did not take one in this launch
+        self.torn: set[str] = set()  # logs that may end in half a line
         self.size = 0  # bytes of the newest checkpoint
 
-    def claim(self, resumed: dict | None) -> None:
+    def claim(self, begun: dict) -> None:
         """
         Lock the folder, delete temporary files and create the logs. In a new run, rename an earlier
-        log. On a resume, cut off the records that the run will write again, and rename newer
-        checkpoints, which are damaged. Raises OSError if the folder cannot be written, and
-        UserError if another run is using it.
+        log. If `begun` is a checkpoint of this run, cut off the records that the run will write
+        again, and rename newer checkpoints, which are damaged. Raises OSError if the folder cannot
+        be written, and UserError if another run is using it.
         """
-        folder, it = self.path, resumed["progress"]["iter_num"] if resumed else -1
+        if not self.writes:
+            return
+        resumes = "progress" in begun
+        folder, it = self.path, begun["progress"]["iter_num"] if resumes else -1
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(folder / "lock", "ab")
         if not try_lock(self.lock):
@@ -188,7 +180,7 @@ class RunFolder:
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
-        if resumed:
+        if resumes:
             cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
@@ -201,34 +193,37 @@ class RunFolder:
         """
         Save `state` as best.pt or as the newest checkpoint. Returns "" or why it is not saved: the
         disk is full, failing or missing. Older checkpoints are deleted before the write to make
-        room, but at least one other stays until the write has succeeded.
+        room, but the newest one stays until the write has succeeded.
         """
-        path = self.path / name
         try:
-            self.prune(max(1, self.keep - 1), besides=path)
-            save(state, path)
-            self.size = path.stat().st_size
+            self.prune(max(1, self.keep - 1))
+            save(state, self.path / name)
+            self.size = (self.path / name).stat().st_size
             self.prune(self.keep)
         except OSError as error:
             return f"{name} is not saved: {one_line(error)}"
         return ""
 
-    def prune(self, keep: int, besides: Path | None = None) -> None:
-        """Delete all checkpoints but the newest `keep`, and one that is about to be replaced."""
-        others = [path for path in list_checkpoints(self.path) if path != besides]
-        for path in others[:-keep]:
+    def prune(self, keep: int) -> None:
+        """Delete all checkpoints but the newest `keep`."""
+        for path in list_checkpoints(self.path)[:-keep]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
                 path.unlink(missing_ok=True)
 
     def append(self, name: str, line: str) -> None:
         """
-        Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it, or only
-        a part, which spoils the next line too.
+        Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it. The next
+        line then begins anew, because half of this one may be there.
         """
+        if not self.writes:
+            return
+        text = f"{line}\n".encode(errors="replace")
         try:
             with open(self.path / name, "ab") as file:
-                file.write(f"{line}\n".encode(errors="replace"))
+                file.write(b"\n" + text if name in self.torn else text)
+            self.torn.discard(name)
         except OSError as error:
+            self.torn.add(name)
             if not self.logs_lack_lines:
                 self.logs_lack_lines = True  # before the warning, which comes back here
                 warn(f"{name}: {one_line(error)}; the logs of this launch lack lines")

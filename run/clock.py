@@ -16,23 +16,23 @@ CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
 
 class Clock:
     """
-    Keeps a ledger in which each second of the run, across all launches, belongs to exactly one
-    category. Evaluations, checkpoints and compilation therefore never count as iteration time. Time
-    between launches is not counted. Every rank keeps its own ledger; only rank 0's clock decides
-    the learning rate, and when a run saves and stops.
+    Keeps a ledger in which each second belongs to one category. Evaluations, checkpoints and
+    compilation therefore never count as iteration time. A resumed run continues the ledger of its
+    checkpoint, which lacks the seconds of that save and of all that followed it. Every rank keeps
+    its own ledger; only rank 0's clock decides the learning rate, and when a run saves and stops.
     """
 
-    def __init__(self, began: float, synchronize: Callable, resumed: dict | None):
+    def __init__(self, began: float, synchronize: Callable, begun: dict):
         """
-        Start the ledger, or continue the one in `resumed`, the checkpoint that a resumed run
-        loads. `began` is time.perf_counter() at launch; `synchronize` waits for the device.
+        Start the ledger, or continue the one in `begun`, the checkpoint that a resumed run loads.
+        `began` is time.perf_counter() when main() began; `synchronize` waits for the device.
         """
         self.synchronize = synchronize
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.last_line = (0, 0, 0.0)  # iterations, tokens and seconds of steps at the last log line
-        if resumed:
-            self.seconds |= resumed["ledger"]
-            progress = resumed["progress"]
+        if "ledger" in begun:
+            self.seconds |= begun["ledger"]
+            progress = begun["progress"]
             self.last_line = (progress["iter_num"], progress["tokens"], self.seconds["steps"])
         self.lapped_at = began  # every second before this moment is in the ledger
         self.save_timer_began = began

@@ -1,5 +1,6 @@
 """
-Writes a run's log: the console and log.txt, metrics.jsonl, loss.png, and an optional tracker.
+Writes a run's log: the console and log.txt, metrics.jsonl, samples, loss.png, and an optional
+tracker.
 
 Console lines begin like nanoGPT's, so parsers written for nanoGPT still work. Warnings go to
 stderr.
@@ -15,26 +16,37 @@ from pathlib import Path
 
 import torch
 
-from common.console import command_line, count, duration, keep_transcript, one_line, say, warn
+from common.console import (
+    UserError,
+    command_line,
+    count,
+    duration,
+    keep_transcript,
+    one_line,
+    say,
+    warn,
+)
 from common.files import plain
 from configurator import FIELDS, NOT_WEIGHTS, Config, config_values
 from data.shards import Dataset
+from data.tokenizer import Tokenizer
 from machine.cost import count_flops, describe
 from machine.hardware import Hardware
 from machine.ranks import Ranks
+from model import generate
 from run.checkpoint import RunFolder, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
 from run.start import Progress
 from run.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
-SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
+SHORTEST_RUN = 20.0  # seconds of iterations; shorter runs get no loss.png
 
 
 class Log:
     """
-    Logs one run; only rank 0 writes. Logging never affects training: a run without it would end
-    with the same weights, except that --hours counts the time that it takes.
+    Logs one run; only rank 0 writes. A run without a log would end with the same weights, except
+    that --hours counts the time that logging takes.
     """
 
     def __init__(
@@ -65,12 +77,16 @@ class Log:
         self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
         self.folder = folder
         self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
+        self.tokenizer: Tokenizer | None = None  # of samples
 
     # -------------------------------------------------------------------------
     # The beginning
 
     def begin(self, origin: list[str]) -> None:
-        """Start the tracker, and describe the run. `origin` says what it begins with."""
+        """
+        Start the tracker, describe the run, and open the tokenizer of its samples. `origin` says
+        what it begins with.
+        """
         c = self.config
         self.tracker.start(c, self.first_iter)
         commit = git_commit() if self.ranks.is_main else None
@@ -106,6 +122,11 @@ class Log:
             peak_source=self.hw.peak_source,
             **self.data.record(),
         )
+        try:
+            if c.sample_tokens and self.ranks.is_main:
+                self.tokenizer = Tokenizer(self.data.tokenizer)
+        except UserError as error:  # offline, and the vocabulary is not cached
+            self.warn(self.first_iter, f"sample_tokens: {error}; continuing without samples")
 
     def length(self) -> str:
         """Return the run's length as text."""
@@ -122,14 +143,15 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it, tokens, tokens_after, loss, lr, numbers) -> None:
+    def report_step(self, progress: Progress, loss: float, lr: float, numbers: dict) -> None:
         """
-        Print the log line of iteration `it` and write its record. `tokens` and `tokens_after` count
-        the training tokens before and after this iteration. time, tok/s and mfu are means over the
-        iterations since the previous line: they include waits for data, but no evaluations and
-        saves. `numbers` are train_step's other numbers. To fit 120 columns, the line leaves them
-        out, and the epoch and the hours; the record has them.
+        Print the log line of the last iteration and write its record. time, tok/s and mfu are means
+        over the iterations since the previous line: they include waits for data, but no evaluations
+        and saves. `numbers` are train_step's other numbers. To fit 120 columns, the line leaves
+        them out, and the epoch and the hours; the record has them.
         """
+        it, tokens_after = progress.iter_num - 1, progress.tokens
+        tokens = tokens_after - self.config.iter_tokens  # before this iteration
         seconds, rate = self.clock.lap_iterations(it + 1, tokens_after)
         mem_gib = self.hw.peak_memory_gib()
         mfu = self.hw.mfu(self.flops_per_token, rate, self.world_size)
@@ -208,9 +230,21 @@ class Log:
         record = dict(path=str(path), bytes=size, seconds=seconds)
         self.record("checkpoint", iter=it, complete=complete, **record)
 
-    def report_sample(self, it: int, text: str) -> None:
-        say(f"sample {it}:", *text.split("\n"), "")
-        self.record("sample", iter=it, text=text)
+    def sample(self, it: int) -> None:
+        """Log sample_tokens tokens from the model, always drawn with the same random numbers."""
+        if not self.tokenizer:
+            return
+        prompt, device = self.tokenizer.start_ids(), self.hw.device
+        generator = torch.Generator(device).manual_seed(self.config.seed)
+        with self.clock.pause("samples"):
+            self.model.eval()
+            with self.hw.autocast():
+                idx, n = torch.tensor([prompt], device=device), self.config.sample_tokens
+                ids = generate(self.model, idx, n, self.data.vocab, 0.8, 200, generator=generator)
+            self.model.train()
+            text = self.tokenizer.decode(ids[0, len(prompt) :].tolist())
+            say(f"sample {it}:", *text.split("\n"), "")
+            self.record("sample", iter=it, text=text)
 
     def warn(self, it: int, message: str) -> None:
         """Warn about iteration `it`, on the console and in metrics.jsonl."""
@@ -273,7 +307,7 @@ class Log:
 
     def draw(self) -> None:
         """Draw loss.png, or warn. During the run, compare.py draws it."""
-        if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
+        if not self.ranks.is_main or self.clock.seconds["steps"] < SHORTEST_RUN:
             return
         try:
             from run.curves import read_run, save_picture  # only here, so that runs start sooner
@@ -292,19 +326,17 @@ def launch_command(world_size: int) -> str:
     return f"torchrun ... {command_line(*sys.argv)}"
 
 
-def origin_lines(c: Config, pretrained: dict | None, resumed: dict | None) -> list[str]:
+def origin_lines(c: Config, begun: dict) -> list[str]:
     """Say from which checkpoint or weights a run begins. With init_from=scratch, says nothing."""
-    if pretrained:
-        return [f"weights: {pretrained['source']}"]
-    if not resumed:
-        if c.eval_only:
-            return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
+    if not begun:
         return [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
-    begun = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    it = resumed["progress"]["iter_num"]
-    lines = [f"resume: {resumed['source']}, iteration {it:,}{begun}"]
+    if "progress" not in begun:
+        return [f"weights: {begun['source']}"]
+    first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
+    it = begun["progress"]["iter_num"]
+    lines = [f"resume: {begun['source']}, iteration {it:,}{first}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
-        before = resumed["config"].get(name, FIELDS[name].default)
+        before = begun["config"].get(name, FIELDS[name].default)
         if value != before:
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     return lines

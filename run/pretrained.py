@@ -5,7 +5,6 @@ this program's.
 Code in these files is never executed.
 """
 
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -102,47 +101,36 @@ def fetch(repository: str) -> Path:
         raise UserError(f"{repository}: {problem} ({one_line(error)}); {hint}") from None
 
 
-def find_weights(name: str, best: bool) -> Path:
-    """
-    Find the file that a name means: for a run its newest checkpoint, or with `best` its best.pt;
-    for a hub model its folder. Raises UserError if there is none.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    if best and (path / "best.pt").is_file():
-        return path / "best.pt"
-    if files := checkpoint.list_checkpoints(path):
-        return files[-1]
-    if (path / "ckpt.pt").is_file():
-        return path / "ckpt.pt"
-    if (path / "config.json").is_file():
-        return path
-    what = "no checkpoint in it" if path.is_dir() else "no such file or folder"
-    names = f"{', '.join(OPENAI_MODELS)}, or a hub model's OWNER/NAME"
-    raise UserError(f"{path}: {what}; give a checkpoint, a run's out_dir, {names}")
-
-
-# -----------------------------------------------------------------------------
-# What is in it
-
-
 def read_weights(name: str, best: bool) -> dict:
     """
     Read the weights at a path into the form of a checkpoint's state: `model`, `model_config`,
-    `vocab` and `tokenizer`; `source` describes what was read. Raises UserError if it is not a
-    model.
+    `vocab` and `tokenizer`; `source` describes what was read. The path is a file, a run's folder,
+    which means its newest valid checkpoint or, with `best`, its best.pt, or a hub model's folder.
+    Raises UserError if there is no model.
     """
-    path = find_weights(name, best)
+    path = Path(name)
+    if best and (path / checkpoint.BEST).is_file():
+        path = path / checkpoint.BEST
     try:
-        state = read_gpt2(path) if path.is_dir() else read_checkpoint(path)
-        return state | dict(source=describe_source(state, path))
+        if path.is_file():
+            state = read_checkpoint(path, checkpoint.load(path))
+        elif found := checkpoint.read_newest(path):
+            path = Path(found["source"])
+            state = read_checkpoint(path, found)
+        elif (path / "ckpt.pt").is_file():
+            path = path / "ckpt.pt"
+            state = read_checkpoint(path, checkpoint.load(path))
+        elif (path / "config.json").is_file():
+            state = read_gpt2(path)
+        else:
+            what = "no checkpoint in it" if path.is_dir() else "no such file or folder"
+            names = f"{', '.join(OPENAI_MODELS)}, or a hub model's OWNER/NAME"
+            raise UserError(f"{path}: {what}; give a checkpoint, a run's out_dir, {names}")
+    except UserError:
+        raise
     except Exception as error:  # files of other programs or versions raise all kinds of errors
-        if not os.path.lexists(path):  # a run that saves there has deleted it, so look again
-            return read_weights(name, best)
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{path}: is not a model ({one_line(error)})") from None
+    return state | dict(source=describe_source(state, path))
 
 
 def describe_source(state: dict, path: Path) -> str:
@@ -234,12 +222,11 @@ def check_fields(path: Path, state: dict) -> None:
         raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
 
 
-def read_checkpoint(path: Path) -> dict:
+def read_checkpoint(path: Path, state: dict) -> dict:
     """
-    Read a checkpoint of this program or of nanoGPT, and return its state under this program's
-    names. Raises UserError if it is neither.
+    Return the state in a checkpoint of this program or of nanoGPT under this program's names.
+    Raises UserError if it is neither.
     """
-    state = checkpoint.load(path)
     if "model_config" in state:
         check_fields(path, state)
         if state["tokenizer"]["kind"] == "unknown":

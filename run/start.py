@@ -53,39 +53,41 @@ class Progress:
     val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
     best_val_loss: float = math.inf  # best.pt's, or that of iteration 0 if it is lower
     complete: bool = False  # whether the run was over, so that these weights are final
+    saved: bool = False  # whether a checkpoint holds these weights with their val_loss
 
     def advance(self, tokens: int) -> None:
         """Count an iteration that trained on so many tokens."""
         self.iter_num += 1
         self.tokens += tokens
-        self.val_loss, self.complete = None, False
+        self.val_loss, self.complete, self.saved = None, False, False
 
     def record(self, val_loss: float) -> None:
         """Record an evaluation of the current weights."""
-        self.val_loss = val_loss
+        self.val_loss, self.saved = val_loss, False
         if self.iter_num == 0:  # best.pt must beat the untrained model
             self.best_val_loss = min(math.inf, val_loss)  # inf, if val_loss is NaN
 
 
-def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, dict | None]:
+def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
     """
-    Read the command. Returns the configuration, the foreign weights to begin with and the
-    checkpoint to resume, of which at least one is None. The configuration is what checkpoints
-    store: what was asked for, with the dtype that auto means here. Raises UserError, with a line
-    for each problem.
+    Read the command. Returns the configuration that it and the beginning of the run ask for, and
+    what the run begins with: the checkpoint to continue, which has its `progress`, or weights as
+    load_pretrained() returns them, or {}. Raises UserError, with a line for each problem.
     """
     c = read_config(argv)
-    resumed = find_checkpoint(c)
-    pretrained = before = None
+    if c.eval_only:
+        c = config_of_evaluation(c)
+    begun = {} if c.eval_only else find_checkpoint(c)
+    before = None
     problems: list[str] = []
-    if resumed:
-        before = config_before(resumed)
+    if begun:
+        before = config_before(begun)
         c, problems = config_of_resume(c, before)
-        problems += hours_problems(c, before, training_hours(resumed["ledger"]))
+        problems += hours_problems(c, before, training_hours(begun["ledger"]))
     elif c.init_from not in NOT_WEIGHTS:
         block_size = c.block_size if "block_size" in c.set_keys else None
-        pretrained = load_pretrained(c.init_from, block_size)
-        c, problems = config_of_weights(c, pretrained["model_config"])
+        begun = load_pretrained(c.init_from, block_size)
+        c, problems = config_of_weights(c, begun["model_config"])
     c, impossible = resolve(c, world_size, before)
     problems += impossible
     try:
@@ -94,34 +96,22 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict | None, d
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    return replace(c, dtype=hardware.settle(c).dtype), pretrained, resumed
+    return c, begun
 
 
-# -----------------------------------------------------------------------------
-# Where the run begins
-
-
-def find_checkpoint(c: Config) -> dict | None:
+def find_checkpoint(c: Config) -> dict:
     """
-    Return the newest valid checkpoint of out_dir's run, with its path as `source`, or None if this
-    command neither continues nor evaluates that run. Raises UserError if another run would begin in
-    its folder.
+    Return the newest valid checkpoint of out_dir's run, with its path as `source`, or {} if this
+    command does not continue that run. Raises UserError if another run would begin in its folder.
     """
     out_dir = Path(c.out_dir)
-    names_weights = c.init_from not in NOT_WEIGHTS
-    # --eval_only evaluates the weights that init_from names or, without init_from, out_dir's run
-    if c.eval_only:
-        wants_run = c.init_from in ("resume", "auto") or "init_from" not in c.set_keys
-    else:
-        wants_run = c.init_from != "scratch"
-    if wants_run and (state := checkpoint.read_newest(out_dir)):
+    if c.init_from != "scratch" and (state := checkpoint.read_newest(out_dir)):
         path, it = Path(state["source"]), state["progress"]["iter_num"]
         check_fields(path, state)
         if path.name != checkpoint.BEST and it != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
-    others = sorted(out_dir.glob("*.pt"))
-    if others and not (c.eval_only and names_weights):
+    if others := sorted(out_dir.glob("*.pt")):
         hint = "--init_from=auto resumes it, another --out_dir starts a new run"
         if not checkpoint.list_checkpoints(out_dir):  # nanoGPT's ckpt.pt, or best.pt alone
             hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
@@ -129,16 +119,26 @@ def find_checkpoint(c: Config) -> dict | None:
     if c.init_from == "resume":
         hint = "is its disk mounted? --init_from=auto begins a new run"
         raise UserError(f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
-    return None
+    return {}
 
 
 # -----------------------------------------------------------------------------
 # What the checkpoint or the weights decide
 
 
-def config_before(resumed: dict) -> Config:
+def config_of_evaluation(c: Config) -> Config:
+    """
+    Return the configuration of --eval_only: a run of no iterations, which begins with the weights
+    that init_from names, or else with those of out_dir's newest checkpoint.
+    """
+    source = c.out_dir if c.init_from in NOT_WEIGHTS else c.init_from
+    quiet: dict = dict(sample_tokens=0, tracker="none")
+    return replace(c, init_from=source, max_iters=0, compile=False, **quiet)
+
+
+def config_before(begun: dict) -> Config:
     """Return the configuration of a checkpoint's run. Keys that it lacks get their defaults."""
-    return Config(**{n: v for n, v in resumed["config"].items() if n in FIELDS})
+    return Config(**{n: v for n, v in begun["config"].items() if n in FIELDS})
 
 
 def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
@@ -158,7 +158,7 @@ def hours_problems(c: Config, before: Config, hours: float) -> list[str]:
     Return the problem if a resume asks for fewer hours than the run has trained for, because the
     learning rate would stay where it is.
     """
-    if c.eval_only or c.hours == before.hours or not 0 < c.hours <= hours:
+    if c.hours == before.hours or not 0 < c.hours <= hours:
         return []
     problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
     hint = f"to end soon with a decayed learning rate, give --hours={hours + 0.5:.1f}"
@@ -202,12 +202,13 @@ def open_data(c: Config, key: str = "dataset") -> Dataset:
     return data
 
 
-def check_data(c: Config, data: Dataset, pretrained: dict | None, resumed: dict | None) -> None:
-    """Raise UserError if the data do not match the checkpoint or the weights."""
-    if weights := resumed or pretrained:
-        check_tokens("dataset", data, weights, c.out_dir if resumed else c.init_from)
-    if resumed and resumed["data_fingerprint"] != data.fingerprint:
-        trained = f"what {c.out_dir} was trained on ({resumed['config']['dataset']})"
+def check_data(c: Config, data: Dataset, begun: dict) -> None:
+    """Raise UserError if the data do not match what the run begins with."""
+    if not begun:
+        return
+    check_tokens("dataset", data, begun, begun["source"])
+    if begun.get("data_fingerprint", data.fingerprint) != data.fingerprint:
+        trained = f"what {c.out_dir} was trained on ({begun['config']['dataset']})"
         change = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {change}")
 

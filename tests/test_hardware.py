@@ -6,7 +6,6 @@ logs. Other machines are imitated by patching torch and the standard library.
 import importlib.metadata
 import os
 import platform
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -18,8 +17,8 @@ import torch.nn as nn
 from program import ROOT, column, finish, flags, run, start, train
 
 from common import environment
-from common.console import UserError
-from configurator import Config, load_config, read_config, resolve
+from common.console import UserError, is_out_of_memory
+from configurator import Config, load_config
 from machine import cost, hardware
 from machine.cost import count_flops
 from machine.gpus import find_row, read_gpu_table, row_peak
@@ -240,7 +239,7 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     assert (found.device.type, found.dtype) == (device, dtype)
     source = "measured" if not peak else "peak_tflops" if config.peak_tflops else "gpus.csv"
     assert (found.peak_tflops, found.peak_source) == (peak or MEASURED, source)
-    assert hardware.settle(config).compile == (device != "mps")
+    assert found.can_compile() == (device != "mps")
     assert torch.get_float32_matmul_precision() == ("high" if config.tf32 else "highest")
 
 
@@ -310,7 +309,7 @@ def test_a_resume_with_dtype_auto_keeps_the_runs_dtype(tiny, machine):
 
 
 MANY = dict(gradient_accumulation_steps=1600)  # 102,400 tokens per iteration
-ON_PURPOSE = [MANY | dict(device="cpu"), MANY | dict(eval_only=True), {}]
+ON_PURPOSE = [MANY | dict(device="cpu"), {}]
 
 
 @pytest.mark.parametrize("keys", [MANY, *ON_PURPOSE])
@@ -320,7 +319,7 @@ def test_refuses_to_train_a_large_config_on_a_cpu_unless_asked_to(keys, tiny, ma
     result = run("train.py", *flags(**tiny | dict(device="auto", max_iters=0) | keys))
     assert result.code == (1 if is_refused else 0), result.err
     assert ("--device=cpu" in result.err) == (CUDA_BUILD in result.err) == is_refused
-    assert tiny["out_dir"].exists() != (is_refused or "eval_only" in keys)
+    assert tiny["out_dir"].exists() != is_refused
 
 
 # -----------------------------------------------------------------------------
@@ -344,34 +343,9 @@ ERRORS = [
 
 def test_recognises_out_of_memory_in_many_errors():
     """Recognise the errors of torch, cuBLAS, Triton and Python, also as another error's cause."""
-    assert [error for error in ERRORS if not hardware.is_out_of_memory(error)] == []
+    assert [error for error in ERRORS if not is_out_of_memory(error)] == []
     for other in (RuntimeError("mat1 and mat2 cannot be multiplied"), KeyError("memory"), None):
-        assert not hardware.is_out_of_memory(other)
-
-
-ADVICE = [  # a command, its processes -> the batch sizes that it is advised to use, one by one
-    ("--batch_size=12 --gradient_accumulation_steps=1", 1, [6, 4, 3, 2, 1]),
-    ("--batch_size=12 --block_size=16 --tokens_per_iter=192", 1, [6, 4, 3, 2, 1]),
-    ("--batch_size=12 --gradient_accumulation_steps=3", 1, [9, 6, 4, 3, 2, 1]),  # not half
-    ("--batch_size=6 --gradient_accumulation_steps=4", 2, [4, 3, 2, 1]),
-    # 3 would not be shared by the processes
-    ("--batch_size=4 --gradient_accumulation_steps=3", 3, [2, 1]),
-]
-
-
-@pytest.mark.parametrize("command, processes, sizes", ADVICE)
-def test_following_the_out_of_memory_advice_trains_on_as_many_tokens(command, processes, sizes):
-    """Add the suggested flags to the command until only another model would need less memory."""
-    words, tokens = command.split(), set()
-    for size in [*sizes, None]:
-        config, problems = resolve(read_config(words), processes)
-        line = hardware.explain_memory(MemoryError(), config, processes)
-        assert line.startswith(f"out of memory with batch_size={config.batch_size}; ")
-        advised = re.findall(r"--(?:batch|grad)\w+=\d+", line)
-        assert (problems, advised[:1]) == ([], [f"--batch_size={size}"] if size else [])
-        tokens.add((config.iter_tokens, config.eval_tokens))
-        words += advised
-    assert len(tokens) == 1 and "--block_size" in line
+        assert not is_out_of_memory(other)
 
 
 # -----------------------------------------------------------------------------

@@ -11,12 +11,6 @@ import torch
 from cases import slow_but
 from program import TINY_RUN, assert_same_run, column, flags, records, refused, run, train
 
-from configurator import Config
-from machine import hardware
-from model import GPTConfig
-from model_fast import build_model
-from train import measure
-
 TINY = TINY_RUN | dict(
     n_layer=1,
     gradient_accumulation_steps=3,
@@ -126,17 +120,6 @@ def test_an_error_in_the_model_is_shown_with_its_full_traceback(tokens, tmp_path
     assert result.code == 1
     assert "Traceback" in result.err and "loss_sum" in result.err
     assert result.err.endswith("TypeError: a mistake in the model\n")
-
-
-def test_a_measure_compiles_nothing_so_that_training_keeps_its_code():
-    compiled = []
-    model = build_model(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=1, n_embd=8))
-    model.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
-    idx, hw = torch.arange(5)[None], hardware.set_up(Config(device="cpu", dtype="float32"))
-    with torch.no_grad():  # as in an evaluation
-        loss = measure(lambda model: model(idx, idx), model, hw)
-    assert compiled == [] and loss == model.forward(idx, idx).item()
-    assert model(idx, idx).item() == pytest.approx(loss) and compiled != []
 
 
 @pytest.mark.slow

@@ -138,6 +138,8 @@ def test_a_run_on_a_full_disk_trains_on_until_its_last_save_fails(
         if what == "free":
             assert not leftovers(ran.out_dir)
             free(disk)
+        elif what == "stop":
+            signal.raise_signal(signal.SIGTERM)
         else:
             fill(disk)
             free(disk, what)
@@ -355,13 +357,13 @@ def test_an_unreadable_shard_ends_the_run_and_a_resume_continues_from_its_last_s
     trainer = InProcessRun()
     trainer.at["update", 2] = spoil
     result = trainer.launch(**tiny | dict(dataset=data))
-    assert result.code == (1 if harm == Path.unlink else 2)
+    assert result.code == 1
     (line,) = lines(result.err, "error:")
     assert f"{split}_0" in line
     assert "Traceback" not in result.err
     assert not ran.records("end")
     last = ran.steps("iter")[-1] + 1
-    assert last == interval if split == "val" else 2 <= last < 12
+    assert last == interval if split == "val" else 1 <= last < 12
     assert [it for it in range(3, last, 3)][-2:] == ran.saved
     train(**tiny, init_from="auto")
     assert_same_run(tmp_path / "straight", ran.out_dir, 12)
@@ -425,7 +427,7 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     content = b"what a user has kept here\n"
     ran.out_dir.mkdir()
     (ran.out_dir / name).write_bytes(content)
-    code = 2 if name.endswith(".pt") else 0
+    code = 1 if name.endswith(".pt") else 0
     assert run("train.py", *flags(**tiny, init_from="auto")).code == code
     assert content in contents(ran.out_dir).values()
 

@@ -208,7 +208,7 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
     script = watched(before=before)
     processes = start_ranks(2, *flags(**tiny | changes), script=script, cwd=tmp_path)
     results = finish_ranks(processes)
-    assert {result.code for result in results} <= {-signal.SIGTERM, 1, 2}, results
+    assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
     # once, unless this machine is too slow to end the second rank in time
     (line,) = {*error_lines(*(result.err for result in results))}
     assert not any("Traceback" in result.err for result in results)
@@ -224,7 +224,7 @@ def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(tiny, tmp_pa
     (tmp_path / "1").mkdir()
     processes = start_ranks(2, *flags(**keys), script=watched(before=APART), cwd=tmp_path)
     results = finish_ranks(processes)
-    assert {result.code for result in results} <= {-signal.SIGTERM, 2}, results
+    assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
     (line,) = {*error_lines(*(result.err for result in results))}
     assert "checkpoint" in line and "same" in line
 
@@ -269,11 +269,11 @@ BREAKS = {
     ),
     "no val shard": (
         *("n == 2 and RANK == '1'", CUT.format("val", 0)),
-        *([None, 2], "val_000000.bin", [], [], [0]),
+        *([None, 1], "val_000000.bin", [], [], [0]),
     ),
     "no train shard": (
         *("n == 2 and RANK == '1'", CUT.format("train", 2)),
-        *([None, 2], "train_000002.bin", [], None, None),
+        *([None, 1], "train_000002.bin", [], None, None),
     ),
 }
 KEPT = ("a signal to all", "a signal to the second", "one is killed", "no train shard")

@@ -135,11 +135,11 @@ def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny
 
 def train_long(**keys) -> Result:
     """
-    Train with a clock that jumps ahead 100 seconds after the second save. Runs shorter than 20
-    seconds get no loss.png.
+    Train with a clock that jumps ahead 100 seconds in the second iteration. Runs with less than 20
+    seconds of iterations get no loss.png.
     """
     trainer, now = InProcessRun(), time.perf_counter
-    with mock.patch("time.perf_counter", lambda: now() + 100 * (trainer.count["saved"] > 1)):
+    with mock.patch("time.perf_counter", lambda: now() + 100 * (trainer.count["iteration"] > 1)):
         result = trainer.launch(**keys)
     assert result.code == 0, result.err
     return result
@@ -154,7 +154,7 @@ def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(tiny, ran,
 
 @pytest.mark.parametrize("interval, saved", [(4, 4), (100, 8)])  # 100: the last sample
 def test_a_sample_that_fails_ends_the_run_after_the_save(interval, saved, tiny, ran, monkeypatch):
-    monkeypatch.setattr("model.generate", mock.Mock(side_effect=RuntimeError("out of memory")))
+    monkeypatch.setattr("run.log.generate", mock.Mock(side_effect=RuntimeError("out of memory")))
     keys = tiny | dict(sample_tokens=5, eval_interval=interval)
     assert InProcessRun().launch(**keys).code == 1
     assert ran.saved == [saved]
