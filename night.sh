@@ -3,7 +3,7 @@
 #
 # Every launch continues the run. This launches it again five minutes after an error or a crash, and
 # gives up after five launches in a row of less than two minutes.
-trap exit INT # Ctrl-C ends the run, which saves, and then this script
+trap exit INT TERM # these end the run, which saves, and then this script
 short=0
 while true; do
     began=$SECONDS
