@@ -120,7 +120,7 @@ class Config:
     @property
     def iter_sequences(self) -> int:
         """Return the sequences per iteration, across all ranks."""
-        if self.tokens_per_iter:  # batch_size is a maximum until fit_batch() has chosen
+        if self.tokens_per_iter:  # batch_size is a maximum until fit_device() has chosen
             return self.tokens_per_iter // self.block_size
         return self.batch_size * self.gradient_accumulation_steps
 
@@ -336,7 +336,7 @@ def batch_problems(c: Config, world_size: int, before: Config | None) -> list[st
     """
     among = f"among {world_size} processes (WORLD_SIZE)"
     tokens, sequences = c.tokens_per_iter or c.iter_tokens, c.iter_sequences
-    if before and tokens != before.iter_tokens:
+    if before and tokens != before.iter_tokens and not c.eval_only:
         key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
         problem = f"this run has {before.iter_tokens} tokens per iteration, you asked for {tokens}"
         hint = f"let batch_size x gradient_accumulation_steps be {before.iter_sequences}"

@@ -34,14 +34,14 @@ from data.loader import Batch, Batches
 from data.shards import Dataset, ShardTokens
 from machine import hardware
 from machine.compiled import compile_checked, freeze_garbage
-from machine.cost import fit_device
+from machine.cost import describe, fit_device
 from machine.hardware import Hardware
 from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from run.checkpoint import BEST, RunFolder, checkpoint_name
 from run.clock import Clock, training_hours
-from run.log import Log, origin_lines
+from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
 from run.start import Progress, check_data, choose_run, open_data
 
@@ -57,15 +57,15 @@ MEMORY_HINT = (
 def main(argv: list[str]) -> int:
     began = time.perf_counter()
 
-    # Which run is this, and what does it begin with? `begun` holds a checkpoint to continue, or
-    # weights, or nothing. `asked` is what the command and `begun` ask for; below, `c` is what this
+    # Which run is this, and what does it begin with? `loaded` holds a checkpoint to continue, or
+    # weights, or nothing. `asked` is what the command and `loaded` ask for; below, `c` is what this
     # device makes of it. Each rank reads for itself, and then they join. Rank 0 alone writes:
     # `on_main` calls a function there
     ranks = Ranks()
-    asked, begun = choose_run(argv, ranks.world_size)
-    progress = Progress(**begun.get("progress", {}))
-    it = progress.iter_num
-    if progress.complete and why_over(asked, it, training_hours(begun["ledger"])):
+    asked, loaded = choose_run(argv, ranks.world_size)
+    progress = Progress(**loaded.get("progress", {}))
+    it, hours = progress.iter_num, training_hours(loaded.get("ledger", {}))
+    if progress.complete and why_over(asked, it, hours) and not asked.eval_only:
         done = f"all {it:,} iterations are done"
         say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
@@ -73,33 +73,38 @@ def main(argv: list[str]) -> int:
     # Data and device. An evaluation measures the loss of each split named here
     keep_awake()
     data = open_data(asked)  # may download the tokens first
-    check_data(asked, data, begun)
+    check_data(asked, data, loaded)
     hw = hardware.set_up(asked, ranks.local_rank)
     asked = replace(asked, dtype=hw.dtype_name)  # a resume keeps the dtype that auto meant here
-    c = fit_device(asked, data.vocab, hw, ranks.world_size, begun)
+    c = fit_device(asked, data.vocab, hw, ranks.world_size, loaded)
     facts = dict(command=asked, checkpoint=it, dataset=data.fingerprint)
     ranks.join(**facts, device=hw.name, batch_size=c.batch_size)  # the same on all ranks
     splits = {"train": data.train, "val": data.val}
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
-    model = make_model(c, data.vocab, hw, begun)
+    model = make_model(c, data.vocab, hw, loaded)
+    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
+    origin = origin_lines(asked, loaded)
+    if c.eval_only:
+        say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
+        evaluate_only(model, splits, batches, data, it, c, hw, ranks)
+        return 0
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    if "optimizer" in begun:
-        restore(begun, optimizer, scaler, c, hw, ranks.rank)
+    if "progress" in loaded:
+        restore(loaded, optimizer, scaler, c, hw, ranks.rank)
 
-    # Files, clock, log and batches. From here on out_dir belongs to this run. Its path is absolute,
+    # Files, clock and log. From here on out_dir belongs to this run. Its path is absolute,
     # because after a network disk's return the current folder may still be unreachable
-    folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints, writes=not c.eval_only)
-    ranks.on_main(folder.claim, begun)
-    clock = Clock(began, hw.synchronize, begun)
+    folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints)
+    ranks.on_main(folder.claim, loaded)
+    clock = Clock(began, hw.synchronize, loaded)
     log = Log(c, clock, hw, data, model, progress, folder, ranks)
-    log.begin(origin_lines(asked, begun))  # also starts the tracker
-    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
-    del begun  # frees the loaded checkpoint
+    log.begin(origin)  # also starts the tracker
+    del loaded  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
     # ends
@@ -123,9 +128,8 @@ def main(argv: list[str]) -> int:
 
     def save() -> str:
         """Save best.pt if it is due, and a checkpoint. Return "" or what the disk did not take."""
-        if c.eval_only:
-            return ""
         with clock.pause("checkpoints"):
+            end_if_skipping(int(skipped))
             end_if_diverged(model, progress)
             state = state_to_save(asked, data, model, optimizer, scaler, clock, hw, ranks)
             return save_state(state, progress, folder, ranks, log)
@@ -139,13 +143,14 @@ def main(argv: list[str]) -> int:
         over = why_over(c, it, hours)
         if over or signal:
             break
-        if evaluation_due(c, progress):
+        if progress.val_loss is None and evaluation_due(c, it):
             evaluate()
-            continue  # with the clock and the signal of now
-        if save_due(c, progress, since_save) and (problem := save()):
-            log.warn(it, f"{problem}; training continues, and a later save tries again")
-        if progress.val_loss is not None and it > 0:
-            log.sample(it)
+            continue  # look at the clock and for a signal again, because this may take minutes
+        if save_due(c, progress, since_save):
+            if problem := save():
+                log.warn(it, f"{problem}; training continues")
+            if progress.val_loss is not None:
+                log.sample(it)
         set_rates(optimizer, it, c, hours)
         micro_batches = batches.take(accum)
         total_loss, numbers = train_step(
@@ -153,19 +158,22 @@ def main(argv: list[str]) -> int:
         )
         batches.read_ahead(accum)  # for the next iteration, while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
-        progress.advance(c.iter_tokens)
+        tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
+        progress.advance(tokens)
 
         # log every log_interval iterations, and after max_iters. Only here and in pauses does
         # training wait for the device, so skipped updates are noticed here
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
-            (loss,) = ranks.sum(total_loss.item() / c.gradient_accumulation_steps)
-            log.report_step(progress, loss, optimizer.param_groups[0]["lr"], numbers)
-            check_skips(int(skipped), it, log)
+            (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
+            lr = optimizer.param_groups[0]["lr"]
+            log.report_step(progress, tokens, loss, lr, numbers)
+            if skips := int(skipped):
+                log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
+                end_if_skipping(skips)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
-    check_skips(int(skipped), it, log)
     if over:
         if load_averages(optimizer):
             log.report_averages(it)
@@ -173,7 +181,7 @@ def main(argv: list[str]) -> int:
         if progress.val_loss is None:
             evaluate()
         progress.complete = True
-    if problem := save():
+    if (over or not progress.saved) and (problem := save()):
         raise UserError(f"{problem}; {RESUME}")
     if over:
         log.sample(it)
@@ -240,13 +248,11 @@ def train_step(
     return total_loss, dict(grad_norm=grad_norm)
 
 
-def check_skips(skipped: int, it: int, log: Log) -> None:
-    """Warn if the last updates were skipped. MAX_SKIPS in a row end the run."""
-    if skipped:
-        log.warn(it, f"the last {skipped} updates were skipped: a gradient was not finite")
-    if skipped >= MAX_SKIPS:
+def end_if_skipping(skips: int) -> None:
+    """End the run after MAX_SKIPS updates in a row that were skipped."""
+    if skips >= MAX_SKIPS:
         hint = "try a lower learning_rate or --dtype=float32"
-        raise UserError(f"{skipped} updates in a row skipped; {hint}; {RESUME}")
+        raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
 
 
 # -----------------------------------------------------------------------------
@@ -262,13 +268,13 @@ def why_over(c: Config, it: int, hours: float) -> str:
     return ""
 
 
-def evaluation_due(c: Config, progress: Progress) -> bool:
-    """Return whether to evaluate here, unless the resumed run has done it before it saved."""
-    return progress.iter_num % c.eval_interval == 0 and progress.val_loss is None
+def evaluation_due(c: Config, it: int) -> bool:
+    """Return whether to evaluate after `it` iterations, unless the weights have been evaluated."""
+    return it % c.eval_interval == 0
 
 
 def best_loss(progress: Progress) -> float:
-    """Return the lowest val_loss so far. If it is new, the weights become best.pt."""
+    """Return the lowest val_loss so far. If these weights have it, they become best.pt."""
     return min(progress.best_val_loss, math.inf if progress.val_loss is None else progress.val_loss)
 
 
@@ -290,12 +296,12 @@ def save_due(c: Config, progress: Progress, since_save: float) -> bool:
 # Model and schedule
 
 
-def make_model(c: Config, vocab: int, hw: Hardware, begun: dict):
-    """Return the model on its device, with begun's weights or else with random ones by seed."""
+def make_model(c: Config, vocab: int, hw: Hardware, loaded: dict):
+    """Return the model on its device, with the loaded weights or else with random ones."""
     torch.manual_seed(c.seed)
-    model = build_model(model_config(c, vocab, begun)).to(hw.device)
-    if begun:
-        load_weights(model, begun)
+    model = build_model(model_config(c, vocab, loaded)).to(hw.device)
+    if loaded:
+        load_weights(model, loaded)
     return model
 
 
@@ -382,6 +388,14 @@ def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
     return math.fsum(sums), sum(counts)
 
 
+def evaluate_only(model, splits, batches: Batches, data: Dataset, it: int, c, hw, ranks) -> None:
+    """Evaluate the weights once, print the numbers and write nothing."""
+    began = time.perf_counter()
+    numbers = estimate_loss(model, splits, batches, c, hw, ranks)
+    say(evaluation_line(it, numbers, time.perf_counter() - began, data))
+    say(f"val_loss: {numbers['val_loss']:.4f}")
+
+
 # -----------------------------------------------------------------------------
 # Saving and resuming
 
@@ -413,35 +427,35 @@ def state_to_save(asked, data: Dataset, model, optimizer, scaler, clock, hw, ran
 def save_state(state: dict, progress: Progress, folder: RunFolder, ranks: Ranks, log: Log) -> str:
     """
     Save the state and the progress as best.pt, if the weights are the best so far, and then as a
-    checkpoint. After a kill between the two, the resumed run saves both again. Returns "" or what
-    the disk did not take.
+    checkpoint. After a kill between the two, the run resumes from the checkpoint before, or from
+    best.pt if there is none. Returns "" or what the disk did not take.
     """
     lowest, problem = best_loss(progress), ""
     saved = replace(progress, saved=True)
     if lowest < progress.best_val_loss:
         best = asdict(replace(saved, best_val_loss=lowest))
         if problem := ranks.on_main(folder.save, BEST, state | dict(progress=best)):
-            saved.complete = False  # the next launch saves it
+            saved.saved = saved.complete = False  # a launch that resumes here tries again
         else:
             progress.best_val_loss = saved.best_val_loss = lowest
     name = checkpoint_name(progress.iter_num)
     if failed := ranks.on_main(folder.save, name, state | dict(progress=asdict(saved))):
         return failed
-    progress.saved = True
+    progress.saved = saved.saved
     log.report_save(progress.iter_num, saved.complete)
     return problem
 
 
-def restore(begun: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
+def restore(loaded: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
     """
     Restore the optimizer, the scaler and the random states. Other parts of the checkpoint are read
     by Progress, Clock and RunFolder. Raises UserError.
     """
-    restore_optimizer(optimizer, begun["optimizer"], c)
-    if scaler.is_enabled() and begun["scaler"]:
-        scaler.load_state_dict(begun["scaler"])
-    if rank < len(begun["rng"]):
-        hw.set_rng_states(begun["rng"][rank])
+    restore_optimizer(optimizer, loaded["optimizer"], c)
+    if scaler.is_enabled() and loaded["scaler"]:
+        scaler.load_state_dict(loaded["scaler"])
+    if rank < len(loaded["rng"]):
+        hw.set_rng_states(loaded["rng"][rank])
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:

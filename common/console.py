@@ -41,7 +41,7 @@ def say(*lines: str, console: str = "stdout") -> None:
     try:
         print(text, file=getattr(sys, console), flush=True)
     except OSError:
-        setattr(sys, console, open(os.devnull, "w"))
+        setattr(sys, console, open(os.devnull, "w", errors="replace"))
     if transcript:
         transcript(text)
 

@@ -70,7 +70,8 @@ def make_or_explain(config: Config, key: str) -> None:
         raise UserError(f"{key}: there is no folder {folder}; {hint}{COMMAND}{get}{COMMAND}{make}")
     elif not folder.is_dir():
         # with --hours a card reads only a part of max_iters
-        size = f"--tokens={count(min(tokens, 2 * 10**9 if config.hours else SAMPLE_TOKENS))}"
+        most = 2 * 10**9 if config.hours else SAMPLE_TOKENS
+        size = f"--tokens={count(min(tokens or most, most))}"
         fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
         own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
         hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"

@@ -202,19 +202,19 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     return max((n for n in sizes if needed[n] <= memory), default=1)
 
 
-def fit_device(c: Config, vocab: int, hw: Hardware, world_size: int, begun: dict) -> Config:
+def fit_device(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dict) -> Config:
     """
     Return the config as this device runs it: compiled only where that works, and with the
     micro-batch that fits. A run with an exact batch that can be divided among its processes keeps
     it. Only the size of the GPU counts, not what is free now, so that each start on a card, and
     each rank, chooses alike.
     """
-    c = replace(c, compile=c.compile and hw.can_compile())
+    c = replace(c, compile=c.compile and hw.can_compile() and not c.eval_only)
     if not c.tokens_per_iter and c.gradient_accumulation_steps % world_size == 0:
         return c
     is_gpu = hw.device.type == "cuda"
     memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
-    size = choose_batch(c, model_config(c, vocab, begun), hw.dtype_name, world_size, memory)
+    size = choose_batch(c, model_config(c, vocab, loaded), hw.dtype_name, world_size, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
     say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
     return with_batch(c, size)

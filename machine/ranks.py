@@ -36,7 +36,7 @@ class Ranks:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0  # the process that decides, logs and saves
         if not self.is_main:
-            sys.stdout = open(os.devnull, "w")
+            sys.stdout = open(os.devnull, "w", errors="replace")
 
     def join(self, **mine) -> None:
         """

@@ -146,28 +146,26 @@ class RunFolder:
     """
     Writes a run's files: the lock on out_dir, the checkpoints, metrics.jsonl and log.txt. Only rank
     0 claims, saves and appends. Only the lock stays open, because a handle on a network disk dies
-    with its connection. Without `writes`, as with --eval_only, it writes nothing.
+    with its connection.
     """
 
-    def __init__(self, path: Path, keep: int, writes: bool = True):
-        self.path, self.writes = path, writes
+    def __init__(self, path: Path, keep: int):
+        self.path = path
         self.keep = keep  # how many of the newest checkpoints to keep
         self.lock: BinaryIO | None = None
         self.logs_lack_lines = False  # whether the disk did not take one in this launch
         self.torn: set[str] = set()  # logs that may end in half a line
         self.size = 0  # bytes of the newest checkpoint
 
-    def claim(self, begun: dict) -> None:
+    def claim(self, loaded: dict) -> None:
         """
         Lock the folder, delete temporary files and create the logs. In a new run, rename an earlier
-        log. If `begun` is a checkpoint of this run, cut off the records that the run will write
+        log. If `loaded` is a checkpoint of this run, cut off the records that the run will write
         again, and rename newer checkpoints, which are damaged. Raises OSError if the folder cannot
         be written, and UserError if another run is using it.
         """
-        if not self.writes:
-            return
-        resumes = "progress" in begun
-        folder, it = self.path, begun["progress"]["iter_num"] if resumes else -1
+        resumes = "progress" in loaded
+        folder, it = self.path, loaded["progress"]["iter_num"] if resumes else -1
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(folder / "lock", "ab")
         if not try_lock(self.lock):
@@ -215,8 +213,6 @@ class RunFolder:
         Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it. The next
         line then begins anew, because half of this one may be there.
         """
-        if not self.writes:
-            return
         text = f"{line}\n".encode(errors="replace")
         try:
             with open(self.path / name, "ab") as file:

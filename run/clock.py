@@ -22,17 +22,17 @@ class Clock:
     its own ledger; only rank 0's clock decides the learning rate, and when a run saves and stops.
     """
 
-    def __init__(self, began: float, synchronize: Callable, begun: dict):
+    def __init__(self, began: float, synchronize: Callable, loaded: dict):
         """
-        Start the ledger, or continue the one in `begun`, the checkpoint that a resumed run loads.
+        Start the ledger, or continue the one in `loaded`, the checkpoint that a resumed run loads.
         `began` is time.perf_counter() when main() began; `synchronize` waits for the device.
         """
         self.synchronize = synchronize
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.last_line = (0, 0, 0.0)  # iterations, tokens and seconds of steps at the last log line
-        if "ledger" in begun:
-            self.seconds |= begun["ledger"]
-            progress = begun["progress"]
+        if "progress" in loaded:
+            self.seconds |= loaded["ledger"]
+            progress = loaded["progress"]
             self.last_line = (progress["iter_num"], progress["tokens"], self.seconds["steps"])
         self.lapped_at = began  # every second before this moment is in the ledger
         self.save_timer_began = began
@@ -94,7 +94,7 @@ class Clock:
 
 def training_hours(ledger: dict[str, float]) -> float:
     """Return the hours in a ledger that count for --hours: no start-up and no compilation."""
-    return sum(ledger[name] for name in ("steps", *PAUSES)) / 3600
+    return sum(ledger.get(name, 0.0) for name in ("steps", *PAUSES)) / 3600
 
 
 def clock_time(seconds: float) -> str:

@@ -40,13 +40,12 @@ from run.start import Progress
 from run.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
-SHORTEST_RUN = 20.0  # seconds of iterations; shorter runs get no loss.png
+SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 
 
 class Log:
     """
-    Logs one run; only rank 0 writes. A run without a log would end with the same weights, except
-    that --hours counts the time that logging takes.
+    Logs one run; only rank 0 writes. Logging changes no weights, but --hours counts its time.
     """
 
     def __init__(
@@ -143,15 +142,17 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, progress: Progress, loss: float, lr: float, numbers: dict) -> None:
+    def report_step(
+        self, progress: Progress, tokens: int, loss: float, lr: float, numbers: dict
+    ) -> None:
         """
-        Print the log line of the last iteration and write its record. time, tok/s and mfu are means
-        over the iterations since the previous line: they include waits for data, but no evaluations
-        and saves. `numbers` are train_step's other numbers. To fit 120 columns, the line leaves
-        them out, and the epoch and the hours; the record has them.
+        Print the log line of the last iteration, of so many tokens, and write its record. time,
+        tok/s and mfu are means over the iterations since the previous line: they include waits for
+        data, but no evaluations and saves. `numbers` are train_step's other numbers. To fit 120
+        columns, the line leaves them out, and the epoch and the hours; the record has them.
         """
         it, tokens_after = progress.iter_num - 1, progress.tokens
-        tokens = tokens_after - self.config.iter_tokens  # before this iteration
+        tokens = tokens_after - tokens  # before this iteration
         seconds, rate = self.clock.lap_iterations(it + 1, tokens_after)
         mem_gib = self.hw.peak_memory_gib()
         mfu = self.hw.mfu(self.flops_per_token, rate, self.world_size)
@@ -307,7 +308,7 @@ class Log:
 
     def draw(self) -> None:
         """Draw loss.png, or warn. During the run, compare.py draws it."""
-        if not self.ranks.is_main or self.clock.seconds["steps"] < SHORTEST_RUN:
+        if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         try:
             from run.curves import read_run, save_picture  # only here, so that runs start sooner
@@ -326,17 +327,19 @@ def launch_command(world_size: int) -> str:
     return f"torchrun ... {command_line(*sys.argv)}"
 
 
-def origin_lines(c: Config, begun: dict) -> list[str]:
+def origin_lines(c: Config, loaded: dict) -> list[str]:
     """Say from which checkpoint or weights a run begins. With init_from=scratch, says nothing."""
-    if not begun:
+    if not loaded and c.eval_only:
+        return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
+    if not loaded:
         return [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
-    if "progress" not in begun:
-        return [f"weights: {begun['source']}"]
+    if "progress" not in loaded:
+        return [f"weights: {loaded['source']}"]
     first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    it = begun["progress"]["iter_num"]
-    lines = [f"resume: {begun['source']}, iteration {it:,}{first}"]
+    it = loaded["progress"]["iter_num"]
+    lines = [f"resume: {loaded['source']}, iteration {it:,}{first}"]
     for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
-        before = begun["config"].get(name, FIELDS[name].default)
+        before = loaded["config"].get(name, FIELDS[name].default)
         if value != before:
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
     return lines

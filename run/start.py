@@ -75,19 +75,17 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
     load_pretrained() returns them, or {}. Raises UserError, with a line for each problem.
     """
     c = read_config(argv)
-    if c.eval_only:
-        c = config_of_evaluation(c)
-    begun = {} if c.eval_only else find_checkpoint(c)
+    loaded = find_checkpoint(c)
     before = None
     problems: list[str] = []
-    if begun:
-        before = config_before(begun)
+    if loaded:
+        before = config_before(loaded)
         c, problems = config_of_resume(c, before)
-        problems += hours_problems(c, before, training_hours(begun["ledger"]))
+        problems += hours_problems(c, before, training_hours(loaded["ledger"]))
     elif c.init_from not in NOT_WEIGHTS:
         block_size = c.block_size if "block_size" in c.set_keys else None
-        begun = load_pretrained(c.init_from, block_size)
-        c, problems = config_of_weights(c, begun["model_config"])
+        loaded = load_pretrained(c.init_from, block_size)
+        c, problems = config_of_weights(c, loaded["model_config"])
     c, impossible = resolve(c, world_size, before)
     problems += impossible
     try:
@@ -96,22 +94,30 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    return c, begun
+    return c, loaded
 
 
 def find_checkpoint(c: Config) -> dict:
     """
     Return the newest valid checkpoint of out_dir's run, with its path as `source`, or {} if this
-    command does not continue that run. Raises UserError if another run would begin in its folder.
+    command neither continues nor evaluates that run. Raises UserError if another run would begin in
+    its folder.
     """
     out_dir = Path(c.out_dir)
-    if c.init_from != "scratch" and (state := checkpoint.read_newest(out_dir)):
-        path, it = Path(state["source"]), state["progress"]["iter_num"]
+    names_weights = c.init_from not in NOT_WEIGHTS
+    # --eval_only evaluates the weights that init_from names, or else out_dir's run
+    wants_run = not names_weights if c.eval_only else c.init_from != "scratch"
+    if wants_run and (state := checkpoint.read_newest(out_dir)):
+        path = Path(state["source"])
+        if "progress" not in state:
+            raise UserError(f"{path}: is not a checkpoint of this program; move it away")
         check_fields(path, state)
+        it = state["progress"]["iter_num"]
         if path.name != checkpoint.BEST and it != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
-    if others := sorted(out_dir.glob("*.pt")):
+    others = sorted(out_dir.glob("*.pt"))
+    if others and not (c.eval_only and names_weights):
         hint = "--init_from=auto resumes it, another --out_dir starts a new run"
         if not checkpoint.list_checkpoints(out_dir):  # nanoGPT's ckpt.pt, or best.pt alone
             hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
@@ -126,19 +132,9 @@ def find_checkpoint(c: Config) -> dict:
 # What the checkpoint or the weights decide
 
 
-def config_of_evaluation(c: Config) -> Config:
-    """
-    Return the configuration of --eval_only: a run of no iterations, which begins with the weights
-    that init_from names, or else with those of out_dir's newest checkpoint.
-    """
-    source = c.out_dir if c.init_from in NOT_WEIGHTS else c.init_from
-    quiet: dict = dict(sample_tokens=0, tracker="none")
-    return replace(c, init_from=source, max_iters=0, compile=False, **quiet)
-
-
-def config_before(begun: dict) -> Config:
+def config_before(loaded: dict) -> Config:
     """Return the configuration of a checkpoint's run. Keys that it lacks get their defaults."""
-    return Config(**{n: v for n, v in begun["config"].items() if n in FIELDS})
+    return Config(**{n: v for n, v in loaded["config"].items() if n in FIELDS})
 
 
 def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
@@ -158,7 +154,7 @@ def hours_problems(c: Config, before: Config, hours: float) -> list[str]:
     Return the problem if a resume asks for fewer hours than the run has trained for, because the
     learning rate would stay where it is.
     """
-    if c.hours == before.hours or not 0 < c.hours <= hours:
+    if c.eval_only or c.hours == before.hours or not 0 < c.hours <= hours:
         return []
     problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
     hint = f"to end soon with a decayed learning rate, give --hours={hours + 0.5:.1f}"
@@ -202,13 +198,13 @@ def open_data(c: Config, key: str = "dataset") -> Dataset:
     return data
 
 
-def check_data(c: Config, data: Dataset, begun: dict) -> None:
+def check_data(c: Config, data: Dataset, loaded: dict) -> None:
     """Raise UserError if the data do not match what the run begins with."""
-    if not begun:
+    if not loaded:
         return
-    check_tokens("dataset", data, begun, begun["source"])
-    if begun.get("data_fingerprint", data.fingerprint) != data.fingerprint:
-        trained = f"what {c.out_dir} was trained on ({begun['config']['dataset']})"
+    check_tokens("dataset", data, loaded, loaded["source"])
+    if loaded.get("data_fingerprint", data.fingerprint) != data.fingerprint:
+        trained = f"what {c.out_dir} was trained on ({loaded['config']['dataset']})"
         change = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {change}")
 

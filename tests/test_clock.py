@@ -10,10 +10,10 @@ import pytest
 from run.clock import PAUSES, Clock, clock_time
 
 
-def clock_at(seconds: float, monkeypatch, begun: dict | None = None) -> Clock:
+def clock_at(seconds: float, monkeypatch, loaded: dict | None = None) -> Clock:
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    return Clock(0.0, lambda: None, begun or {})
+    return Clock(0.0, lambda: None, loaded or {})
 
 
 def test_counts_the_hours_since_the_start_up(monkeypatch):

@@ -50,13 +50,9 @@ def test_a_run_is_over_for_the_first_reason_that_applies():
     assert asked(why_over, Config(hours=1.0, max_iters=7), 7, 1.0) == "max_iters"
 
 
-def test_a_run_evaluates_at_every_interval_unless_the_weights_are_evaluated():
-    def due(it, val_loss=None):
-        progress = Progress(iter_num=it, val_loss=val_loss)
-        return asked(evaluation_due, Config(eval_interval=10), progress)
-
-    assert [it for it in range(41) if due(it)] == [0, 10, 20, 30, 40]
-    assert not due(20, val_loss=3.0)
+def test_a_run_evaluates_at_every_interval():
+    due = [it for it in range(41) if asked(evaluation_due, Config(eval_interval=10), it)]
+    assert due == [0, 10, 20, 30, 40]
 
 
 def test_the_best_loss_is_the_lowest_so_far_with_that_of_these_weights():

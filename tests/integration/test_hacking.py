@@ -378,7 +378,6 @@ def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     other = write_tokens(program / "other", [700], [300], vocab=77)
     commands = {
         "plain": training(dataset=tokens, out_dir="plain"),
-        "again": training(dataset=tokens, init_from="plain/ckpt-00000004.pt", eval_only=True),
         "nowhere": training(dataset=tokens, out_dir="no", second="nowhere"),
         "other": training(dataset=tokens, out_dir="no", second=other),
         "second": training(dataset=tokens, out_dir="second", second=tokens),
@@ -419,7 +418,6 @@ def test_the_documented_number_is_printed_recorded_and_compared(documented):
     (first, *_, last) = column(program / "second", "eval", "choices")
     assert {first, last} <= {0.0, 0.5, 1.0}
     assert f", choices {last:.4g}, time " in results["second"].out
-    assert ", choices " in results["again"].out  # eval_only
     result = run("compare.py", program / "second", program / "plain")
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 

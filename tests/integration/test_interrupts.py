@@ -159,8 +159,7 @@ def test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened(
             file.write('{"kind": "step", "it')  # what a kill or a power cut may leave of a line
     train(**tiny, init_from="auto")
     assert_same_run(unbroken, ran.out_dir, 12)
-    # where a launch resumes after an evaluation, it saves again
-    assert {*ran.column("checkpoint", "iter")} == {*saved, 8, 12}
+    assert ran.column("checkpoint", "iter") == sorted({*saved, 8, 12})
     assert ran.column("end", "reason") == ["max_iters"]
 
 

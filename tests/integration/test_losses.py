@@ -305,7 +305,7 @@ def test_an_update_with_a_gradient_of_nan_is_skipped_with_a_warning(kind, tokens
     norms = column(tmp_path, "step", "grad_norm")
     assert [it for it, norm in enumerate(norms) if norm is None] == [5]
     assert after["progress"]["tokens"] == 6 * TOKENS
-    assert "iter 5: the last 1 updates were skipped" in result.err
+    assert "iter 5: 1 updates in a row skipped" in result.err
 
 
 def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
