@@ -366,7 +366,7 @@ def estimate_loss(
     losses: dict[str, float] = {}
     model.eval()
     for name, split in splits.items():
-        micro_batches = batches.read_eval(split, tokens, spread=name == "train")
+        micro_batches = batches.read_eval(split, tokens)
         nats, count = ranks.sum(*sum_losses(model, micro_batches, hw))
         losses[f"{name}_loss"] = nats / count
     model.train()

@@ -29,7 +29,7 @@ decay_fraction = 0.7
 min_lr = 0.0
 
 eval_interval = 125
-eval_tokens = 131072  # half of the validation split: its first files are harder than the rest
+eval_tokens = 131072  # half of the validation split
 log_interval = 10
 sample_tokens = 300
 keep_checkpoints = 1

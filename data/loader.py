@@ -112,9 +112,9 @@ class Batches:
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return [to_batch(windows, self.device) for windows in taken]
 
-    def read_eval(self, split: ShardTokens, tokens: int, spread: bool) -> list[Batch]:
+    def read_eval(self, split: ShardTokens, tokens: int) -> list[Batch]:
         """Read this rank's share of eval_batches() into host memory. Raises OSError, UserError."""
-        return [*eval_batches(split, tokens, self.config, spread, self.rank, self.world_size)]
+        return [*eval_batches(split, tokens, self.config, self.rank, self.world_size)]
 
 
 def to_batch(windows: Tensor, device: torch.device) -> Batch:
@@ -131,26 +131,18 @@ def to_batch(windows: Tensor, device: torch.device) -> Batch:
 
 
 def eval_batches(
-    split: ShardTokens,
-    tokens: int,
-    config: Config,
-    spread: bool,
-    rank: int,
-    world_size: int,
+    split: ShardTokens, tokens: int, config: Config, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """
-    Yield this rank's share of the fixed windows that an evaluation reads: the first `tokens` tokens
-    of the split, or with `spread` as many windows spaced evenly over the whole split. Batch size
-    and number of ranks do not change which tokens are evaluated. The last batches are padded with
-    rows whose targets are -1, which the loss ignores. All batches stay on the host.
+    Yield this rank's share of the fixed windows that an evaluation of `tokens` tokens reads, spread
+    over the whole split. Batch size and number of ranks do not change which tokens are evaluated.
+    The last batches are padded with rows whose targets are -1, which the loss ignores. All batches
+    stay on the host.
     """
     host = torch.device("cpu")
     T = config.block_size
-    available = (len(split) - 1) // T
-    count = min(max(tokens // T, 1), available)
-    room = available if spread else count
-    starts = [n * room // count * T for n in range(count)]
-    for first in range(0, count, config.batch_size * world_size):
+    starts = split.spread(tokens, T)
+    for first in range(0, len(starts), config.batch_size * world_size):
         first += rank * config.batch_size
         rows = starts[first : first + config.batch_size]
         filling = [starts[0]] * (config.batch_size - len(rows))

@@ -16,7 +16,7 @@ from pathlib import Path
 from common.console import COMMAND, UserError, command_line, count, say
 from common.files import lack_of_space, locked, patiently, sha256_of
 from configurator import Config
-from data.shards import dataset_folder, read_manifest, split_of
+from data.shards import FINEWEB_VAL, dataset_folder, read_manifest, split_of
 from data.text import HUB_WAITS, wait_or_raise
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
@@ -27,8 +27,8 @@ SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 FAST_DATA = "fineweb_records"
-# FAST_DATA on the hub: so many files of tokens for training, and one for validation
-REPOSITORY, TRAIN_FILES, VALIDATION = "kjj0/fineweb10B-gpt2", 103, "fineweb_val_000000.bin"
+# FAST_DATA on the hub: so many files of tokens for training, and FINEWEB_VAL
+REPOSITORY, TRAIN_FILES = "kjj0/fineweb10B-gpt2", 103
 SHARD_TOKENS = 10**8  # in each file; a token takes two bytes
 SAMPLE_TOKENS = 10**10  # in FineWeb-Edu's sample
 
@@ -61,7 +61,7 @@ def make_or_explain(config: Config, key: str) -> None:
             problem = f"{folder}: holds {count(held)} of the {count(tokens)} tokens that a run "
             problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
             # to stdout, where rank 0 alone prints
-            say(f"warning: {problem}first type{COMMAND}{command_line('rm', folder / VALIDATION)}")
+            say(f"warning: {problem}first type{COMMAND}{command_line('rm', folder / FINEWEB_VAL)}")
     elif name == SHAKESPEARE_DATA and not folder.is_dir():
         get = command_line("curl", "-fo", "shakespeare.txt", SHAKESPEARE)
         words = ("python", "data/prepare_text.py", "shakespeare.txt", "--val_fraction=0.1")
@@ -102,7 +102,7 @@ def files_to_download(config: Config) -> list[str]:
     shards = math.ceil(config.iter_tokens * config.max_iters / SHARD_TOKENS)
     # With fewer than 20, a short trial would leave too few for the night after it.
     shards = min(max(shards, 20), TRAIN_FILES)
-    return [*(f"fineweb_train_{n:06}.bin" for n in range(1, shards + 1)), VALIDATION]
+    return [*(f"fineweb_train_{n:06}.bin" for n in range(1, shards + 1)), FINEWEB_VAL]
 
 
 def download(folder: Path, names: list[str]) -> None:

@@ -13,18 +13,22 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from common.console import UserError, count, raise_if_any
 from common.files import read_json, replacing
+from configurator import Config
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 GET_AGAIN = "move it away, and get or prepare it again"
+# llm.c's and modded-nanogpt's runs are evaluated on the first 10,485,760 of the 100M tokens in this
+# file. The split ends there, so that losses compare with theirs
+FINEWEB_VAL, FINEWEB_VAL_TOKENS = "fineweb_val_000000.bin", 10_485_760
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
 PROBE = 1024  # this many tokens in a row are all 0 only where a download has left a hole
 PROBE_EVERY = 2**21  # tokens from one probe to the next: 50 short reads for a shard of 100M tokens
@@ -101,6 +105,15 @@ class ShardTokens:
         number = bisect.bisect_right(self.ends, position)
         return number, position - (self.ends[number] - self.shards[number].tokens)
 
+    def spread(self, tokens: int, length: int) -> list[int]:
+        """
+        Return where the windows of an evaluation of `tokens` tokens start. They are `length` tokens
+        and a last target long, and spaced evenly over the whole split.
+        """
+        available = (len(self) - 1) // length  # subtract 1 for the last target
+        count = min(max(tokens // length, 1), available)
+        return [n * available // count * length for n in range(count)]
+
     def read(self, position: int, out: np.ndarray) -> None:
         """
         Fill `out` (uint16) with the tokens from `position` on, across shard boundaries. Raises
@@ -155,19 +168,21 @@ class Dataset:
     # Differs if the shards' names, sizes, tokens at the ends or, with a manifest.json, SHA-256s do.
     # Without one, as in fineweb_records, other tokens in the middle of a shard do not change it.
     fingerprint: str = ""
-    val_fingerprint: str = ""  # a hash of the validation tokens that a run evaluates
 
     def line(self) -> str:
         """Describe the data."""
         tokens = f"{count(len(self.train))} train and {count(len(self.val))} val tokens"
         return f"data: {self.source}, {tokens}, tokenizer {self.tokenizer['kind']}"
 
-    def record(self) -> dict:
-        """Return what a run's log records about its data."""
+    def record(self, c: Config) -> dict:
+        """Return what a run's log records about its data. Raises OSError and UserError."""
+        evaluated = hashlib.sha256()
+        for start in self.val.spread(c.eval_tokens, c.block_size):
+            evaluated.update(self.val.read_windows([start + 1], c.block_size))  # the targets
         return dict(
             tokenizer=tokenizer_name(self.tokenizer),
             data_fingerprint=self.fingerprint,
-            val_fingerprint=self.val_fingerprint,
+            val_fingerprint=evaluated.hexdigest(),
             train_tokens=len(self.train),
             val_tokens=len(self.val),
         )
@@ -214,10 +229,10 @@ def dataset_folder(name: str) -> Path:
     return Path(name) if is_path and not Path("data", name).is_dir() else Path("data", name)
 
 
-def open_dataset(name: str, eval_tokens: int) -> Dataset:
+def open_dataset(name: str) -> Dataset:
     """
-    Open a dataset by name or path, and check every shard. An evaluation reads the first
-    `eval_tokens` validation tokens. Raises UserError, also if there is no such folder, and OSError.
+    Open a dataset by name or path, and check every shard. Raises UserError, also if there is no
+    such folder, and OSError.
     """
     folder = dataset_folder(name)
     data = read_folder(folder)
@@ -227,9 +242,6 @@ def open_dataset(name: str, eval_tokens: int) -> Dataset:
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
             raise UserError(f"{folder}: has no {split} tokens; {hint}")
     data.fingerprint = check_and_fingerprint(data)
-    evaluated = np.empty(min(eval_tokens + 1, len(data.val)), dtype="<u2")  # 1: the last target
-    data.val.read(0, evaluated)
-    data.val_fingerprint = hashlib.sha256(evaluated).hexdigest()
     return data
 
 
@@ -262,7 +274,10 @@ def read_folder(folder: Path) -> Dataset:
     listed = [shard["name"] for shard in manifest.get("shards", [])]
     for name in sorted(listed or names):
         if split := split_of(name):
-            shards[split].append(open_shard(folder / name))
+            shard = open_shard(folder / name)
+            if name == FINEWEB_VAL:  # add 1 for the last target
+                shard = replace(shard, tokens=min(shard.tokens, FINEWEB_VAL_TOKENS + 1))
+            shards[split].append(shard)
     train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
     return Dataset(str(folder), train, val, vocab, tokenizer, manifest)
 

@@ -119,7 +119,7 @@ class Log:
             dtype=self.hw.dtype_name,
             peak_tflops=self.hw.peak_tflops,
             peak_source=self.hw.peak_source,
-            **self.data.record(),
+            **self.data.record(c),
         )
         try:
             if c.sample_tokens and self.ranks.is_main:

@@ -67,7 +67,7 @@ def plan(config: Config, options: Namespace) -> dict:
         c = replace(c, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
     vocab = vocab_where_missing(c)
     if vocab is None:
-        data = open_dataset(c.dataset, c.eval_tokens)
+        data = open_dataset(c.dataset)
         vocab, dataset_tokens = data.vocab, dataset_tokens or len(data.train)
         c = replace(c, eval_tokens=min(c.eval_tokens, len(data.val)))
     model = model_config(c, vocab, weights)

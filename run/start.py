@@ -193,7 +193,7 @@ def open_data(c: Config, key: str = "dataset") -> Dataset:
     UserError if it is missing or too short.
     """
     make_or_explain(c, key)
-    data = open_dataset(getattr(c, key), c.eval_tokens)
+    data = open_dataset(getattr(c, key))
     check_dataset(data, c.block_size)
     return data
 

@@ -309,10 +309,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float:
-        """Return the loss of the first windows of val, or of as many spread evenly over train."""
+        """Return the loss of windows that are spread evenly over a split."""
         tokens = self.splits[split]
         T = self.c.block_size
         count = self.c.eval_tokens // T
-        room = (len(tokens) - 1) // T if split == "train" else count
-        starts = [number * room // count * T for number in range(count)]
+        windows = (len(tokens) - 1) // T
+        starts = [number * windows // count * T for number in range(count)]
         return self.mean_loss([tokens[start : start + T + 1] for start in starts]).item()

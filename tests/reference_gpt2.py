@@ -191,8 +191,8 @@ def train(w: Weights, folder: Path, config: dict, rates: list[float] | None = No
 @torch.no_grad()
 def evaluate(w: Weights, folder: Path, config: dict) -> tuple[float, float]:
     """
-    Return the train and val loss of an evaluation, on equally many windows of each split: train's
-    are spread over the whole split, val's are the first ones.
+    Return the train and val loss of an evaluation, on equally many windows of each split, spread
+    over the whole of it.
     """
     T = config["block_size"]
     tokens = min(config["eval_tokens"], len(split(folder, "val")))
@@ -201,7 +201,6 @@ def evaluate(w: Weights, folder: Path, config: dict) -> tuple[float, float]:
         ids = split(folder, name)
         available = (len(ids) - 1) // T
         count = min(tokens // T, available)
-        room = available if name == "train" else count
-        rows = [ids[n * room // count * T :][: T + 1] for n in range(count)]
+        rows = [ids[n * available // count * T :][: T + 1] for n in range(count)]
         losses.append(loss_of(w, config, np.stack(rows)).item())
     return losses[0], losses[1]

@@ -99,10 +99,10 @@ def test_refuses_a_window_that_a_truncated_shard_cuts_off(tmp_path):
         split.read_windows([400], 20)
 
 
-def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool) -> list[int]:
-    """Return the targets that an evaluation of 130 tokens counts on all ranks, in order."""
+def evaluated(split: ShardTokens, tokens: int, batch_size: int, world_size: int) -> list[int]:
+    """Return the targets that an evaluation of so many tokens counts on all ranks, in order."""
     config, size = Config(batch_size=batch_size, block_size=10), world_size
-    ranks = [list(eval_batches(split, 130, config, spread, rank, size)) for rank in range(size)]
+    ranks = [list(eval_batches(split, tokens, config, rank, size)) for rank in range(size)]
     seen = []
     # equally many batches on each rank, or one rank would wait for another forever
     for batches in zip(*ranks, strict=True):
@@ -119,14 +119,31 @@ def evaluated(split: ShardTokens, batch_size: int, world_size: int, spread: bool
 def test_evaluation_reads_the_same_tokens_at_any_batch_size_and_number_of_ranks(
     batch_size, world_size, tmp_path
 ):
-    """Evaluate fixed windows, the first ones or ones spread over the split (nanoGPT #644)."""
-    split = split_of_numbers(tmp_path, [100, 101])
-    # 13 windows, the first in order
-    assert evaluated(split, batch_size, world_size, spread=False) == list(range(1, 131))
-    # of the 20 windows that there are, every 20 / 13-th
-    starts = [10 * (n * 20 // 13) for n in range(13)]
+    """Evaluate fixed windows that are spread over the split (nanoGPT #644)."""
+    split = split_of_numbers(tmp_path, [100, 101])  # 20 windows of 10 tokens, and a last target
+    # 13 of the 20: window n is the (n * 20 / 13)-th, rounded down
+    starts = [0, 10, 30, 40, 60, 70, 90, 100, 120, 130, 150, 160, 180]
     expected = [start + 1 + i for start in starts for i in range(10)]
-    assert evaluated(split, batch_size, world_size, spread=True) == expected
+    assert evaluated(split, 130, batch_size, world_size) == expected
+    assert evaluated(split, 139, batch_size, world_size) == expected  # whole windows
+    everything = [*range(1, 201)]
+    assert evaluated(split, 200, batch_size, world_size) == everything
+    assert evaluated(split, 999, batch_size, world_size) == everything
+
+
+def test_the_public_runs_validation_tokens_are_read_as_they_read_them(tmp_path):
+    """They evaluate 10,240 windows of 1,024 tokens from the beginning of a longer shard."""
+    ids = np.arange(10_500_000) % 50_021  # prime, so no two windows begin alike
+    write_files(tmp_path, {"fineweb_val_000000.bin": shard(ids), "fineweb_train_1.bin": shard(ids)})
+    data = open_dataset(str(tmp_path))
+    starts = data.val.spread(10_485_760, 1024)
+    assert starts == [1024 * n for n in range(10_240)]
+    assert data.val.spread(2 * 10_485_760, 1024) == starts
+    assert data.val.spread(4096, 1024) == [0, 2_621_440, 5_242_880, 7_864_320]  # a quarter apart
+    window = data.val.read_windows(starts[-1:], 1025)
+    assert (window == ids[10_484_736:10_485_761]).all()
+    # others are read to their ends: 10,253 windows of 1,024
+    assert data.train.spread(10**9, 1024)[-1] == 10_252 * 1024
 
 
 @pytest.mark.parametrize("device, non_blocking", [("cuda", True), ("mps", False), ("cpu", False)])
@@ -217,7 +234,7 @@ def test_reads_datasets_made_by_other_programs(name, tmp_path):
     """
     files, expected = FOLDERS[name]
     write_files(tmp_path, files)
-    data = open_dataset(str(tmp_path), 64)
+    data = open_dataset(str(tmp_path))
     assert (len(data.train), len(data.val), data.vocab, data.tokenizer["kind"]) == expected
 
 
@@ -256,7 +273,7 @@ def test_a_bad_data_file_gives_one_line_that_says_what_is_wrong(problem, tmp_pat
 
 def refusal_of(folder: Path, **options) -> str:
     with pytest.raises(UserError) as error:
-        open_dataset(str(folder), 64, **options)
+        open_dataset(str(folder), **options)
     (line,) = error.value.args
     assert "\n" not in line
     return line
@@ -284,7 +301,7 @@ def test_the_commands_that_make_shakespeare_hold_out_its_last_tenth(tmp_path, mo
     text = "".join(f"To be, or not {n} to be: that is the question.\n" for n in range(2000))
     Path(download.split()[2]).write_text(text)
     prepare_text.main(prepare.split()[2:])
-    data = open_dataset("shakespeare_char", 64)
+    data = open_dataset("shakespeare_char")
     held_out = bytes(data.val.read_windows([0], len(data.val))[0].tolist()).decode().strip("\0")
     assert text.endswith(held_out) and 0 <= len(held_out) - len(text) / 10 < 100
 
@@ -330,7 +347,7 @@ def test_an_interrupted_download_is_no_dataset_and_the_next_one_continues(hub):
     assert len([*RECORDS.glob("*.bin")]) == 20
     assert vocab_where_missing(load_config(["--dataset=fineweb_records"])) == 50257
     with pytest.raises(UserError, match="no val tokens"):
-        open_dataset("fineweb_records", 64)
+        open_dataset("fineweb_records")
     Hub.files = last
     get_records()
     assert_all_records(hub, RECORDS)
@@ -456,20 +473,37 @@ def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path, monkeypatch):
 
 def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_path):
     folder = write_tokens(tmp_path / "a", [500], [100])
-    ours = open_dataset(str(folder), 64)
-    copied = open_dataset(str(write_tokens(tmp_path / "b", [500], [100])), 64)
-    longer = open_dataset(str(write_tokens(tmp_path / "c", [501], [100])), 64)
+    ours = open_dataset(str(folder))
+    copied = open_dataset(str(write_tokens(tmp_path / "b", [500], [100])))
+    longer = open_dataset(str(write_tokens(tmp_path / "c", [501], [100])))
     assert longer.fingerprint != ours.fingerprint == copied.fingerprint
-    assert longer.val_fingerprint == ours.val_fingerprint  # losses compare: see test_compare.py
-    more = write_tokens(tmp_path / "d", [500], [150])  # begins with the same validation tokens
-    for tokens, same in ((64, True), (99, True), (100, False)):
-        of_both = {open_dataset(str(path), tokens).val_fingerprint for path in (folder, more)}
-        assert (len(of_both) == 1) == same
     # as in a folder of nanoGPT's, whose file names and sizes stay
     (folder / "manifest.json").unlink()
-    before = open_dataset(str(folder), 64).fingerprint
+    before = open_dataset(str(folder)).fingerprint
     (folder / "train_000001.bin").write_bytes(shard(np.arange(500) % 61))
-    assert open_dataset(str(folder), 64).fingerprint != before
+    assert open_dataset(str(folder)).fingerprint != before
+
+
+def test_the_fingerprint_of_validation_is_that_of_the_tokens_evaluated(tmp_path):
+    """Losses of equal fingerprints compare: see test_compare.py."""
+
+    def fingerprint(val: list[int], eval_tokens: int, block_size: int) -> str:
+        folder = tmp_path / f"{len([*tmp_path.iterdir()])}"
+        folder.mkdir()
+        write_files(folder, {"train_1.bin": shard(range(200)), "val_0.bin": shard(val)})
+        config = Config(eval_tokens=eval_tokens, block_size=block_size)
+        return open_dataset(str(folder)).record(config)["val_fingerprint"]
+
+    val = [*range(100)]
+    some = fingerprint(val, 50, 10)  # of 9 windows the first, 2nd, 4th, 6th and 8th
+    assert some == fingerprint(val[:95], 50, 10) == fingerprint(val, 59, 10)
+    for n, same in ((24, True), (34, False), (75, False), (85, True), (95, True)):
+        changed = [*val[:n], 7, *val[n + 1 :]]
+        assert (some == fingerprint(changed, 50, 10)) == same, n
+    assert some != fingerprint(val, 40, 10)
+    assert some != fingerprint(val, 50, 5)  # other windows
+    everything = fingerprint(val, 99, 9)
+    assert everything == fingerprint(val, 99, 11) == fingerprint(val, 10**6, 33)
 
 
 @pytest.mark.parametrize("counted, expected", [((900, 500), 2.0), ((0, 140), 0.2)])
@@ -480,4 +514,4 @@ def test_bytes_per_token_are_counted_on_the_validation_split(counted, expected, 
     for i, shard in enumerate(manifest["shards"][:2]):
         shard["bytes"] = counted[i]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert open_dataset(str(folder), 64).bytes_per_token == expected
+    assert open_dataset(str(folder)).bytes_per_token == expected

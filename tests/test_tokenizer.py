@@ -98,7 +98,7 @@ def test_a_long_document_split_into_pieces_has_the_same_tokens(own, separator, m
 def test_a_data_folder_holds_its_tokenizer_and_tokens_that_decode_to_the_text(mine, own):
     manifest, content = manifest_of(mine), (mine / "tokenizer.json").read_bytes()
     assert (manifest["tokenizer"], manifest["vocab"]) == ("bpe", VOCAB)
-    data = open_dataset(str(mine), 64)
+    data = open_dataset(str(mine))
     assert data.tokenizer == dict(kind="bpe", json=content.decode()) and data.vocab == VOCAB
     text = Tokenizer(data.tokenizer)
     splits = []
@@ -209,7 +209,7 @@ def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypat
     train_short(mine, tmp_path / "run", max_iters=1)
     resumed = train_short(mine, tmp_path / "run", max_iters=2, init_from="resume", sample_tokens=3)
     assert "tokenizer.json: the tokenizers library" in resumed.err
-    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine), 64).tokenizer
+    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
 
 
 # -----------------------------------------------------------------------------

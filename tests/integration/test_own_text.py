@@ -120,7 +120,7 @@ def test_the_shipped_config_suits_the_texts_size(tokenizer, letters, layers, mos
     assert said == "next: python train.py config/own_text.py --dataset=mine"
     c = load_config(said.split()[3:])
     assert (c.dataset, c.out_dir, c.n_layer, c.dropout) == ("mine", "out/mine", layers, dropout)
-    tokens = len(open_dataset("mine", 64).train)
+    tokens = len(open_dataset("mine").train)
     assert c.max_iters == 1 + min(most, 10 * tokens) // 2048
     assert (c.block_size, c.eval_interval) == (256, 1 + c.max_iters // 10)
 
