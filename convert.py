@@ -51,7 +51,11 @@ def convert(source: str, folder: Path) -> None:
     check_logits(model, exported)
     # Without max_length, pipeline() would generate past the end of a short context.
     exported.generation_config.max_length = config.n_positions
-    exported.save_pretrained(folder)
+    # mlx-lm reads only tied models, under the names in OpenAI's file; transformers 4 refuses those
+    # names beside an untied head.
+    prefix = "transformer." if config.tie_word_embeddings else ""
+    weights = {name.removeprefix(prefix): w for name, w in exported.state_dict().items()}
+    exported.save_pretrained(folder, state_dict=weights)
     if isinstance(model, FastGPT):
         write_fast_code(folder)
     write_tokenizer(folder, state["tokenizer"], config.n_positions)

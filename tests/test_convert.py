@@ -99,6 +99,9 @@ def test_an_exported_gpt2_model_gives_the_same_logits_in_transformers(tied, bias
     assert exported.config.vocab_size == vocab
     assert exported.config.tie_word_embeddings == tied
     assert_same_logits(model, exported, vocab)
+    # a tied head is not written twice, and mlx-lm asks for the names in OpenAI's file
+    names = {name.split(".")[0] for name in load_file(tmp_path / "hf/model.safetensors")}
+    assert names == ({"wte", "wpe", "h", "ln_f"} if tied else {"transformer", "lm_head"})
 
 
 def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_path, monkeypatch):
@@ -400,5 +403,5 @@ def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     assert load_pretrained(str(tmp_path / "ckpt.pt"))["vocab"] == 50257
     convert(tmp_path / "ckpt.pt", tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
-    (rows, _) = load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"].shape
+    (rows, _) = load_file(tmp_path / "hf/model.safetensors")["wte.weight"].shape
     assert rows == 50257
