@@ -21,7 +21,7 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     is listed once. Warns about files with other endings, which are left out. Raises UserError for a
     name with nothing to read, and OSError.
     """
-    files: dict[str, str] = {}  # by real path
+    files: dict[object, str] = {}  # by real path, or by inode where a file has hard links
     for name in names:
         found = {*files_in(name)}
         # a pipe may never end
@@ -33,7 +33,11 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
         if others := sorted(found - {*readable}):
             warn(f"{name}: {len(others):,} files are left out, such as {others[0]}; read: {kinds}")
         for file in sorted(readable):
-            files.setdefault(os.path.realpath(file), file)
+            stat = os.stat(file)
+            # A disk may give all its files one inode number, but then none has hard links.
+            is_linked = stat.st_nlink > 1
+            key = (stat.st_dev, stat.st_ino) if is_linked else os.path.realpath(file)
+            files.setdefault(key, file)
     return list(files.values())
 
 
