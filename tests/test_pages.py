@@ -4,7 +4,11 @@ they name exist.
 """
 
 import itertools
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -72,6 +76,24 @@ def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     folder = r"(?<![\w/])(?:common|dev|machine|results|run|tests|docs)/"
     named = {*re.findall(rf"{folder}[\w/]+\.(?:py|md|csv|json|png)\b", read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other locales")
+def test_the_command_against_duplicates_keeps_one_of_each_line(tmp_path):
+    """
+    In most languages' locales, lines of Korean words of equal lengths sort as equal. Without
+    Debian's package locales, which localedef needs, the lines sort by their bytes.
+    """
+    (command,) = re.findall(r"`([^`]*\bsort [^`]* > unique.jsonl)`", read(ROOT / "docs/data.md"))
+    lines = ["가나 다라", "마바 사아", "자차 카타"]
+    (tmp_path / "my.jsonl").write_text("".join(f"{line}\n" for line in [*lines, *lines]))
+    make = ["localedef", "-i", "en_US", "-f", "UTF-8", str(tmp_path / "en_US.UTF-8")]
+    if shutil.which("localedef"):
+        subprocess.run(make, capture_output=True)
+    env = os.environ | dict(LOCPATH=str(tmp_path), LANG="en_US.UTF-8")
+    env = {name: value for name, value in env.items() if not name.startswith("LC_")}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, check=True)
+    assert sorted((tmp_path / "unique.jsonl").read_text().splitlines()) == lines
 
 
 # -----------------------------------------------------------------------------
