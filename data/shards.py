@@ -327,11 +327,15 @@ def check_hole(shard: Shard, split: ShardTokens, begin: int) -> None:
 def check_width(path: Path, tokens: np.ndarray) -> None:
     """
     Raise UserError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
-    tokens, every second token is an upper half, which is 0.
+    tokens, every second token is an upper half, which is 0. Raise it also for 8-bit numbers below
+    128, such as letters: 16-bit tokens would sooner or later have a byte above that.
     """
     if len(tokens) > 1 and tokens.any() and not tokens[1::2].any():
         problem = f"{path}: every second value is 0, so this looks like int32 or int64"
         raise UserError(f"{problem}; save the file as uint16, if no id is above 65,535")
+    if len(tokens) > 100 and (tokens > 255).any() and not (tokens & 0x8080).any():
+        problem = f"{path}: every byte is below 128, so this looks like uint8"
+        raise UserError(f"{problem}; save the file as uint16")
 
 
 def check_dataset(data: Dataset, block_size: int) -> None:

@@ -214,6 +214,10 @@ FOLDERS = {
         {"train.bin": RAW, "val.bin": RAW, "meta.pkl": meta_pkl(60_000)},
         (40, 40, 60_000, "unknown"),
     ),
+    "ids below 128, as uint16": (
+        {"train.bin": (np.arange(9999, dtype="<u2") % 128).tobytes(), "val.bin": RAW},
+        (9999, 40, *GPT2),
+    ),
     "an unknown tokenizer with too few letters": (
         {"train.bin": RAW, "val.bin": RAW, "meta.pkl": meta_pkl(40, {0: "a"})},
         (40, 40, 40, "unknown"),
@@ -255,6 +259,7 @@ BAD_FILES = {
     "no tokens at all": ("train_1.bin", shard([]), "no train tokens"),
     "odd bytes": ("train.bin", b"abc", "3 bytes"),
     "int32 tokens": ("train.bin", np.arange(40, dtype="<i4").tobytes(), "int32"),
+    "uint8 tokens": ("train.bin", b"letters, and a space between words" * 9, "uint8"),
     "a vocabulary in manifest.json": ("manifest.json", b'{"vocab": 65537}', "65,537"),
     "ids that have wrapped": ("meta.pkl", meta_pkl(70_000), "70,000"),
     "another program's shard": ("train_1.npy", b"", "train.bin or a shard such as"),
