@@ -217,8 +217,8 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     for i, run in ((i, run) for i, group in enumerate(groups) for run in group):
         line = dict(color=COLORS[i % len(COLORS)], linewidth=1)
         marked = dict(line, marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.5)
-        # give each group one entry in the legend
-        label = ", ".join(r.name for r in groups[i]) if run is groups[i][0] else None
+        # give each group one entry in the legend, which would leave out a name that begins with _
+        label = " " + ", ".join(r.name for r in groups[i]) if run is groups[i][0] else None
         curves = [(thin_out(run, "loss"), dict(line, alpha=0.8))]
         curves.append((run.curve("tokens"), dict(marked, label=label)))
         for n, name in enumerate((n for n in run.others if n.endswith("_loss")), start=i + 1):
@@ -254,7 +254,9 @@ def draw(figure, groups: list[list[Run]], problem: str = "") -> None:
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
     panels["speed"].yaxis.set_major_formatter(count4)
     # put the legend below the panels, where it covers nothing
-    figure.legend(frameon=False, loc="outside lower center")
+    legend = figure.legend(frameon=False, loc="outside lower center")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may contain $
     if problem:
         figure.suptitle(f"Losses are not comparable: {problem}")
 

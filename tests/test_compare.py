@@ -489,6 +489,18 @@ def test_draws_other_losses_among_the_losses_and_no_other_numbers():
     assert losses.get_ylim()[0] < 1.0 and len(lines(losses)) == 3
 
 
+@pytest.mark.parametrize("name", ["_base", "lr$1$_x^{"])
+def test_the_legend_shows_a_runs_name_as_it_is(name):
+    """To matplotlib a name that begins with _ has no entry, and one between $ is mathematics."""
+    figure = drawn(make_run("a", {5: 3.0}), make_run(name, {5: 2.0}))
+    (legend,) = figure.legends
+    figure.draw_without_rendering()
+    assert [(t.get_text().strip(), t.get_parse_math()) for t in legend.get_texts()] == [
+        ("a", False),
+        (name, False),
+    ]
+
+
 # -----------------------------------------------------------------------------
 # Files and commands
 
