@@ -59,8 +59,8 @@ POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: in the first ones, the optimizer and the device allocate their memory.
 UNCOUNTED = 2
 LEAST_LINES = 3  # counted log lines to wait for; together they must also span --seconds
-# At most this many micro-batches per log line, because the run waits for the device at each line. A
-# line covers at least one iteration.
+# Micro-batches per log line: few, so that a measurement is short, but more than one, because the
+# run waits for the device at each line. A line covers one to log_interval iterations.
 MICRO_BATCHES_PER_LINE = 10
 RANDOM_TOKENS = 2**22
 # the start record's values that a measurement keeps
