@@ -9,6 +9,7 @@ split it belongs to: see split_of.
 
 import bisect
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -95,7 +96,7 @@ class ShardTokens:
 
     def __init__(self, shards: list[Shard], vocab: int):
         self.shards, self.vocab = shards, vocab
-        self.ends = np.cumsum([shard.tokens for shard in shards]).tolist()
+        self.ends = [*itertools.accumulate(shard.tokens for shard in shards)]
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0

@@ -29,7 +29,7 @@ from configurator import Config, load_config
 from data import prepare_text
 from data.loader import ShuffledWindows, eval_batches, to_batch
 from data.missing import make_or_explain, vocab_where_missing
-from data.shards import ShardTokens, open_dataset, open_shard
+from data.shards import Shard, ShardTokens, open_dataset, open_shard
 
 
 def shard(tokens, *numbers: int) -> bytes:
@@ -87,6 +87,13 @@ def split_of_numbers(folder: Path, sizes: list[int]) -> ShardTokens:
         path.write_bytes(shard(np.arange(ends[i], ends[i] + size)))
         shards.append(open_shard(path))
     return ShardTokens(shards, 50_000)
+
+
+def test_finds_a_token_behind_the_first_two_billion():
+    """Numpy 1 adds in 32 bits on Windows."""
+    split = ShardTokens([Shard(Path("any"), 1024, 10**8)] * 25, 50_257)
+    assert len(split) == 2_500_000_000
+    assert split.locate(2_400_000_005) == (24, 5)
 
 
 def test_refuses_a_window_that_a_truncated_shard_cuts_off(tmp_path):
