@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from common.child import keep_awake
 from common.console import UserError, run_main, say
 from configurator import SAVE_EVERY, Config, config_values
-from data.loader import Batch, Batches
+from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset, ShardTokens
 from machine import hardware
 from machine.compiled import compile_checked, freeze_garbage
@@ -84,11 +84,10 @@ def main(argv: list[str]) -> int:
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
     model = make_model(c, data.vocab, hw, loaded)
-    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
     origin = origin_lines(asked, loaded)
     if c.eval_only:
         say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
-        evaluate_only(model, splits, batches, data, it, c, hw, ranks)
+        evaluate_only(model, splits, data, it, c, hw, ranks)
         return 0
     torch.manual_seed(c.seed + ranks.rank)
     optimizer = build_optimizer(model, c, hw.dtype)
@@ -97,13 +96,14 @@ def main(argv: list[str]) -> int:
     if "progress" in loaded:
         restore(loaded, optimizer, scaler, c, hw, ranks.rank)
 
-    # Files, clock and log. From here on out_dir belongs to this run. Its path is absolute,
+    # Files, clock, log and batches. From here on out_dir belongs to this run. Its path is absolute,
     # because after a network disk's return the current folder may still be unreachable
     folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints)
     ranks.on_main(folder.claim, loaded)
     clock = Clock(began, hw.synchronize, loaded)
     log = Log(c, clock, hw, data, model, progress, folder, ranks)
     log.begin(origin)  # also starts the tracker
+    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
     del loaded  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
 
     def evaluate() -> None:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-            numbers = estimate_loss(model, splits, batches, c, hw, ranks)
+            numbers = estimate_loss(model, splits, c, hw, ranks)
             progress.record(numbers["val_loss"])
             log.report_eval(progress, numbers)
 
@@ -354,9 +354,7 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 @torch.no_grad()
-def estimate_loss(
-    model, splits: dict[str, ShardTokens], batches: Batches, c, hw, ranks: Ranks
-) -> dict[str, float]:
+def estimate_loss(model, splits: dict[str, ShardTokens], c, hw, ranks: Ranks) -> dict[str, float]:
     """
     Return each split's mean loss on fixed windows as NAME_loss, in nats per token, without dropout.
     The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
@@ -366,7 +364,7 @@ def estimate_loss(
     losses: dict[str, float] = {}
     model.eval()
     for name, split in splits.items():
-        micro_batches = batches.read_eval(split, tokens)
+        micro_batches = eval_batches(split, tokens, c, ranks.rank, ranks.world_size)
         nats, count = ranks.sum(*sum_losses(model, micro_batches, hw))
         losses[f"{name}_loss"] = nats / count
     model.train()
@@ -388,10 +386,10 @@ def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
     return math.fsum(sums), sum(counts)
 
 
-def evaluate_only(model, splits, batches: Batches, data: Dataset, it: int, c, hw, ranks) -> None:
+def evaluate_only(model, splits, data: Dataset, it: int, c, hw, ranks: Ranks) -> None:
     """Evaluate the weights once, print the numbers and write nothing."""
     began = time.perf_counter()
-    numbers = estimate_loss(model, splits, batches, c, hw, ranks)
+    numbers = estimate_loss(model, splits, c, hw, ranks)
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
 

@@ -14,8 +14,6 @@ on). That number is all a resumed run needs, and changing the batch size, gradie
 the number of ranks only splits the same sequence of windows differently.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -68,8 +66,7 @@ class ShuffledWindows:
 class Batches:
     """
     Read this rank's training micro-batches into host memory, hand them out in order on the device,
-    an iteration's worth at a time, and read its evaluation micro-batches. What is handed out is
-    inputs and targets, each (B, T) int64.
+    an iteration's worth at a time. What is handed out is inputs and targets, each (B, T) int64.
 
     With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch. `trained`
     counts the tokens that all ranks together have taken before; a resumed run passes the count from
@@ -112,10 +109,6 @@ class Batches:
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return [to_batch(windows, self.device) for windows in taken]
 
-    def read_eval(self, split: ShardTokens, tokens: int) -> list[Batch]:
-        """Read this rank's share of eval_batches() into host memory. Raises OSError, UserError."""
-        return [*eval_batches(split, tokens, self.config, self.rank, self.world_size)]
-
 
 def to_batch(windows: Tensor, device: torch.device) -> Batch:
     """
@@ -132,14 +125,14 @@ def to_batch(windows: Tensor, device: torch.device) -> Batch:
 
 def eval_batches(
     split: ShardTokens, tokens: int, config: Config, rank: int, world_size: int
-) -> Iterator[Batch]:
+) -> list[Batch]:
     """
-    Yield this rank's share of the fixed windows that an evaluation of `tokens` tokens reads, spread
-    over the whole split. Batch size and number of ranks do not change which tokens are evaluated.
+    Read this rank's share of the fixed windows of an evaluation of `tokens` tokens, spread over the
+    whole split. Batch size and number of ranks do not change which tokens are evaluated.
     The last batches are padded with rows whose targets are -1, which the loss ignores. All batches
-    stay on the host.
+    stay on the host. Raises OSError and UserError.
     """
-    host = torch.device("cpu")
+    host, batches = torch.device("cpu"), []
     T = config.block_size
     starts = split.spread(tokens, T)
     for first in range(0, len(starts), config.batch_size * world_size):
@@ -148,4 +141,5 @@ def eval_batches(
         filling = [starts[0]] * (config.batch_size - len(rows))
         x, y = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), host)
         y[len(rows) :] = -1
-        yield x, y
+        batches.append((x, y))
+    return batches

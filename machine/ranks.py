@@ -2,10 +2,10 @@
 Coordinates the processes of a multi-GPU run, and notes the signal that asks a run to stop.
 
 torchrun starts one process per device, and all of them run the same loop. Each reads the command,
-the checkpoint and the data for itself before it joins the others; rank 0 alone looks at the clock,
-answers signals and writes the files. The ranks exchange small messages on the host (gloo), and
-torch's DistributedDataParallel averages gradients on the devices. With a single process nothing is
-sent, and the same calls return the process's own values.
+the checkpoint and the data for itself before it joins the others. Rank 0's clock and signal decide
+for all, and rank 0 alone writes the run's files. The ranks exchange small messages on the host
+(gloo), and torch's DistributedDataParallel averages gradients on the devices. With a single process
+nothing is sent, and the same calls return the process's own values.
 
 An error ends the process that meets it, and torchrun then ends the others.
 """
