@@ -28,7 +28,7 @@ lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
 
-eval_interval = 125
+eval_interval = 250
 eval_tokens = 131072  # half of the validation split
 log_interval = 10
 sample_tokens = 300
