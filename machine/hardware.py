@@ -211,8 +211,8 @@ def set_up(config: Config, local_rank: int = 0) -> Hardware:
 def measure_matmul(hw: Hardware) -> float:
     """
     Return the TFLOP/s of the fastest of eight matmuls in hw.dtype. The matrices grow until one
-    takes 2 ms, because small ones cannot keep a fast device busy. They hold random numbers, because
-    ones need less power, so a GPU that lacks power would look fast.
+    takes 2 ms or has 4,096 rows, because small ones cannot keep a fast device busy. They hold
+    random numbers, because ones need less power, so a GPU that lacks power would look fast.
     """
     generator = torch.Generator(hw.device).manual_seed(0)  # leaves the run's random numbers alone
     size, best = 256, 0.0
