@@ -82,7 +82,7 @@ def with_faults(disk: Path, *steps: tuple[str, int, str]) -> list[str]:
     """
     Return arguments for start() that run train.py with `steps`. Each is (moment, n, action): at the
     n-th such moment of InProcessRun, "fill" or "free" the disk or send a signal by its name, and
-    report it on stderr. The clock is fake, and the disk is freed whenever the run sleeps.
+    report it on stderr.
     """
     return ["tests/fault_injection.py", json.dumps([str(disk), *steps]), "train.py"]
 
@@ -98,10 +98,9 @@ def planned(disk: Path, *steps: tuple[str, int, str]) -> InProcessRun:
             else:
                 os.kill(os.getpid(), getattr(signal, action))
 
-    trainer = InProcessRun(fake_clock=True)
+    trainer = InProcessRun()
     for moment, n, _ in steps:
         trainer.at[moment, n] = functools.partial(act, moment, n)
-    trainer.at["sleep", None] = lambda: free(disk)
     return trainer
 
 

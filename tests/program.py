@@ -307,17 +307,16 @@ def gradients_of_nan(passes: Container[int]):
 class InProcessRun:
     """
     Launch train.py in this process, and call functions at chosen moments. at["iteration", 7] is
-    called after the seventh update, counted over all launches, and at["sleep", None] at each sleep.
+    called after the seventh update, counted over all launches, and at["disk", None] at each call.
 
     update, iteration   before and after an update
     evaluation, lookup  before an evaluation, and before each embedding lookup without gradients
     save, saved         before and after torch.save() writes a file, which is renamed only later
     disk                before each call that before_disk_calls() lists
-    sleep               instead of a time.sleep(), with `fake_clock`
 
-    With `fake_clock`, each moment takes its `seconds`, if it has any, and a sleep as long as it
-    should. Nothing else takes any time. The time of day is 23:00 at first, and child processes
-    cannot be started.
+    With `fake_clock`, each moment takes its `seconds`, if it has any. Nothing else takes any time.
+    The time of day is 23:00 at first. Child processes cannot be started, and loss.png cannot be
+    drawn.
     """
 
     EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
@@ -332,8 +331,8 @@ class InProcessRun:
         self.embedding: torch.nn.Embedding  # the last embedding that was looked up
         self.optimizer: torch.optim.Optimizer
 
-    def happens(self, what: str, seconds: float | None = None) -> None:
-        self.now += self.seconds.get(what, 0.0) if seconds is None else seconds
+    def happens(self, what: str) -> None:
+        self.now += self.seconds.get(what, 0.0)
         self.count[what] += 1
         assert self.count[what] < 10_000, "the run has no end"
         for number in (None, self.count[what]):
@@ -392,7 +391,6 @@ class InProcessRun:
                 mock.patch("time.perf_counter", lambda: self.now),
                 mock.patch("time.monotonic", lambda: self.now),
                 mock.patch("time.time", self.time),
-                mock.patch("time.sleep", lambda seconds: self.happens("sleep", seconds)),
                 # The class, because one instance would keep the frames that it was raised in, and
                 # what they hold
                 mock.patch("subprocess.Popen", side_effect=OSError),

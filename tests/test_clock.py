@@ -1,5 +1,5 @@
 """
-Check a run's clock by itself. test_train_decisions.py runs whole nights by a fake clock.
+Check a run's clock by itself. integration/test_time_limits.py has whole runs by a fake clock.
 """
 
 import time
@@ -14,16 +14,6 @@ def clock_at(seconds: float, monkeypatch, loaded: dict | None = None) -> Clock:
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
     return Clock(0.0, lambda: None, loaded or {})
-
-
-def test_counts_the_hours_since_the_start_up(monkeypatch):
-    clock = clock_at(400, monkeypatch)
-    clock.lap("start-up")
-    for seconds in (0, 900, 3700):
-        monkeypatch.setattr(time, "perf_counter", lambda seconds=seconds: 400 + seconds)
-        before = repr(vars(clock))
-        assert clock.read()[0] == pytest.approx(seconds / 3600, abs=1e-12)
-        assert repr(vars(clock)) == before  # asking changes nothing
 
 
 def test_the_save_timer_counts_from_the_launch_and_then_from_the_end_of_a_save(monkeypatch):

@@ -1,20 +1,14 @@
 """
 Check what train.py's loop decides before each iteration, and where the peak rate of a wsd schedule
-ends. Cases worked out by hand come first, then whole runs by a fake clock.
+ends. integration/test_time_limits.py has whole runs by a fake clock.
 """
 
-import errno
-import itertools
 import math
-import random
 from dataclasses import replace
 
 import pytest
-from cases import slow_but
-from program import InProcessRun, Run, raises, sigterm
 
 from configurator import Config
-from run.clock import PAUSES
 from run.start import Progress
 from train import (
     best_loss,
@@ -106,7 +100,6 @@ SCHEDULES = {  # keys, and the rates of 14 iterations
         LINEAR,
     ),
     "wsd": (dict(lr_schedule="wsd", decay_fraction=0.4), WSD),
-    "wsd from the warmup on": (dict(lr_schedule="wsd", decay_fraction=1.0), LINEAR),
     "no decay": (dict(lr_schedule="wsd", decay_fraction=0.0), [*WARM, *[1e-2] * 8, *END]),
     "a warmup that outlasts the run": (
         dict(warmup_iters=20),
@@ -142,113 +135,9 @@ def test_each_group_decays_to_the_same_fraction_of_its_peak(peak):
     assert rates == pytest.approx([peak / 1e-2 * get_lr(it, RATES, 14, 1e-2) for it in range(14)])
 
 
-# max_iters, lr_decay_iters, warmup_iters, decay_fraction: the end of the peak, by hand
-PEAKS = {
-    (100, 0, 5, 0.4): 60,
-    (11, 0, 0, 0.4): 7,  # the decay begins at 6.6
-    (100, 0, 70, 0.4): 70,  # no decay before the end of the warmup
-    (100, 50, 5, 0.4): 30,
-    (100, 200, 5, 0.4): 120,  # beyond the run
-    (100, 0, 5, 0.0): 100,
-}
-
-
-def test_a_longer_wsd_run_has_the_same_learning_rates_up_to_the_decay():
-    """
-    Check that a longer run has the same rates up to the last iteration before the decay.
-    """
-    for (max_iters, lr_decay_iters, warmup_iters, decay_fraction), last in PEAKS.items():
-        keys = dict(lr_schedule="wsd", warmup_iters=warmup_iters, decay_fraction=decay_fraction)
-        c = Config(**keys, max_iters=max_iters, lr_decay_iters=lr_decay_iters)
-        longer = Config(**keys | dict(decay_fraction=0.0), max_iters=1000)
-        for it in range(last):  # the iterations before that checkpoint
-            assert get_lr(it, c, max_iters, 1.0) == get_lr(it, longer, 1000, 1.0)
-        assert get_lr(last + 1, c, max_iters, 1.0) < 1
-
-
 def test_the_length_of_a_run_with_hours_follows_its_pace():
     timed = Config(hours=8.0, max_iters=10_000)
     assert run_length(0, Config(max_iters=300), 0.0) == 300
     assert run_length(50, timed, 0.8) == 500
     assert run_length(0, timed, 0.0) == 10_000  # before the first update nobody knows
     assert run_length(50, replace(timed, max_iters=200), 0.8) == 200
-
-
-# -----------------------------------------------------------------------------
-# Whole nights
-
-TINY = dict(n_layer=1, n_embd=8, block_size=8, batch_size=2, gradient_accumulation_steps=1)
-TINY |= dict(eval_tokens=32, learning_rate=0.5, min_lr=0.01, keep_checkpoints=999, init_from="auto")
-
-
-class Night(InProcessRun):
-    """
-    Train by a fake clock, with durations, full disks and ends drawn from a seed. Except in every
-    fourth night, no duration is more than twice another of its kind.
-    """
-
-    def __init__(self, seed: int):
-        super().__init__(fake_clock=True)
-        self.chance = random.Random(seed)
-        self.most = 2 if seed % 4 else 20
-        shortest = dict(iteration=(0.2, 1.5), evaluation=(0.2, 4), save=(0.1, 0.35))
-        self.shortest = {what: self.chance.uniform(*ends) for what, ends in shortest.items()}
-        self.seconds = dict(lookup=0.01)
-        self.is_full = False  # whether the disk takes neither best.pt nor a checkpoint now
-
-    def happens(self, what: str, seconds: float | None = None) -> None:
-        if what in ("iteration", "evaluation"):
-            self.is_full = self.chance.random() < 0.1
-        if what == "save" and self.is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        if what in self.shortest:
-            seconds = self.shortest[what] * self.chance.uniform(1, self.most)
-        super().happens(what, seconds)
-
-    def keys(self) -> dict:
-        choice = self.chance.choice
-        keys = dict(hours=choice([0.01, 0.02]), max_iters=choice([None, None, 0, 1, 20]))
-        keys |= dict(eval_interval=choice([None, None, 1, 4]))
-        if choice([False, False, True]):
-            keys = dict(max_iters=choice([0, 1, 20]), eval_interval=4)
-        keys |= dict(checkpoint_interval=choice([0, 0, 1, 7]), sample_tokens=choice([0, 4]))
-        return {name: value for name, value in keys.items() if value is not None}
-
-    def run(self, **keys) -> float:
-        """Launch until the run is complete. Return when its last launch began, by its ledger."""
-        run, begun, code = Run(keys["out_dir"]), 0.0, 1
-        for ends in itertools.chain(range(self.chance.randrange(3)), itertools.repeat(None, 9)):
-            if code == 0:
-                return begun
-            self.at.clear()
-            if ends is not None:
-                what = self.chance.choice(["iteration", "iteration", "evaluation", "save"])
-                end = self.chance.choice([sigterm, sigterm, raises(MemoryError())])
-                self.at[what, self.count[what] + self.chance.choice([1, 2, 10])] = end
-            begun = sum(run.state()["ledger"].values()) if run.saved else 0.0
-            code = self.launch(**keys).code
-        raise AssertionError("the run has no end")
-
-
-@pytest.mark.parametrize("seed", slow_but(0, 1, 3, 7, of=range(100)))
-def test_a_run_ends_near_its_hours_and_keeps_the_best_weights_whatever_happens(seed, tiny):
-    """
-    Evaluate and save the last iteration, repeat no evaluation, keep the best weights, and end with
-    the iteration, evaluation or save that is under way after the hours.
-    """
-    night, run = Night(seed), Run(tiny["out_dir"])
-    keys = tiny | night.keys()
-    night.run(**keys)
-    end, evaluated = run.end, run.evals("iter")
-    assert evaluated[-1] == run.saved[-1] == end["iters"] and len({*evaluated}) == len(evaluated)
-    progress = [run.state(it)["progress"] for it in run.saved]
-    lowest = min(p["val_loss"] for p in progress if p["val_loss"] is not None)
-    # best.pt must beat the untrained model; the log keeps nine digits
-    is_better = lowest < run.evals("val_loss")[0] - 1e-7
-    assert (run.out_dir / "best.pt").exists() == is_better
-    assert not is_better or run.best["progress"]["val_loss"] == lowest
-    if end["reason"] == "hours":
-        used = sum(end["ledger"][name] for name in ("steps", *PAUSES))
-        pauses = run.evals("seconds")[-1] + run.column("checkpoint", "seconds")[-1]
-        longest = night.most * max(night.shortest.values())
-        assert 3600 * keys["hours"] <= used <= 3600 * keys["hours"] + pauses + 2 * longest + 0.2

@@ -54,10 +54,8 @@ TINY = TINY_RUN | dict(
     learning_rate=0.3,
     warmup_iters=6,
 )
-# the loss falls, so the newest checkpoint is the best
-FALLING = dict(learning_rate=0.01, warmup_iters=2)
-# also with the averages that replace the weights at the end
-AVERAGED = FALLING | dict(optimizer="muon")
+# the loss falls, so the newest checkpoint is the best, and averages replace the weights at the end
+AVERAGED = dict(learning_rate=0.01, warmup_iters=2, optimizer="muon")
 
 
 @pytest.fixture(scope="module")
@@ -112,68 +110,31 @@ def best_logged(ran: Run) -> int:
 # Full disks
 
 
-# when the disk is filled (all, or all but so many bytes) and freed, keys; the exit code, the
-# checkpoints in the log, and the best one
-FULL, LATE = {("update", 5): 0, ("update", 9): "free"}, dict(max_iters=12)
-FILLED = {
-    "for a while": (FULL, LATE, 0, [4, 12], 12),
-    "in the middle of a save": (FULL | {("update", 5): 20_000}, LATE, 0, [4, 12], 12),
-    "at the end": ({("update", 5): 0}, {}, 1, [4], 4),
-    "at a signal": ({("update", 5): 0, ("update", 7): "stop"}, {}, 1, [4], 4),
-    "when the best is due": (
-        *({("update", 4): 0, ("update", 6): "free"}, dict(eval_interval=2, max_iters=7)),
-        *(0, [2, 6, 7], 6),
-    ),
-}
-
-
-@pytest.mark.parametrize("when", FILLED)
-def test_a_run_on_a_full_disk_trains_on_until_its_last_save_fails(
-    when, tiny, ran, straight, on_disk
-):
-    moments, keys, code, saved, best = FILLED[when]
+def test_a_save_on_a_full_disk_fails_with_a_warning_and_the_run_trains_on(tiny, ran, on_disk):
+    """Let the disk be full in the middle of the save at iteration 8."""
     disk, trainer = on_disk(), InProcessRun()
 
-    def act(what):
-        if what == "free":
-            assert not leftovers(ran.out_dir)
-            free(disk)
-        elif what == "stop":
-            signal.raise_signal(signal.SIGTERM)
-        else:
-            fill(disk)
-            free(disk, what)
+    def fill_but(size: int) -> None:
+        fill(disk)
+        free(disk, size)
 
-    trainer.at |= {moment: lambda what=what: act(what) for moment, what in moments.items()}
-    result = trainer.launch(**tiny | keys)
-    assert (result.code, ran.column("checkpoint", "iter")) == (code, saved)
-    assert result.err.count("launch lack lines") <= 1
-    warned = [line for line in lines(result.err, "warning: iter") if "is not saved" in line]
-    assert bool(warned) == (code == 0)
-    assert best_iter(ran) == best and not leftovers(ran.out_dir)
-    if code:
-        (line,) = lines(result.err, "error:")
-        assert "No space left" in line and "--init_from=resume continues" in line
+    def free_all() -> None:
+        assert not leftovers(ran.out_dir)
         free(disk)
-        train(**tiny, init_from="resume")
-        assert_same_run(straight, ran.out_dir, 8)
-        assert ran.records("checkpoint")[-1]["complete"]
+
+    trainer.at |= {("update", 5): lambda: fill_but(20_000), ("update", 9): free_all}
+    result = launch(trainer, **tiny | dict(max_iters=12))
+    assert ran.column("checkpoint", "iter") == [4, 12] and best_iter(ran) == 12
+    (line,) = lines(result.err, "warning: iter 8")
+    assert "is not saved: No space left" in line
+    assert result.err.count("launch lack lines") <= 1 and not leftovers(ran.out_dir)
 
 
-@pytest.mark.parametrize("worse_later", slow_but(True, of=[True, False]))
-def test_a_run_fits_in_the_disk_space_that_the_docs_name(worse_later, tiny, ran, on_disk):
-    """Leave room for three checkpoints: two to keep, and best.pt."""
-    on_disk(files=3)
-    tiny |= dict(eval_interval=2, max_iters=10) | ({} if worse_later else FALLING)
-    launch(InProcessRun(), **tiny)
-    assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
-    assert ran.saved == [8, 10]
-    assert best_iter(ran) == best_logged(ran)
-    assert (best_iter(ran) == 10) != worse_later
-
-
-def test_a_resumed_run_frees_the_disk_space_of_the_checkpoint_it_started_from(tiny, ran, on_disk):
-    """Close the checkpoint after loading it: deleting an open file frees no space."""
+def test_a_resumed_run_fits_in_the_disk_space_that_the_docs_name(tiny, ran, on_disk):
+    """
+    Leave room for three checkpoints: two to keep, and best.pt. The one that the run resumes from
+    must be closed after loading it, because deleting an open file frees no space.
+    """
     on_disk(files=3)
     train(**tiny | dict(eval_interval=2, max_iters=2))
     launch(InProcessRun(), **tiny | dict(eval_interval=2, max_iters=10), init_from="resume")
@@ -190,14 +151,6 @@ def test_a_disk_without_any_room_does_not_stop_a_resume(tiny, ran, straight, on_
     assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
 
 
-def test_a_checkpoint_between_evaluations_has_no_validation_loss(tiny, ran):
-    """Save None as the checkpoint's loss, because the last evaluation was of other weights."""
-    train(**tiny, checkpoint_interval=3, keep_checkpoints=9)
-    losses = dict(ran.evals("iter", "val_loss")) | {3: None, 6: None}
-    found = {it: ran.state(it)["progress"]["val_loss"] for it in ran.saved}
-    assert found == {it: pytest.approx(losses[it]) for it in (3, 4, 6, 8)}
-
-
 def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran):
     """The loss is lowest at iteration 4, where the checkpoint is saved but best.pt is not."""
     trainer = InProcessRun()
@@ -207,12 +160,11 @@ def test_a_loss_is_the_best_only_once_best_pt_has_it(tiny, ran):
     assert (best_iter(ran), best_logged(ran)) == (8, 4)
 
 
-@pytest.mark.parametrize("recipe", [FALLING, AVERAGED], ids=["adamw", "averages"])
 @pytest.mark.parametrize("number", [3, 4], ids=["best.pt", "checkpoint"])
 def test_a_run_whose_last_save_fails_ends_with_an_error_and_is_finished_by_the_next_launch(
-    recipe, number, tiny, ran, tmp_path
+    number, tiny, ran, tmp_path
 ):
-    tiny |= recipe
+    tiny |= AVERAGED
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     trainer = InProcessRun()
     trainer.at["save", number] = raises(OSError(errno.ENOSPC, "No space left on device"))
@@ -333,16 +285,13 @@ def invalid(shard: Path) -> None:
 
 
 HARMS = [  # a split, where the run evaluates, what happens to the split's shards
-    ("val", 4, cut),
     ("val", 4, invalid),
     ("val", 12, cut),  # the last evaluation
     ("train", 100, Path.unlink),
-    ("train", 100, cut),
-    ("train", 100, invalid),
 ]
 
 
-@pytest.mark.parametrize("split, interval, harm", slow_but(HARMS[0], HARMS[2], HARMS[-1], of=HARMS))
+@pytest.mark.parametrize("split, interval, harm", HARMS)
 def test_an_unreadable_shard_ends_the_run_and_a_resume_continues_from_its_last_save(
     split, interval, harm, tiny, ran, tmp_path
 ):
@@ -386,16 +335,6 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny
     assert ran.steps("iter") == [*range(ran.end["iters"])]
     assert len(ran.records("start")) == 1
     assert ran.state(ran.end["iters"])
-
-
-def test_a_run_that_broke_before_its_first_checkpoint_starts_again_and_keeps_its_log(tiny, ran):
-    trainer = InProcessRun()
-    trainer.at["iteration", 3] = raises(ValueError("unforeseen"))
-    assert trainer.launch(**tiny).code == 1
-    log = (ran.out_dir / "log.txt").read_bytes()
-    train(**tiny, init_from="auto")
-    assert (ran.out_dir / "log.txt.1").read_bytes() == log
-    assert ran.steps("iter") == [*range(8)]
 
 
 def test_a_checkpoint_named_after_another_iteration_is_refused(tiny, ran):

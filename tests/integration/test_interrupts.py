@@ -3,13 +3,12 @@ Interrupt runs by signals, kills and errors, and damage their checkpoints. A res
 uninterrupted one, and the interrupted run's exit code and folder tell what happened.
 """
 
-import os
 import signal
 import textwrap
 
 import pytest
 import torch
-from cases import slow, slow_but
+from cases import slow_but
 from fault_injection import watched
 from program import (
     FAST,
@@ -86,13 +85,11 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 G
 # the moment, what happens then, the exit code, and the checkpoints and evaluations that it leaves
 BREAKS = {
     "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [0], [0]),
-    "a signal in the first iteration": (("iteration", 1), sigterm, 143, [1], [0]),
     "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8], [0, 4, 8]),
     "a signal in a save": (("save", 4), sigterm, 143, [4, 8, 9], [0, 4, 8]),
     "a signal in the last iteration": (("iteration", 12), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "a signal in the last evaluation": (("evaluation", 4), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "out of memory": (("iteration", 6), raises(NO_MEMORY), 1, [4], [0, 4]),
-    "an unforeseen error": (("iteration", 6), raises(ValueError("unforeseen")), 1, [4], [0, 4]),
 }
 KEPT = ("a signal in an evaluation", "a signal in a save", "a signal in the last evaluation")
 
@@ -108,7 +105,7 @@ def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
     result = trainer.launch(**tiny)
     assert (result.code, ran.saved, ran.evals("iter")) == (code, saved, evaluated)
     assert ran.column("end", "reason") == {0: ["max_iters"], 143: ["SIGTERM"]}.get(code, [])
-    assert ("Traceback" in result.err) == (what == "an unforeseen error")
+    assert ("error: out of memory; " in result.err) == (code == 1)
     assert trainer.launch(**tiny, init_from="auto").code == 0
     assert_same_run(unbroken, ran.out_dir, 12)
 
@@ -126,7 +123,6 @@ def twice(first: str, seconds: float, second: str) -> str:
 # The code that a separate process runs after its sixth update, its exit code, the checkpoints that
 # it leaves, and words of its output
 ENDS = {
-    "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", -9, [4], ""),
     "Ctrl-C twice": (twice("SIGINT", 0.6, "SIGINT"), 130, [4], "stopping"),
     # two within half a second count as one
     "timeout -s INT": (twice("SIGINT", 0.0, "SIGINT"), 130, [4, 6], "stopping"),
@@ -141,10 +137,8 @@ OWN_TERMINAL = """
 
 
 @needs_signals
-@pytest.mark.parametrize("end", slow_but(*[*ENDS][:3], "a closed terminal", of=ENDS))
-def test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened(
-    end, tiny, ran, unbroken
-):
+@pytest.mark.parametrize("end", slow_but(*[*ENDS][:2], "a closed terminal", of=ENDS))
+def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny, ran, unbroken):
     """Leave each record once in the log."""
     action, code, saved, said = ENDS[end]
     before = OWN_TERMINAL if "terminal" in end else ""
@@ -154,22 +148,18 @@ def test_a_process_that_is_killed_or_stopped_resumes_as_if_nothing_had_happened(
     assert said in result.err
     stopped = [signal.Signals(code - 128).name] if 6 in saved else []
     assert ran.column("end", "reason") == stopped
-    if code < 0:
-        with open(ran.out_dir / "metrics.jsonl", "a") as file:
-            file.write('{"kind": "step", "it')  # what a kill or a power cut may leave of a line
     train(**tiny, init_from="auto")
     assert_same_run(unbroken, ran.out_dir, 12)
     assert ran.column("checkpoint", "iter") == sorted({*saved, 8, 12})
     assert ran.column("end", "reason") == ["max_iters"]
 
 
-@pytest.mark.parametrize("moment", [slow((("iteration", 12),)), ("evaluation", 4)])
-def test_a_fast_run_ends_with_the_averages_of_its_weights(moment, tiny, ran, tmp_path):
+def test_a_fast_run_ends_with_the_averages_of_its_weights(tiny, ran, tmp_path):
     """Use the averages only when the run is complete, and once, also if a kill delays its end."""
     keys = tiny | FAST
     train(**keys | dict(out_dir=tmp_path))
     trainer = InProcessRun()
-    trainer.at[moment] = raises(KeyboardInterrupt())
+    trainer.at["evaluation", 4] = raises(KeyboardInterrupt())
     assert trainer.launch(**keys).code == 130
     assert trainer.launch(**keys, init_from="auto").code == 0
     assert_same_run(tmp_path, ran.out_dir, 12)
@@ -239,41 +229,21 @@ def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny,
             assert ran.column(kind, name) == expected
 
 
-def test_a_resume_does_not_repeat_the_evaluation_of_its_checkpoint(tiny, ran):
-    train(**tiny | dict(max_iters=8))
-    # the newest checkpoint has the most iterations, even if another was touched since
-    os.utime(ran.out_dir / "ckpt-00000004.pt")
-    trainer = InProcessRun()
-    trainer.launch(**tiny, init_from="resume")
-    assert trainer.count["evaluation"] == 1
-    assert ran.evals("iter") == [0, 4, 8, 12]
-
-
 # -----------------------------------------------------------------------------
 # Checkpoints: the best, the kept, the damaged
 
 
-WORSE = dict(learning_rate=0.3, min_lr=0.3)
 SMALLER_BATCH = dict(batch_size=2, gradient_accumulation_steps=6)  # as many sequences
-# the keys of a run and of its resume, and the iteration with the lowest logged loss
-BESTS = {
-    "worse": (dict(), WORSE, 12),
-    "better": (dict(), dict(learning_rate=1e-2, min_lr=1e-2), 24),
-    "eval_tokens": (dict(), WORSE | dict(eval_tokens=64), 12),
-    "batch_size": (dict(), WORSE | SMALLER_BATCH, 12),
-}
 
 
-@pytest.mark.parametrize("then", slow_but("worse", "eval_tokens", of=BESTS))
-def test_best_pt_has_the_lowest_logged_loss_across_a_resume(then, tiny, ran):
-    before, after, number = BESTS[then]
-    train(**tiny | before)
-    train(**tiny | before | after | dict(max_iters=24), init_from="resume")
+def test_best_pt_has_the_lowest_logged_loss_across_a_resume(tiny, ran):
+    train(**tiny)
+    train(**tiny | dict(learning_rate=0.3, min_lr=0.3, max_iters=24), init_from="resume")
     losses = dict(ran.evals("iter", "val_loss")[1:])  # untrained weights are not saved
-    assert number == min(losses, key=losses.get), losses
-    assert same(ran.best["model"], ran.state(number)["model"])
+    assert min(losses, key=losses.get) == 12, losses
+    assert same(ran.best["model"], ran.state(12)["model"])
     # the log keeps nine digits
-    assert ran.best["progress"]["val_loss"] == pytest.approx(losses[number], rel=1e-8)
+    assert ran.best["progress"]["val_loss"] == pytest.approx(losses[12], rel=1e-8)
 
 
 def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):
@@ -288,28 +258,9 @@ def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):
     assert second == first | SMALLER_BATCH
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
-    tiny, ran, unbroken
-):
-    """test_checkpoint.py damages a checkpoint in other ways."""
-    train(**tiny | dict(max_iters=8))
-    newest = ran.out_dir / "ckpt-00000008.pt"
-    content = newest.read_bytes()
-    newest.write_bytes(content[:-100])
+def test_weights_that_are_not_finite_are_not_saved(tiny, ran):
     trainer = InProcessRun()
-    result = trainer.launch(**tiny, init_from="auto")
-    # resumed from iteration 4
-    assert (result.code, trainer.count["iteration"]) == (0, 8)
-    assert newest.name in result.err
-    # it would count among the newest that are kept
-    assert (ran.out_dir / f"{newest.name}.1").read_bytes() == content[:-100]
-    assert_same_run(unbroken, ran.out_dir, 12)
-
-
-@pytest.mark.parametrize("value", slow_but(torch.inf, of=[torch.nan, torch.inf]))
-def test_weights_with_nan_or_infinity_are_not_saved(value, tiny, ran):
-    trainer = InProcessRun()
-    trainer.at["iteration", 6] = lambda: trainer.embedding.weight.data.fill_(value)
+    trainer.at["iteration", 6] = lambda: trainer.embedding.weight.data.fill_(torch.inf)
     # such a model is evaluated first, but no text is drawn from it
     keys = dict(eval_interval=6, sample_tokens=4, checkpoint_interval=2)
     result = trainer.launch(**tiny | keys)
