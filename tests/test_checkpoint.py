@@ -78,6 +78,15 @@ def test_a_launch_ends_if_another_one_has_saved_meanwhile(first, tmp_path):
     assert contents(tmp_path) == before | dict(lock=b"")
 
 
+def test_a_save_that_fails_says_so_and_keeps_what_was_there(make_disk):
+    folder = RunFolder(make_disk(1 << 20), keep=2)
+    assert not saved(folder, 1, 5.0, 5.0)
+    before = contents(folder.path)
+    large = dict(model=torch.ones(10**6))
+    assert folder.save("best.pt", large) == "best.pt is not saved: No space left on device"
+    assert contents(folder.path) == before
+
+
 def saved(folder: RunFolder, it: int, loss: float, best: float) -> str:
     """Save as train.py does. Returns what has failed."""
     progress = dict(iter_num=it, val_loss=loss, best_val_loss=best)

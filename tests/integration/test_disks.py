@@ -411,14 +411,11 @@ def test_a_share_that_cannot_sync_folders_or_has_no_locks_is_used(
     assert_same_run(straight, ran.out_dir, 8)
 
 
-@pytest.mark.parametrize("other", slow_but(3, of=[3, None]))
-def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(other, tiny, ran):
+def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(tiny, ran):
     """Do not continue from an older checkpoint, which would silently lose iterations."""
     train(**tiny)
     state = ran.state(8)
-    assert state.pop("format") == 4
-    changed = state if other is None else state | dict(format=other)
-    torch.save(changed, ran.out_dir / "ckpt-00000008.pt")
+    torch.save(state | dict(format=state["format"] - 1), ran.out_dir / "ckpt-00000008.pt")
     before = contents(ran.out_dir)
     result = run("train.py", *flags(**tiny | dict(max_iters=10), init_from="auto"))
     refused(result, "another version")

@@ -273,12 +273,12 @@ def test_weights_that_are_not_finite_are_not_saved(tiny, ran):
     assert ran.steps("iter") == [*range(12)]
 
 
-@pytest.mark.parametrize("rate", [50, 1e3])  # leads to a loss above MAX_LOSS, and to NaN
-def test_a_diverged_state_replaces_no_checkpoint(rate, tiny, ran):
+def test_a_diverged_state_replaces_no_checkpoint(tiny, ran):
     """Resume from the last good checkpoint with the earlier rate, without moving any file."""
     keys = tiny | dict(max_iters=20, keep_checkpoints=2)
     train(**keys | dict(max_iters=4))
-    changes = dict(learning_rate=rate, min_lr=rate, grad_clip=0, eval_interval=8)
+    # leads to a loss above MAX_LOSS, with finite weights
+    changes = dict(learning_rate=50, min_lr=50, grad_clip=0, eval_interval=8)
     result = run("train.py", *flags(**keys | changes, init_from="resume"))
     assert (result.code, ran.saved) == (1, [4])
     train(**keys, init_from="resume")

@@ -228,15 +228,6 @@ def evaluation_in(out: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def test_samples_change_no_bit_of_training(tokens, tmp_path):
-    silent, sampling = tmp_path / "silent", tmp_path / "sampling"
-    config = BASE | dict(dropout=0.3, eval_interval=3, dataset=tokens)
-    train(**config, out_dir=silent)
-    train(**config, out_dir=sampling, sample_tokens=12)
-    assert len(records(sampling, "sample")) == 4
-    assert_same_run(silent, sampling, 12)
-
-
 # -----------------------------------------------------------------------------
 # Numbers of other precision, and no numbers
 
@@ -439,16 +430,6 @@ def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path)
 
 # -----------------------------------------------------------------------------
 # Warnings and dropout
-
-
-def test_a_run_resumed_from_an_older_checkpoint_drops_later_warnings_from_its_log(tokens, tmp_path):
-    config = BASE | dict(dataset=tokens, out_dir=tmp_path)
-    with gradients_of_nan([6 * 3 + 1]):  # in iteration 6, after its checkpoint
-        train(**config)
-    assert column(tmp_path, "event", "iter") == [6]
-    (tmp_path / "ckpt-00000012.pt").unlink()
-    train(**config, init_from="resume")
-    assert records(tmp_path, "event") == []
 
 
 def test_sample_py_ignores_a_models_dropout(tokens, trained, tmp_path):
