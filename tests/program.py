@@ -414,7 +414,7 @@ class InProcessRun:
 def before_disk_calls(action: Callable[[], None]):
     """
     Call action() before each open() for writing, before the data of such a file is handed to the
-    system, and before each fsync, replace, rename, link, unlink, remove and mkdir of the os module.
+    system, and before each fsync, replace, rename, unlink and mkdir of the os module.
     """
     real_open = io.open
 
@@ -443,7 +443,7 @@ def before_disk_calls(action: Callable[[], None]):
         return mock.patch.object(os, name, call)
 
     with contextlib.ExitStack() as patches:
-        for name in ("fsync", "replace", "rename", "link", "unlink", "remove", "mkdir"):
+        for name in ("fsync", "replace", "rename", "unlink", "mkdir"):
             patches.enter_context(wrapped(name))
         patches.enter_context(mock.patch("builtins.open", opening))
         patches.enter_context(mock.patch("io.open", opening))

@@ -15,7 +15,7 @@ from unittest import mock
 import fork_server
 import pytest
 from cases import slow_but
-from program import FAST, ROOT, flags, run, write_tokens
+from program import FAST, flags, run, write_tokens
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
@@ -207,17 +207,3 @@ def test_ctrl_c_kills_the_measured_process(children):
         assert run("bench.py", *flags(**TINY, compile=False)).code == 130
     (child,) = children
     assert child.wait(10) == -9
-
-
-def test_the_measured_process_exits_when_bench_dies(tmp_path):
-    """Exit when the pipe from bench.py closes, however bench.py ended."""
-    config = tmp_path / "config.py"
-    values = TINY | dict(compile=False, dataset=str(tmp_path / "tokens"), out_dir=str(tmp_path))
-    config.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()))
-    write_tokens(tmp_path / "tokens", [1000], [200])
-    command = ["-c", RUN, str(ROOT / "common/child.py"), "train", str(config)]
-    with open(tmp_path / "printed", "wb") as file:
-        child = fork_server.ForkedProcess(command, ROOT, dict(os.environ), False, output=file)
-    assert child.poll() is None
-    child.stdin.close()
-    assert child.wait(60) == 1

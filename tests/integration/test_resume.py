@@ -1,7 +1,6 @@
-"""Resume runs that were stopped, moved or already finished, and check their exit codes."""
+"""Resume runs that were already finished, or whose dataset has changed."""
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,24 +11,6 @@ from program import Run, contents, flags, refused, run, train
 @pytest.fixture
 def ran(tmp_path) -> Run:
     return Run(tmp_path / "run")
-
-
-@pytest.fixture(scope="module")
-def eight(corpus, tmp_path_factory) -> Path:
-    """Train a run of eight iterations, with checkpoints after 4 and 8."""
-    out_dir = tmp_path_factory.mktemp("runs") / "eight"
-    train(**SHORT_RUN, dataset=corpus, out_dir=out_dir)
-    assert Run(out_dir).saved == [4, 8]
-    return out_dir
-
-
-def test_a_run_moved_together_with_its_dataset_resumes(corpus, ran, tmp_path):
-    train(**SHORT_RUN, dataset=corpus, out_dir=tmp_path / "eight")
-    (tmp_path / "eight").rename(ran.out_dir)
-    data = shutil.copytree(corpus, tmp_path / "tokens_moved")
-    keys = SHORT_RUN | dict(max_iters=10, dataset=data, out_dir=ran.out_dir)
-    train(**keys, init_from="resume")
-    assert ran.steps("iter") == [*range(10)]
 
 
 def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran, tmp_path):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from fault_injection import watched
-from program import InProcessRun, Run, finish_ranks, flags, sigterm, start_ranks
+from program import InProcessRun, finish_ranks, flags, sigterm, start_ranks
 
 TINY = dict(n_layer=1, n_head=1, n_embd=16, gradient_accumulation_steps=1, eval_tokens=64)
 TINY |= dict(lr_schedule="wsd", decay_fraction=1.0, learning_rate=1.0, min_lr=0.0, warmup_iters=0)
@@ -19,11 +19,6 @@ SECONDS = 900  # some 80 iterations of 10 s
 @pytest.fixture
 def trainer() -> InProcessRun:
     return InProcessRun(fake_clock=True)
-
-
-def rate_at(ran: Run, hours: float) -> float:
-    """Return the learning rate of the first iteration that ended after this many hours."""
-    return next(lr for used, lr in ran.steps("hours", "lr") if used >= hours)
 
 
 # -----------------------------------------------------------------------------
@@ -41,7 +36,8 @@ def test_a_timed_run_trains_for_its_hours_with_its_schedule_complete(trainer, ti
     rate = ran.steps("lr")
     assert rate[0] == pytest.approx(1.0, abs=0.01) and 0 <= rate[-1] <= 16 / SECONDS
     assert all(0 < before - after <= 17 / SECONDS for before, after in pairwise(rate))
-    assert rate_at(ran, HOURS / 2) == pytest.approx(0.5, abs=0.03)
+    halfway = next(lr for hours, lr in ran.steps("hours", "lr") if hours >= HOURS / 2)
+    assert halfway == pytest.approx(0.5, abs=0.03)
     last = len(rate)
     assert ran.evals("iter") == [*range(0, last, 5), last]
     assert ran.saved[-1] == last

@@ -122,7 +122,7 @@ def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, 
     assert not [text for text in texts if text.encode() not in content]
 
 
-@pytest.mark.parametrize("failing", slow_but("log", of=["log", "finish"]))
+@pytest.mark.parametrize("failing", slow_but("init", "log", of=["init", "log", "finish"]))
 def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny, ran, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
     (line,) = warnings(train(**tiny, tracker="wandb").err)
