@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from program import TINY_RUN, Result, checkpoint, checkpoints, run, train
+from program import TINY_RUN, Result, Run, run, train
 
 T = 16  # context
 LETTERS = "\n" + "".join(map(chr, range(63, 123)))  # 61 characters, not a multiple of 128
@@ -72,7 +72,7 @@ def sample(*arguments: str) -> list[str]:
 
 def write_parrot(run_folder: Path, path: Path, token: int) -> Path:
     """Write a copy of a run's newest checkpoint that always predicts `token`."""
-    state = checkpoint(run_folder, checkpoints(run_folder)[-1])
+    state = Run(run_folder).state()
     weights = state["model"]
     weights["transformer.ln_f.weight"].zero_()
     weights["transformer.ln_f.bias"].zero_()

@@ -329,7 +329,6 @@ class InProcessRun:
         self.fake_clock = fake_clock
         self.doing = ""  # what the model's last batch was for; "update" during an update
         self.embedding: torch.nn.Embedding  # the last embedding that was looked up
-        self.optimizer: torch.optim.Optimizer
 
     def happens(self, what: str) -> None:
         self.now += self.seconds.get(what, 0.0)
@@ -355,9 +354,9 @@ class InProcessRun:
 
     # an optimizer that calls another one's step makes one update
 
-    def before_step(self, optimizer, *_) -> None:
+    def before_step(self, *_) -> None:
         if self.doing == "iteration":
-            self.doing, self.optimizer = "update", optimizer
+            self.doing = "update"
             self.happens("update")
 
     def after_step(self, *_) -> None:
@@ -423,15 +422,13 @@ def before_disk_calls(action: Callable[[], None]):
             action()
             return super().write(data)
 
-    def opening(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *rest):
+    def opening(file, mode="r", *arguments, **named):
         if not set(mode) & set("wax+"):
-            return real_open(file, mode, buffering, encoding, errors, newline, *rest)
+            return real_open(file, mode, *arguments, **named)
+        assert "b" in mode, "a run writes text as bytes"
         action()
-        raw = File(file, mode.replace("b", "").replace("t", ""))
-        if buffering == 0:
-            return raw
-        buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+        raw = File(file, mode.replace("b", ""))
+        return io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
 
     def wrapped(name):
         function = getattr(os, name)
@@ -495,7 +492,8 @@ class Run:
     @property
     def saved(self) -> list[int]:
         """Return the iterations of the checkpoints, in order."""
-        return checkpoints(self.out_dir)
+        names = [path.stem for path in self.out_dir.glob("ckpt-*.pt")]
+        return sorted(int(name.removeprefix("ckpt-")) for name in names)
 
     def state(self, iter_num: int = -1) -> dict:
         """Load the checkpoint of an iteration, or the newest one."""
@@ -503,7 +501,7 @@ class Run:
 
     @property
     def best(self) -> dict:
-        return best(self.out_dir)
+        return torch.load(self.out_dir / "best.pt", weights_only=True)
 
     @property
     def end(self) -> dict:
@@ -531,15 +529,6 @@ def column(out_dir: Path, kind: str, *names: str) -> list:
 
 def checkpoint(out_dir: Path, iter_num: int) -> dict:
     return torch.load(out_dir / f"ckpt-{iter_num:08}.pt", weights_only=True)
-
-
-def checkpoints(out_dir: Path) -> list[int]:
-    """Return the iterations of the checkpoints in a folder, in order."""
-    return sorted(int(path.stem.removeprefix("ckpt-")) for path in out_dir.glob("ckpt-*.pt"))
-
-
-def best(out_dir: Path) -> dict:
-    return torch.load(out_dir / "best.pt", weights_only=True)
 
 
 def same(a, b) -> bool:

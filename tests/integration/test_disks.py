@@ -18,7 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import slow_but
 from fault_injection import fill, free
 from program import (
     ROOT,
@@ -207,12 +206,11 @@ def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
     return [*states.values()]
 
 
-LAST = (0, 6, AVERAGED, 6)
 OFTEN = dict(log_interval=1)  # with max_iters=2, otherwise, iteration 1 would have a line
 
 
 @pytest.mark.parametrize(
-    "begins, ends, keys, best", slow_but(LAST, of=[(0, 2, OFTEN, 4), (2, 6, OFTEN, 4), LAST])
+    "begins, ends, keys, best", [(0, 2, OFTEN, 4), (2, 6, OFTEN, 4), (0, 6, AVERAGED, 6)]
 )
 def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save(
     begins, ends, keys, best, tiny, ran, tmp_path
@@ -358,9 +356,7 @@ USERS_FILES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", slow_but("metrics.jsonl", "best.pt", "loss.png.mine.tmp", of=USERS_FILES)
-)
+@pytest.mark.parametrize("name", USERS_FILES)
 def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     """Keep the file under its own or another name, or refuse the folder."""
     content = b"what a user has kept here\n"

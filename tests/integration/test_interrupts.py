@@ -8,7 +8,6 @@ import textwrap
 
 import pytest
 import torch
-from cases import slow_but
 from fault_injection import watched
 from program import (
     FAST,
@@ -65,7 +64,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but("float16 with its scale", "fast with Muon", of=KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, tmp_path):
     keys = tiny | KINDS[kind]
     train(**keys | dict(out_dir=tmp_path))
@@ -91,10 +90,9 @@ BREAKS = {
     "a signal in the last evaluation": (("evaluation", 4), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "out of memory": (("iteration", 6), raises(NO_MEMORY), 1, [4], [0, 4]),
 }
-KEPT = ("a signal in an evaluation", "a signal in a save", "a signal in the last evaluation")
 
 
-@pytest.mark.parametrize("what", slow_but(*KEPT, "out of memory", of=BREAKS))
+@pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
     what, tiny, ran, unbroken
 ):
@@ -137,7 +135,7 @@ OWN_TERMINAL = """
 
 
 @needs_signals
-@pytest.mark.parametrize("end", slow_but(*[*ENDS][:2], "a closed terminal", of=ENDS))
+@pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny, ran, unbroken):
     """Leave each record once in the log."""
     action, code, saved, said = ENDS[end]
@@ -230,10 +228,7 @@ def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny,
 
 
 # -----------------------------------------------------------------------------
-# Checkpoints: the best, the kept, the damaged
-
-
-SMALLER_BATCH = dict(batch_size=2, gradient_accumulation_steps=6)  # as many sequences
+# Weights: the best, and those that are not saved
 
 
 def test_best_pt_has_the_lowest_logged_loss_across_a_resume(tiny, ran):
@@ -253,9 +248,10 @@ def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):
     trainer = InProcessRun()
     trainer.at["iteration", 1] = sigterm
     trainer.launch(**keys, dtype="float16")
-    train(**keys | SMALLER_BATCH)
+    smaller = dict(batch_size=2, gradient_accumulation_steps=6)  # as many sequences
+    train(**keys | smaller)
     first, second = ran.column("start", "config")
-    assert second == first | SMALLER_BATCH
+    assert second == first | smaller
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, ran):
@@ -292,7 +288,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("updates", slow_but("20", "22, but not in a row", of=SKIPPED))
+@pytest.mark.parametrize("updates", SKIPPED)
 def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, ran):
     """Allow 19 in a row, because float16 may skip 16 until its loss scale is low enough."""
     skipped, code = SKIPPED[updates]

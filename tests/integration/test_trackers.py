@@ -10,7 +10,6 @@ import types
 from unittest import mock
 
 import pytest
-from cases import slow_but
 from char_dataset import write_parrot
 from program import InProcessRun, Run, finish, flags, start, train
 
@@ -122,7 +121,7 @@ def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, 
     assert not [text for text in texts if text.encode() not in content]
 
 
-@pytest.mark.parametrize("failing", slow_but("init", "log", of=["init", "log", "finish"]))
+@pytest.mark.parametrize("failing", ["init", "log", "finish"])
 def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny, ran, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
     (line,) = warnings(train(**tiny, tracker="wandb").err)
