@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from char_dataset import train_short
 from doc_pages import README, command_lines
 from documents import check_folder, write_jsonl
 from hf_reference import random_gpt2
@@ -138,14 +137,6 @@ def test_the_shipped_config_finds_a_folder_by_its_path():
     said = prepare("mine.txt", "--out=elsewhere/mine")
     c = load_config([f"{ROOT}/config/own_text.py", said.split()[-1]])
     assert (c.out_dir, c.dropout) == ("out/mine", 0.2)
-
-
-def test_a_run_that_is_never_better_than_its_initial_weights_leaves_no_best_pt():
-    data, ran = write_tokens(Path("data"), [3000], [700]), Run("run")
-    harmful = dict(max_iters=4, eval_interval=2, learning_rate=1.0, grad_clip=0.0)
-    train_short(data, ran.out_dir, **harmful)
-    before, *others = ran.evals("val_loss")
-    assert min(others) > before and not Path("run/best.pt").exists()
 
 
 # -----------------------------------------------------------------------------
