@@ -232,20 +232,32 @@ class Log:
         self.record("checkpoint", iter=it, complete=complete, **record)
 
     def sample(self, it: int) -> None:
-        """Log sample_tokens tokens from the model, always drawn with the same random numbers."""
+        """
+        Log sample_tokens tokens from the model, always drawn with the same random numbers. If that
+        fails, warn and draw no more samples.
+        """
         if not self.tokenizer:
             return
-        prompt, device = self.tokenizer.start_ids(), self.hw.device
-        generator = torch.Generator(device).manual_seed(self.config.seed)
-        with self.clock.pause("samples"):
-            self.model.eval()
-            with self.hw.autocast():
-                idx, n = torch.tensor([prompt], device=device), self.config.sample_tokens
-                ids = generate(self.model, idx, n, self.data.vocab, 0.8, 200, generator=generator)
-            self.model.train()
-            text = self.tokenizer.decode(ids[0, len(prompt) :].tolist())
-            say(f"sample {it}:", *text.split("\n"), "")
-            self.record("sample", iter=it, text=text)
+        self.model.eval()
+        try:
+            with self.clock.pause("samples"):
+                text = self.draw_text(self.tokenizer)
+                say(f"sample {it}:", *text.split("\n"), "")
+                self.record("sample", iter=it, text=text)
+        except Exception as error:  # such as lack of memory
+            self.tokenizer = None
+            self.warn(it, f"sample_tokens: {one_line(error)}; continuing without samples")
+        self.model.train()
+
+    def draw_text(self, tokenizer: Tokenizer) -> str:
+        """Return sample_tokens tokens from the model as text."""
+        prompt, device, c = tokenizer.start_ids(), self.hw.device, self.config
+        idx, generator = torch.tensor([prompt], device=device), torch.Generator(device)
+        generator.manual_seed(c.seed)
+        with self.hw.autocast():
+            more = (c.sample_tokens, self.data.vocab, 0.8, 200)
+            ids = generate(self.model, idx, *more, generator=generator)
+        return tokenizer.decode(ids[0, len(prompt) :].tolist())
 
     def warn(self, it: int, message: str) -> None:
         """Warn about iteration `it`, on the console and in metrics.jsonl."""

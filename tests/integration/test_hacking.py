@@ -296,7 +296,7 @@ HEAD_EDITS = [
     (line := "    for micro_step, (x, y) in enumerate(micro_batches):\n", ZERO + line),
     (line := "        total_loss += loss.detach()\n", line + ADD),
     (RETURN_LINE, RETURN),
-    (line := '            losses[f"{name}_loss"] = nats / count\n', line + PER_SPLIT),
+    (line := '        losses[f"{name}_loss"] = nats / count\n', line + PER_SPLIT),
 ]
 MIXTURE_EDITS = [
     (
