@@ -15,6 +15,7 @@ Exit codes: 0 done; 1 any error; 128 + N stopped by signal N, after a save if th
 begun.
 """
 
+import contextlib
 import math
 import time
 from dataclasses import asdict, replace
@@ -49,8 +50,8 @@ MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 m
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 RESUME = "--init_from=resume continues from the newest checkpoint"
 MEMORY_HINT = (
-    "halve batch_size and, unless tokens_per_iter is set, double gradient_accumulation_steps; "
-    "or use a smaller block_size or model"
+    "give half the batch_size that the line `tokens per iteration` shows and, unless the config "
+    "sets tokens_per_iter, twice the gradient_accumulation_steps; or use a smaller block_size"
 )
 
 
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> int:
     origin = origin_lines(asked, loaded)
     if c.eval_only:
         say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
+        del loaded  # on Windows, a run could otherwise not replace this file
         evaluate_only(model, splits, data, it, c, hw, ranks)
         return 0
     torch.manual_seed(c.seed + ranks.rank)
@@ -156,7 +158,8 @@ def main(argv: list[str]) -> int:
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        batches.read_ahead(accum)  # for the next iteration, while the device works
+        with contextlib.suppress(OSError, UserError):  # take() raises them
+            batches.read_ahead(accum)  # for the next iteration, while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)
@@ -269,7 +272,7 @@ def why_over(c: Config, it: int, hours: float) -> str:
 
 
 def evaluation_due(c: Config, it: int) -> bool:
-    """Return whether to evaluate after `it` iterations, unless the weights have been evaluated."""
+    """Return whether to evaluate here. This is asked while the weights have no val_loss."""
     return it % c.eval_interval == 0
 
 
@@ -281,7 +284,8 @@ def best_loss(progress: Progress) -> float:
 def save_due(c: Config, progress: Progress, since_save: float) -> bool:
     """
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
-    ten minutes, but not before the first iteration, and not twice.
+    ten minutes, but not before the first iteration, and never the same
+    state twice.
     """
     if progress.iter_num == 0 or progress.saved:
         return False
@@ -431,7 +435,7 @@ def save_state(state: dict, progress: Progress, folder: RunFolder, ranks: Ranks,
     lowest, problem = best_loss(progress), ""
     saved = replace(progress, saved=True)
     if lowest < progress.best_val_loss:
-        best = asdict(replace(saved, best_val_loss=lowest))
+        best = asdict(replace(saved, best_val_loss=lowest, complete=False))
         if problem := ranks.on_main(folder.save, BEST, state | dict(progress=best)):
             saved.saved = saved.complete = False  # a launch that resumes here tries again
         else:

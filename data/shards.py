@@ -19,9 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import UserError, count, raise_if_any
+from common.console import UserError, count, raise_if_any, warn
 from common.files import read_json, replacing
-from configurator import Config
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
@@ -169,21 +168,19 @@ class Dataset:
     # Differs if the shards' names, sizes, tokens at the ends or, with a manifest.json, SHA-256s do.
     # Without one, as in fineweb_records, other tokens in the middle of a shard do not change it.
     fingerprint: str = ""
+    val_fingerprint: str = ""  # a hash of the validation split's tokens
 
     def line(self) -> str:
         """Describe the data."""
         tokens = f"{count(len(self.train))} train and {count(len(self.val))} val tokens"
         return f"data: {self.source}, {tokens}, tokenizer {self.tokenizer['kind']}"
 
-    def record(self, c: Config) -> dict:
-        """Return what a run's log records about its data. Raises OSError and UserError."""
-        evaluated = hashlib.sha256()
-        for start in self.val.spread(c.eval_tokens, c.block_size):
-            evaluated.update(self.val.read_windows([start + 1], c.block_size))  # the targets
+    def record(self) -> dict:
+        """Return what a run's log records about its data."""
         return dict(
             tokenizer=tokenizer_name(self.tokenizer),
             data_fingerprint=self.fingerprint,
-            val_fingerprint=evaluated.hexdigest(),
+            val_fingerprint=self.val_fingerprint,
             train_tokens=len(self.train),
             val_tokens=len(self.val),
         )
@@ -243,6 +240,9 @@ def open_dataset(name: str) -> Dataset:
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
             raise UserError(f"{folder}: has no {split} tokens; {hint}")
     data.fingerprint = check_and_fingerprint(data)
+    tokens = np.empty(len(data.val), dtype="<u2")
+    data.val.read(0, tokens)
+    data.val_fingerprint = hashlib.sha256(tokens).hexdigest()
     return data
 
 
@@ -328,15 +328,14 @@ def check_hole(shard: Shard, split: ShardTokens, begin: int) -> None:
 def check_width(path: Path, tokens: np.ndarray) -> None:
     """
     Raise UserError if a headerless file holds 32- or 64-bit numbers: when they are read as 16-bit
-    tokens, every second token is an upper half, which is 0. Raise it also for 8-bit numbers below
-    128, such as letters: 16-bit tokens would sooner or later have a byte above that.
+    tokens, every second token is an upper half, which is 0. Warn about what may be 8-bit numbers:
+    bytes below 128, such as letters, where 16-bit tokens would sooner or later have one above that.
     """
     if len(tokens) > 1 and tokens.any() and not tokens[1::2].any():
         problem = f"{path}: every second value is 0, so this looks like int32 or int64"
         raise UserError(f"{problem}; save the file as uint16, if no id is above 65,535")
     if len(tokens) > 100 and (tokens > 255).any() and not (tokens & 0x8080).any():
-        problem = f"{path}: every byte is below 128, so this looks like uint8"
-        raise UserError(f"{problem}; save the file as uint16")
+        warn(f"{path}: every byte is below 128; if this is uint8, save it as uint16")
 
 
 def check_dataset(data: Dataset, block_size: int) -> None:

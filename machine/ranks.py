@@ -106,8 +106,8 @@ class Ranks:
 
 def wait_for_turn() -> None:
     """
-    Wait before this rank prints an error. If another one has printed the same error or has caused
-    this one, and is gone, torchrun ends this rank meanwhile.
+    Wait before this rank prints an error. If another rank has already printed this error, or caused
+    it by exiting, torchrun ends this rank in the meantime.
     """
     if local_rank := os.environ.get("LOCAL_RANK"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

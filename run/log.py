@@ -119,7 +119,7 @@ class Log:
             dtype=self.hw.dtype_name,
             peak_tflops=self.hw.peak_tflops,
             peak_source=self.hw.peak_source,
-            **self.data.record(c),
+            **self.data.record(),
         )
         try:
             if c.sample_tokens and self.ranks.is_main:
@@ -239,14 +239,14 @@ class Log:
         if not self.tokenizer:
             return
         self.model.eval()
-        try:
-            with self.clock.pause("samples"):
+        with self.clock.pause("samples"):
+            try:
                 text = self.draw_text(self.tokenizer)
                 say(f"sample {it}:", *text.split("\n"), "")
                 self.record("sample", iter=it, text=text)
-        except Exception as error:  # such as lack of memory
-            self.tokenizer = None
-            self.warn(it, f"sample_tokens: {one_line(error)}; continuing without samples")
+            except Exception as error:  # such as lack of memory
+                self.tokenizer = None
+                self.warn(it, f"sample_tokens: {one_line(error)}; continuing without samples")
         self.model.train()
 
     def draw_text(self, tokenizer: Tokenizer) -> str:

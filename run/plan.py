@@ -162,7 +162,7 @@ def plan(config: Config, options: Namespace) -> dict:
     say(f"         {hours_total:.3g} h with {pauses} {save_seconds:.3g} s")
     if iters < c.max_iters:
         last = f"{last_seconds:.3g} s for a last evaluation and checkpoint"
-        say(f"         {c.hours:g} h are training; on top: start-up, compilation, and {last}")
+        say(f"         {c.hours:g} h are training; extra: start-up, compilation, and {last}")
     figures |= dict(hours=hours, hours_range=[fewest, most], hours_total=hours_total)
     figures |= dict(evaluations=evaluations, checkpoints=saves)
 

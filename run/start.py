@@ -70,7 +70,7 @@ class Progress:
 
 def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
     """
-    Read the command. Returns the configuration that it and the beginning of the run ask for, and
+    Read the command. Returns the configuration that it and the checkpoint or weights ask for, and
     what the run begins with: the checkpoint to continue, which has its `progress`, or weights as
     load_pretrained() returns them, or {}. Raises UserError, with a line for each problem.
     """
@@ -124,7 +124,7 @@ def find_checkpoint(c: Config) -> dict:
         raise UserError(f"out_dir: {others[-1]} is from an earlier run; {hint}")
     if c.init_from == "resume":
         hint = "is its disk mounted? --init_from=auto begins a new run"
-        raise UserError(f"init_from: {c.out_dir} holds no checkpoint (ckpt-*.pt) to resume; {hint}")
+        raise UserError(f"init_from: {c.out_dir} holds no checkpoint to resume; {hint}")
     return {}
 
 

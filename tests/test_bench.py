@@ -183,7 +183,7 @@ def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(children, mo
 MISTAKE = failing("raise ZeroDivisionError('mine')", 4)
 ERRORS = [  # code that the child runs first, a flag, words that it prints
     ("", dict(block_size=512), "error: .*block_size"),
-    (failing(CUDA_IS_FULL, 4), {}, "error: out of memory; halve batch_size"),
+    (failing(CUDA_IS_FULL, 4), {}, "error: out of memory; give half the batch_size"),
     (MISTAKE, {}, "ZeroDivisionError: mine"),
 ]
 

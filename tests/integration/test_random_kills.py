@@ -67,7 +67,6 @@ def damage(path: Path, chance: random.Random) -> str:
         del content[place:]
     else:
         content[place] ^= 1 << chance.randrange(8)
-    path.unlink()  # best.pt may be a link to this file
     path.write_bytes(content)
     return f"{how} {path.name} at {place}"
 
