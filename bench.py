@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.child import start_child
 from common.console import (
     Parser,
     UserError,
@@ -48,10 +47,11 @@ from common.console import (
     table_lines,
 )
 from common.files import replacing
+from common.process import start_child
 from configurator import Config, config_text, load_config, read_config
-from data.missing import vocab_where_missing
+from data.download import vocab_where_missing
 from machine import hardware
-from machine.compiled import check
+from machine.compile_check import check
 from run import plan
 from run.curves import Run, percentile, read_run
 

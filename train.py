@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from common.child import keep_awake
 from common.console import UserError, run_main, say
+from common.process import keep_awake
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset, ShardTokens
 from machine import hardware
-from machine.compiled import compile_checked, freeze_garbage
+from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
 from machine.hardware import Hardware
 from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn

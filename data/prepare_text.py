@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 
 from common.console import Parser, parse_count, parse_fraction, run_main
-from data.missing import QUICKSTART_DATA
+from data.download import QUICKSTART_DATA
 from data.sources import ROW_FILES, TEXT_FILES, local_files
 from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe

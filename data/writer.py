@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.child import keep_awake
 from common.console import UserError, command_line, say, warn
 from common.files import locked, remove_temporaries, replacing
+from common.process import keep_awake
 from data.shards import dataset_folder, read_manifest, write_shard
 from data.text import Document, Place
 from data.tokenizer import SAMPLE_MB, Tokenizer, split_long

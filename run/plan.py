@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from common.console import UserError, count, parse_count, percent, raise_if_any, say
 from configurator import NOT_WEIGHTS, SAVE_EVERY, Config, resolve, with_batch
-from data.missing import (
+from data.download import (
     FAST_DATA,
     SAMPLE_TOKENS,
     SHARD_TOKENS,

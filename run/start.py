@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.console import UserError, raise_if_any
 from configurator import FIELDS, NOT_WEIGHTS, Config, read_config, resolve
-from data.missing import make_or_explain
+from data.download import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
 from machine import hardware

@@ -20,7 +20,7 @@ from program import FAST, flags, run, write_tokens
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
 
-# What a child does before it becomes common/child.py
+# What a child does before it becomes common/process.py
 NO_COMPILER = "import torch; torch.nn.Module.compile = lambda *_, **__: None; "
 CUDA_IS_FULL = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')"
 RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -27,8 +27,8 @@ from common.console import UserError
 from common.files import lack_of_space
 from configurator import Config, load_config
 from data import prepare_text
+from data.download import make_or_explain, vocab_where_missing
 from data.loader import ShuffledWindows, eval_batches, to_batch
-from data.missing import make_or_explain, vocab_where_missing
 from data.shards import Shard, ShardTokens, open_dataset, open_shard
 
 
@@ -325,7 +325,7 @@ def hub(tmp_path, monkeypatch):
         path.rename(source / f"fineweb_{path.name}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("data.text.HUB_WAITS", (0, 0))
-    monkeypatch.setattr("data.missing.HUB_WAITS", (0, 0))
+    monkeypatch.setattr("data.download.HUB_WAITS", (0, 0))
     monkeypatch.setattr("time.sleep", lambda _: None)  # before each of the library's own retries
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serve_hub(source, inside="") as address:
@@ -387,7 +387,7 @@ def test_wrong_bytes_of_the_right_size_are_not_taken(file, is_fetched_again, hub
 def test_the_download_fills_an_empty_folder_which_may_be_on_another_disk(
     is_link, hub, make_disk, monkeypatch
 ):
-    monkeypatch.setattr("data.missing.SHARD_TOKENS", 10**3)
+    monkeypatch.setattr("data.download.SHARD_TOKENS", 10**3)
     disk = make_disk(10**6)
     RECORDS.parent.mkdir()
     if is_link:
@@ -406,7 +406,7 @@ def test_the_download_fills_an_empty_folder_which_may_be_on_another_disk(
 GET_RECORDS = """
 import sys
 from configurator import load_config
-from data.missing import make_or_explain
+from data.download import make_or_explain
 make_or_explain(load_config(["--dataset=fineweb_records", "--max_iters=1"]), "dataset")
 """
 
@@ -434,7 +434,7 @@ def test_one_of_several_processes_downloads_and_another_takes_over_if_it_ends(hu
 )
 def test_a_download_that_cannot_begin_ends_at_once_in_one_line(trouble, said, hub, monkeypatch):
     monkeypatch.setattr("data.text.HUB_WAITS", (3600,))
-    monkeypatch.setattr("data.missing.HUB_WAITS", (3600,))
+    monkeypatch.setattr("data.download.HUB_WAITS", (3600,))
     Hub.files.clear()
     if trouble == "no network":
         url = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
@@ -448,7 +448,7 @@ def test_a_download_that_cannot_begin_ends_at_once_in_one_line(trouble, said, hu
 @pytest.mark.parametrize("tokens, gb", [(1, 4.2), (2.1e9, 4.4), (9e10, 20.8)])
 def test_downloads_as_many_records_as_the_run_reads(tokens, gb, hub, monkeypatch):
     lack = mock.Mock(return_value="too little")
-    monkeypatch.setattr("data.missing.lack_of_space", lack)
+    monkeypatch.setattr("data.download.lack_of_space", lack)
     with pytest.raises(UserError, match="too little"):
         get_records(f"--max_iters={math.ceil(tokens / 256)}")
     assert lack.call_args.args == (RECORDS, round(gb * 1e9))

@@ -20,7 +20,7 @@ import train
 from configurator import Config, load_config
 from data.loader import to_batch
 from machine import hardware
-from machine.compiled import compile_model
+from machine.compile_check import compile_model
 from machine.cost import CONTEXT_BYTES, memory_bytes
 from machine.ranks import Ranks
 from model import GPTConfig

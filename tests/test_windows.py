@@ -14,19 +14,19 @@ from unittest import mock
 
 import pytest
 
-from common import child, console, files
+from common import console, files, process
 from machine.ranks import StopSignal
 
 
 @pytest.fixture
 def windows(monkeypatch):
     """Let these modules see Windows. Returns the modules that only Windows has."""
-    for module in (child, console, files):
+    for module in (process, console, files):
         monkeypatch.setattr(module, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     there = SimpleNamespace(msvcrt=mock.Mock(LK_NBLCK=2), windll=mock.Mock())
     monkeypatch.setitem(sys.modules, "msvcrt", there.msvcrt)
-    monkeypatch.setattr(child.ctypes, "windll", there.windll, raising=False)
+    monkeypatch.setattr(process.ctypes, "windll", there.windll, raising=False)
     return there
 
 
@@ -64,7 +64,7 @@ def test_locks_a_byte_far_behind_the_contents(answer, is_locked, windows, tmp_pa
 
 
 def test_keeps_windows_awake_and_quotes_commands_for_its_shells(windows):
-    child.keep_awake()
+    process.keep_awake()
     windows.windll.kernel32.SetThreadExecutionState.assert_called_once_with(0x80000001)
     assert console.command_line("python", Path("a b.py")) == 'python "a b.py"'
 
@@ -91,7 +91,7 @@ def test_a_child_process_sees_an_empty_stdin_and_ends_with_its_parent(tmp_path, 
     (tmp_path / "reader.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path.parent)
-    process = child.start_child("reader", stderr=subprocess.PIPE)
-    assert process.stderr.readline() == b"''\n"
-    process.stdin.close()
-    assert process.wait(20) == 1
+    started = process.start_child("reader", stderr=subprocess.PIPE)
+    assert started.stderr.readline() == b"''\n"
+    started.stdin.close()
+    assert started.wait(20) == 1

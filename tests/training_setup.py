@@ -5,7 +5,7 @@ import torch
 from configurator import Config
 from data.loader import to_batch
 from machine import hardware
-from machine.compiled import compile_model
+from machine.compile_check import compile_model
 from model_fast import build_model, model_config
 from optimizer import build_optimizer
 from train import train_step

@@ -2,7 +2,7 @@
 Run a module of this program in a child process that exits when this process does, even if it is
 killed, and keep the machine awake while this process works.
 
-    python common/child.py MODULE ARGUMENTS     what start_child() types
+    python common/process.py MODULE ARGUMENTS     what start_child() types
 """
 
 import ctypes

@@ -21,8 +21,8 @@ import model
 import model_fast
 from common.console import UserError
 from configurator import Config, load_config
-from machine import compiled, hardware
-from machine.compiled import RECIPES, compile_checked, compile_model, eager_float32, try_code
+from machine import compile_check, hardware
+from machine.compile_check import RECIPES, compile_checked, compile_model, eager_float32, try_code
 from model import GPTConfig
 from model_fast import FastConfig, build_model
 
@@ -220,12 +220,12 @@ def test_check_passes_torchs_compiler_on_random_weights_and_batches(name, dtype,
         for seed in range(24):
             eager = build_model(MODELS[name])
             eager.load_state_dict(start)
-            monkeypatch.setattr(compiled, "SEED", seed)
+            monkeypatch.setattr(compile_check, "SEED", seed)
             windows, exact = eager_float32(eager, BATCH, VOCAB)
             gpt.load_state_dict(eager.state_dict())
             problem, _ = try_code(gpt, windows, exact, hw)
             assert not problem
-            monkeypatch.setattr(compiled, "compile_model", lambda model: None)
+            monkeypatch.setattr(compile_check, "compile_model", lambda model: None)
             torch.compiler.set_stance("fail_on_recompile")
 
 
@@ -275,7 +275,7 @@ def verdict_of(*keys: str, code: int = 0) -> str:
 @pytest.mark.parametrize("dtype", slow_but("float32", of=DTYPES))
 def test_bench_check_passes_a_machine_without_faults(dtype, monkeypatch):
     """Trace the model instead of compiling it, which takes less time."""
-    monkeypatch.setattr(compiled, "compile_model", partial(compile_model, backend="eager"))
+    monkeypatch.setattr(compile_check, "compile_model", partial(compile_model, backend="eager"))
     assert verdict_of(f"--dtype={dtype}") == RIGHT
 
 
@@ -337,7 +337,7 @@ def missing(model) -> None:
     "compile_it, said", slow_but((wrong, "the "), of=[(wrong, "the "), (missing, "no g++ here")])
 )
 def test_bench_check_says_if_the_compiler_fails_or_is_wrong(compile_it, said, monkeypatch):
-    monkeypatch.setattr(compiled, "compile_model", compile_it)
+    monkeypatch.setattr(compile_check, "compile_model", compile_it)
     line = verdict_of("--dtype=float32")
     because = "torch.compile does not work here ("
     assert line.startswith(f"{RIGHT} with --compile=False, because {because}")
