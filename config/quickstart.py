@@ -1,5 +1,5 @@
 # The night's recipe made small: config/fast.py's model and updates on the source code of
-# Python's standard library, one byte per token. Takes 70 to 75 seconds on two idle CPU cores
+# Python's standard library, one byte per token. Takes about a minute on two idle CPU cores
 # with fast bfloat16, and longer on those that have only AVX2 (results/README.md).
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
