@@ -35,7 +35,7 @@ from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset, ShardTokens
 from machine import hardware
 from machine.compile_check import compile_checked, freeze_garbage
-from machine.cost import describe, fit_device
+from machine.cost import describe, fit_batch
 from machine.hardware import Hardware
 from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
 from model_fast import build_model, config_to_dict, model_config
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     check_data(asked, data, loaded)
     hw = hardware.set_up(asked, ranks.local_rank)
     asked = replace(asked, dtype=hw.dtype_name)  # a resume keeps the dtype that auto meant here
-    c = fit_device(asked, data.vocab, hw, ranks.world_size, loaded)
+    c = fit_batch(asked, data.vocab, hw, ranks.world_size, loaded)
     facts = dict(command=asked, checkpoint=it, dataset=data.fingerprint)
     ranks.join(**facts, device=hw.name, batch_size=c.batch_size)  # the same on all ranks
     splits = {"train": data.train, "val": data.val}

@@ -202,14 +202,15 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     return max((n for n in sizes if needed[n] <= memory), default=1)
 
 
-def fit_device(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dict) -> Config:
+def fit_batch(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dict) -> Config:
     """
     Return the config as this device runs it: compiled only where that works, and with the
     micro-batch that fits. A run with an exact batch that can be divided among its processes keeps
     it. Only the size of the GPU counts, not what is free now, so that each start on a card, and
     each rank, chooses alike.
     """
-    c = replace(c, compile=c.compile and hw.can_compile() and not c.eval_only)
+    # torch's compiler for MPS is an early prototype
+    c = replace(c, compile=c.compile and hw.device.type != "mps" and not c.eval_only)
     if not c.tokens_per_iter and c.gradient_accumulation_steps % world_size == 0:
         return c
     is_gpu = hw.device.type == "cuda"

@@ -55,10 +55,6 @@ class Hardware:
         peak = f"{self.peak_tflops:.3g} TFLOP/s, dense ({self.peak_source})"
         return f"device: {', '.join(parts)}; peak {peak}"
 
-    def can_compile(self) -> bool:
-        """Return whether torch.compile works here. For MPS it is an early prototype."""
-        return self.device.type != "mps"
-
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return a context in which the forward pass runs its matmuls in `dtype`."""
         if self.dtype == torch.float32:

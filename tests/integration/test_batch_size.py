@@ -10,7 +10,7 @@ from program import flags, refused, run
 
 from common.console import UserError
 from configurator import Config, config_values, load_config
-from machine.cost import fit_device
+from machine.cost import fit_batch
 from machine.hardware import Hardware
 from run import start
 
@@ -47,7 +47,7 @@ def test_recomputes_accumulation_for_flags_after_a_config(
     after, processes, accumulation, config, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    c = fit_device(load_config([str(config), *after]), 50257, CPU, processes, {})
+    c = fit_batch(load_config([str(config), *after]), 50257, CPU, processes, {})
     assert c.gradient_accumulation_steps == accumulation
 
 
@@ -89,7 +89,7 @@ def resumed(words: list[str], processes: int) -> Config:
     checkpoint = dict(config=config_values(before), ledger=ledger)
     with mock.patch.object(start, "find_checkpoint", lambda c: checkpoint):
         c, *_ = start.choose_run(["--device=cpu", *words], processes)
-    return fit_device(c, 50257, CPU, processes, {})
+    return fit_batch(c, 50257, CPU, processes, {})
 
 
 @pytest.mark.parametrize("words, processes, expected", RESUMED)
