@@ -120,8 +120,9 @@ def read_newest(out_dir: Path) -> dict:
     paths = [*out_dir.glob(BEST), *list_checkpoints(out_dir)]
     for path in reversed(paths):
         problem = damage(path)
-        if not problem:
-            return read(path) | dict(source=str(path))
+        with contextlib.suppress(FileNotFoundError):
+            if not problem:
+                return read(path) | dict(source=str(path))
         if not os.path.lexists(path) and list_checkpoints(out_dir):
             return read_newest(out_dir)  # a run that saves there has deleted it, so look again
         warn(f"{path}: {problem}; trying the checkpoint before it")

@@ -49,18 +49,22 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert checkpoint.list_checkpoints(tmp_path) == [good]
 
 
+@pytest.mark.parametrize("step", ["damage", "read"])
 def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_one(
-    tmp_path, monkeypatch, capsys
+    step, tmp_path, monkeypatch, capsys
 ):
-    folder, damage = RunFolder(tmp_path, keep=1), checkpoint.damage
+    folder, function = RunFolder(tmp_path, keep=1), getattr(checkpoint, step)
     assert not saved(folder, 2, 5.0, 5.0)
+    reads = {"damage": 1, "read": 2}[step]  # damage() reads it too
 
-    def delete_and_read(path):
-        if path.name == checkpoint_name(2):
+    def delete_and_call(path):
+        nonlocal reads
+        reads -= 1
+        if not reads:
             assert not saved(folder, 3, 5.0, 5.0)
-        return damage(path)
+        return function(path)
 
-    monkeypatch.setattr(checkpoint, "damage", delete_and_read)
+    monkeypatch.setattr(checkpoint, step, delete_and_call)
     assert checkpoint.read_newest(tmp_path)["progress"]["iter_num"] == 3
     assert not capsys.readouterr().err
 
