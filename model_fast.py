@@ -4,7 +4,8 @@ together with its optimizer, Muon, which is in optimizer.py.
 
 With bias=True, model and updates are those of train_gpt_simple.py at record/fable-5-2726 in
 PrimeIntellect-ai/frontier-automated-speedrun, which descends from modded-nanogpt's file of that
-name, so that its published losses apply (dev/compare_modded.py).
+name, except that Muon makes ten Newton-Schulz iterations instead of 18 and the token embedding is
+float32. dev/compare_modded.py measures how far the losses are apart.
 
 FastGPT has the same interface as model.py's GPT. Where it differs, a comment says why and names the
 source. "Record of" a date refers to the modded-nanogpt speedrun, which accepts a change only if it

@@ -2,8 +2,9 @@
 Build the optimizer of either model: AdamW, or Muon for the matrices of the blocks and AdamW for all
 other weights.
 
-Muon's numbers come from train_gpt_simple.py, the public program that model_fast.py names. Those
-that are not keys, which config/fast.py sets, are all in this file.
+Muon's numbers come from train_gpt_simple.py, the public program that model_fast.py names, except
+its Newton-Schulz iterations. Those that are not keys, which config/fast.py sets, are all in this
+file.
 """
 
 from typing import Any
