@@ -64,7 +64,7 @@ class Config:
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     init_from: Location = "scratch"  # scratch, resume, auto (either), gpt2, OWNER/NAME, path
     eval_interval: Positive = 2000  # iterations between evaluations
-    eval_tokens: Positive = 2457600  # tokens that an evaluation reads, spread over each split
+    eval_tokens: Positive = 2457600  # tokens of each split that an evaluation reads
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes

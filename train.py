@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     origin = origin_lines(asked, loaded)
     if c.eval_only:
         say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
-        del loaded  # on Windows, a run could otherwise not replace this file
+        del loaded  # otherwise Windows would not let a run replace this file
         evaluate_only(model, splits, data, it, c, hw, ranks)
         return 0
     torch.manual_seed(c.seed + ranks.rank)
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
     # save: the same command continues from the newest checkpoint
     while True:
         it = progress.iter_num
-        # rank 0's training hours, seconds since its last attempt to save, and signal, for all ranks
+        # all ranks get rank 0's training hours, seconds since it last tried to save, and signal
         hours, since_save, signal = ranks.on_main(lambda: (*clock.read(), stop.number))
         over = why_over(c, it, hours)
         if over or signal:
@@ -301,7 +301,7 @@ def save_due(c: Config, progress: Progress, since_save: float) -> bool:
 
 
 def make_model(c: Config, vocab: int, hw: Hardware, loaded: dict):
-    """Return the model on its device, with the loaded weights or else with random ones."""
+    """Return the model on its device, with the loaded weights, or else random ones."""
     torch.manual_seed(c.seed)
     model = build_model(model_config(c, vocab, loaded)).to(hw.device)
     if loaded:

@@ -127,10 +127,10 @@ def eval_batches(
     split: ShardTokens, tokens: int, config: Config, rank: int, world_size: int
 ) -> list[Batch]:
     """
-    Read this rank's share of the fixed windows of an evaluation of `tokens` tokens, spread over the
-    whole split. Batch size and number of ranks do not change which tokens are evaluated.
-    The last batches are padded with rows whose targets are -1, which the loss ignores. All batches
-    stay on the host. Raises OSError and UserError.
+    Read this rank's share of the fixed windows of an evaluation of `tokens` tokens. The windows are
+    spread over the whole split. Batch size and number of ranks do not change which tokens are
+    evaluated. The last batches are padded with rows whose targets are -1, which the loss ignores.
+    All batches stay on the host. Raises OSError and UserError.
     """
     host, batches = torch.device("cpu"), []
     T = config.block_size

@@ -27,7 +27,7 @@ HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 GET_AGAIN = "move it away, and get or prepare it again"
 # llm.c's and modded-nanogpt's runs are evaluated on the first 10,485,760 of the 100M tokens in this
-# file. The split ends there, so that losses compare with theirs
+# file. The split ends there, so that losses can be compared with theirs
 FINEWEB_VAL, FINEWEB_VAL_TOKENS = "fineweb_val_000000.bin", 10_485_760
 CHECKED_TOKENS = 32768  # tokens at each end of a shard to check when a dataset is opened
 PROBE = 1024  # this many tokens in a row are all 0 only where a download has left a hole

@@ -43,7 +43,7 @@ class Hardware:
 
     @property
     def dtype_name(self) -> Any:
-        """Return the dtype as the key names it, such as bfloat16."""
+        """Return the dtype's name as the key dtype spells it, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     def line(self, compiled: bool) -> str:

@@ -117,8 +117,8 @@ def wait_for_turn() -> None:
 def end_process(code: int) -> NoReturn:
     """
     Exit with `code`. With several ranks, do so without running destructors, because that of the
-    gloo group can wait forever for the GIL. NCCL needs no destroy_process_group(), which waits for
-    pending operations: every rank has waited for its device before the last save's gather().
+    gloo group can wait forever for the GIL. destroy_process_group() would only wait for NCCL's
+    pending operations, and none is left: every rank waits for its device before the last save.
     """
     if dist.is_initialized():
         sys.stdout.flush()

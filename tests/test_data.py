@@ -140,7 +140,7 @@ def test_evaluation_reads_the_same_tokens_at_any_batch_size_and_number_of_ranks(
 
 def test_the_public_runs_validation_tokens_are_read_as_they_read_them(tmp_path):
     """They evaluate 10,240 windows of 1,024 tokens from the beginning of a longer shard."""
-    ids = np.arange(10_500_000) % 50_021  # prime, so no two windows begin alike
+    ids = np.arange(10_500_000) % 50_021  # a prime, so no two windows begin with the same id
     write_files(tmp_path, {"fineweb_val_000000.bin": shard(ids), "fineweb_train_1.bin": shard(ids)})
     data = open_dataset(str(tmp_path))
     starts = data.val.spread(10_485_760, 1024)

@@ -84,7 +84,13 @@ def test_files_folders_and_patterns_are_read_in_the_order_given_and_once_each():
     result = prepare_text("b.txt", "deep", "*.md", "b.txt", "deep/c.py", "--val_fraction=0.2")
     assert result.code == 0, result.err
     assert "deep: 1 files are left out, such as deep/photo.jpg" in result.err
-    order = ["b.txt", "deep/D.TXT", "deep/c.py", "deep/e.jsonl", "a.md"]  # each by its first name
+    order = [
+        "b.txt",
+        "deep/D.TXT",
+        "deep/c.py",
+        "deep/e.jsonl",
+        "a.md",
+    ]  # each under its first name
     assert [*manifest_of(Path("out"))["files"]] == order
     texts = [f"{name} " * 30 for name in order]
     texts[3] = "in a row " * 9

@@ -20,7 +20,7 @@ from machine.ranks import StopSignal
 
 @pytest.fixture
 def windows(monkeypatch):
-    """Let these modules see Windows. Returns the modules that only Windows has."""
+    """Make these modules believe that they run on Windows. Returns what only Windows has."""
     for module in (process, console, files):
         monkeypatch.setattr(module, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)

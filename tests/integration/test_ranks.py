@@ -222,7 +222,7 @@ def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, m
 STOP = "signal.raise_signal(signal.SIGTERM)"
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 # when, after update n, which rank does what; the exit codes, a word of the one error line, the
-# reason of the end, and the checkpoints and evaluations
+# why the run ended, and its checkpoints and evaluations
 BREAKS = {
     "a signal to all": ("n == 5", STOP, [143, 143], "", ["SIGTERM"], [5], [0]),
     # torchrun sends a signal to all, so what only another rank gets is not meant for the run

@@ -114,7 +114,7 @@ def test_a_run_saves_every_ten_minutes_also_after_a_save_that_failed(trainer, ti
         if trainer.now < 1300:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    trainer.seconds |= dict(iteration=60.0, save=0.0)  # the default interval
+    trainer.seconds |= dict(iteration=60.0, save=0.0)  # saves come every ten minutes
     for number in range(1, 100):
         trainer.at["save", number] = fail
     trainer.launch(**tiny, max_iters=35, eval_interval=1000)
