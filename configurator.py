@@ -32,7 +32,7 @@ from common.console import UserError, did_you_mean, one_line, raise_if_any, run_
 from common.files import read_text
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
-NOT_WEIGHTS = ("scratch", "resume", "auto")  # what init_from may be, besides weights
+NOT_WEIGHTS = ("scratch", "resume")  # what init_from may be, besides weights
 # What a key of each type needs, in words and as a test
 PLAIN: dict[type, Any] = {
     bool: Annotated[bool, "True or False", lambda x: True],
@@ -54,7 +54,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 @dataclass(frozen=True)
 class Config:
     """
-    Train a GPT. Ctrl-C saves and stops the run; with init_from=auto the same command resumes it.
+    Train a GPT. Ctrl-C saves and stops the run; the same command resumes it.
 
         python train.py config/gpt124m_4070.py --batch_size=4
         python train.py config/quickstart.py --max_iters=500 --out_dir=out/short
@@ -62,7 +62,7 @@ class Config:
 
     # I/O
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
-    init_from: Location = "scratch"  # scratch, resume, auto (either), gpt2, OWNER/NAME, path
+    init_from: Location = "scratch"  # new run: scratch, gpt2, OWNER/NAME, path; resume: no new run
     eval_interval: Positive = 2000  # iterations between evaluations
     eval_tokens: Positive = 2457600  # tokens of each split that an evaluation reads
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
     hardware.check_device(Config(device=c.device, dtype=c.dtype))
     prompt = read_prompt(c.start)
-    # In a training config, auto and scratch also mean the run in out_dir.
+    # In a training config, scratch also means the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS
     state = read_weights(c.out_dir, best=True) if from_run else load_pretrained(c.init_from)
     text = Tokenizer(state["tokenizer"])

@@ -8,7 +8,6 @@
 # If those runs' tokens are missing, train.py downloads them (docs/fast_recipe.md).
 out_dir = "out/fast"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own
-init_from = "auto"  # the same command starts the run and resumes it
 
 # Rotary positions, QK-norm, ReLU^2, zero-initialised projections, capped logits: see model_fast.py
 model = "fast"

@@ -8,7 +8,6 @@ out_dir = "out/gpt124m"
 # Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here, which
 # train.py downloads; docs/training.md has the other flags
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 8  # estimated: 5.8 GiB; nobody has measured that 16, with 8.3 GiB, is faster
 block_size = 1024

@@ -5,7 +5,6 @@ out_dir = "out/gpt124m"
 # Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here, which
 # train.py downloads; docs/training.md has the other flags
 dataset = "fineweb_edu"
-init_from = "auto"  # the same command starts the run and resumes it
 
 batch_size = 32  # estimated: 13.2 GiB
 gradient_accumulation_steps = 16  # 16 x 32 x 1024 = 524,288 tokens per iteration, as in GPT-3

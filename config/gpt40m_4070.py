@@ -5,7 +5,6 @@
 # (results/public_runs).
 out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
-init_from = "auto"
 
 batch_size = 16  # estimated: 4.4 GiB
 block_size = 1024

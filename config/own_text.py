@@ -15,7 +15,6 @@ _tokens = sum(shard["tokens"] for shard in _manifest["shards"] if "train" in sha
 _is_bytes = _manifest["tokenizer"] == "byte"
 
 out_dir = f"out/{_path.parent.name}"
-init_from = "auto"  # the same command resumes an interrupted run
 
 model = "fast"  # its layers are in model_fast.py
 # a larger model sees fewer tokens in the same time

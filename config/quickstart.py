@@ -3,7 +3,6 @@
 # with fast bfloat16, and longer on those that have only AVX2 (results/README.md).
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
-init_from = "auto"  # the same command starts the run and resumes it
 dataset = "python_stdlib"  # made on the first run, in seconds, from your Python's own source files
 
 model = "fast"  # its layers are in model_fast.py

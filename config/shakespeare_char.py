@@ -2,7 +2,6 @@
 # docs/own_text.md says how to get the text, and what losses this config reaches.
 # python train.py config/shakespeare_char.py
 out_dir = "out/shakespeare_char"
-init_from = "auto"  # the same command starts the run and resumes it
 dataset = "shakespeare_char"  # or nanoGPT's folder: --dataset=../nanoGPT/data/shakespeare_char
 
 model = "fast"  # its layers are in model_fast.py

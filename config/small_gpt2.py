@@ -2,7 +2,6 @@
 # (docs/hacking.md) and for measurements.
 # python train.py config/small_gpt2.py
 out_dir = "out/small_gpt2"
-init_from = "auto"  # the same command starts the run and resumes it
 dataset = "python_stdlib"
 
 n_layer = 4

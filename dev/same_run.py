@@ -151,9 +151,11 @@ def main() -> int:
                 runs = []
                 for program, side in ((there, "theirs"), (ROOT, "ours")):
                     runs.append(Run(Path(temporary, f"{row}-{way}-{side}")))
-                    keys = COMMON | ROWS[row] | dict(dataset=dataset, init_from="auto")
-                    for last in [HALFWAY, ITERATIONS] if way == "resumed" else [ITERATIONS]:
-                        train(program, runs[-1].out_dir, **keys, max_iters=last)
+                    keys = COMMON | ROWS[row] | dict(dataset=dataset)
+                    if way == "resumed":
+                        train(program, runs[-1].out_dir, **keys, max_iters=HALFWAY)
+                        keys |= dict(init_from="resume")
+                    train(program, runs[-1].out_dir, **keys, max_iters=ITERATIONS)
                 found = [*differences(*runs)]
                 print(f"{row} {way}, {ITERATIONS} iterations: {'NOT ' * bool(found)}equal")
                 print(*(f"    {line}\n" for line in found), sep="", end="", flush=True)

@@ -340,20 +340,24 @@ def launch_command(world_size: int) -> str:
 
 
 def origin_lines(c: Config, loaded: dict) -> list[str]:
-    """Say from which checkpoint or weights a run begins. With init_from=scratch, says nothing."""
+    """
+    Say from which checkpoint or weights a run begins, and which keys differ from the checkpoint's.
+    """
     if not loaded and c.eval_only:
         return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
     if not loaded:
-        return [f"new run: {c.out_dir} holds no checkpoint"] if c.init_from == "auto" else []
+        return [f"new run: {c.out_dir} holds no checkpoint"]
     if "progress" not in loaded:
         return [f"weights: {loaded['source']}"]
     first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
     it = loaded["progress"]["iter_num"]
     lines = [f"resume: {loaded['source']}, iteration {it:,}{first}"]
-    for name, value in config_values(c).items():  # say which keys differ from the checkpoint's
+    for name, value in config_values(c).items():
         before = loaded["config"].get(name, FIELDS[name].default)
         if value != before:
             lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
+    if len(lines) > 1:
+        lines.append("resume: for a new run with these values, give another --out_dir")
     return lines
 
 

@@ -99,15 +99,14 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
 
 def find_checkpoint(c: Config) -> dict:
     """
-    Return the newest valid checkpoint of out_dir's run, with its path as `source`, or {} if this
-    command neither continues nor evaluates that run. Raises UserError if another run would begin in
-    its folder.
+    Return the newest valid checkpoint of out_dir's run, with its path as `source`, or {} if a new
+    run begins there, or if --eval_only evaluates the weights that init_from names. Raises UserError
+    if out_dir holds other checkpoints, or none and init_from=resume asks for one.
     """
     out_dir = Path(c.out_dir)
-    names_weights = c.init_from not in NOT_WEIGHTS
-    # --eval_only evaluates the weights that init_from names, or else out_dir's run
-    wants_run = not names_weights if c.eval_only else c.init_from != "scratch"
-    if wants_run and (state := checkpoint.read_newest(out_dir)):
+    if c.eval_only and c.init_from not in NOT_WEIGHTS:
+        return {}
+    if state := checkpoint.read_newest(out_dir):
         path = Path(state["source"])
         if "progress" not in state:
             raise UserError(f"{path}: is not a checkpoint of this program; move it away")
@@ -116,14 +115,11 @@ def find_checkpoint(c: Config) -> dict:
         if path.name != checkpoint.BEST and it != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
-    others = sorted(out_dir.glob("*.pt"))
-    if others and not (c.eval_only and names_weights):
-        hint = "--init_from=auto resumes it, another --out_dir starts a new run"
-        if not checkpoint.list_checkpoints(out_dir):  # nanoGPT's ckpt.pt, or best.pt alone
-            hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
-        raise UserError(f"out_dir: {others[-1]} is from an earlier run; {hint}")
+    if others := sorted(out_dir.glob("*.pt")):  # such as nanoGPT's ckpt.pt
+        hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
+        raise UserError(f"out_dir: {others[-1]} is from another program or run; {hint}")
     if c.init_from == "resume":
-        hint = "is its disk mounted? --init_from=auto begins a new run"
+        hint = "is its disk mounted? Without --init_from=resume, a new run begins"
         raise UserError(f"init_from: {c.out_dir} holds no checkpoint to resume; {hint}")
     return {}
 

@@ -297,7 +297,7 @@ def test_a_resume_with_dtype_auto_keeps_the_runs_dtype(tiny, machine):
     Keep bfloat16 on a machine where auto would mean float32, and change it only if another is
     named.
     """
-    keys = tiny | dict(dtype="auto", init_from="auto")
+    keys = tiny | dict(dtype="auto")
     machine(amx=True)
     train(**keys)
     machine()

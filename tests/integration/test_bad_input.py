@@ -70,13 +70,12 @@ DATA = [
 ]
 
 FOLDERS = [
-    ("train.py tiny.py --out_dir=run", "run/ckpt-00000002.pt --init_from=auto --out_dir"),
     ("train.py tiny.py --out_dir=book.txt", "File exists"),
-    ("train.py tiny.py --init_from=auto --out_dir=damaged_run", "damaged_run: --out_dir"),
-    ("train.py tiny.py --init_from=auto --out_dir=nanogpt_run", "--init_from=nanogpt_run/ckpt.pt"),
+    ("train.py tiny.py --out_dir=damaged_run", "damaged_run: --out_dir"),
+    ("train.py tiny.py --out_dir=nanogpt_run", "--init_from=nanogpt_run/ckpt.pt"),
     ("train.py tiny.py --init_from=resume --out_dir=empty", "no checkpoint mounted"),
-    ("train.py tiny.py --init_from=auto --out_dir=run --dataset=other --max_iters=3", "another"),
-    ("train.py tiny.py --init_from=auto --out_dir=run --dataset=bad_sha --max_iters=3", "another"),
+    ("train.py tiny.py --out_dir=run --dataset=other --max_iters=3", "another"),
+    ("train.py tiny.py --out_dir=run --dataset=bad_sha --max_iters=3", "another"),
     ("train.py tiny.py --eval_only=True --out_dir=run --dataset=other", "another"),
     ("train.py tiny.py --init_from=nowhere.pt", "no such file gpt2-medium"),
     ("train.py tiny.py --init_from=evil.pt", "evil.pt not a checkpoint"),

@@ -171,11 +171,11 @@ def test_a_run_whose_last_save_fails_ends_with_an_error_and_is_finished_by_the_n
     assert result.code == 1 and not ran.records("end")
     (line,) = lines(result.err, "error:")
     assert ("best.pt" if number == 3 else "ckpt-00000008.pt") in line and "resume" in line
-    assert "iterations are done" not in train(**tiny, init_from="auto").out
+    assert "iterations are done" not in train(**tiny).out
     # averages without a best.pt are evaluated again
     assert_same_run(tmp_path / "straight", ran.out_dir, 8, log_has_gaps=True)
     assert same(ran.best["model"], ran.state(8)["model"])
-    assert "iterations are done" in train(**tiny, init_from="auto").out
+    assert "iterations are done" in train(**tiny).out
 
 
 # -----------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
     Start from scratch, or resume a run whose newest checkpoint is damaged. Afterwards best.pt holds
     the best weights, even if the kill came when only best.pt was missing.
     """
-    tiny |= dict(eval_interval=2, max_iters=6, keep_checkpoints=1, init_from="auto")
+    tiny |= dict(eval_interval=2, max_iters=6, keep_checkpoints=1)
     tiny |= dict(log_interval=3) | keys  # each line is another state of the folder
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     if begins:
@@ -312,7 +312,7 @@ def test_an_unreadable_shard_ends_the_run_and_a_resume_continues_from_its_last_s
     last = ran.steps("iter")[-1] + 1
     assert last == interval if split == "val" else 1 <= last < 12
     assert [it for it in range(3, last, 3)][-2:] == ran.saved
-    train(**tiny, init_from="auto")
+    train(**tiny)
     assert_same_run(tmp_path / "straight", ran.out_dir, 12)
 
 
@@ -324,7 +324,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny
     tiny |= dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=5)
     first = start("train.py", *flags(**tiny))
     wait_for_line(first, "iter 9:")
-    for init_from in ("scratch", "auto", "resume"):
+    for init_from in ("scratch", "resume"):
         refused(run("train.py", *flags(**tiny | dict(max_iters=3), init_from=init_from)))
     # evaluating the run there is not refused
     train(**tiny, init_from="resume", eval_only=True)
@@ -339,7 +339,7 @@ def test_a_checkpoint_named_after_another_iteration_is_refused(tiny, ran):
     train(**tiny)
     (ran.out_dir / "ckpt-00000008.pt").rename(ran.out_dir / "ckpt-00000012.pt")
     before = contents(ran.out_dir)
-    result = run("train.py", *flags(**tiny | dict(max_iters=12), init_from="auto"))
+    result = run("train.py", *flags(**tiny | dict(max_iters=12)))
     refused(result, "ckpt-00000012.pt", "iteration 8")
     assert contents(ran.out_dir) == before
 
@@ -363,7 +363,7 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     ran.out_dir.mkdir()
     (ran.out_dir / name).write_bytes(content)
     code = 1 if name.endswith(".pt") else 0
-    assert run("train.py", *flags(**tiny, init_from="auto")).code == code
+    assert run("train.py", *flags(**tiny)).code == code
     assert content in contents(ran.out_dir).values()
 
 
@@ -413,6 +413,6 @@ def test_resuming_is_refused_if_the_newest_checkpoint_has_another_format(tiny, r
     state = ran.state(8)
     torch.save(state | dict(format=state["format"] - 1), ran.out_dir / "ckpt-00000008.pt")
     before = contents(ran.out_dir)
-    result = run("train.py", *flags(**tiny | dict(max_iters=10), init_from="auto"))
+    result = run("train.py", *flags(**tiny | dict(max_iters=10)))
     refused(result, "another version")
     assert contents(ran.out_dir) == before

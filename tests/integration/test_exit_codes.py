@@ -75,7 +75,7 @@ def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, r
         raise OSError(errno.EIO, "Input/output error")
 
     with mock.patch("zipfile.ZipFile.testzip", drop):
-        assert run("train.py", *flags(**tiny, init_from="auto")).code == 1
+        assert run("train.py", *flags(**tiny)).code == 1
     assert not ran.out_dir.exists()
 
 
@@ -117,7 +117,7 @@ def test_night_sh_repeats_its_command_after_an_error_and_gives_up_after_five_sho
 @needs_bash
 @pytest.mark.slow
 def test_night_sh_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, slept, tmp_path):
-    keys = tiny | dict(max_iters=10**6, eval_interval=100, checkpoint_interval=5, init_from="auto")
+    keys = tiny | dict(max_iters=10**6, eval_interval=100, checkpoint_interval=5)
     with open(tmp_path / "said", "w") as said:
         words = ["bash", ROOT / "night.sh", sys.executable, ROOT / "train.py", *flags(**keys)]
         night = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)

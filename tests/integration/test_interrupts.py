@@ -70,10 +70,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, 
     train(**keys | dict(out_dir=tmp_path))
     trainer = InProcessRun()
     trainer.at["iteration", 6] = sigterm
-    # auto starts a run if there is none, so the same command serves twice
-    assert trainer.launch(**keys, init_from="auto").code == 143
+    assert trainer.launch(**keys).code == 143
     assert ran.saved[-1] == 6
-    assert trainer.launch(**keys, init_from="auto").code == 0
+    assert trainer.launch(**keys).code == 0
     assert_same_run(tmp_path, ran.out_dir, 12)
     samples = ran.column("sample", "iter", "text")
     assert samples == Run(tmp_path).column("sample", "iter", "text")
@@ -104,7 +103,7 @@ def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
     assert (result.code, ran.saved, ran.evals("iter")) == (code, saved, evaluated)
     assert ran.column("end", "reason") == {0: ["max_iters"], 143: ["SIGTERM"]}.get(code, [])
     assert ("error: out of memory; " in result.err) == (code == 1)
-    assert trainer.launch(**tiny, init_from="auto").code == 0
+    assert trainer.launch(**tiny).code == 0
     assert_same_run(unbroken, ran.out_dir, 12)
 
 
@@ -146,7 +145,7 @@ def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny,
     assert said in result.err
     stopped = [signal.Signals(code - 128).name] if 6 in saved else []
     assert ran.column("end", "reason") == stopped
-    train(**tiny, init_from="auto")
+    train(**tiny)
     assert_same_run(unbroken, ran.out_dir, 12)
     assert ran.column("checkpoint", "iter") == sorted({*saved, 8, 12})
     assert ran.column("end", "reason") == ["max_iters"]
@@ -159,7 +158,7 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights(tiny, ran, tmp_path):
     trainer = InProcessRun()
     trainer.at["evaluation", 4] = raises(KeyboardInterrupt())
     assert trainer.launch(**keys).code == 130
-    assert trainer.launch(**keys, init_from="auto").code == 0
+    assert trainer.launch(**keys).code == 0
     assert_same_run(tmp_path, ran.out_dir, 12)
     for it, is_averaged in ((8, False), (12, True)):
         saved = ran.state(it)
@@ -179,13 +178,13 @@ def test_a_resume_that_ends_where_it_begins_completes_the_run_once(recipe, tiny,
     (ran.out_dir / "ckpt-00000005.pt").unlink()
     before = ran.state(4)
     assert before["progress"]["val_loss"] is not None
-    train(**keys | dict(max_iters=4, init_from="auto"))
+    train(**keys | dict(max_iters=4))
     after = ran.state(4)
     assert after["progress"]["complete"] and same(before["model"], after["model"]) == (recipe == {})
     assert after["progress"]["val_loss"] == pytest.approx(ran.evals("val_loss")[-1], rel=1e-8)
     losses = [state["progress"]["val_loss"] for state in (before, after)]
     assert (losses[0] == losses[1]) == (recipe == {})
-    assert "iterations are done" in train(**keys | dict(max_iters=4, init_from="auto")).out
+    assert "iterations are done" in train(**keys | dict(max_iters=4)).out
 
 
 def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, ran):
@@ -242,7 +241,7 @@ def test_best_pt_has_the_lowest_logged_loss_across_a_resume(tiny, ran):
 
 
 def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):
-    keys = tiny | dict(eval_iters=5, init_from="auto")
+    keys = tiny | dict(eval_iters=5)
     del keys["eval_tokens"]  # as in nanoGPT's configs
     del keys["dtype"]  # auto, which is not float16 on a CPU
     trainer = InProcessRun()
@@ -265,7 +264,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny, ran):
     assert "Traceback" not in result.err
     assert ran.evals("iter", "val_loss")[-1] == (6, None)
     # a resume continues from the good weights
-    train(**tiny, init_from="auto")
+    train(**tiny)
     assert ran.steps("iter") == [*range(12)]
 
 

@@ -27,7 +27,6 @@ TINY = TINY_RUN | dict(
     dropout=0.1,
     learning_rate=0.01,
     warmup_iters=2,
-    init_from="auto",
 )
 LAUNCHES = 4
 # about how often each moment comes in the first 14 iterations of a launch

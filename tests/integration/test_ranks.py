@@ -117,7 +117,7 @@ def test_a_run_resumes_with_another_number_of_ranks(tiny, ran, tmp_path):
     train(**keys | dict(out_dir=tmp_path / "alone"))
     for n, code in ((2, 143), (1, 0)):
         script = watched(HOLDS + STOPS if code else HOLDS)
-        results = train_ranks(n, [code] * n, script, **keys, init_from="auto")
+        results = train_ranks(n, [code] * n, script, **keys)
         held = [re.findall("^holds .*$", result.err, re.MULTILINE) for result in results]
         assert len(held[0]) >= 6
         assert all(one == held[0] for one in held)
@@ -131,7 +131,7 @@ def test_a_run_resumes_with_another_number_of_ranks(tiny, ran, tmp_path):
 @pytest.mark.slow
 def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
     for last in (6, 12):
-        keys = tiny | dict(max_iters=last, init_from="auto", compile=True)
+        keys = tiny | dict(max_iters=last, compile=True)
         results = train_ranks(2, [0, 0], **keys)
         assert "".join(result.out for result in results).count("compile: ") == 1
     assert_same_numbers(alone, ran)
@@ -188,7 +188,7 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
 
 
 def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(tiny, tmp_path):
-    keys = tiny | dict(out_dir="out", init_from="auto")
+    keys = tiny | dict(out_dir="out")
     train(**keys | dict(out_dir=tmp_path / "0/out", max_iters=4))
     (tmp_path / "1").mkdir()
     processes = start_ranks(2, *flags(**keys), script=watched(before=APART), cwd=tmp_path)
@@ -254,7 +254,7 @@ def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
     if reason:
         assert ran.saved[-1] == ran.end["iters"] == len(ran.steps("iter"))
     assert (ran.saved, ran.evals("iter")) == (saved, evaluated)
-    train(**tiny, init_from="auto")
+    train(**tiny)
     assert_same_numbers(alone, ran)
 
 
@@ -313,7 +313,7 @@ def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
     keys = tiny | dict(max_iters=600, eval_interval=300, log_interval=10)
     keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
     restarts = ("--standalone", f"--max-restarts={kills}")
-    command = train_py(**keys, init_from="auto")
+    command = train_py(**keys)
     process = start_torchrun(2, tmp_path / "log", *restarts, *command)
     for number in range(kills):
         workers = []

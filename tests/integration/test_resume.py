@@ -15,7 +15,7 @@ def ran(tmp_path) -> Run:
 
 def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran, tmp_path):
     data = shutil.copytree(corpus, tmp_path / "tokens")
-    keys = SHORT_RUN | dict(dataset=data, out_dir=ran.out_dir, init_from="auto", warmup_iters=0)
+    keys = SHORT_RUN | dict(dataset=data, out_dir=ran.out_dir, warmup_iters=0)
     keys |= dict(lr_schedule="wsd", decay_fraction=0.5, learning_rate=0.01, min_lr=0.0)
     train(**keys | dict(max_iters=4))
     shutil.move(data, away := tmp_path / "away")

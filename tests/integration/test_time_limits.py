@@ -81,11 +81,11 @@ def test_a_finished_run_resumes_only_if_it_is_given_more_time(trainer, tiny, ran
     trainer.launch(**tiny, hours=0.1)
     iterations = len(ran.steps("lr"))
     log = (ran.out_dir / "metrics.jsonl").read_bytes()
-    result = trainer.launch(**tiny, hours=0.1, init_from="auto")
+    result = trainer.launch(**tiny, hours=0.1)
     assert result.code == 0 and "iterations are done" in result.out
     assert (ran.out_dir / "metrics.jsonl").read_bytes() == log
 
-    assert trainer.launch(**tiny, hours=0.2, init_from="auto").code == 0
+    assert trainer.launch(**tiny, hours=0.2).code == 0
     rate = ran.steps("lr")
     assert len(rate) == pytest.approx(2 * iterations, abs=4)
     # half of the longer schedule is over
@@ -98,7 +98,7 @@ def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, 
     trainer.launch(**tiny, hours=HOURS)
     half = ran.steps("lr")[-1]
     assert half == pytest.approx(0.56, abs=0.02)
-    assert trainer.launch(**tiny, hours=2 * HOURS, init_from="auto").code == 0
+    assert trainer.launch(**tiny, hours=2 * HOURS).code == 0
     assert ran.steps("lr")[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
     assert ran.steps("lr")[-1] <= 16 / SECONDS
     assert 2 * SECONDS <= 3600 * ran.end["hours"] <= 2 * SECONDS + 20
@@ -138,8 +138,8 @@ def test_eta_follows_this_launchs_pace_with_its_evaluations_and_saves(trainer, t
     # 36 iterations of 10 s, and after them an evaluation of 4 s and two files of 1 s, are over
     assert first[35] == round((36 * 10 + 4 + 2) / 36 * 64)
     trainer.seconds["iteration"] = 20.0
-    second = etas(trainer.launch(**keys, init_from="auto").out)
+    second = etas(trainer.launch(**keys).out)
     assert second[50] == 49 * 20  # none since the resume
     # no eta is longer than the time that hours leave
     more = keys | dict(max_iters=200, hours=(trainer.now + 120) / 3600)
-    assert etas(trainer.launch(**more, init_from="auto").out)[101] <= 120 - 2 * 20 + 2
+    assert etas(trainer.launch(**more).out)[101] <= 120 - 2 * 20 + 2
