@@ -68,7 +68,7 @@ class Config:
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: Positive = 2  # newest checkpoints to keep, besides best.pt
+    keep_checkpoints: Positive = 2  # newest checkpoints to keep, besides the best
     # Logging
     log_interval: Positive = 1  # iterations between log lines
     tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
@@ -135,7 +135,7 @@ class NanoGPTKeys:
     """Lists nanoGPT's keys that are no keys here. from_nanogpt() translates or ignores them."""
 
     backend: str = "nccl"  # ignored, because the device determines it
-    always_save_checkpoint: bool = True  # ignored: best.pt is kept beside the newest checkpoints
+    always_save_checkpoint: bool = True  # ignored: the best is kept beside the newest checkpoints
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
     wandb_run_name: str = "gpt2"  # ignored: in wandb a run has the name of its out_dir
     decay_lr: bool = True  # lr_schedule=cosine; False: a constant rate without warmup

@@ -41,7 +41,7 @@ def convert(source: str, folder: Path) -> None:
         raise UserError(f"{folder}: is not empty; give the name of a new folder")
     import transformers
 
-    state = read_weights(source, best=True)
+    state = read_weights(source)
     model = build_model(config_from_dict(state["model_config"])).eval()
     load_weights(model, state)
     kind, config = hf_class_and_config(state)

@@ -4,7 +4,7 @@ Sample from a trained model.
     python sample.py --out_dir=out/gpt124m                 a run's model with the best val loss
     python sample.py config/gpt124m_4070.py --start="The"  the run of this config, with a prompt
     python sample.py --init_from=gpt2-xl --num_samples=1   OpenAI's weights, or a hub model's
-    python sample.py --init_from=out/gpt124m/best.pt       any checkpoint
+    python sample.py --init_from=out/gpt124m/ckpt-00019073.pt    any checkpoint
     python sample.py --help                                list all keys
 
 Keys are set as for train.py, in config files and by --key=value. In a config file, keys of train.py
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     prompt = read_prompt(c.start)
     # In a training config, scratch also means the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS
-    state = read_weights(c.out_dir, best=True) if from_run else load_pretrained(c.init_from)
+    state = read_weights(c.out_dir) if from_run else load_pretrained(c.init_from)
     text = Tokenizer(state["tokenizer"])
     model = load_model(state, c)
     vocab = state["vocab"]  # before padding

@@ -4,8 +4,8 @@ Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 This file is the run. main() decides with run/start.py how it starts, and then loops: evaluate
 and save once in a while, train_step(), log. train_step() runs gradient_accumulation_steps
 micro-batches forward and backward and then updates the weights. To change when a run ends,
-evaluates or saves, what its best model is, or the learning rate, edit why_over(),
-evaluation_due(), save_due(), best_loss() or get_lr(). GPT-2 is in model.py, the fast model in
+evaluates or saves, or the learning rate, edit why_over(), evaluation_due(), save_due() or
+get_lr(). GPT-2 is in model.py, the fast model in
 model_fast.py, AdamW and Muon in optimizer.py, every key in configurator.py, the tokens in data/,
 what surrounds a run in run/, and the device and the processes in machine/.
 
@@ -40,7 +40,7 @@ from machine.hardware import Hardware
 from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run.checkpoint import BEST, RunFolder, checkpoint_name
+from run.checkpoint import RunFolder, checkpoint_name
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
             log.report_eval(progress, numbers)
 
     def save() -> str:
-        """Save best.pt if it is due, and a checkpoint. Return "" or what the disk did not take."""
+        """Save a checkpoint. Return "" or what the disk did not take."""
         with clock.pause("checkpoints"):
             end_if_skipping(int(skipped))
             end_if_diverged(model, progress)
@@ -274,11 +274,6 @@ def why_over(c: Config, it: int, hours: float) -> str:
 def evaluation_due(c: Config, it: int) -> bool:
     """Return whether to evaluate here. This is asked while the weights have no val_loss."""
     return it % c.eval_interval == 0
-
-
-def best_loss(progress: Progress) -> float:
-    """Return the lowest val_loss so far. If these weights have it, they become best.pt."""
-    return min(progress.best_val_loss, math.inf if progress.val_loss is None else progress.val_loss)
 
 
 def save_due(c: Config, progress: Progress, since_save: float) -> bool:
@@ -427,25 +422,13 @@ def state_to_save(asked, data: Dataset, model, optimizer, scaler, clock, hw, ran
 
 
 def save_state(state: dict, progress: Progress, folder: RunFolder, ranks: Ranks, log: Log) -> str:
-    """
-    Save the state and the progress as best.pt, if the weights are the best so far, and then as a
-    checkpoint. After a kill between the two, the run resumes from the checkpoint before, or from
-    best.pt if there is none. Returns "" or what the disk did not take.
-    """
-    lowest, problem = best_loss(progress), ""
-    saved = replace(progress, saved=True)
-    if lowest < progress.best_val_loss:
-        best = asdict(replace(saved, best_val_loss=lowest, complete=False))
-        if problem := ranks.on_main(folder.save, BEST, state | dict(progress=best)):
-            saved.saved = saved.complete = False  # a launch that resumes here tries again
-        else:
-            progress.best_val_loss = saved.best_val_loss = lowest
-    name = checkpoint_name(progress.iter_num)
-    if failed := ranks.on_main(folder.save, name, state | dict(progress=asdict(saved))):
-        return failed
-    progress.saved = saved.saved
-    log.report_save(progress.iter_num, saved.complete)
-    return problem
+    """Save the state and the progress. Returns "" or what the disk did not take."""
+    saved, name = replace(progress, saved=True), checkpoint_name(progress.iter_num)
+    if problem := ranks.on_main(folder.save, name, state | dict(progress=asdict(saved))):
+        return problem
+    progress.saved = True
+    log.report_save(progress)
+    return ""
 
 
 def restore(loaded: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:

@@ -16,10 +16,10 @@ min_lr = 3e-6
 warmup_iters = 10
 max_iters = 90  # epochs * tokens / 8192: three epochs of about 250,000 tokens
 
-eval_interval = 15  # best.pt keeps the weights of the best evaluation
+eval_interval = 15  # the checkpoint with the lowest val loss is kept
 eval_tokens = 16384
 log_interval = 5
 sample_tokens = 100
-keep_checkpoints = 1  # 1.5 GB each, plus 1.5 GB for best.pt
+keep_checkpoints = 1  # the newest, and the best: 1.5 GB each
 
 compile = False  # compiling would take longer than it saves

@@ -41,10 +41,10 @@ lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
 
-eval_interval = 1 + max_iters // 10  # often enough that best.pt is near the lowest validation loss
+eval_interval = 1 + max_iters // 10  # often enough that the best checkpoint is near the lowest loss
 eval_tokens = 262144  # or the whole validation split, if that is smaller
 log_interval = 25
 sample_tokens = 300
-keep_checkpoints = 1  # the newest one; best.pt, with the lowest validation loss, is kept too
+keep_checkpoints = 1  # the newest, and the one with the lowest validation loss
 
 compile = False  # compiling would take longer than it saves

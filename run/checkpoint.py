@@ -10,9 +10,11 @@ a CRC-32 for every record. torch.load does not verify these checksums, so damage
 import contextlib
 import errno
 import itertools
+import math
 import os
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,8 +28,8 @@ from common.files import read_record, remove_temporaries, replacing, try_lock
 # One file
 
 
-FORMAT = 4  # raise this when older checkpoints cannot be resumed any more; they are then refused
-TEMPORARIES = ("ckpt-*.pt", "best.pt", "loss.png")  # files that replacing() writes
+FORMAT = 5  # raise this when older checkpoints cannot be resumed any more; they are then refused
+TEMPORARIES = ("ckpt-*.pt", "loss.png")  # files that replacing() writes
 
 
 def save(state: dict, path: Path) -> None:
@@ -85,9 +87,6 @@ def read(path: Path) -> dict:
 # The run's folder
 
 
-BEST = "best.pt"  # the checkpoint with the lowest validation loss
-
-
 def checkpoint_name(iter_num: int) -> str:
     return f"ckpt-{iter_num:08}.pt"
 
@@ -110,25 +109,44 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration)
 
 
-def read_newest(out_dir: Path) -> dict:
+def newest_first(out_dir: Path) -> list[Path]:
+    return list_checkpoints(out_dir)[::-1]
+
+
+def best_first(out_dir: Path) -> list[Path]:
+    """Order the checkpoints by validation loss, the lowest first, and the others behind them."""
+    return sorted(newest_first(out_dir), key=loss_of)
+
+
+def loss_of(path: Path) -> float:
     """
-    Return the state in the newest valid checkpoint, with its path as `source`, or {} if out_dir has
-    no checkpoint. Warns about each damaged one. best.pt, which may be older than all others,
-    comes last: it is all there is after a kill in the first save. Raises UserError if none can be
-    read, so that a run never silently starts again.
+    Return the validation loss of a checkpoint's weights; inf if they were not evaluated, or if the
+    file is damaged. The best checkpoint is the one for which this is lowest.
     """
-    paths = [*out_dir.glob(BEST), *list_checkpoints(out_dir)]
-    for path in reversed(paths):
+    with contextlib.suppress(Exception):  # a damaged file can raise anything
+        loss = read(path)["progress"]["val_loss"]
+        return math.inf if loss is None or math.isnan(loss) else loss
+    return math.inf
+
+
+def read_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> dict:
+    """
+    Return the state in the first valid checkpoint in the order of newest_first() or best_first(),
+    with its path as `source`, or {} if out_dir has no checkpoint. Warns about each damaged one.
+    Raises UserError if none can be read, so that a run never silently starts again.
+    """
+    paths = order(out_dir)
+    for path in paths:
         problem = damage(path)
         with contextlib.suppress(FileNotFoundError):
             if not problem:
                 return read(path) | dict(source=str(path))
         if not os.path.lexists(path) and list_checkpoints(out_dir):
-            return read_newest(out_dir)  # a run that saves there has deleted it, so look again
-        warn(f"{path}: {problem}; trying the checkpoint before it")
+            return read_first(out_dir, order)  # a run that saves has deleted it, so look again
+        warn(f"{path}: {problem}; trying another checkpoint")
     if paths:
         hint = "see above; restore one, or start in another --out_dir"
-        raise UserError(f"{out_dir}: none of its checkpoints can be resumed, {hint}")
+        raise UserError(f"{out_dir}: none of its checkpoints can be read, {hint}")
     return {}
 
 
@@ -152,11 +170,12 @@ class RunFolder:
 
     def __init__(self, path: Path, keep: int):
         self.path = path
-        self.keep = keep  # how many of the newest checkpoints to keep
+        self.keep = keep  # how many of the newest checkpoints to keep, besides the best
         self.lock: BinaryIO | None = None
         self.logs_lack_lines = False  # whether the disk did not take one in this launch
         self.torn: set[str] = set()  # logs that may end in half a line
         self.size = 0  # bytes of the newest checkpoint
+        self.is_best = False  # whether that one has the lowest validation loss
 
     def claim(self, loaded: dict) -> None:
         """
@@ -190,24 +209,27 @@ class RunFolder:
 
     def save(self, name: str, state: dict) -> str:
         """
-        Save `state` as best.pt or as the newest checkpoint. Returns "" or why it is not saved: the
-        disk is full, failing or missing. Older checkpoints are deleted before the write to make
-        room, but the newest one stays until the write has succeeded.
+        Save `state` as the newest checkpoint. Returns "" or why it is not saved: the disk is full,
+        failing or missing. Older checkpoints are deleted before the write to make room, but the
+        newest and the best one stay until the write has succeeded.
         """
         try:
             self.prune(max(1, self.keep - 1))
             save(state, self.path / name)
             self.size = (self.path / name).stat().st_size
             self.prune(self.keep)
+            self.is_best = best_first(self.path)[0].name == name
         except OSError as error:
             return f"{name} is not saved: {one_line(error)}"
         return ""
 
     def prune(self, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep`."""
-        for path in list_checkpoints(self.path)[:-keep]:
-            with contextlib.suppress(PermissionError):  # on Windows another program has it open
-                path.unlink(missing_ok=True)
+        """Delete all checkpoints but the newest `keep` and the best one."""
+        kept = [*newest_first(self.path)[:keep], *best_first(self.path)[:1]]
+        for path in list_checkpoints(self.path):
+            if path not in kept:
+                with contextlib.suppress(PermissionError):  # on Windows another program has it open
+                    path.unlink(missing_ok=True)
 
     def append(self, name: str, line: str) -> None:
         """

@@ -219,15 +219,20 @@ class Log:
         becomes = f"at iteration {it} each weight becomes its average over the last iterations"
         say(f"averages: training is complete; {becomes}")
 
-    def report_save(self, it: int, complete: bool) -> None:
-        """Log a save, within its pause. Its record says if the run and its log are complete."""
+    def report_save(self, progress: Progress) -> None:
+        """
+        Log a save, within its pause, and whether it is the best checkpoint so far. Its record says
+        if the run and its log are complete.
+        """
         if not self.ranks.is_main:
             return
-        path, seconds = Path(self.config.out_dir, checkpoint_name(it)), self.clock.since_lap()
-        size = self.folder.size
+        it, seconds = progress.iter_num, self.clock.since_lap()
+        path, size = Path(self.config.out_dir, checkpoint_name(it)), self.folder.size
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
-        say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}")
-        complete = complete and not self.folder.logs_lack_lines
+        is_best = self.folder.is_best and progress.val_loss is not None
+        best = ", best checkpoint so far" if is_best else ""
+        say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}{best}")
+        complete = progress.complete and not self.folder.logs_lack_lines
         record = dict(path=str(path), bytes=size, seconds=seconds)
         self.record("checkpoint", iter=it, complete=complete, **record)
 

@@ -123,15 +123,14 @@ def plan(config: Config, options: Namespace) -> dict:
 
     def seconds_until(it: int) -> float:
         evaluations, saves = pauses_until(it)
-        files = saves + max(0, evaluations - 1)  # the save after an evaluation writes best.pt too
-        return it * iter_seconds + evaluations * eval_seconds + files * save_seconds
+        return it * iter_seconds + evaluations * eval_seconds + saves * save_seconds
 
     iters = c.max_iters
     if c.hours:  # as in train.py, the iteration during which they pass is the last
         iters = bisect_left(range(iters), 3600 * c.hours, key=seconds_until)
     if iters < c.max_iters:
         shortest = longest = iter_seconds  # the run ends on time, whatever its pace
-    last_seconds = eval_seconds + 2 * save_seconds  # an evaluation and a save follow
+    last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
     evaluations, saves = (1 + n for n in pauses_until(iters))
     tokens, tokens_per_sec = c.iter_tokens * iters, c.iter_tokens / iter_seconds
 
@@ -181,7 +180,7 @@ def plan(config: Config, options: Namespace) -> dict:
     stored = dataset_tokens or min(tokens, SAMPLE_TOKENS)
     if c.dataset == FAST_DATA and not dataset_tokens:
         stored = SHARD_TOKENS * len(files_to_download(c))
-    # the most at one time: those that are kept, at least two during a save, and best.pt
+    # the most at one time: those that are kept, at least two during a save, and the best
     shards_gb, files = 2 * stored / 1e9, max(c.keep_checkpoints, 2) + 1
     disk_gb = shards_gb + files * checkpoint_gb
     shards = f"{shards_gb:.3g} GB of shards ({count(stored)} tokens)"

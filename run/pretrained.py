@@ -48,9 +48,9 @@ def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
         folder = fetch(f"openai-community/{name_or_path}")
         state = read_gpt2(folder, dict(kind="gpt2")) | dict(source=name_or_path)
     elif name_or_path.count("/") == 1 and not path.parent.exists():  # out/mistyped is a path
-        state = read_weights(str(fetch(name_or_path)), best=False) | dict(source=name_or_path)
+        state = read_weights(str(fetch(name_or_path))) | dict(source=name_or_path)
     else:
-        state = read_weights(name_or_path, best=False)
+        state = read_weights(name_or_path)
     config = config_from_dict(state["model_config"])
     weights = state["model"]
     if block_size is not None and block_size < config.block_size:
@@ -101,20 +101,18 @@ def fetch(repository: str) -> Path:
         raise UserError(f"{repository}: {problem} ({one_line(error)}); {hint}") from None
 
 
-def read_weights(name: str, best: bool) -> dict:
+def read_weights(name: str) -> dict:
     """
     Read the weights at a path into the form of a checkpoint's state: `model`, `model_config`,
     `vocab` and `tokenizer`; `source` describes what was read. The path is a file, a run's folder,
-    which means its newest valid checkpoint or, with `best`, its best.pt, or a hub model's folder.
-    Raises UserError if there is no model.
+    which means its checkpoint with the lowest validation loss, or a hub model's folder. Raises
+    UserError if there is no model.
     """
     path = Path(name)
-    if best and (path / checkpoint.BEST).is_file():
-        path = path / checkpoint.BEST
     try:
         if path.is_file():
             state = read_checkpoint(path, checkpoint.load(path))
-        elif found := checkpoint.read_newest(path):
+        elif found := checkpoint.read_first(path, checkpoint.best_first):
             path = Path(found["source"])
             state = read_checkpoint(path, found)
         elif (path / "ckpt.pt").is_file():

@@ -6,7 +6,6 @@ With several ranks, each of them does all of this for itself. What they find mus
 everywhere; Ranks.join() ends the run if it is not.
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -51,7 +50,6 @@ class Progress:
     iter_num: int = 0  # iterations done, including those whose update was skipped
     tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
     val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
-    best_val_loss: float = math.inf  # best.pt's, or that of iteration 0 if it is lower
     complete: bool = False  # whether the run was over, so that these weights are final
     saved: bool = False  # whether a checkpoint holds these weights with their val_loss
 
@@ -64,8 +62,6 @@ class Progress:
     def record(self, val_loss: float) -> None:
         """Record an evaluation of the current weights."""
         self.val_loss, self.saved = val_loss, False
-        if self.iter_num == 0:  # best.pt must beat the untrained model
-            self.best_val_loss = min(math.inf, val_loss)  # inf, if val_loss is NaN
 
 
 def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
@@ -106,13 +102,13 @@ def find_checkpoint(c: Config) -> dict:
     out_dir = Path(c.out_dir)
     if c.eval_only and c.init_from not in NOT_WEIGHTS:
         return {}
-    if state := checkpoint.read_newest(out_dir):
+    if state := checkpoint.read_first(out_dir, checkpoint.newest_first):
         path = Path(state["source"])
         if "progress" not in state:
             raise UserError(f"{path}: is not a checkpoint of this program; move it away")
         check_fields(path, state)
         it = state["progress"]["iter_num"]
-        if path.name != checkpoint.BEST and it != checkpoint.iteration(path):
+        if it != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
     if others := sorted(out_dir.glob("*.pt")):  # such as nanoGPT's ckpt.pt

@@ -501,7 +501,9 @@ class Run:
 
     @property
     def best(self) -> dict:
-        return torch.load(self.out_dir / "best.pt", weights_only=True)
+        """Load the checkpoint with the lowest validation loss."""
+        evaluated = [s for s in map(self.state, self.saved) if s["progress"]["val_loss"]]
+        return min(evaluated, key=lambda state: state["progress"]["val_loss"])
 
     @property
     def end(self) -> dict:

@@ -4,6 +4,7 @@ real disks.
 """
 
 import json
+import math
 
 import pytest
 import torch
@@ -21,6 +22,10 @@ def flipped(content: bytes) -> bytes:
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
+def read_newest(folder) -> dict:
+    return checkpoint.read_first(folder, checkpoint.newest_first)
+
+
 NEWEST = {  # how it gets its content, and words of the warning
     "a dead link": (lambda path, content: path.symlink_to("gone"), "cannot be read ("),
     "a folder": (lambda path, content: path.mkdir(), "cannot be read ("),
@@ -35,10 +40,10 @@ NEWEST = {  # how it gets its content, and words of the warning
 def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, tmp_path, capsys):
     """Warn of the newest one, and rename it."""
     good, bad = (tmp_path / checkpoint_name(it) for it in (2, 3))
-    progress = dict(iter_num=2, val_loss=None, best_val_loss=5.0)
+    progress = dict(iter_num=2, val_loss=None)
     checkpoint.save(dict(model=torch.ones(9999), progress=progress), good)
     make(bad, good.read_bytes())
-    resumed = checkpoint.read_newest(tmp_path)
+    resumed = read_newest(tmp_path)
     assert resumed["source"] == str(good)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {bad}: ") and words in line
@@ -54,27 +59,27 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_o
     step, tmp_path, monkeypatch, capsys
 ):
     folder, function = RunFolder(tmp_path, keep=1), getattr(checkpoint, step)
-    assert not saved(folder, 2, 5.0, 5.0)
+    assert not saved(folder, 2, 5.0)
     reads = {"damage": 1, "read": 2}[step]  # damage() reads it too
 
     def delete_and_call(path):
         nonlocal reads
         reads -= 1
         if not reads:
-            assert not saved(folder, 3, 5.0, 5.0)
+            assert not saved(folder, 3, 4.0)
         return function(path)
 
     monkeypatch.setattr(checkpoint, step, delete_and_call)
-    assert checkpoint.read_newest(tmp_path)["progress"]["iter_num"] == 3
+    assert read_newest(tmp_path)["progress"]["iter_num"] == 3
     assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("first", [1, None])
 def test_a_launch_ends_if_another_one_has_saved_meanwhile(first, tmp_path):
     folder = RunFolder(tmp_path, keep=2)
-    assert not first or not saved(folder, first, 4.0, 4.0)
-    resumed = checkpoint.read_newest(tmp_path)
-    assert not saved(folder, 2, 5.0, 4.0)
+    assert not first or not saved(folder, first, 4.0)
+    resumed = read_newest(tmp_path)
+    assert not saved(folder, 2, 5.0)
     before = contents(tmp_path)
     with pytest.raises(UserError, match="ckpt-00000002.pt: was saved in the meantime"):
         folder.claim(resumed)
@@ -84,48 +89,38 @@ def test_a_launch_ends_if_another_one_has_saved_meanwhile(first, tmp_path):
 
 def test_a_save_that_fails_says_so_and_keeps_what_was_there(make_disk):
     folder = RunFolder(make_disk(1 << 20), keep=2)
-    assert not saved(folder, 1, 5.0, 5.0)
+    assert not saved(folder, 1, 5.0)
     before = contents(folder.path)
     large = dict(model=torch.ones(10**6))
-    assert folder.save("best.pt", large) == "best.pt is not saved: No space left on device"
+    assert folder.save("ckpt-00000002.pt", large).endswith("not saved: No space left on device")
     assert contents(folder.path) == before
 
 
-def saved(folder: RunFolder, it: int, loss: float, best: float) -> str:
+def saved(folder: RunFolder, it: int, loss: float | None) -> str:
     """Save as train.py does. Returns what has failed."""
-    progress = dict(iter_num=it, val_loss=loss, best_val_loss=best)
-    state = dict(model=torch.full((9999,), loss), progress=progress)
-    problem = folder.save("best.pt", state) if loss == best else ""
-    return folder.save(checkpoint_name(it), state) or problem
+    state = dict(model=torch.full((9999,), loss or 0), progress=dict(iter_num=it, val_loss=loss))
+    return folder.save(checkpoint_name(it), state)
 
 
-def held(path) -> float:
-    return float(checkpoint.read(path)["model"][0])
-
-
-def test_best_pt_holds_the_best_and_the_newest_are_kept(tmp_path):
+def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_path):
     folder = RunFolder(tmp_path, keep=2)
-    for it, loss, best in ((1, 5.0, 5.0), (2, 4.0, 4.0), (3, 6.0, 4.0), (4, 7.0, 4.0)):
-        assert not saved(folder, it, loss, best)
-        assert held(tmp_path / "best.pt") == best
-        assert held(tmp_path / checkpoint_name(it)) == loss
+
+    def kept_after(it: int, loss: float | None) -> list[int]:
+        assert not saved(folder, it, loss)
         assert not [*tmp_path.glob("*.tmp")]
-    assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [3, 4]
-    assert not saved(folder, 4, 7.0, 4.0)  # as a resume may do; no fourth file is needed
-    assert [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))] == [4]
+        return [*map(checkpoint.iteration, checkpoint.list_checkpoints(tmp_path))]
+
+    assert kept_after(1, None) == [1]
+    assert kept_after(2, 4.0) == [1, 2] and folder.is_best
+    assert kept_after(3, math.nan) == [2, 3] and not folder.is_best
+    assert kept_after(4, 5.0) == kept_after(4, 4.5) == [2, 3, 4]  # a resume may save one again
+    assert kept_after(5, None) == [2, 4, 5] and not folder.is_best
+    assert kept_after(6, 3.0) == [5, 6] and folder.is_best
     folder.keep = 1
-    assert not saved(folder, 5, 7.0, 4.0)
-    assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / checkpoint_name(5)]
-
-
-@pytest.mark.parametrize("others", ["none", "damaged"])
-def test_best_pt_is_resumed_if_it_is_all_there_is(others, tmp_path, capsys):
-    """After a kill in the first save, or with keep_checkpoints=1 and a damaged checkpoint."""
-    assert not saved(RunFolder(tmp_path, keep=2), 2, 4.0, 4.0)
-    newest = tmp_path / checkpoint_name(2)
-    newest.unlink() if others == "none" else newest.write_bytes(b"cut")
-    assert checkpoint.read_newest(tmp_path)["source"] == str(tmp_path / "best.pt")
-    assert capsys.readouterr().err.count("\n") == (others == "damaged")
+    assert kept_after(7, 3.5) == kept_after(7, 3.5) == [6, 7]
+    assert kept_after(8, 2.0) == [8]
+    (tmp_path / checkpoint_name(8)).write_bytes(b"cut")  # a damaged file is not the best
+    assert kept_after(9, 6.0) == [9] and folder.is_best
 
 
 KEPT = b"""{"kind": "start", "iter": 0}

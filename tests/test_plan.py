@@ -54,8 +54,7 @@ FIGURES = {
     ),
     "evaluations and checkpoints are on the bill": (
         # Evaluations at 0, 300, 600, 900, 1000, forward alone, of 2/3 s; checkpoints at the last
-        # four, each with a best.pt, and at 200, 400, 800. On the disk two of them, best.pt, and
-        # tokens of two bytes
+        # four, and at 200, 400, 800. On the disk two of them, the best, and tokens of two bytes
         ("gpt124m_4070", "--gpu=4070", "--iter_seconds=1", "--max_iters=1000", "--watts=100")
         + ("--eval_interval=300", "--eval_tokens=524288", "--checkpoint_interval=200")
         + ("--price_kwh=0.5", "--dataset_tokens=10B"),
@@ -63,9 +62,9 @@ FIGURES = {
             hours=1000 / 3600,
             evaluations=5,
             checkpoints=7,
-            hours_total=(1000 + 5 * 2 / 3 + 11 * SAVE) / 3600,
-            kwh_total=0.1 * 1036.2 / 3600,
-            cost=0.05 * 1036.2 / 3600,
+            hours_total=(1000 + 5 * 2 / 3 + 7 * SAVE) / 3600,
+            kwh_total=0.1 * 1024.2 / 3600,
+            cost=0.05 * 1024.2 / 3600,
             checkpoint_gb=12 * N / 1e9,
             disk_gb=20 + 3 * 1.4925,
         ),
@@ -77,17 +76,16 @@ FIGURES = {
     ),
     "the hours end before max_iters": (
         # Evaluations at 0, 250 ... 2500 of 2/3 * 10,485,760 / 52,428.8 = 133.33 s; checkpoints at
-        # the last 10, each with a best.pt, and at 60, 120 ... 2700, but 1500 is in both, of
-        # 2.258 / 0.5 s. After these 1,755.8 s, 2,704.4 iterations fit into the 28,800. One
-        # evaluation and one save of both files follow
+        # the last 10, and at 60, 120 ... 2700, but 1500 is in both, of 2.258 / 0.5 s. After these
+        # 1,710.6 s, 2,708.9 iterations fit into the 28,800. One evaluation and one save follow
         ("fast", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
         dict(
-            max_iters=2705,
+            max_iters=2709,
             evaluations=12,
             checkpoints=55,
-            hours=2705 / 360,
-            hours_range=[2705 / 360, 2705 / 360],
-            hours_total=(27_050 + 12 * 133.33 + 66 * 4.517) / 3600,
+            hours=2709 / 360,
+            hours_range=[2709 / 360, 2709 / 360],
+            hours_total=(27_090 + 12 * 133.33 + 55 * 4.517) / 3600,
         ),
     ),
 }

@@ -5,7 +5,6 @@ that people have.
 
 import contextlib
 import io
-import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -122,15 +121,23 @@ def test_a_seed_always_gives_the_same_samples_and_another_seed_gives_others(gpt2
     assert sample(*arguments, "--seed=1") != texts
 
 
-def test_sample_uses_a_runs_best_model_or_else_its_newest(gpt2, tmp_path):
-    shutil.copytree(gpt2, tmp_path / "run")
-    (tmp_path / "run" / "best.pt").unlink()  # a link to ckpt-00000008.pt, perhaps
-    newest = sample(f"--out_dir={tmp_path / 'run'}", *GREEDILY)
-    write_parrot(gpt2, tmp_path / "run" / "best.pt", token=LETTERS.index("x"))
-    assert newest != ["axxxxx"]
-    assert sample(f"--out_dir={tmp_path / 'run'}", *GREEDILY) == ["axxxxx"]
-    file = tmp_path / "run" / "ckpt-00000008.pt"
-    assert sample(f"--init_from={file}", *GREEDILY) == newest
+PARROTS = {"x": 4.0, "y": 3.0, "z": None, "a": 5.0}  # the losses of a run's checkpoints, by token
+
+
+@pytest.mark.parametrize("flag", ["--out_dir", "--init_from"])
+def test_a_runs_folder_means_its_whole_checkpoint_with_the_lowest_loss(flag, gpt2, tmp_path):
+    """If none was evaluated, it means the newest one."""
+    for it, (letter, val_loss) in enumerate(PARROTS.items(), 1):
+        path = write_parrot(gpt2, tmp_path / f"ckpt-{it:08}.pt", token=LETTERS.index(letter))
+        state = torch.load(path, weights_only=True)
+        state["progress"] |= dict(iter_num=it, val_loss=val_loss)
+        torch.save(state, path)
+    assert sample(f"{flag}={tmp_path}", *GREEDILY) == ["ayyyyy"]
+    (tmp_path / "ckpt-00000002.pt").write_bytes(b"cut")
+    assert sample(f"{flag}={tmp_path}", *GREEDILY) == ["axxxxx"]
+    for it in (1, 2, 4):
+        (tmp_path / f"ckpt-{it:08}.pt").unlink()
+    assert sample(f"{flag}={tmp_path}", *GREEDILY) == ["azzzzz"]
 
 
 def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt2):
@@ -159,7 +166,7 @@ def test_a_sample_ends_at_the_end_of_text_token(token, text, made, tmp_path):
 def test_the_program_on_the_sampling_page_prints_a_sample_of_a_run(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/x").mkdir(parents=True)
-    write_parrot(made, tmp_path / "out/x/best.pt", token=ord("x"))
+    write_parrot(made, tmp_path / "out/x/ckpt-00000008.pt", token=ord("x"))
     blocks = code_blocks(ROOT / "docs/sampling.md", "python")
     (program,) = [block for block in blocks if "out/x" in block]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -11,7 +11,6 @@ import pytest
 from configurator import Config
 from run.start import Progress
 from train import (
-    best_loss,
     evaluation_due,
     get_lr,
     run_length,
@@ -49,28 +48,12 @@ def test_a_run_evaluates_at_every_interval():
     assert due == [0, 10, 20, 30, 40]
 
 
-def test_the_best_loss_is_the_lowest_so_far_with_that_of_these_weights():
-    def best(val_loss, best_val_loss):
-        progress = Progress(val_loss=val_loss, best_val_loss=best_val_loss)
-        assert best_loss(progress) == best_loss(progress)  # asking changes nothing
-        return best_loss(progress)
-
-    assert best(2.9, 3.0) == 2.9
-    assert best(3.1, 3.0) == best(None, 3.0) == best(math.nan, 3.0) == best(math.inf, 3.0) == 3.0
-    assert best(2.9, math.inf) == 2.9  # no earlier loss counts
-
-
-def test_progress_forgets_a_loss_with_the_next_update_and_counts_the_untrained_one_as_beaten():
-    progress = Progress(complete=True)
+def test_progress_forgets_a_loss_with_the_next_update():
+    progress = Progress(complete=True, saved=True)
     progress.record(5.6)
-    assert (progress.val_loss, progress.best_val_loss) == (5.6, 5.6)
+    assert progress == Progress(val_loss=5.6, complete=True)
     progress.advance(tokens=128)
-    assert progress == Progress(1, 128, None, 5.6)
-    progress.record(5.0)
-    assert progress.best_val_loss == 5.6  # until the weights are saved
-    untrained = Progress()
-    untrained.record(math.nan)
-    assert untrained.best_val_loss == math.inf
+    assert progress == Progress(1, 128, None)
 
 
 def test_a_run_saves_at_intervals_and_after_an_evaluation():

@@ -35,7 +35,7 @@ def test_waits_for_a_virus_scanner_before_it_replaces_a_file(
     seconds, is_replaced, windows, tmp_path, monkeypatch
 ):
     """Windows refuses while another program has the file open, here for so many attempts."""
-    path, replace, refused = tmp_path / "best.pt", files.os.replace, [None] * seconds
+    path, replace, refused = tmp_path / "loss.png", files.os.replace, [None] * seconds
     path.write_bytes(b"old")
 
     def busy(old, new):

@@ -197,11 +197,10 @@ def write_runs() -> None:
     result = run("train.py", "tiny.py", "--out_dir=run")
     assert result.code == 0, result.err
     newest = Path("run/ckpt-00000002.pt").read_bytes()
-    for name in ("damaged_run", "best_alone", "nanogpt_run"):
+    for name in ("damaged_run", "nanogpt_run"):
         Path(name).mkdir()
     for name in ("ckpt-00000001.pt", "ckpt-00000002.pt"):
         Path("damaged_run", name).write_bytes(newest[: len(newest) // 2])
-    Path("best_alone/best.pt").write_bytes(newest)
     torch.save(dict(model_args={}, model={}), "nanogpt_run/ckpt.pt")
     flipped = bytearray(newest)
     flipped[len(newest) // 2] ^= 1

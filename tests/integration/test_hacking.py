@@ -92,7 +92,7 @@ import torch
 results = []
 for script, *words in json.loads(sys.argv[1]):
     if script == "cp":
-        shutil.copytree(*words, ignore=shutil.ignore_patterns("*[4-8].pt", "best.pt"))
+        shutil.copytree(*words, ignore=shutil.ignore_patterns("*[4-8].pt"))
         continue
     torch.seed()
     code, out, err = 0, io.StringIO(), io.StringIO()
@@ -141,9 +141,9 @@ def whole(tokens, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def half(whole, tmp_path) -> Path:
-    """Copy `whole` without best.pt and the last checkpoint, so that a resume starts halfway."""
+    """Copy `whole` without the last checkpoint, so that a resume starts halfway."""
     out_dir = tmp_path / "half"
-    shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt", "best.pt"))
+    shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt"))
     return out_dir
 
 
@@ -205,7 +205,7 @@ def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(tokens, tmp_path):
     out_dir, halves = tmp_path / "whole", tmp_path / "halves"
     with mock.patch("torch.optim.AdamW", MomentumSGD):
         train(**TINY, dataset=tokens, out_dir=out_dir)
-        newest = shutil.ignore_patterns("ckpt-00000008.pt", "best.pt")
+        newest = shutil.ignore_patterns("ckpt-00000008.pt")
         shutil.copytree(out_dir, halves, ignore=newest)
         train(**TINY, dataset=tokens, out_dir=halves, init_from="resume")
     losses = column(out_dir, "step", "loss")

@@ -342,7 +342,7 @@ def test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_
     log_interval, tokens, tmp_path
 ):
     trainer = InProcessRun(fake_clock=True)
-    trainer.seconds = dict(iteration=0.5, lookup=0.001, save=0.5)  # of best.pt, and the checkpoint
+    trainer.seconds = dict(iteration=0.5, lookup=0.001, save=1.0)
     # evaluations and saves come at 4 and 8; with log_interval=3, no log line does
     config = BASE | dict(eval_interval=4, log_interval=log_interval, peak_tflops=PEAK_TFLOPS)
     assert trainer.launch(**config, dataset=tokens, out_dir=tmp_path).code == 0

@@ -198,7 +198,7 @@ def test_the_documented_fine_tuning_of_your_own_model_runs():
     prepare("my.txt", "--val_fraction=0.2")
     assert train.main(["config/quickstart.py", "--dataset=my", "--out_dir=out/my", *short]) == 0
     prepare("letters.txt", "--val_fraction=0.2")
-    (arguments,) = fine_tuning("out/my/best.pt")
+    (arguments,) = fine_tuning("out/my")
     assert train.main([*arguments, *short]) == 0
     before, *_, after = Run("out/letters").evals("val_loss")
     assert after < before
