@@ -19,7 +19,6 @@ import contextlib
 import math
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from signal import Signals
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> int:
     # device makes of it. Each rank reads for itself, and then they join. Rank 0 alone writes:
     # `on_main` calls a function there
     ranks = Ranks()
-    asked, loaded = choose_run(argv, ranks.world_size)
+    asked, loaded, folder = choose_run(argv, ranks)
     progress = Progress(**loaded.get("progress", {}))
     it, hours = progress.iter_num, training_hours(loaded.get("ledger", {}))
     if progress.complete and why_over(asked, it, hours) and not asked.eval_only:
@@ -98,9 +97,7 @@ def main(argv: list[str]) -> int:
     if "progress" in loaded:
         restore(loaded, optimizer, scaler, c, hw, ranks.rank)
 
-    # Files, clock, log and batches. From here on out_dir belongs to this run. Its path is absolute,
-    # because after a network disk's return the current folder may still be unreachable
-    folder = RunFolder(Path(c.out_dir).absolute(), c.keep_checkpoints)
+    # Files, clock, log and batches. From here on out_dir belongs to this run
     ranks.on_main(folder.claim, loaded)
     clock = Clock(began, hw.synchronize, loaded)
     log = Log(c, clock, hw, data, model, progress, folder, ranks)

@@ -171,30 +171,40 @@ class RunFolder:
     def __init__(self, path: Path, keep: int):
         self.path = path
         self.keep = keep  # how many of the newest checkpoints to keep, besides the best
-        self.lock: BinaryIO | None = None
+        self.lock_file: BinaryIO | None = None
         self.logs_lack_lines = False  # whether the disk did not take one in this launch
         self.torn: set[str] = set()  # logs that may end in half a line
         self.size = 0  # bytes of the newest checkpoint
         self.is_best = False  # whether that one has the lowest validation loss
 
+    def lock(self, is_new: bool) -> None:
+        """
+        Lock the folder. Raises UserError if another run is using it, and OSError if it cannot be
+        written, or if a launch has begun another run there since this one found it `is_new`.
+        """
+        self.lock_file = open(self.path / "lock", "xb" if is_new else "ab")
+        if not try_lock(self.lock_file):
+            hint = "stop that one first, or choose another --out_dir"
+            raise UserError(f"out_dir: another run is writing to {self.path}; {hint}")
+
+    def lock_before_reading(self) -> None:
+        """Lock the folder if a run has begun there, so that no other changes its checkpoints."""
+        if (self.path / "lock").exists():
+            self.lock(is_new=False)
+
     def claim(self, loaded: dict) -> None:
         """
-        Lock the folder, delete temporary files and create the logs. In a new run, rename an earlier
-        log. If `loaded` is a checkpoint of this run, cut off the records that the run will write
-        again, and rename newer checkpoints, which are damaged. Raises OSError if the folder cannot
-        be written, and UserError if another run is using it.
+        Lock a new run's folder, delete temporary files and create the logs. In a new run, rename an
+        earlier log. If `loaded` is a checkpoint of this run, cut off the records that the run will
+        write again, and rename newer checkpoints, which are damaged. Raises OSError and UserError.
         """
         resumes = "progress" in loaded
         folder, it = self.path, loaded["progress"]["iter_num"] if resumes else -1
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(folder / "lock", "ab")
-        if not try_lock(self.lock):
-            hint = "stop that one first, or choose another --out_dir"
-            raise UserError(f"out_dir: another run is writing to {folder}; {hint}")
+        if not self.lock_file:
+            self.lock(is_new=True)
         for path in list_checkpoints(folder):
             if iteration(path) > it:
-                if not damage(path):
-                    raise UserError(f"{path}: was saved in the meantime; repeat the command")
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
@@ -249,8 +259,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Unlock the folder for other runs."""
-        if self.lock:
-            self.lock.close()
+        if self.lock_file:
+            self.lock_file.close()
 
 
 def cut_records(path: Path, it: int) -> None:

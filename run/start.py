@@ -1,6 +1,6 @@
 """
 Decide how a run starts: read the command, find the checkpoint or the weights that it begins with,
-settle its configuration, and open its data. Nothing is written to the run's folder here.
+settle its configuration, and open its data. In the run's folder, only the lock is touched here.
 
 With several ranks, each of them does all of this for itself. What they find must be the same
 everywhere; Ranks.join() ends the run if it is not.
@@ -15,8 +15,10 @@ from data.download import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
 from machine import hardware
+from machine.ranks import Ranks
 from model_fast import FastConfig
 from run import checkpoint
+from run.checkpoint import RunFolder
 from run.clock import training_hours
 from run.pretrained import check_fields, load_pretrained
 
@@ -64,13 +66,17 @@ class Progress:
         self.val_loss, self.saved = val_loss, False
 
 
-def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
+def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict, RunFolder]:
     """
-    Read the command. Returns the configuration that it and the checkpoint or weights ask for, and
-    what the run begins with: the checkpoint to continue, which has its `progress`, or weights as
-    load_pretrained() returns them, or {}. Raises UserError, with a line for each problem.
+    Read the command. Returns the configuration that it and the checkpoint or weights ask for, what
+    the run begins with: the checkpoint to continue, which has its `progress`, or weights as
+    load_pretrained() returns them, or {}; and the run's folder. Raises UserError, with a line for
+    each problem.
     """
     c = read_config(argv)
+    folder = RunFolder(Path(c.out_dir), c.keep_checkpoints)
+    if ranks.is_main and not c.eval_only:  # an evaluation may read beside a run
+        folder.lock_before_reading()
     loaded = find_checkpoint(c)
     before = None
     problems: list[str] = []
@@ -82,7 +88,7 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
         block_size = c.block_size if "block_size" in c.set_keys else None
         loaded = load_pretrained(c.init_from, block_size)
         c, problems = config_of_weights(c, loaded["model_config"])
-    c, impossible = resolve(c, world_size, before)
+    c, impossible = resolve(c, ranks.world_size, before)
     problems += impossible
     try:
         hardware.check_device(c)
@@ -90,7 +96,7 @@ def choose_run(argv: list[str], world_size: int) -> tuple[Config, dict]:
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    return c, loaded
+    return c, loaded, folder
 
 
 def find_checkpoint(c: Config) -> dict:

@@ -74,17 +74,17 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_o
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("first", [1, None])
-def test_a_launch_ends_if_another_one_has_saved_meanwhile(first, tmp_path):
-    folder = RunFolder(tmp_path, keep=2)
-    assert not first or not saved(folder, first, 4.0)
-    resumed = read_newest(tmp_path)
-    assert not saved(folder, 2, 5.0)
+def test_a_new_run_does_not_begin_in_a_folder_where_another_has_begun_meanwhile(tmp_path):
+    folder, other = RunFolder(tmp_path, keep=2), RunFolder(tmp_path, keep=2)
+    folder.lock_before_reading()
+    other.claim({})
+    other.close()
+    keep_transcript(None)
+    assert not saved(other, 2, 5.0)
     before = contents(tmp_path)
-    with pytest.raises(UserError, match="ckpt-00000002.pt: was saved in the meantime"):
-        folder.claim(resumed)
-    folder.close()
-    assert contents(tmp_path) == before | dict(lock=b"")
+    with pytest.raises(FileExistsError):
+        folder.claim({})
+    assert contents(tmp_path) == before
 
 
 def test_a_save_that_fails_says_so_and_keeps_what_was_there(make_disk):

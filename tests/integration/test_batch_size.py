@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -88,7 +89,8 @@ def resumed(words: list[str], processes: int) -> Config:
     ledger = dict(steps=0.0, evaluation=0.0, samples=0.0, checkpoints=0.0)
     checkpoint = dict(config=config_values(before), ledger=ledger)
     with mock.patch.object(start, "find_checkpoint", lambda c: checkpoint):
-        c, *_ = start.choose_run(["--device=cpu", *words], processes)
+        ranks = SimpleNamespace(world_size=processes, is_main=False)
+        c, *_ = start.choose_run(["--device=cpu", *words], ranks)
     return fit_batch(c, 50257, CPU, processes, {})
 
 

@@ -322,6 +322,13 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny
     assert ran.state(ran.end["iters"])
 
 
+def test_a_run_locks_its_folder_before_it_reads_a_checkpoint(tiny, monkeypatch):
+    train(**tiny)
+    monkeypatch.setattr("run.checkpoint.try_lock", lambda file: False)
+    monkeypatch.setattr("run.checkpoint.read_first", None)
+    refused(run("train.py", *flags(**tiny)), "another run is writing")
+
+
 def test_a_checkpoint_named_after_another_iteration_is_refused(tiny, ran):
     train(**tiny)
     (ran.out_dir / "ckpt-00000008.pt").rename(ran.out_dir / "ckpt-00000012.pt")
