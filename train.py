@@ -39,7 +39,7 @@ from machine.hardware import Hardware
 from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run.checkpoint import RunFolder, checkpoint_name
+from run.checkpoint import checkpoint_name
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
 from run.pretrained import load_weights
@@ -47,7 +47,7 @@ from run.start import Progress, check_data, choose_run, open_data
 
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
-RESUME = "--init_from=resume continues from the newest checkpoint"
+RESUME = "the same command continues from the newest checkpoint"
 MEMORY_HINT = (
     "give half the batch_size that the line `tokens per iteration` shows and, unless the config "
     "sets tokens_per_iter, twice the gradient_accumulation_steps; or use a smaller block_size"
@@ -125,19 +125,20 @@ def main(argv: list[str]) -> int:
             progress.record(numbers["val_loss"])
             log.report_eval(progress, numbers)
 
-    def save() -> str:
-        """Save a checkpoint. Return "" or what the disk did not take."""
+    def save() -> None:
         with clock.pause("checkpoints"):
             end_if_skipping(int(skipped))
             end_if_diverged(model, progress)
-            state = state_to_save(asked, data, model, optimizer, scaler, clock, hw, ranks)
-            return save_state(state, progress, folder, ranks, log)
+            progress.saved = True  # so the file says of itself
+            state = state_to_save(asked, progress, data, model, optimizer, scaler, clock, hw, ranks)
+            ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state)
+            log.report_save(progress)
 
-    # The loop ends when the run is over, or at a signal. An error ends the run without another
-    # save: the same command continues from the newest checkpoint
+    # The loop ends when the run is over, or at a signal. An error, also of a save, ends the run: the
+    # same command continues from the newest checkpoint
     while True:
         it = progress.iter_num
-        # all ranks get rank 0's training hours, seconds since it last tried to save, and signal
+        # all ranks get rank 0's training hours, seconds since its last save, and signal
         hours, since_save, signal = ranks.on_main(lambda: (*clock.read(), stop.number))
         over = why_over(c, it, hours)
         if over or signal:
@@ -146,8 +147,7 @@ def main(argv: list[str]) -> int:
             evaluate()
             continue  # look at the clock and for a signal again, because this may take minutes
         if save_due(c, progress, since_save):
-            if problem := save():
-                log.warn(it, f"{problem}; training continues")
+            save()
             if progress.val_loss is not None:
                 log.sample(it)
         set_rates(optimizer, it, c, hours)
@@ -181,8 +181,8 @@ def main(argv: list[str]) -> int:
         if progress.val_loss is None:
             evaluate()
         progress.complete = True
-    if (over or not progress.saved) and (problem := save()):
-        raise UserError(f"{problem}; {RESUME}")
+    if over or not progress.saved:
+        save()
     if over:
         log.sample(it)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
@@ -405,9 +405,12 @@ def end_if_diverged(model, progress: Progress) -> None:
         raise UserError(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def state_to_save(asked, data: Dataset, model, optimizer, scaler, clock, hw, ranks) -> dict:
-    """Collect what a resume needs besides the progress. Every rank must call this."""
+def state_to_save(
+    asked, progress: Progress, data: Dataset, model, optimizer, scaler, clock, hw, ranks
+) -> dict:
+    """Collect what a resume needs. Every rank must call this."""
     return data.facts() | dict(
+        progress=asdict(progress),
         config=config_values(asked),  # not what this device makes of it
         model_config=config_to_dict(model.config),
         model=model.state_dict(),
@@ -416,16 +419,6 @@ def state_to_save(asked, data: Dataset, model, optimizer, scaler, clock, hw, ran
         rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
         ledger=dict(clock.seconds),
     )
-
-
-def save_state(state: dict, progress: Progress, folder: RunFolder, ranks: Ranks, log: Log) -> str:
-    """Save the state and the progress. Returns "" or what the disk did not take."""
-    saved, name = replace(progress, saved=True), checkpoint_name(progress.iter_num)
-    if problem := ranks.on_main(folder.save, name, state | dict(progress=asdict(saved))):
-        return problem
-    progress.saved = True
-    log.report_save(progress)
-    return ""
 
 
 def restore(loaded: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:

@@ -172,8 +172,7 @@ class RunFolder:
         self.path = path
         self.keep = keep  # how many of the newest checkpoints to keep, besides the best
         self.lock_file: BinaryIO | None = None
-        self.logs_lack_lines = False  # whether the disk did not take one in this launch
-        self.torn: set[str] = set()  # logs that may end in half a line
+        self.has_warned = False  # that the disk does not take a log's line
         self.size = 0  # bytes of the newest checkpoint
         self.is_best = False  # whether that one has the lowest validation loss
 
@@ -217,21 +216,22 @@ class RunFolder:
             open(folder / name, "ab").close()  # create it, or find that it cannot be written
         keep_transcript(lambda text: self.append("log.txt", text))
 
-    def save(self, name: str, state: dict) -> str:
+    def save(self, name: str, state: dict) -> None:
         """
-        Save `state` as the newest checkpoint. Returns "" or why it is not saved: the disk is full,
-        failing or missing. Older checkpoints are deleted before the write to make room, but the
-        newest and the best one stay until the write has succeeded.
+        Save `state` as the newest checkpoint. Older checkpoints are deleted before the write to make
+        room, but the newest and the best one stay until it has succeeded. Raises UserError if the
+        disk is full, failing or missing.
         """
+        path = self.path / name
         try:
             self.prune(max(1, self.keep - 1))
-            save(state, self.path / name)
-            self.size = (self.path / name).stat().st_size
+            save(state, path)
+            self.size = path.stat().st_size
             self.prune(self.keep)
-            self.is_best = best_first(self.path)[0].name == name
         except OSError as error:
-            return f"{name} is not saved: {one_line(error)}"
-        return ""
+            hint = "once that is fixed, the same command continues"
+            raise UserError(f"{path}: is not saved ({one_line(error)}); {hint}") from None
+        self.is_best = best_first(self.path)[0] == path
 
     def prune(self, keep: int) -> None:
         """Delete all checkpoints but the newest `keep` and the best one."""
@@ -242,19 +242,13 @@ class RunFolder:
                     path.unlink(missing_ok=True)
 
     def append(self, name: str, line: str) -> None:
-        """
-        Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it. The next
-        line then begins anew, because half of this one may be there.
-        """
-        text = f"{line}\n".encode(errors="replace")
+        """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
         try:
             with open(self.path / name, "ab") as file:
-                file.write(b"\n" + text if name in self.torn else text)
-            self.torn.discard(name)
+                file.write(f"{line}\n".encode(errors="replace"))
         except OSError as error:
-            self.torn.add(name)
-            if not self.logs_lack_lines:
-                self.logs_lack_lines = True  # before the warning, which comes back here
+            if not self.has_warned:
+                self.has_warned = True  # before the warning, which comes back here
                 warn(f"{name}: {one_line(error)}; the logs of this launch lack lines")
 
     def close(self) -> None:

@@ -50,8 +50,7 @@ class Clock:
 
     def read(self) -> tuple[float, float]:
         """
-        Return hours(), and the seconds since the last attempt to save, or since the
-        launch. Rank 0's clock must decide for all ranks: if each asked its own, they would soon
+        Return hours(), and the seconds since the last save, or since the launch. Rank 0's clock must decide for all ranks: if each asked its own, they would soon
         wait for each other forever.
         """
         return self.hours(), time.perf_counter() - self.save_timer_began
@@ -66,7 +65,7 @@ class Clock:
         seconds = now - self.lapped_at
         self.lapped_at = now
         self.seconds[category] += seconds
-        if category == "checkpoints":  # a failed save too: the next try comes when a save is due
+        if category == "checkpoints":
             self.save_timer_began = now
         return seconds
 

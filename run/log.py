@@ -220,10 +220,7 @@ class Log:
         say(f"averages: training is complete; {becomes}")
 
     def report_save(self, progress: Progress) -> None:
-        """
-        Log a save, within its pause, and whether it is the best checkpoint so far. Its record says
-        if the run and its log are complete.
-        """
+        """Log a save, within its pause, and whether it is the best checkpoint so far."""
         if not self.ranks.is_main:
             return
         it, seconds = progress.iter_num, self.clock.since_lap()
@@ -232,9 +229,8 @@ class Log:
         is_best = self.folder.is_best and progress.val_loss is not None
         best = ", best checkpoint so far" if is_best else ""
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}{best}")
-        complete = progress.complete and not self.folder.logs_lack_lines
         record = dict(path=str(path), bytes=size, seconds=seconds)
-        self.record("checkpoint", iter=it, complete=complete, **record)
+        self.record("checkpoint", iter=it, complete=progress.complete, **record)
 
     def sample(self, it: int) -> None:
         """

@@ -168,7 +168,6 @@ LAUNCHES = [  # the records of a run, and whether it is at its end
     (WHOLE[:-2], False),  # killed before it
     (WHOLE[:-7], False),
     ([*WHOLE[:-3], SAVED, END], False),  # its log lacks the last evaluation
-    ([*WHOLE[:-2], SAVED | dict(complete=False), END], False),  # its log lacks lines
     ([*WHOLE[:-2], SAVED | dict(complete=False), STOPPED], False),
     ([*WHOLE[:-1], NEXT], False),  # continued
     ([*WHOLE[:-1], WHOLE[-3] | dict(iter=320)], False),

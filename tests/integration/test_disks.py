@@ -21,7 +21,6 @@ import torch
 from fault_injection import fill, free
 from program import (
     ROOT,
-    STEP,
     TINY_RUN,
     InProcessRun,
     Result,
@@ -109,24 +108,29 @@ def best_logged(ran: Run) -> int:
 # Full disks
 
 
-def test_a_save_on_a_full_disk_fails_with_a_warning_and_the_run_trains_on(tiny, ran, on_disk):
-    """Let the disk be full in the middle of the save at iteration 8."""
+@pytest.mark.parametrize("it", [4, 8, 12], ids=["first", "middle", "last"])
+def test_a_save_on_a_full_disk_ends_the_run_and_the_same_command_continues_it(
+    it, tiny, ran, on_disk, tmp_path
+):
+    """Let the disk be full in the middle of the save at this iteration."""
     disk, trainer = on_disk(), InProcessRun()
+    tiny |= dict(max_iters=12)
+    train(**tiny | dict(out_dir=tmp_path / "straight"))
 
     def fill_but(size: int) -> None:
         fill(disk)
         free(disk, size)
 
-    def free_all() -> None:
-        assert not leftovers(ran.out_dir)
-        free(disk)
-
-    trainer.at |= {("update", 5): lambda: fill_but(20_000), ("update", 9): free_all}
-    result = launch(trainer, **tiny | dict(max_iters=12))
-    assert ran.column("checkpoint", "iter") == [4, 12] and best_iter(ran) == 12
-    (line,) = lines(result.err, "warning: iter 8")
-    assert "is not saved: No space left" in line
+    trainer.at["update", it - 3] = lambda: fill_but(20_000)
+    result = trainer.launch(**tiny)
+    (line,) = lines(result.err, "error:")
+    assert f"ckpt-{it:08}.pt: is not saved (No space left" in line
     assert result.err.count("launch lack lines") <= 1 and not leftovers(ran.out_dir)
+    assert ran.saved == [*range(4, it, 4)]
+    free(disk)
+    train(**tiny)
+    assert_same_run(tmp_path / "straight", ran.out_dir, 12)
+    assert best_iter(ran) == best_logged(ran)
 
 
 def test_a_resumed_run_fits_in_the_disk_space_that_the_docs_name(tiny, ran, on_disk):
@@ -361,28 +365,19 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     assert content in contents(ran.out_dir).values()
 
 
-def test_a_run_goes_on_if_its_folder_was_away_for_a_while(
-    tiny, ran, straight, tmp_path, monkeypatch
+def test_a_run_ends_at_a_save_while_its_folder_is_away_and_continues_when_it_is_back(
+    tiny, ran, straight, tmp_path
 ):
-    """
-    Save nothing below another name, and say that the logs lack lines. The current folder is lost
-    for good, as after a network disk's return.
-    """
-    trainer, out_dir, away = InProcessRun(), ran.out_dir, tmp_path / "away"
-    monkeypatch.chdir(out_dir.parent)
-
-    def leave():
-        out_dir.rename(away)
-        os.chdir("/")
-
-    trainer.at["update", 3] = leave
-    trainer.at["update", 6] = lambda: away.rename(out_dir)
-    result = launch(trainer, **tiny | dict(out_dir=out_dir.name))
+    """Do not save anything in a new folder of the same name."""
+    trainer, away = InProcessRun(), tmp_path / "away"
+    trainer.at["update", 6] = lambda: ran.out_dir.rename(away)
+    result = trainer.launch(**tiny)
     assert result.err.count("launch lack lines") == 1
-    assert len(lines(result.err, "warning: iter 4: ckpt-00000004.pt is not saved")) == 1
-    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
-    assert {*ran.steps(*STEP)} < {*Run(straight).steps(*STEP)}
-    assert not leftovers(out_dir)
+    assert len(lines(result.err, f"error: {ran.out_dir}/ckpt-00000008.pt: is not saved")) == 1
+    assert not ran.out_dir.exists()
+    away.rename(ran.out_dir)
+    train(**tiny)
+    assert_same_run(straight, ran.out_dir, 8)
 
 
 @pytest.mark.parametrize("lacks", ["os.fsync", "fcntl.lockf"])

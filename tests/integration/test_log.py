@@ -15,6 +15,7 @@ from program import ROOT, Run, same, train
 
 from machine.hardware import Hardware
 from run.log import Log, git_commit
+from run.start import Progress
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)
@@ -48,9 +49,9 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
 
 
 def test_sizes_are_in_gb_of_a_billion_bytes_and_memory_in_gib(capsys):
-    log = MagicMock(folder=SimpleNamespace(size=1_494_000_000, logs_lack_lines=False))
+    log = MagicMock(folder=SimpleNamespace(size=1_494_000_000, is_best=False))
     log.clock.since_lap.return_value = 0.9
-    Log.report_save(log, 500, False)
+    Log.report_save(log, Progress(iter_num=500))
     assert ", 1.49GB, time 0.9s, " in capsys.readouterr().out
     used = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "").peak_memory_gib()
     if sys.platform == "linux":

@@ -2,7 +2,6 @@
 Run with hours and the default ten minutes between checkpoints, on a simulated clock.
 """
 
-import errno
 import re
 from itertools import pairwise
 
@@ -108,18 +107,10 @@ def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, 
 # What else follows the clock
 
 
-def test_a_run_saves_every_ten_minutes_also_after_a_save_that_failed(trainer, tiny, ran):
-
-    def fail():
-        if trainer.now < 1300:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    trainer.seconds |= dict(iteration=60.0, save=0.0)  # saves come every ten minutes
-    for number in range(1, 100):
-        trainer.at["save", number] = fail
+def test_a_run_saves_every_ten_minutes(trainer, tiny, ran):
+    trainer.seconds |= dict(iteration=60.0, save=0.0)
     trainer.launch(**tiny, max_iters=35, eval_interval=1000)
-    assert ran.column("event", "iter") == [10, 20]
-    assert ran.column("checkpoint", "iter") == [30, 35]
+    assert ran.column("checkpoint", "iter") == [10, 20, 30, 35]
 
 
 ETA = re.compile(r"^iter (\d+): .* eta (?:(\d+)m)?(\d+)s$", re.MULTILINE)
@@ -135,8 +126,8 @@ def test_eta_follows_this_launchs_pace_with_its_evaluations_and_saves(trainer, t
     keys = tiny | dict(max_iters=100, eval_interval=30)
     trainer.at["iteration", 40] = sigterm
     first = etas(trainer.launch(**keys).out)
-    # 36 iterations of 10 s, and after them an evaluation of 4 s and two files of 1 s, are over
-    assert first[35] == round((36 * 10 + 4 + 2) / 36 * 64)
+    # 36 iterations of 10 s, and after them an evaluation of 4 s and a save of 1 s, are over
+    assert first[35] == round((36 * 10 + 4 + 1) / 36 * 64)
     trainer.seconds["iteration"] = 20.0
     second = etas(trainer.launch(**keys).out)
     assert second[50] == 49 * 20  # none since the resume
