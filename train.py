@@ -134,8 +134,8 @@ def main(argv: list[str]) -> int:
             ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state)
             log.report_save(progress)
 
-    # The loop ends when the run is over, or at a signal. An error, also of a save, ends the run: the
-    # same command continues from the newest checkpoint
+    # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
+    # the same command continues from the newest checkpoint
     while True:
         it = progress.iter_num
         # all ranks get rank 0's training hours, seconds since its last save, and signal

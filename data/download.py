@@ -5,7 +5,6 @@ recipe's, and says how to get another. bench.py measures and plans without one.
 The fast recipe's dataset is FineWeb in GPT-2's tokens, the shards of the public runs.
 """
 
-import itertools
 import math
 import os
 import shutil
@@ -13,11 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.console import COMMAND, UserError, command_line, count, say
+from common.console import COMMAND, UserError, command_line, count, one_line, say
 from common.files import lack_of_space, locked, patiently, sha256_of
 from configurator import Config
 from data.shards import FINEWEB_VAL, dataset_folder, read_manifest, split_of
-from data.text import HUB_WAITS, wait_or_raise
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
 
 QUICKSTART_DATA = "python_stdlib"
@@ -108,8 +106,8 @@ def files_to_download(config: Config) -> list[str]:
 def download(folder: Path, names: list[str]) -> None:
     """
     Download the files that the folder lacks. While another process does so, wait. Each file appears
-    under its name once it is complete and right, so that the next call continues. Raises OSError,
-    and UserError if the first file fails, or if a later one fails for an hour.
+    under its name once it is complete and right, so that the next call continues. Raises OSError
+    and UserError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "lock"):
@@ -124,17 +122,16 @@ def download(folder: Path, names: list[str]) -> None:
             "if that is interrupted, the same command continues"
         )
         for number, name in enumerate(missing, 1 + len(names) - len(missing)):
-            fetch(name, folder, name == missing[0])
+            fetch(name, folder)
             say(f"data: file {number} of {len(names)}, {number * size / 1e9:.1f} GB")
         shutil.rmtree(folder / "part", ignore_errors=True)
 
 
-def fetch(name: str, folder: Path, is_first: bool) -> None:
+def fetch(name: str, folder: Path) -> None:
     """
     Download a file of FAST_DATA into folder/part, and move it to the folder if it is what the hub
-    has. If that fails, the library tries again for half a minute, at the same byte; after that,
-    wait and fetch the file anew, but not the first, because somebody is probably watching. Raises
-    OSError and UserError.
+    has. If that fails, the library tries again for half a minute, at the same byte. Raises OSError
+    and UserError.
     """
     # lazily, because training on prepared shards needs none of its packages
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -142,16 +139,16 @@ def fetch(name: str, folder: Path, is_first: bool) -> None:
 
     disable_progress_bars()  # a line per file is enough, also in a log
     url = hf_hub_url(REPOSITORY, name, repo_type="dataset")
-    for failures in itertools.count(len(HUB_WAITS) if is_first else 0):
-        try:
-            sha256 = get_hf_file_metadata(url).etag or ""  # the library itself compares only sizes
-            part = folder / "part"
-            path = Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=part))
-            if len(sha256) != 64 or sha256_of(path) == sha256:  # a mirror may send another ETag
-                return patiently(os.replace, path, folder / name)
+    try:
+        sha256 = get_hf_file_metadata(url).etag or ""  # the library itself compares only sizes
+        part = folder / "part"
+        path = Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=part))
+        if len(sha256) == 64 and sha256_of(path) != sha256:  # a mirror may send another ETag
             path.unlink()
             raise ValueError("its bytes are not those that the hub promises")
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno:  # of the disk, not of the network
-                raise
-            wait_or_raise(f"{REPOSITORY}: {name}", error, failures)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk, not of the network
+            raise
+        hint = "check the network, then repeat the command"
+        raise UserError(f"{REPOSITORY}: {name}: {one_line(error)}; {hint}") from None
+    patiently(os.replace, path, folder / name)

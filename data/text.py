@@ -12,7 +12,6 @@ import math
 import os
 import random
 import re
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from common.console import UserError, one_line, warn
+from common.console import UserError, one_line
 from common.files import UTF16_MARKS
 from data.sources import TEXT_FILES, is_parquet, read_lines
 
@@ -36,9 +35,6 @@ BATCH_ROWS = 64  # parquet rows to decode at once; few, because each may be a bo
 # Separates the documents in one .txt file, as in TinyStories. Not in .md and .py, which may just
 # mention it.
 END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
-# Seconds to wait before each retry of a request to the hub, an hour in all. Reading resumes at the
-# row where it failed. The hub's own library has retried several times before that.
-HUB_WAITS = (5, 10, 20, 40, 80, 160, 320, *[600] * 5)
 # The characters that one document gives to validation: few, so that many documents give some, but
 # more than most web pages have, so that these are held out whole.
 HELD_OUT_PIECE = 20_000
@@ -111,28 +107,20 @@ class Source:
 
     def group_rows(self, number: int, row: int) -> Iterator[tuple[Place, str]]:
         """
-        Yield the rows of a row group after the first `row`. Retries if the hub fails. Raises
-        UserError for a file or line that cannot be read.
+        Yield the rows of a row group after the first `row`. Raises UserError for a file or line
+        that cannot be read, and if the hub fails, whose library has then tried for half a minute.
         """
         name, _ = self.groups[number]
-        failures = 0
-        while True:
-            try:
-                for value in islice(self.read(number), row, None):
-                    row += 1
-                    yield Place(number, row), text_of(value)
-                    failures = 0
-                return
-            except UserError:
-                raise
-            except Exception as error:
-                # Waiting does not repair a damaged file or create a missing one.
-                final = ValueError | EOFError | FileNotFoundError | NotImplementedError
-                if isinstance(error, final) or "://" not in name:
-                    hint = "; convert it with iconv" if isinstance(error, UnicodeError) else ""
-                    raise UserError(f"{name}: {one_line(error)}{hint}") from None
-                wait_or_raise(name, error, failures)
-                failures += 1
+        try:
+            for value in islice(self.read(number), row, None):
+                row += 1
+                yield Place(number, row), text_of(value)
+        except UserError:
+            raise
+        except Exception as error:
+            hint = "; convert it with iconv" if isinstance(error, UnicodeError) else ""
+            hint = "; check the network, then repeat the command" if "://" in name else hint
+            raise UserError(f"{name}: {one_line(error)}{hint}") from None
 
     @cached_property
     def footers(self) -> dict[str, bytes]:
@@ -204,17 +192,6 @@ def text_of(value: object) -> str:
         except UnicodeDecodeError:
             return ""
     return value if isinstance(value, str) and not value.isspace() else ""
-
-
-def wait_or_raise(name: str, error: Exception, failures: int) -> None:
-    """
-    Wait before asking the hub for `name` again. Raises UserError if it has failed for an hour.
-    """
-    problem = f"{name}: {one_line(error)}"  # the library's message
-    if failures >= len(HUB_WAITS):
-        raise UserError(f"{problem}; check the network, then repeat the command") from None
-    warn(f"{problem}; trying again in {HUB_WAITS[failures]} s")
-    time.sleep(HUB_WAITS[failures])
 
 
 def open_ranges(name: str):

@@ -218,9 +218,9 @@ class RunFolder:
 
     def save(self, name: str, state: dict) -> None:
         """
-        Save `state` as the newest checkpoint. Older checkpoints are deleted before the write to make
-        room, but the newest and the best one stay until it has succeeded. Raises UserError if the
-        disk is full, failing or missing.
+        Save `state` as the newest checkpoint. Older checkpoints are deleted before the write to
+        make room, but the newest and the best one stay until it has succeeded. Raises UserError if
+        the disk is full, failing or missing.
         """
         path = self.path / name
         try:

@@ -50,8 +50,9 @@ class Clock:
 
     def read(self) -> tuple[float, float]:
         """
-        Return hours(), and the seconds since the last save, or since the launch. Rank 0's clock must decide for all ranks: if each asked its own, they would soon
-        wait for each other forever.
+        Return hours(), and the seconds since the last save, or since the launch. Rank 0's clock
+        must decide for all ranks: if each asked its own, they would soon wait for each other
+        forever.
         """
         return self.hours(), time.perf_counter() - self.save_timer_began
 

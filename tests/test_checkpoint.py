@@ -3,8 +3,10 @@ Check how a run's folder is written and read. integration/test_disks.py does so 
 real disks.
 """
 
+import errno
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -121,6 +123,23 @@ def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_pa
     assert kept_after(8, 2.0) == [8]
     (tmp_path / checkpoint_name(8)).write_bytes(b"cut")  # a damaged file is not the best
     assert kept_after(9, 6.0) == [9] and folder.is_best
+
+
+def test_a_disk_that_renames_onto_no_file_takes_a_checkpoint_twice(tmp_path, monkeypatch):
+    """Some network disks refuse that, and a resume may save an iteration again."""
+    replace = os.replace
+
+    def refuse(old, new):
+        if new.exists():
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        replace(old, new)
+
+    monkeypatch.setattr("os.replace", refuse)
+    folder = RunFolder(tmp_path, keep=2)
+    for loss in (5.0, 4.0):
+        save(folder, 2, loss)
+        assert float(checkpoint.read(tmp_path / checkpoint_name(2))["model"][0]) == loss
+    assert len(contents(tmp_path)) == 1
 
 
 KEPT = b"""{"kind": "start", "iter": 0}

@@ -441,7 +441,7 @@ data.writer.READ_AHEAD = 0
 def refuse(*_, **__):
     raise OSError(22)
 os.symlink = refuse
-time.sleep = lambda seconds: seconds >= 5 and print("slept", seconds)  # the library's are shorter
+time.sleep = lambda seconds: print("slept", seconds)
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -458,8 +458,8 @@ def from_hub(address: str, out: Path, *more: str):
 
 def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
     """
-    Retry for an hour when the hub fails, then stop. The same command continues at the same
-    revision, also if the hub answers some requests late, in part, or with an error.
+    Stop when the hub fails. The same command continues at the same revision, also if the hub
+    answers some requests late, in part, or with an error.
     """
     source, out = tmp_path / "source", tmp_path / "out"
     files = [write_parquet(source / "a.parquet", TEXTS[:350])]
@@ -470,10 +470,9 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
         Hub.allowed = {"small/b.jsonl": 0}  # no requests
         code, said, err = finish(from_hub(address, out, "--seed=17"))
         assert code == 1, err
-        *warnings, error = err.splitlines()
         pauses = [float(line.split()[1]) for line in said.splitlines() if "slept" in line]
-        assert 3600 <= sum(pauses) < 4000 and pauses == sorted(pauses)
-        assert len(warnings) == len(pauses) and all("again in " in line for line in warnings)
+        assert sum(pauses) > 10  # by the hub's own library
+        *_, error = err.splitlines()
         assert error.startswith("error: hf://datasets/org/name@") and "repeat the command" in error
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
         Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision has appeared

@@ -82,8 +82,8 @@ def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(
         result = finish(start(*with_faults(disk, *steps), *flags(**tiny)))
         print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
         number = getattr(signal, steps[-1][2])
-        # 0: the run ended before the signal. -number: SIGKILL, or a signal before the loop. 1: a save
-        # met the full disk
+        # 0: the run ended before the signal. -number: SIGKILL, or a signal before the loop. 1: a
+        # save met the full disk
         assert result.code in (0, -number, 128 + number, 1)
         assert "Traceback" not in result.err
         if result.code == 1:
