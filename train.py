@@ -187,7 +187,6 @@ def main(argv: list[str]) -> int:
         log.sample(it)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over or Signals(signal).name, progress)
-    folder.close()
     return 0 if over else 128 + signal
 
 

@@ -96,25 +96,21 @@ def iteration(path: Path) -> int:
     return int(path.stem.removeprefix("ckpt-"))
 
 
-def list_checkpoints(out_dir: Path) -> list[Path]:
+def newest_first(out_dir: Path) -> list[Path]:
     """
-    Return the paths of all checkpoints (ckpt-*.pt), oldest first. Raises OSError for a folder that
-    may not be listed, in which glob() would find nothing.
+    Return the paths of all checkpoints (ckpt-*.pt). Raises OSError for a folder that may not be
+    listed, in which glob() would find nothing.
     """
     try:
         names = os.listdir(out_dir)
     except (FileNotFoundError, NotADirectoryError):
         names = []
     paths = [out_dir / name for name in names if re.fullmatch(r"ckpt-\d+\.pt", name)]
-    return sorted(paths, key=iteration)
-
-
-def newest_first(out_dir: Path) -> list[Path]:
-    return list_checkpoints(out_dir)[::-1]
+    return sorted(paths, key=iteration, reverse=True)
 
 
 def best_first(out_dir: Path) -> list[Path]:
-    """Order the checkpoints by validation loss, the lowest first, and the others behind them."""
+    """Return the same paths, ordered by loss_of()."""
     return sorted(newest_first(out_dir), key=loss_of)
 
 
@@ -141,7 +137,7 @@ def read_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> dict:
         with contextlib.suppress(FileNotFoundError):
             if not problem:
                 return read(path) | dict(source=str(path))
-        if not os.path.lexists(path) and list_checkpoints(out_dir):
+        if not os.path.lexists(path) and newest_first(out_dir):
             return read_first(out_dir, order)  # a run that saves has deleted it, so look again
         warn(f"{path}: {problem}; trying another checkpoint")
     if paths:
@@ -176,20 +172,12 @@ class RunFolder:
         self.size = 0  # bytes of the newest checkpoint
         self.is_best = False  # whether that one has the lowest validation loss
 
-    def lock(self, is_new: bool) -> None:
-        """
-        Lock the folder. Raises UserError if another run is using it, and OSError if it cannot be
-        written, or if a launch has begun another run there since this one found it `is_new`.
-        """
-        self.lock_file = open(self.path / "lock", "xb" if is_new else "ab")
+    def lock(self) -> None:
+        """Lock the folder until this process ends. Raises OSError and UserError."""
+        self.lock_file = open(self.path / "lock", "ab")
         if not try_lock(self.lock_file):
             hint = "stop that one first, or choose another --out_dir"
             raise UserError(f"out_dir: another run is writing to {self.path}; {hint}")
-
-    def lock_before_reading(self) -> None:
-        """Lock the folder if a run has begun there, so that no other changes its checkpoints."""
-        if (self.path / "lock").exists():
-            self.lock(is_new=False)
 
     def claim(self, loaded: dict) -> None:
         """
@@ -201,8 +189,8 @@ class RunFolder:
         folder, it = self.path, loaded["progress"]["iter_num"] if resumes else -1
         folder.mkdir(parents=True, exist_ok=True)
         if not self.lock_file:
-            self.lock(is_new=True)
-        for path in list_checkpoints(folder):
+            self.lock()
+        for path in newest_first(folder):
             if iteration(path) > it:
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
@@ -235,10 +223,10 @@ class RunFolder:
 
     def prune(self, keep: int) -> None:
         """Delete all checkpoints but the newest `keep` and the best one."""
-        kept = [*newest_first(self.path)[:keep], *best_first(self.path)[:1]]
-        for path in list_checkpoints(self.path):
-            if path not in kept:
-                with contextlib.suppress(PermissionError):  # on Windows another program has it open
+        best = best_first(self.path)[:1]
+        for path in newest_first(self.path)[keep:]:
+            with contextlib.suppress(PermissionError):  # on Windows another program has it open
+                if path not in best:
                     path.unlink(missing_ok=True)
 
     def append(self, name: str, line: str) -> None:
@@ -250,11 +238,6 @@ class RunFolder:
             if not self.has_warned:
                 self.has_warned = True  # before the warning, which comes back here
                 warn(f"{name}: {one_line(error)}; the logs of this launch lack lines")
-
-    def close(self) -> None:
-        """Unlock the folder for other runs."""
-        if self.lock_file:
-            self.lock_file.close()
 
 
 def cut_records(path: Path, it: int) -> None:

@@ -75,8 +75,8 @@ def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict, RunFolder]:
     """
     c = read_config(argv)
     folder = RunFolder(Path(c.out_dir), c.keep_checkpoints)
-    if ranks.is_main and not c.eval_only:  # an evaluation may read beside a run
-        folder.lock_before_reading()
+    if ranks.is_main and not c.eval_only and (folder.path / "lock").exists():
+        folder.lock()  # from now on, no other run changes its checkpoints
     loaded = find_checkpoint(c)
     before = None
     problems: list[str] = []
