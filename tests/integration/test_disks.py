@@ -114,7 +114,7 @@ def test_a_save_on_a_full_disk_ends_the_run_and_the_same_command_continues_it(
 ):
     """Let the disk be full in the middle of the save at this iteration."""
     disk, trainer = on_disk(), InProcessRun()
-    tiny |= dict(max_iters=12)
+    tiny |= dict(max_iters=12, keep_checkpoints=9)  # so that no older file makes room
     train(**tiny | dict(out_dir=tmp_path / "straight"))
 
     def fill_but(size: int) -> None:
