@@ -84,7 +84,7 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 G
 BREAKS = {
     "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [0], [0]),
     "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8], [0, 4, 8]),
-    "a signal in a save": (("save", 4), sigterm, 143, [4, 8, 9], [0, 4, 8]),
+    "a signal in a save": (("save", 2), sigterm, 143, [4, 8, 9], [0, 4, 8]),
     "a signal in the last iteration": (("iteration", 12), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "a signal in the last evaluation": (("evaluation", 4), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
     "out of memory": (("iteration", 6), raises(NO_MEMORY), 1, [4], [0, 4]),
