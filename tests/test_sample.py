@@ -199,7 +199,7 @@ def test_sample_py_accepts_nanogpts_keys_and_a_training_config(made, tmp_path):
     assert SampleConfig().top_k == 200 and SampleConfig().temperature == 0.8
     file = tmp_path / "training.py"
     file.write_text(
-        f"out_dir = {str(made)!r}\ninit_from = 'auto'\nbatch_size = 4\ndtype = 'float32'\n"
+        f"out_dir = {str(made)!r}\ninit_from = 'scratch'\nbatch_size = 4\ndtype = 'float32'\n"
         "lr_decay_iters = max_iters\ntokens_per_iter = 524288\n"
     )
     result = run("sample.py", file, "--start=~/x", *SHORT)
