@@ -109,20 +109,27 @@ def newest_first(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration, reverse=True)
 
 
-def best_first(out_dir: Path) -> list[Path]:
-    """Return the same paths, ordered by loss_of()."""
-    return sorted(newest_first(out_dir), key=loss_of)
-
-
 def loss_of(path: Path) -> float:
     """
-    Return the validation loss of a checkpoint's weights; inf if they were not evaluated, or if the
-    file is damaged. The best checkpoint is the one for which this is lowest.
+    Return the validation loss of a checkpoint's weights; inf if they were not evaluated. The best
+    checkpoint is the one for which this is lowest.
     """
-    with contextlib.suppress(Exception):  # a damaged file can raise anything
-        loss = read(path)["progress"]["val_loss"]
-        return math.inf if loss is None or math.isnan(loss) else loss
-    return math.inf
+    loss = read(path)["progress"]["val_loss"]
+    return math.inf if loss is None or math.isnan(loss) else loss
+
+
+def by_loss(out_dir: Path) -> list[Path]:
+    """Return the paths of the checkpoints that can be read, the best first."""
+    losses = {}
+    for path in newest_first(out_dir):
+        with contextlib.suppress(Exception):  # a damaged file can raise anything
+            losses[path] = loss_of(path)
+    return sorted(losses, key=losses.__getitem__)
+
+
+def best_first(out_dir: Path) -> list[Path]:
+    """Return the paths of all checkpoints, the best first."""
+    return [*dict.fromkeys([*by_loss(out_dir), *newest_first(out_dir)])]
 
 
 def read_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> dict:
@@ -214,20 +221,23 @@ class RunFolder:
         try:
             self.prune(max(1, self.keep - 1))
             save(state, path)
+            self.is_best = self.prune(self.keep) == path
             self.size = path.stat().st_size
-            self.prune(self.keep)
         except OSError as error:
             hint = "once that is fixed, the same command continues"
             raise UserError(f"{path}: is not saved ({one_line(error)}); {hint}") from None
-        self.is_best = best_first(self.path)[0] == path
 
-    def prune(self, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep` and the best one."""
-        best = best_first(self.path)[:1]
+    def prune(self, keep: int) -> Path | None:
+        """
+        Delete all checkpoints but the newest `keep`, the best one and those that cannot be read.
+        Returns the best one.
+        """
+        best, *others = by_loss(self.path) or [None]
         for path in newest_first(self.path)[keep:]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
-                if path not in best:
+                if path in others:
                     path.unlink(missing_ok=True)
+        return best
 
     def append(self, name: str, line: str) -> None:
         """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
