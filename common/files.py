@@ -56,10 +56,10 @@ def rename(temporary: Path, path: Path) -> None:
 
 def patiently(function: Callable, *arguments) -> Any:
     """
-    Call function(*arguments), and retry for a moment on Windows, which cannot replace or delete a
-    file while another program, such as a virus scanner, has it open.
+    Call function(*arguments), and retry for some seconds on Windows, which cannot replace or delete
+    a file while another program, such as a virus scanner, has it open.
     """
-    for seconds in (0.1, 0.2, 0.4, 0.8) if sys.platform == "win32" else ():
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4) if sys.platform == "win32" else ():
         try:
             return function(*arguments)
         except PermissionError:
