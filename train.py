@@ -47,7 +47,7 @@ from run.start import Progress, check_data, choose_run, open_data
 
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
-RESUME = "the same command continues from the newest checkpoint"
+RESUME = "the next launch continues from the newest checkpoint"
 MEMORY_HINT = (
     "give half the batch_size that the line `tokens per iteration` shows and, unless the config "
     "sets tokens_per_iter, twice the gradient_accumulation_steps; or use a smaller block_size"
