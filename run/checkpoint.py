@@ -221,23 +221,23 @@ class RunFolder:
         try:
             self.prune(max(1, self.keep - 1))
             save(state, path)
-            self.is_best = self.prune(self.keep) == path
+            self.is_best = self.prune(self.keep) == [path]
             self.size = path.stat().st_size
         except OSError as error:
             hint = "once that is fixed, the same command continues"
             raise UserError(f"{path}: is not saved ({one_line(error)}); {hint}") from None
 
-    def prune(self, keep: int) -> Path | None:
+    def prune(self, keep: int) -> list[Path]:
         """
         Delete all checkpoints but the newest `keep`, the best one and those that cannot be read.
-        Returns the best one.
+        Returns the best one, if there is any, in a list.
         """
-        best, *others = by_loss(self.path) or [None]
+        ranked = by_loss(self.path)
         for path in newest_first(self.path)[keep:]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
-                if path in others:
+                if path in ranked[1:]:
                     path.unlink(missing_ok=True)
-        return best
+        return ranked[:1]
 
     def append(self, name: str, line: str) -> None:
         """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
