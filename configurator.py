@@ -329,32 +329,18 @@ def resolve(c: Config, world_size: int, before: Config | None = None) -> tuple[C
 
 def batch_problems(c: Config, world_size: int, before: Config | None) -> list[str]:
     """
-    Return the problems in the keys of the batch. With tokens_per_iter, the tokens of an iteration
-    must be met exactly, and batch_size is a maximum. Without it, both numbers are exact. A resume
-    keeps its run's tokens per iteration; if the command sets no number of the batch, the run's
-    batch_size, too, is a maximum, so that another number of processes can share it.
+    Return the problem if a resume asks for other tokens per iteration than its run has, or if the
+    processes cannot share them equally.
     """
-    among = f"among {world_size} processes (WORLD_SIZE)"
-    tokens, sequences = c.tokens_per_iter or c.iter_tokens, c.iter_sequences
+    tokens, unit = c.tokens_per_iter or c.iter_tokens, c.block_size * world_size
     if before and tokens != before.iter_tokens and not c.eval_only:
         key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
         problem = f"this run has {before.iter_tokens} tokens per iteration, you asked for {tokens}"
         hint = f"let batch_size x gradient_accumulation_steps be {before.iter_sequences}"
         return [f"{key}: {problem}; {hint}, or give another --out_dir"]
-    is_typed = bool(c.set_keys & {"batch_size", "gradient_accumulation_steps"})
-    if not c.tokens_per_iter and (is_typed or not before):
-        if c.gradient_accumulation_steps % world_size == 0:
-            return []
-        hint = f"use a multiple of {world_size}"
-        if before and sequences % world_size == 0:
-            size = micro_batches(c, world_size)[-1]
-            pair = f"--batch_size={size} --gradient_accumulation_steps={sequences // size}"
-            hint = f"this run's batch can be divided with {pair}"
-        problem = f"{c.gradient_accumulation_steps} micro-batches cannot be divided {among}"
-        return [f"gradient_accumulation_steps: {problem}; {hint}"]
-    unit = c.block_size * world_size
     if tokens % unit:
-        problem = f"{tokens} cannot be shared equally {among} with block_size {c.block_size}"
+        among = f"among {world_size} processes (WORLD_SIZE) with block_size {c.block_size}"
+        problem = f"{tokens} cannot be shared equally {among}"
         nearest = max(1, round(tokens / unit)) * unit
         hint = "use another number of processes" if before else f"use {nearest}"
         return [f"tokens_per_iter: {problem}; {hint}"]

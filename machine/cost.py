@@ -205,9 +205,9 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
 def fit_batch(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dict) -> Config:
     """
     Return the config as this device runs it: compiled only where that works, and with the
-    micro-batch that fits. A run with an exact batch that can be divided among its processes keeps
-    it. Only the size of the GPU counts, not what is free now, so that each start on a card, and
-    each rank, chooses alike.
+    micro-batch that fits. Without tokens_per_iter, batch_size is exact if the processes can share
+    that many micro-batches. Only the size of the GPU counts, not what is free now, so that each
+    start on a card, and each rank, chooses alike.
     """
     # torch's compiler for MPS is an early prototype
     c = replace(c, compile=c.compile and hw.device.type != "mps" and not c.eval_only)

@@ -86,7 +86,7 @@ def plan(config: Config, options: Namespace) -> dict:
             dtype = "bfloat16" if row["bf16_tflops"] else "float16"
         peak = c.peak_tflops or row_peak(row, dtype, c.tf32) or 0.0  # 0: unknown
         peak_source = "peak_tflops" if c.peak_tflops else "gpus.csv"
-    if c.tokens_per_iter:
+    if c.tokens_per_iter or c.gradient_accumulation_steps % gpus:
         filled = cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB
         c = with_batch(c, cost.choose_batch(c, model, dtype, gpus, filled))
 

@@ -118,7 +118,7 @@ TOOLS = [
         "bench.py plan tiny.py --peak_tflops=0 --gpu=T4 --dtype=bfloat16",
         "Tesla T4 bfloat16 peak --iter_seconds",
     ),
-    ("bench.py plan tiny.py --gpu=4070 --gpus=3", "gradient_accumulation_steps multiple of 3"),
+    ("bench.py plan tiny.py --gpu=4070 --gpus=3", "tokens_per_iter among 3 processes"),
     ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
     ("bench.py plan tiny.py --iter_seconds=2,0", "iter_seconds '2,0'"),
     ("bench.py plan tiny.py --peak_tflops=0", "gpu peak --gpu=NAME --iter_seconds"),

@@ -151,10 +151,10 @@ NO_COMPILER = """
 """
 # what each rank does first, its keys, and the words of the one error line
 BAD_STARTS = {
-    "an accumulation that cannot be shared": (
+    "sequences that cannot be shared": (
         "",
-        dict(gradient_accumulation_steps=3),
-        ["gradient_accumulation_steps", "3", "2"],
+        dict(batch_size=5, gradient_accumulation_steps=3),
+        ["tokens_per_iter", "240", "2"],
     ),
     "other data": (APART, dict(dataset="data"), ["data", "rank", "same"]),
     "a file in the place of out_dir": ("", dict(out_dir=Path("file/run")), ["file/run"]),
