@@ -115,8 +115,7 @@ def main(argv: list[str]) -> int:
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
     accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
-    # updates skipped in a row so far, counted without waiting for the device
-    skipped = torch.zeros((), device=hw.device)
+    skipped = torch.zeros((), device=hw.device)  # updates skipped in a row, counted on the device
     stop = StopSignal(ranks.is_main)  # from now on, a signal makes the loop end and save
 
     def evaluate() -> None:
@@ -127,7 +126,6 @@ def main(argv: list[str]) -> int:
 
     def save() -> None:
         with clock.pause("checkpoints"):
-            end_if_skipping(int(skipped))
             end_if_diverged(model, progress)
             progress.saved = True  # so the file says of itself
             state = state_to_save(asked, progress, data, model, optimizer, scaler, clock, hw, ranks)
@@ -162,7 +160,7 @@ def main(argv: list[str]) -> int:
         progress.advance(tokens)
 
         # log every log_interval iterations, and after max_iters. Only here and in pauses does
-        # training wait for the device, so skipped updates are noticed here
+        # training wait for the device
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
@@ -170,7 +168,9 @@ def main(argv: list[str]) -> int:
             log.report_step(progress, tokens, loss, lr, numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
-                end_if_skipping(skips)
+            if skips >= MAX_SKIPS:
+                hint = "try a lower learning_rate or --dtype=float32"
+                raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
@@ -245,13 +245,6 @@ def train_step(
     # each of them a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
     return total_loss, dict(grad_norm=grad_norm)
-
-
-def end_if_skipping(skips: int) -> None:
-    """End the run after MAX_SKIPS updates in a row that were skipped."""
-    if skips >= MAX_SKIPS:
-        hint = "try a lower learning_rate or --dtype=float32"
-        raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
 
 
 # -----------------------------------------------------------------------------
