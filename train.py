@@ -15,7 +15,6 @@ Exit codes: 0 done; 1 any error; 128 + N stopped by signal N, after a save if th
 begun.
 """
 
-import contextlib
 import math
 import time
 from dataclasses import asdict, replace
@@ -114,7 +113,6 @@ def main(argv: list[str]) -> int:
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
-    accum = c.gradient_accumulation_steps // ranks.world_size  # micro-batches per rank
     skipped = torch.zeros((), device=hw.device)  # updates skipped in a row, counted on the device
     stop = StopSignal(ranks.is_main)  # from now on, a signal makes the loop end and save
 
@@ -149,12 +147,11 @@ def main(argv: list[str]) -> int:
             if progress.val_loss is not None:
                 log.sample(it)
         set_rates(optimizer, it, c, hours)
-        micro_batches = batches.take(accum)
+        micro_batches = batches.take()
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        with contextlib.suppress(OSError, UserError):  # take() raises them
-            batches.read_ahead(accum)  # for the next iteration, while the device works
+        batches.read_ahead()  # for the next iteration, while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
         tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)

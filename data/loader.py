@@ -14,10 +14,13 @@ on). That number is all a resumed run needs, and changing the batch size, gradie
 the number of ranks only splits the same sequence of windows differently.
 """
 
+import contextlib
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.console import UserError
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
@@ -87,26 +90,33 @@ class Batches:
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        # how many of an iteration's micro-batches this rank takes
+        self.accum = config.gradient_accumulation_steps // world_size
         # the first sequence of this rank's next micro-batch to read
         self.next = trained // config.block_size + rank * config.batch_size
         self.waiting: list[Tensor] = []  # micro-batches read but not taken yet
 
-    def read_ahead(self, count: int) -> None:
+    def read(self) -> None:
         """
-        Read until `count` micro-batches, (B, T + 1) each, wait in host memory. Put random
-        augmentation of the text into take(), not here: this runs ahead of training, so a resumed
-        run would draw different random numbers. Raises OSError and UserError.
+        Read until the micro-batches of an iteration, (B, T + 1) each, wait in host memory. Put
+        random augmentation of the text into take(), not here: this runs ahead of training, so a
+        resumed run would draw different random numbers. Raises OSError and UserError.
         """
         B = self.config.batch_size
-        while len(self.waiting) < count:
+        while len(self.waiting) < self.accum:
             windows = torch.from_numpy(self.windows.read(self.next, B))
             self.waiting.append(windows.pin_memory() if self.device.type == "cuda" else windows)
             self.next += self.world_size * B
 
-    def take(self, count: int) -> list[Batch]:
-        """Return the next `count` micro-batches. Raises OSError and UserError."""
-        self.read_ahead(count)
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+    def read_ahead(self) -> None:
+        """Read the next iteration's micro-batches, while the device works. take() raises errors."""
+        with contextlib.suppress(OSError, UserError):
+            self.read()
+
+    def take(self) -> list[Batch]:
+        """Return an iteration's micro-batches. Raises OSError and UserError."""
+        self.read()
+        taken, self.waiting = self.waiting[: self.accum], self.waiting[self.accum :]
         return [to_batch(windows, self.device) for windows in taken]
 
 

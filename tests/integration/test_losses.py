@@ -392,8 +392,8 @@ MASKED = """
     from data.loader import Batches
     unmasked = Batches.take
 
-    def take(self, count):
-        batches = unmasked(self, count)
+    def take(self):
+        batches = unmasked(self)
         for x, y in batches:
             y[torch.arange(x.size(1)) >= x[:, :1] % 16] = -1
         return batches
