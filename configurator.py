@@ -120,7 +120,7 @@ class Config:
     @property
     def iter_sequences(self) -> int:
         """Return the sequences per iteration, across all ranks."""
-        if self.tokens_per_iter:  # batch_size is a maximum until fit_batch() has chosen
+        if self.tokens_per_iter:  # batch_size is a maximum until fit_device() has chosen
             return self.tokens_per_iter // self.block_size
         return self.batch_size * self.gradient_accumulation_steps
 

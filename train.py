@@ -33,7 +33,7 @@ from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset, ShardTokens
 from machine import hardware
 from machine.compile_check import compile_checked, freeze_garbage
-from machine.cost import describe, fit_batch
+from machine.cost import describe, fit_device
 from machine.hardware import Hardware
 from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
 from model_fast import build_model, config_to_dict, model_config
@@ -57,33 +57,30 @@ def main(argv: list[str]) -> int:
     began = time.perf_counter()
 
     # Which run is this, and what does it begin with? `loaded` holds a checkpoint to continue, or
-    # weights, or nothing. `asked` is what the command and `loaded` ask for; below, `c` is what this
-    # device makes of it. Each rank reads for itself, and then they join. Rank 0 alone writes:
+    # weights, or nothing. Each rank reads for itself, and then they join. Rank 0 alone writes:
     # `on_main` calls a function there
     ranks = Ranks()
-    asked, loaded, folder = choose_run(argv, ranks)
+    c, loaded, folder = choose_run(argv, ranks)
     progress = Progress(**loaded.get("progress", {}))
     it, hours = progress.iter_num, training_hours(loaded.get("ledger", {}))
-    if progress.complete and why_over(asked, it, hours) and not asked.eval_only:
+    if progress.complete and why_over(c, it, hours) and not c.eval_only:
         done = f"all {it:,} iterations are done"
-        say(f"{asked.out_dir}: {done}; to start a new run, give another --out_dir")
+        say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
         return 0
 
     # Data and device. An evaluation measures the loss of each split named here
     keep_awake()
-    data = open_data(asked)  # may download the tokens first
-    check_data(asked, data, loaded)
-    hw = hardware.set_up(asked, ranks.local_rank)
-    asked = replace(asked, dtype=hw.dtype_name)  # a resume keeps the dtype that auto meant here
-    c = fit_batch(asked, data.vocab, hw, ranks.world_size, loaded)
-    facts = dict(command=asked, checkpoint=it, dataset=data.fingerprint)
-    ranks.join(**facts, device=hw.name, batch_size=c.batch_size)  # the same on all ranks
+    data = open_data(c)  # may download the tokens first
+    check_data(c, data, loaded)
+    hw = hardware.set_up(c, ranks.local_rank)
+    c = fit_device(c, data.vocab, hw, ranks.world_size, loaded)
+    ranks.join(config=c, checkpoint=it, dataset=data.fingerprint, device=hw.name)
     splits = {"train": data.train, "val": data.val}
 
     # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
     # a resume continues with the random states that it has saved
     model = make_model(c, data.vocab, hw, loaded)
-    origin = origin_lines(asked, loaded)
+    origin = origin_lines(c, loaded)
     if c.eval_only:
         say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
         del loaded  # otherwise Windows would not let a run replace this file
@@ -126,7 +123,7 @@ def main(argv: list[str]) -> int:
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress)
             progress.saved = True  # so the file says of itself
-            state = state_to_save(asked, progress, data, model, optimizer, scaler, clock, hw, ranks)
+            state = state_to_save(c, progress, data, model, optimizer, scaler, clock, hw, ranks)
             ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state)
             log.report_save(progress)
 
@@ -395,12 +392,12 @@ def end_if_diverged(model, progress: Progress) -> None:
 
 
 def state_to_save(
-    asked, progress: Progress, data: Dataset, model, optimizer, scaler, clock, hw, ranks
+    c, progress: Progress, data: Dataset, model, optimizer, scaler, clock, hw, ranks
 ) -> dict:
     """Collect what a resume needs. Every rank must call this."""
     return data.facts() | dict(
         progress=asdict(progress),
-        config=config_values(asked),  # not what this device makes of it
+        config=config_values(c),
         model_config=config_to_dict(model.config),
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),

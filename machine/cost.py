@@ -202,15 +202,16 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     return max((n for n in sizes if needed[n] <= memory), default=1)
 
 
-def fit_batch(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dict) -> Config:
+def fit_device(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dict) -> Config:
     """
-    Return the config as this device runs it: compiled only where that works, and with the
-    micro-batch that fits. Without tokens_per_iter, batch_size is exact if the processes can share
-    that many micro-batches. Only the size of the GPU counts, not what is free now, so that each
-    start on a card, and each rank, chooses alike.
+    Return the config as this device runs it: with its dtype, compiled only where that works, and
+    with the micro-batch that fits. Without tokens_per_iter, batch_size is exact if the processes
+    can share that many micro-batches. Only the size of the GPU counts, not what is free now, so
+    that each start on a card, and each rank, chooses alike.
     """
     # torch's compiler for MPS is an early prototype
-    c = replace(c, compile=c.compile and hw.device.type != "mps" and not c.eval_only)
+    compiles = c.compile and hw.device.type != "mps" and not c.eval_only
+    c = replace(c, dtype=hw.dtype_name, compile=compiles)
     if not c.tokens_per_iter and c.gradient_accumulation_steps % world_size == 0:
         return c
     is_gpu = hw.device.type == "cuda"

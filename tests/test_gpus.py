@@ -18,7 +18,7 @@ from training_setup import TrainingSetup
 from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
 from machine import cost
-from machine.cost import CONTEXT_BYTES, checkpoint_bytes, fit_batch, memory_bytes
+from machine.cost import CONTEXT_BYTES, checkpoint_bytes, fit_device, memory_bytes
 from machine.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 from machine.hardware import Hardware
 from model import GPTConfig
@@ -182,7 +182,7 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     c, problems = resolve(asked, processes, before)
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", 1.0, "")
-    c = fit_batch(c, 50257, hw, processes, {})
+    c = fit_device(c, 50257, hw, processes, {})
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
     assert c.eval_tokens == asked.eval_tokens

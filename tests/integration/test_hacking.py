@@ -300,7 +300,7 @@ HEAD_EDITS = [
 ]
 MIXTURE_EDITS = [
     (
-        line := "    data = open_data(asked)  # may download the tokens first\n",
+        line := "    data = open_data(c)  # may download the tokens first\n",
         line + OPEN,
     ),
     (SPLITS_LINE, SPLITS_LINE + SPLIT),
