@@ -278,7 +278,7 @@ def main(argv: list[str]) -> int:
     mode, *rest = argv if argv and argv[0] in MODES else ["", *argv]
     options, keys = parse_arguments(mode, rest)
     if mode in ("", "ladder") and all(key.startswith("-") for key in keys):
-        device = hardware.choose_device(read_config(keys), local_rank=0)
+        device = hardware.choose_device(read_config(keys))
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     config = load_config(keys)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine

@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from common.console import UserError, did_you_mean, one_line, raise_if_any, run_main
 from common.files import read_text
+from common.process import world_size
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
 NOT_WEIGHTS = ("scratch", "resume")  # what init_from may be, besides weights
@@ -162,7 +163,7 @@ def load_config(argv: list[str]) -> Config:
     UserError with one line per problem.
     """
     config = read_config(argv)
-    config, problems = resolve(config, int(os.environ.get("WORLD_SIZE", 1)))
+    config, problems = resolve(config, world_size())
     raise_if_any(problems)
     return config
 
@@ -314,7 +315,7 @@ def check_value(value: Any, f: Field, where: str) -> Any:
 # What follows from the keys
 
 
-def resolve(c: Config, world_size: int, before: Config | None = None) -> tuple[Config, list[str]]:
+def resolve(c: Config, processes: int, before: Config | None = None) -> tuple[Config, list[str]]:
     """
     Fill in the values that follow from other keys. Returns that Config and the problems: keys that
     cannot be combined. `before` is the configuration of a run to resume.
@@ -324,22 +325,22 @@ def resolve(c: Config, world_size: int, before: Config | None = None) -> tuple[C
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
-    return c, model_problems(c) + batch_problems(c, world_size, before)
+    return c, model_problems(c) + batch_problems(c, processes, before)
 
 
-def batch_problems(c: Config, world_size: int, before: Config | None) -> list[str]:
+def batch_problems(c: Config, processes: int, before: Config | None) -> list[str]:
     """
     Return the problem if a resume asks for other tokens per iteration than its run has, or if the
     processes cannot share them equally.
     """
-    tokens, unit = c.tokens_per_iter or c.iter_tokens, c.block_size * world_size
+    tokens, unit = c.tokens_per_iter or c.iter_tokens, c.block_size * processes
     if before and tokens != before.iter_tokens and not c.eval_only:
         key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
         problem = f"this run has {before.iter_tokens} tokens per iteration, you asked for {tokens}"
         hint = f"let batch_size x gradient_accumulation_steps be {before.iter_sequences}"
         return [f"{key}: {problem}; {hint}, or give another --out_dir"]
     if tokens % unit:
-        among = f"among {world_size} processes (WORLD_SIZE) with block_size {c.block_size}"
+        among = f"among {processes} processes (WORLD_SIZE) with block_size {c.block_size}"
         problem = f"{tokens} cannot be shared equally {among}"
         nearest = max(1, round(tokens / unit)) * unit
         hint = "use another number of processes" if before else f"use {nearest}"

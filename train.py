@@ -27,15 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from common.console import UserError, run_main, say
-from common.process import keep_awake
+from common.process import keep_awake, rank, world_size
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset, ShardTokens
-from machine import hardware
+from machine import hardware, ranks
 from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
 from machine.hardware import Hardware
-from machine.ranks import Ranks, StopSignal, end_process, wait_for_turn
+from machine.ranks import StopSignal, end_process, wait_for_turn
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from run.checkpoint import checkpoint_name
@@ -59,8 +59,7 @@ def main(argv: list[str]) -> int:
     # Which run is this, and what does it begin with? `loaded` holds a checkpoint to continue, or
     # weights, or nothing. Each rank reads for itself, and then they join. Rank 0 alone writes:
     # `on_main` calls a function there
-    ranks = Ranks()
-    c, loaded, folder = choose_run(argv, ranks)
+    c, loaded, folder = choose_run(argv)
     progress = Progress(**loaded.get("progress", {}))
     it, hours = progress.iter_num, training_hours(loaded.get("ledger", {}))
     if progress.complete and why_over(c, it, hours) and not c.eval_only:
@@ -72,8 +71,8 @@ def main(argv: list[str]) -> int:
     keep_awake()
     data = open_data(c)  # may download the tokens first
     check_data(c, data, loaded)
-    hw = hardware.set_up(c, ranks.local_rank)
-    c = fit_device(c, data.vocab, hw, ranks.world_size, loaded)
+    hw = hardware.set_up(c)
+    c = fit_device(c, data.vocab, hw, loaded)
     ranks.join(config=c, checkpoint=it, dataset=data.fingerprint, device=hw.name)
     splits = {"train": data.train, "val": data.val}
 
@@ -84,21 +83,21 @@ def main(argv: list[str]) -> int:
     if c.eval_only:
         say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
         del loaded  # otherwise Windows would not let a run replace this file
-        evaluate_only(model, splits, data, it, c, hw, ranks)
+        evaluate_only(model, splits, data, it, c, hw)
         return 0
-    torch.manual_seed(c.seed + ranks.rank)
+    torch.manual_seed(c.seed + rank())
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     if "progress" in loaded:
-        restore(loaded, optimizer, scaler, c, hw, ranks.rank)
+        restore(loaded, optimizer, scaler, c, hw)
 
     # Files, clock, log and batches. From here on out_dir belongs to this run
     ranks.on_main(folder.claim, loaded)
     clock = Clock(began, hw.synchronize, loaded)
-    log = Log(c, clock, hw, data, model, progress, folder, ranks)
+    log = Log(c, clock, hw, data, model, progress, folder)
     log.begin(origin)  # also starts the tracker
-    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, ranks.world_size)
+    batches = Batches(data, c, hw.device, progress.tokens)
     del loaded  # frees the loaded checkpoint
 
     # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
@@ -111,11 +110,11 @@ def main(argv: list[str]) -> int:
     freeze_garbage()  # so that collections need not scan a million torch objects
     clock.lap("start-up")
     skipped = torch.zeros((), device=hw.device)  # updates skipped in a row, counted on the device
-    stop = StopSignal(ranks.is_main)  # from now on, a signal makes the loop end and save
+    stop = StopSignal()  # from now on, a signal makes the loop end and save
 
     def evaluate() -> None:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-            numbers = estimate_loss(model, splits, c, hw, ranks)
+            numbers = estimate_loss(model, splits, c, hw)
             progress.record(numbers["val_loss"])
             log.report_eval(progress, numbers)
 
@@ -123,7 +122,7 @@ def main(argv: list[str]) -> int:
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress)
             progress.saved = True  # so the file says of itself
-            state = state_to_save(c, progress, data, model, optimizer, scaler, clock, hw, ranks)
+            state = state_to_save(c, progress, data, model, optimizer, scaler, clock, hw)
             ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state)
             log.report_save(progress)
 
@@ -150,14 +149,14 @@ def main(argv: list[str]) -> int:
         )
         batches.read_ahead()  # for the next iteration, while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
-        tokens = ranks.world_size * sum(x.numel() for x, _ in micro_batches)
+        tokens = world_size() * sum(x.numel() for x, _ in micro_batches)
         progress.advance(tokens)
 
         # log every log_interval iterations, and after max_iters. Only here and in pauses does
         # training wait for the device
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
-            (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * ranks.world_size))
+            (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
             lr = optimizer.param_groups[0]["lr"]
             log.report_step(progress, tokens, loss, lr, numbers)
             if skips := int(skipped):
@@ -336,7 +335,7 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 @torch.no_grad()
-def estimate_loss(model, splits: dict[str, ShardTokens], c, hw, ranks: Ranks) -> dict[str, float]:
+def estimate_loss(model, splits: dict[str, ShardTokens], c, hw) -> dict[str, float]:
     """
     Return each split's mean loss on fixed windows as NAME_loss, in nats per token, without dropout.
     The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
@@ -346,7 +345,7 @@ def estimate_loss(model, splits: dict[str, ShardTokens], c, hw, ranks: Ranks) ->
     losses: dict[str, float] = {}
     model.eval()
     for name, split in splits.items():
-        micro_batches = eval_batches(split, tokens, c, ranks.rank, ranks.world_size)
+        micro_batches = eval_batches(split, tokens, c)
         nats, count = ranks.sum(*sum_losses(model, micro_batches, hw))
         losses[f"{name}_loss"] = nats / count
     model.train()
@@ -368,10 +367,10 @@ def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
     return math.fsum(sums), sum(counts)
 
 
-def evaluate_only(model, splits, data: Dataset, it: int, c, hw, ranks: Ranks) -> None:
+def evaluate_only(model, splits, data: Dataset, it: int, c, hw) -> None:
     """Evaluate the weights once, print the numbers and write nothing."""
     began = time.perf_counter()
-    numbers = estimate_loss(model, splits, c, hw, ranks)
+    numbers = estimate_loss(model, splits, c, hw)
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
 
@@ -391,9 +390,7 @@ def end_if_diverged(model, progress: Progress) -> None:
         raise UserError(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def state_to_save(
-    c, progress: Progress, data: Dataset, model, optimizer, scaler, clock, hw, ranks
-) -> dict:
+def state_to_save(c, progress, data: Dataset, model, optimizer, scaler, clock, hw) -> dict:
     """Collect what a resume needs. Every rank must call this."""
     return data.facts() | dict(
         progress=asdict(progress),
@@ -407,7 +404,7 @@ def state_to_save(
     )
 
 
-def restore(loaded: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int) -> None:
+def restore(loaded: dict, optimizer, scaler, c: Config, hw: Hardware) -> None:
     """
     Restore the optimizer, the scaler and the random states. Other parts of the checkpoint are read
     by Progress, Clock and RunFolder. Raises UserError.
@@ -415,8 +412,8 @@ def restore(loaded: dict, optimizer, scaler, c: Config, hw: Hardware, rank: int)
     restore_optimizer(optimizer, loaded["optimizer"], c)
     if scaler.is_enabled() and loaded["scaler"]:
         scaler.load_state_dict(loaded["scaler"])
-    if rank < len(loaded["rng"]):
-        hw.set_rng_states(loaded["rng"][rank])
+    if rank() < len(loaded["rng"]):
+        hw.set_rng_states(loaded["rng"][rank()])
 
 
 def restore_optimizer(optimizer, saved: dict, c: Config) -> None:

@@ -1,6 +1,7 @@
 """
-Run a module of this program in a child process that exits when this process does, even if it is
-killed, and keep the machine awake while this process works.
+Say which of torchrun's processes this is, run a module of this program in a child process that
+exits when this process does, even if it is killed, and keep the machine awake while this process
+works.
 
     python common/process.py MODULE ARGUMENTS     what start_child() types
 """
@@ -14,6 +15,31 @@ import threading
 from typing import Any
 
 FILE = os.path.abspath(__file__)
+
+# -----------------------------------------------------------------------------
+# This process among those that torchrun has started, as it tells each of them
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """Return this process's number among those on this machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def is_main() -> bool:
+    """Return whether this is the process that decides, logs and saves."""
+    return rank() == 0
+
+
+# -----------------------------------------------------------------------------
+# Child processes, and sleep
 
 
 def start_child(module: str, *arguments, stderr: Any) -> subprocess.Popen:

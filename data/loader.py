@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from common.console import UserError
+from common.process import rank, world_size
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
@@ -71,29 +72,18 @@ class Batches:
     Read this rank's training micro-batches into host memory, hand them out in order on the device,
     an iteration's worth at a time. What is handed out is inputs and targets, each (B, T) int64.
 
-    With several ranks, rank `rank` of `world_size` takes every world_size-th micro-batch. `trained`
-    counts the tokens that all ranks together have taken before; a resumed run passes the count from
-    its checkpoint.
+    Of n ranks, each takes every n-th micro-batch. `trained` counts the tokens that all ranks
+    together have taken before; a resumed run passes the count from its checkpoint.
     """
 
-    def __init__(
-        self,
-        data: Dataset,
-        config: Config,
-        device: torch.device,
-        trained: int,
-        rank: int,
-        world_size: int,
-    ):
+    def __init__(self, data: Dataset, config: Config, device: torch.device, trained: int):
         self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
         self.device = device
         self.config = config
-        self.rank = rank
-        self.world_size = world_size
         # how many of an iteration's micro-batches this rank takes
-        self.accum = config.gradient_accumulation_steps // world_size
+        self.accum = config.gradient_accumulation_steps // world_size()
         # the first sequence of this rank's next micro-batch to read
-        self.next = trained // config.block_size + rank * config.batch_size
+        self.next = trained // config.block_size + rank() * config.batch_size
         self.waiting: list[Tensor] = []  # micro-batches read but not taken yet
 
     def read(self) -> None:
@@ -106,7 +96,7 @@ class Batches:
         while len(self.waiting) < self.accum:
             windows = torch.from_numpy(self.windows.read(self.next, B))
             self.waiting.append(windows.pin_memory() if self.device.type == "cuda" else windows)
-            self.next += self.world_size * B
+            self.next += world_size() * B
 
     def read_ahead(self) -> None:
         """Read the next iteration's micro-batches, while the device works. take() raises errors."""
@@ -133,9 +123,7 @@ def to_batch(windows: Tensor, device: torch.device) -> Batch:
     return x, y
 
 
-def eval_batches(
-    split: ShardTokens, tokens: int, config: Config, rank: int, world_size: int
-) -> list[Batch]:
+def eval_batches(split: ShardTokens, tokens: int, config: Config) -> list[Batch]:
     """
     Read this rank's share of the fixed windows of an evaluation of `tokens` tokens. The windows are
     spread over the whole split. Batch size and number of ranks do not change which tokens are
@@ -145,8 +133,8 @@ def eval_batches(
     host, batches = torch.device("cpu"), []
     T = config.block_size
     starts = split.spread(tokens, T)
-    for first in range(0, len(starts), config.batch_size * world_size):
-        first += rank * config.batch_size
+    for first in range(0, len(starts), config.batch_size * world_size()):
+        first += rank() * config.batch_size
         rows = starts[first : first + config.batch_size]
         filling = [starts[0]] * (config.batch_size - len(rows))
         x, y = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), host)

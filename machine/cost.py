@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from common.console import count, say, warn
+from common.process import world_size
 from configurator import Config, micro_batches, with_batch
 from machine.gpus import GIB
 from machine.hardware import WINDOWS_DRIVER, Hardware
@@ -202,7 +203,7 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     return max((n for n in sizes if needed[n] <= memory), default=1)
 
 
-def fit_device(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dict) -> Config:
+def fit_device(c: Config, vocab: int, hw: Hardware, loaded: dict) -> Config:
     """
     Return the config as this device runs it: with its dtype, compiled only where that works, and
     with the micro-batch that fits. Without tokens_per_iter, batch_size is exact if the processes
@@ -212,11 +213,12 @@ def fit_device(c: Config, vocab: int, hw: Hardware, world_size: int, loaded: dic
     # torch's compiler for MPS is an early prototype
     compiles = c.compile and hw.device.type != "mps" and not c.eval_only
     c = replace(c, dtype=hw.dtype_name, compile=compiles)
-    if not c.tokens_per_iter and c.gradient_accumulation_steps % world_size == 0:
+    processes = world_size()
+    if not c.tokens_per_iter and c.gradient_accumulation_steps % processes == 0:
         return c
     is_gpu = hw.device.type == "cuda"
     memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
-    size = choose_batch(c, model_config(c, vocab, loaded), hw.dtype_name, world_size, memory)
+    size = choose_batch(c, model_config(c, vocab, loaded), hw.dtype_name, processes, memory)
     limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
     say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
     return with_batch(c, size)

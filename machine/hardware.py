@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from common.console import COMMAND, UserError
+from common.process import local_rank, world_size
 from configurator import Config
 from machine.gpus import GIB, find_row, row_peak
 
@@ -94,13 +95,14 @@ class Hardware:
             return None
         return torch.cuda.get_device_properties(self.device).total_memory / GIB
 
-    def mfu(
-        self, flops_per_token: float | None, tokens_per_sec: float, devices: int
-    ) -> float | None:
-        """Return model FLOPs utilisation as a fraction, or None if the FLOPs are unknown."""
+    def mfu(self, flops_per_token: float | None, tokens_per_sec: float) -> float | None:
+        """
+        Return the model FLOPs utilisation of all ranks' devices as a fraction, or None if the FLOPs
+        are unknown.
+        """
         if not flops_per_token:
             return None
-        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * devices)
+        return flops_per_token * tokens_per_sec / (self.peak_tflops * 1e12 * world_size())
 
 
 # -----------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def check_device(config: Config) -> None:
 
 def check_gpu(config: Config) -> None:
     """Raise UserError if a run for a GPU would train on the CPU because torch sees no GPU."""
-    if config.device != "auto" or choose_device(config, local_rank=0).type != "cpu":
+    if config.device != "auto" or choose_device(config).type != "cpu":
         return
     if config.iter_tokens > CPU_TOKENS and not config.eval_only:
         tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
@@ -140,12 +142,12 @@ def cuda_hint() -> str:
 # Choosing and setting up
 
 
-def choose_device(config: Config, local_rank: int) -> torch.device:
+def choose_device(config: Config) -> torch.device:
     """Choose this rank's device. Unless the `device` key names a GPU, local rank N takes GPU N."""
     if config.device not in ("auto", "cuda"):
         return torch.device(config.device)
     if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
@@ -170,9 +172,9 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def set_up(config: Config, local_rank: int = 0) -> Hardware:
+def set_up(config: Config) -> Hardware:
     """Choose the device and dtype, set torch's options for them, and find the peak."""
-    device = choose_device(config, local_rank)
+    device = choose_device(config)
     dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     hw = Hardware(device, dtype, cpu_name(), config.peak_tflops, "peak_tflops")
     if device.type == "cuda":

@@ -22,82 +22,79 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import UserError, one_line, print_in_handler
+from common.process import is_main, rank, world_size
 
 
-class Ranks:
+def quiet_others() -> None:
+    """Let only rank 0 print to stdout. All ranks print errors and warnings, to stderr."""
+    if not is_main():
+        sys.stdout = open(os.devnull, "w", errors="replace")
+
+
+def join(**mine) -> None:
     """
-    Represents this process among the run's ranks, according to torchrun's environment variables.
-    Only rank 0 prints to stdout; all ranks print errors and warnings.
+    Join the process group. Raise UserError if the other ranks do not come, or if these values are
+    not the same on all ranks: with other files, another checkpoint or another kind of GPU, which
+    rounds differently, the ranks' weights would drift apart.
     """
+    if world_size() == 1:
+        return
+    # torchrun keeps one store across restarts, and that store still holds the addresses of dead
+    # processes. A prefix per restart hides them; without it, restarts occasionally fail.
+    prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(prefix, store)
+        dist.init_process_group("gloo", store=store, rank=rank(), world_size=world_size())
+    except RuntimeError as error:  # after half an hour
+        hint = "the others have ended or do not reach this one; all need the same checkpoint"
+        raise UserError(f"the processes did not meet ({one_line(error)}); {hint}") from None
+    others = gather(mine)
+    if unlike := [name for name in mine if any(other[name] != mine[name] for other in others)]:
+        hint = "give all machines the same command, files and GPU model"
+        raise UserError(f"{unlike[0]}: not the same on all ranks; {hint}")
 
-    def __init__(self) -> None:
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.is_main = self.rank == 0  # the process that decides, logs and saves
-        if not self.is_main:
-            sys.stdout = open(os.devnull, "w", errors="replace")
 
-    def join(self, **mine) -> None:
-        """
-        Join the process group. Raise UserError if the other ranks do not come, or if these values
-        are not the same on all ranks: with other files, another checkpoint or another kind of GPU,
-        which rounds differently, the ranks' weights would drift apart.
-        """
-        if self.world_size == 1:
-            return
-        # torchrun keeps one store across restarts, and that store still holds the addresses of dead
-        # processes. A prefix per restart hides them; without it, restarts occasionally fail.
-        prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        try:
-            store, _, _ = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(prefix, store)
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
-        except RuntimeError as error:  # after half an hour
-            hint = "the others have ended or do not reach this one; all need the same checkpoint"
-            raise UserError(f"the processes did not meet ({one_line(error)}); {hint}") from None
-        others = self.gather(mine)
-        if unlike := [name for name in mine if any(other[name] != mine[name] for other in others)]:
-            hint = "give all machines the same command, files and GPU model"
-            raise UserError(f"{unlike[0]}: not the same on all ranks; {hint}")
+def data_parallel(model: torch.nn.Module) -> torch.nn.Module:
+    """
+    Wrap the model in DDP, which averages gradients across ranks. With one rank, return the model
+    unchanged. DDP's gradients are views of its communication buckets, so they need no extra memory.
+    """
+    if world_size() == 1:
+        return model
+    on_gpus = next(model.parameters()).is_cuda
+    group = None  # the default group, gloo
+    if on_gpus and dist.is_nccl_available():  # torch for Windows is built without NCCL
+        group = dist.new_group(backend="nccl")
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
-    def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
-        """
-        Wrap the model in DDP, which averages gradients across ranks. With one rank, return the
-        model unchanged. DDP's gradients are views of its communication buckets, so they need no
-        extra memory.
-        """
-        if self.world_size == 1:
-            return model
-        on_gpus = next(model.parameters()).is_cuda
-        group = None  # the default group, gloo
-        if on_gpus and dist.is_nccl_available():  # torch for Windows is built without NCCL
-            group = dist.new_group(backend="nccl")
-        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
-    # -------------------------------------------------------------------------
-    # Collectives. Every rank must call them, in the same order.
+# -----------------------------------------------------------------------------
+# Collectives. Every rank must call them, in the same order.
 
-    def sum(self, *values: float) -> list[float]:
-        """Return each value's sum over all ranks, in float64."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor.tolist()
 
-    def gather(self, value: Any) -> list:
-        """Return every rank's value, in order, on every rank."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
+def sum(*values: float) -> list[float]:
+    """Return each value's sum over all ranks, in float64."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor.tolist()
 
-    def on_main(self, function: Callable[..., Any], *args) -> Any:
-        """Call function(*args) on rank 0 alone, and return the result on every rank."""
-        box = [function(*args) if self.is_main else None]
-        if self.world_size > 1:
-            dist.broadcast_object_list(box)
-        return box[0]
+
+def gather(value: Any) -> list:
+    """Return every rank's value, in order, on every rank."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(function: Callable[..., Any], *args) -> Any:
+    """Call function(*args) on rank 0 alone, and return the result on every rank."""
+    box = [function(*args) if is_main() else None]
+    if world_size() > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
 
 
 # -----------------------------------------------------------------------------
@@ -140,8 +137,7 @@ class StopSignal:
     torchrun and Slurm send it to each of them. After it, Ctrl-C ends the process at once.
     """
 
-    def __init__(self, is_main: bool) -> None:
-        self.is_main = is_main
+    def __init__(self) -> None:
         self.number = 0  # 0: none has come
         self.came = 0.0
         for name in ASK_TO_STOP:
@@ -153,7 +149,7 @@ class StopSignal:
     def receive(self, number: int, frame=None) -> None:
         if not self.number:
             self.number, self.came = number, time.monotonic()
-            if self.is_main:
+            if is_main():
                 hint = "a second Ctrl-C stops at once and saves nothing"
                 print_in_handler(f"stopping when this iteration or evaluation is saved; {hint}")
         elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:

@@ -27,12 +27,12 @@ from common.console import (
     warn,
 )
 from common.files import plain
+from common.process import is_main, world_size
 from configurator import FIELDS, NOT_WEIGHTS, Config, config_values
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
 from machine.cost import count_flops, describe
 from machine.hardware import Hardware
-from machine.ranks import Ranks
 from model import generate
 from run.checkpoint import RunFolder, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
@@ -57,7 +57,6 @@ class Log:
         model,
         progress: Progress,
         folder: RunFolder,
-        ranks: Ranks,
     ):
         """
         Take the parts of the run that the log tells about, the progress at which this launch
@@ -69,13 +68,12 @@ class Log:
         self.config = c
         self.clock = clock
         self.hw = hw
-        self.ranks, self.world_size = ranks, ranks.world_size
         self.data = data
         self.model = model
         self.train_tokens = len(data.train)
-        self.flops_per_token = count_flops(model.config) if self.ranks.is_main else None
+        self.flops_per_token = count_flops(model.config) if is_main() else None
         self.folder = folder
-        self.tracker = Tracker(c.tracker if self.ranks.is_main else "none")
+        self.tracker = Tracker(c.tracker if is_main() else "none")
         self.tokenizer: Tokenizer | None = None  # of samples
 
     # -------------------------------------------------------------------------
@@ -88,13 +86,13 @@ class Log:
         """
         c = self.config
         self.tracker.start(c, self.first_iter)
-        commit = git_commit() if self.ranks.is_main else None
+        commit = git_commit() if is_main() else None
         program = "nightshift" + (f" {commit}" if commit else "")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
         sizes += " (micro-batches x sequences x tokens)"
         say(
             *origin,
-            f"command: {launch_command(self.world_size)}",
+            f"command: {launch_command()}",
             f"start: {date()}, {program}, torch {torch.__version__}",
             self.hw.line(c.compile),
             describe(self.model, self.data.vocab),
@@ -102,8 +100,8 @@ class Log:
             f"tokens per iteration will be: {c.iter_tokens:,} = {sizes}",
             f"run: {self.length()}, in {c.out_dir}",
         )
-        if self.world_size > 1:
-            say(f"processes: {self.world_size}, each with its share of the micro-batches")
+        if world_size() > 1:
+            say(f"processes: {world_size()}, each with its share of the micro-batches")
         self.record(
             "start",
             iter=self.first_iter,
@@ -111,7 +109,7 @@ class Log:
             parameters=sum(p.numel() for p in self.model.parameters()),
             flops_per_token=self.flops_per_token,
             tokens_per_iter=c.iter_tokens,
-            world_size=self.world_size,
+            world_size=world_size(),
             torch=torch.__version__,
             commit=commit,
             device=self.hw.name,
@@ -122,7 +120,7 @@ class Log:
             **self.data.record(),
         )
         try:
-            if c.sample_tokens and self.ranks.is_main:
+            if c.sample_tokens and is_main():
                 self.tokenizer = Tokenizer(self.data.tokenizer)
         except UserError as error:  # offline, and the vocabulary is not cached
             self.warn(self.first_iter, f"sample_tokens: {error}; continuing without samples")
@@ -155,7 +153,7 @@ class Log:
         tokens = tokens_after - tokens  # before this iteration
         seconds, rate = self.clock.lap_iterations(it + 1, tokens_after)
         mem_gib = self.hw.peak_memory_gib()
-        mfu = self.hw.mfu(self.flops_per_token, rate, self.world_size)
+        mfu = self.hw.mfu(self.flops_per_token, rate)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         mem_text = f"{mem_gib:.1f}GiB" if mem_gib else "n/a"
         say(
@@ -186,7 +184,7 @@ class Log:
         if not trained:
             return None, None
         rate = trained / (self.clock.seconds["steps"] - self.first_steps)
-        return rate, self.hw.mfu(self.flops_per_token, rate, self.world_size)
+        return rate, self.hw.mfu(self.flops_per_token, rate)
 
     def eta(self, it: int) -> float:
         """
@@ -221,7 +219,7 @@ class Log:
 
     def report_save(self, progress: Progress) -> None:
         """Log a save, within its pause, and whether it is the best checkpoint so far."""
-        if not self.ranks.is_main:
+        if not is_main():
             return
         it, seconds = progress.iter_num, self.clock.since_lap()
         path, size = Path(self.config.out_dir, checkpoint_name(it)), self.folder.size
@@ -262,13 +260,13 @@ class Log:
 
     def warn(self, it: int, message: str) -> None:
         """Warn about iteration `it`, on the console and in metrics.jsonl."""
-        if self.ranks.is_main:
+        if is_main():
             warn(f"iter {it}: {message}")
         self.record("event", iter=it, message=message)
 
     def record(self, kind: str, **values) -> None:
         """Write one line of metrics.jsonl, and pass the record to the tracker."""
-        if not self.ranks.is_main:
+        if not is_main():
             return
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -321,7 +319,7 @@ class Log:
 
     def draw(self) -> None:
         """Draw loss.png, or warn. During the run, compare.py draws it."""
-        if not self.ranks.is_main or sum(self.clock.seconds.values()) < SHORTEST_RUN:
+        if not is_main() or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
         try:
             from run.curves import read_run, save_picture  # only here, so that runs start sooner
@@ -333,9 +331,9 @@ class Log:
             warn(f"loss.png was not drawn ({one_line(error)}); {draw} draws it")
 
 
-def launch_command(world_size: int) -> str:
+def launch_command() -> str:
     """Return the command that launched this run."""
-    if world_size == 1:
+    if world_size() == 1:
         return command_line("python", *sys.argv)
     return f"torchrun ... {command_line(*sys.argv)}"
 

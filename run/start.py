@@ -3,19 +3,19 @@ Decide how a run starts: read the command, find the checkpoint or the weights th
 settle its configuration, and open its data. In the run's folder, only the lock is touched here.
 
 With several ranks, each of them does all of this for itself. What they find must be the same
-everywhere; Ranks.join() ends the run if it is not.
+everywhere; ranks.join() ends the run if it is not.
 """
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from common.console import UserError, raise_if_any
+from common.process import is_main, world_size
 from configurator import FIELDS, NOT_WEIGHTS, Config, read_config, resolve
 from data.download import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
 from machine import hardware
-from machine.ranks import Ranks
 from model_fast import FastConfig
 from run import checkpoint
 from run.checkpoint import RunFolder
@@ -66,7 +66,7 @@ class Progress:
         self.val_loss, self.saved = val_loss, False
 
 
-def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict, RunFolder]:
+def choose_run(argv: list[str]) -> tuple[Config, dict, RunFolder]:
     """
     Read the command. Returns the configuration that it and the checkpoint or weights ask for, what
     the run begins with: the checkpoint to continue, which has its `progress`, or weights as
@@ -75,7 +75,7 @@ def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict, RunFolder]:
     """
     c = read_config(argv)
     folder = RunFolder(Path(c.out_dir), c.keep_checkpoints)
-    if ranks.is_main and not c.eval_only and (folder.path / "lock").exists():
+    if is_main() and not c.eval_only and (folder.path / "lock").exists():
         folder.lock()  # from now on, no other run changes its checkpoints
     loaded = find_checkpoint(c)
     before = None
@@ -88,7 +88,7 @@ def choose_run(argv: list[str], ranks: Ranks) -> tuple[Config, dict, RunFolder]:
         block_size = c.block_size if "block_size" in c.set_keys else None
         loaded = load_pretrained(c.init_from, block_size)
         c, problems = config_of_weights(c, loaded["model_config"])
-    c, impossible = resolve(c, ranks.world_size, before)
+    c, impossible = resolve(c, world_size(), before)
     problems += impossible
     try:
         hardware.check_device(c)

@@ -108,8 +108,11 @@ def test_refuses_a_window_that_a_truncated_shard_cuts_off(tmp_path):
 
 def evaluated(split: ShardTokens, tokens: int, batch_size: int, world_size: int) -> list[int]:
     """Return the targets that an evaluation of so many tokens counts on all ranks, in order."""
-    config, size = Config(batch_size=batch_size, block_size=10), world_size
-    ranks = [eval_batches(split, tokens, config, rank, size) for rank in range(size)]
+    config = Config(batch_size=batch_size, block_size=10)
+    ranks = []
+    for rank in range(world_size):
+        with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)):
+            ranks.append(eval_batches(split, tokens, config))
     seen = []
     # equally many batches on each rank, or one rank would wait for another forever
     for batches in zip(*ranks, strict=True):

@@ -19,10 +19,9 @@ from training_setup import TrainingSetup
 import train
 from configurator import Config, load_config
 from data.loader import to_batch
-from machine import hardware
+from machine import hardware, ranks
 from machine.compile_check import compile_model
 from machine.cost import CONTEXT_BYTES, memory_bytes
-from machine.ranks import Ranks
 from model import GPTConfig
 from model_fast import build_model, model_config
 from optimizer import build_optimizer
@@ -125,7 +124,7 @@ def world_of_one():
 
 @pytest.mark.parametrize("device, batch_size, vocab, flags", MODELS)
 def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
-    device, batch_size, vocab, flags, world_of_one, record_property
+    device, batch_size, vocab, flags, world_of_one, record_property, monkeypatch
 ):
     """
     Train three iterations of two micro-batches, without and with DDP around the compiled model. DDP
@@ -134,7 +133,6 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     batch_size = 2  # the optimizer also takes memory
     c = load_config([*flags, f"--batch_size={batch_size}"])
     hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, 1.0, "")
-    ranks = Ranks()
     raw_model = random_model(device, c, vocab)
     start = {name: w.to("cpu", copy=True) for name, w in raw_model.state_dict().items()}
     batches = [random_batch(device, batch_size, raw_model.config) for _ in range(6)]
@@ -158,7 +156,7 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     model = compiled(raw_model, device)
     three_iterations(model)  # compiles
     alone, memory_alone = three_iterations(model)
-    ranks.world_size = 2  # with one process, nothing would be wrapped
+    monkeypatch.setenv("WORLD_SIZE", "2")  # with one process, nothing would be wrapped
     with torch.compiler.set_stance("fail_on_recompile"):
         together, memory_together = three_iterations(ranks.data_parallel(model))
     parameter_bytes = 4 * sum(p.numel() for p in raw_model.parameters())

@@ -182,7 +182,8 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     c, problems = resolve(asked, processes, before)
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", 1.0, "")
-    c = fit_device(c, 50257, hw, processes, {})
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    c = fit_device(c, 50257, hw, {})
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
     assert c.eval_tokens == asked.eval_tokens

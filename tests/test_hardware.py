@@ -262,13 +262,14 @@ def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words,
         assert problem.splitlines()[-1].strip() == hardware.CUDA_BUILD
 
 
-@pytest.mark.parametrize("local_rank, gpus, number", [(1, 2, 1), (3, 1, 0)])
+@pytest.mark.parametrize("local_rank, gpus, number", [("1", 2, 1), ("3", 1, 0)])
 def test_each_rank_uses_the_gpu_of_its_local_rank_or_the_only_one_it_sees(
-    local_rank, gpus, number, machine
+    local_rank, gpus, number, machine, monkeypatch
 ):
     """Use cuda:0 on a rank that sees only its own GPU, as under SLURM."""
     machine(gpu="a card", count=gpus)
-    assert hardware.set_up(Config(), local_rank).device == torch.device("cuda", number)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert hardware.set_up(Config()).device == torch.device("cuda", number)
 
 
 def test_measures_a_matmul_of_random_numbers_without_changing_the_random_state(monkeypatch):

@@ -1,8 +1,8 @@
 """Check the tokens per iteration that configs, flags and resumes lead to."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -48,7 +48,7 @@ def test_recomputes_accumulation_for_flags_after_a_config(
     after, processes, accumulation, config, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    c = fit_device(load_config([str(config), *after]), 50257, CPU, processes, {})
+    c = fit_device(load_config([str(config), *after]), 50257, CPU, {})
     assert c.gradient_accumulation_steps == accumulation
 
 
@@ -88,10 +88,12 @@ def resumed(words: list[str], processes: int) -> Config:
     before = replace(Config(), eval_tokens=5000)
     ledger = dict(steps=0.0, evaluation=0.0, samples=0.0, checkpoints=0.0)
     checkpoint = dict(config=config_values(before), ledger=ledger)
-    with mock.patch.object(start, "find_checkpoint", lambda c: checkpoint):
-        ranks = SimpleNamespace(world_size=processes, is_main=False)
-        c, *_ = start.choose_run(["--device=cpu", *words], ranks)
-    return fit_device(c, 50257, CPU, processes, {})
+    with (
+        mock.patch.object(start, "find_checkpoint", lambda c: checkpoint),
+        mock.patch.dict(os.environ, WORLD_SIZE=str(processes)),
+    ):
+        c, *_ = start.choose_run(["--device=cpu", *words])
+        return fit_device(c, 50257, CPU, {})
 
 
 @pytest.mark.parametrize("words, processes, expected", RESUMED)

@@ -305,8 +305,7 @@ MIXTURE_EDITS = [
     ),
     (SPLITS_LINE, SPLITS_LINE + SPLIT),
     (
-        line := "    batches = Batches(data, c, hw.device, progress.tokens, ranks.rank, "
-        "ranks.world_size)\n",
+        line := "    batches = Batches(data, c, hw.device, progress.tokens)\n",
         line + MIX,
     ),
 ]

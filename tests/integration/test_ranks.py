@@ -34,7 +34,7 @@ from program import (
     write_tokens,
 )
 
-from machine.ranks import Ranks
+from machine import ranks
 
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
@@ -201,8 +201,7 @@ def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(tiny, tmp_pa
 @pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
 def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, monkeypatch):
     """Use gloo on CPUs, and where torch has no NCCL, as on Windows."""
-    ranks = Ranks()
-    ranks.world_size = 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
     made = mock.Mock()
     for name in ("new_group", "is_nccl_available"):
         monkeypatch.setattr(torch.distributed, name, getattr(made, name))
