@@ -1,13 +1,13 @@
 """
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
-This file is the run. main() decides with run/start.py how it starts, and then loops: evaluate
-and save once in a while, train_step(), log. train_step() runs gradient_accumulation_steps
-micro-batches forward and backward and then updates the weights. To change when a run ends,
-evaluates or saves, or the learning rate, edit why_over(), evaluation_due(), save_due() or
-get_lr(). GPT-2 is in model.py, the fast model in
-model_fast.py, AdamW and Muon in optimizer.py, every key in configurator.py, the tokens in data/,
-what surrounds a run in run/, and the device and the processes in machine/.
+This file is the run. main() opens what a run needs, and then loops: evaluate and save once in a
+while, train_step(), log. train_step() runs gradient_accumulation_steps micro-batches forward and
+backward and then updates the weights. To change when a run ends, evaluates or saves, or the
+learning rate, edit why_over(), evaluation_due(), save_due() or get_lr(). How a run starts is in
+run/start.py, GPT-2 in model.py, the fast model in model_fast.py, AdamW and Muon in optimizer.py,
+every key in configurator.py, the tokens in data/, what surrounds a run in run/, and the device and
+the processes in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -17,7 +17,7 @@ begun.
 
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from signal import Signals
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -30,7 +30,7 @@ from common.console import UserError, run_main, say
 from common.process import keep_awake, rank, world_size
 from configurator import SAVE_EVERY, Config, config_values
 from data.loader import Batch, Batches, eval_batches
-from data.shards import Dataset, ShardTokens
+from data.shards import Dataset
 from machine import hardware, ranks
 from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
@@ -55,68 +55,58 @@ MEMORY_HINT = (
 
 def main(argv: list[str]) -> int:
     began = time.perf_counter()
+    ranks.quiet_others()
+    keep_awake()
 
-    # Which run is this, and what does it begin with? `loaded` holds a checkpoint to continue, or
-    # weights, or nothing. Each rank reads for itself, and then they join. Rank 0 alone writes:
-    # `on_main` calls a function there
+    # The run: its configuration, its folder, and what it begins with: a checkpoint to continue,
+    # weights, or nothing. Each rank reads this for itself, and join() ends the run if they differ
     c, loaded, folder = choose_run(argv)
     progress = Progress(**loaded.get("progress", {}))
     it, hours = progress.iter_num, training_hours(loaded.get("ledger", {}))
     if progress.complete and why_over(c, it, hours) and not c.eval_only:
-        done = f"all {it:,} iterations are done"
-        say(f"{c.out_dir}: {done}; to start a new run, give another --out_dir")
+        say(f"{c.out_dir}: all {it:,} iterations are done; another --out_dir begins a new run")
         return 0
-
-    # Data and device. An evaluation measures the loss of each split named here
-    keep_awake()
     data = open_data(c)  # may download the tokens first
     check_data(c, data, loaded)
     hw = hardware.set_up(c)
     c = fit_device(c, data.vocab, hw, loaded)
     ranks.join(config=c, checkpoint=it, dataset=data.fingerprint, device=hw.name)
-    splits = {"train": data.train, "val": data.val}
 
-    # Model and optimizer. All ranks start from the same weights but draw different dropout masks;
-    # a resume continues with the random states that it has saved
+    # What learns, and from what
     model = make_model(c, data.vocab, hw, loaded)
-    origin = origin_lines(c, loaded)
+    about = [*origin_lines(c, loaded), hw.line(c.compile), describe(model, data.vocab), data.line()]
     if c.eval_only:
-        say(*origin, hw.line(c.compile), describe(model, data.vocab), data.line())
-        del loaded  # otherwise Windows would not let a run replace this file
-        evaluate_only(model, splits, data, it, c, hw)
+        say(*about)
+        evaluate_only(model, data, c, hw, it)
         return 0
-    torch.manual_seed(c.seed + rank())
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    if "progress" in loaded:
-        restore(loaded, optimizer, scaler, c, hw)
+    restore(loaded, optimizer, scaler, hw)
+    batches = Batches(data, c, hw.device, progress.tokens)
 
-    # Files, clock, log and batches. From here on out_dir belongs to this run
-    ranks.on_main(folder.claim, loaded)
+    # What keeps the books. From here on out_dir belongs to this run
+    ranks.on_main(folder.claim, loaded)  # only rank 0 writes
     clock = Clock(began, hw.synchronize, loaded)
     log = Log(c, clock, hw, data, model, progress, folder)
-    log.begin(origin)  # also starts the tracker
-    batches = Batches(data, c, hw.device, progress.tokens)
+    log.begin(about)
     del loaded  # frees the loaded checkpoint
 
-    # Compile, and compare with eager code in float32. If compiled code fails or is wrong, the run
-    # ends
+    # Compiled code is compared with eager code in float32. If it fails or is wrong, the run ends
     if c.compile:
-        clock.lap("start-up")  # book the seconds since the last lap
-        compile_checked(model, c, data.vocab, hw)
-        clock.lap("compile")
+        with clock.pause("compile", before="start-up"):
+            compile_checked(model, c, data.vocab, hw)
     ddp_model = ranks.data_parallel(model)  # averages the gradients of all ranks
     freeze_garbage()  # so that collections need not scan a million torch objects
-    clock.lap("start-up")
     skipped = torch.zeros((), device=hw.device)  # updates skipped in a row, counted on the device
     stop = StopSignal()  # from now on, a signal makes the loop end and save
+    clock.lap("start-up")
 
     def evaluate() -> None:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
-            numbers = estimate_loss(model, splits, c, hw)
-            progress.record(numbers["val_loss"])
-            log.report_eval(progress, numbers)
+            measured = estimate_loss(model, data, c, hw)
+            progress.record(measured["val_loss"])
+            log.report_eval(progress, measured)
 
     def save() -> None:
         with clock.pause("checkpoints"):
@@ -157,8 +147,7 @@ def main(argv: list[str]) -> int:
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
-            lr = optimizer.param_groups[0]["lr"]
-            log.report_step(progress, tokens, loss, lr, numbers)
+            log.report_step(progress, tokens, loss, optimizer.param_groups[0]["lr"], numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
             if skips >= MAX_SKIPS:
@@ -278,11 +267,15 @@ def save_due(c: Config, progress: Progress, since_save: float) -> bool:
 
 
 def make_model(c: Config, vocab: int, hw: Hardware, loaded: dict):
-    """Return the model on its device, with the loaded weights, or else random ones."""
+    """
+    Return the model on its device, with the loaded weights, or else random ones. All ranks get the
+    same weights, but then draw different dropout masks.
+    """
     torch.manual_seed(c.seed)
     model = build_model(model_config(c, vocab, loaded)).to(hw.device)
     if loaded:
         load_weights(model, loaded)
+    torch.manual_seed(c.seed + rank())
     return model
 
 
@@ -335,16 +328,16 @@ def set_rates(optimizer, it: int, c: Config, hours: float) -> None:
 
 
 @torch.no_grad()
-def estimate_loss(model, splits: dict[str, ShardTokens], c, hw) -> dict[str, float]:
+def estimate_loss(model, data: Dataset, c: Config, hw: Hardware) -> dict[str, float]:
     """
     Return each split's mean loss on fixed windows as NAME_loss, in nats per token, without dropout.
     The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
     this, and gets all losses. Raises OSError and UserError.
     """
-    tokens = min(c.eval_tokens, len(splits["val"]))  # the same number from each split
+    tokens = min(c.eval_tokens, len(data.val))  # the same number from each split
     losses: dict[str, float] = {}
     model.eval()
-    for name, split in splits.items():
+    for name, split in data.splits.items():
         micro_batches = eval_batches(split, tokens, c)
         nats, count = ranks.sum(*sum_losses(model, micro_batches, hw))
         losses[f"{name}_loss"] = nats / count
@@ -352,7 +345,7 @@ def estimate_loss(model, splits: dict[str, ShardTokens], c, hw) -> dict[str, flo
     return losses
 
 
-def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
+def sum_losses(model, micro_batches: list[Batch], hw: Hardware) -> tuple[float, int]:
     """Return the summed loss over all targets in nats, and their number."""
     # Allocate one tensor before the loop. On a CPU, a small tensor per micro-batch would lie
     # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
@@ -367,10 +360,10 @@ def sum_losses(model, micro_batches: list[Batch], hw) -> tuple[float, int]:
     return math.fsum(sums), sum(counts)
 
 
-def evaluate_only(model, splits, data: Dataset, it: int, c, hw) -> None:
+def evaluate_only(model, data: Dataset, c: Config, hw: Hardware, it: int) -> None:
     """Evaluate the weights once, print the numbers and write nothing."""
     began = time.perf_counter()
-    numbers = estimate_loss(model, splits, c, hw)
+    numbers = estimate_loss(model, data, c, hw)
     say(evaluation_line(it, numbers, time.perf_counter() - began, data))
     say(f"val_loss: {numbers['val_loss']:.4f}")
 
@@ -404,30 +397,29 @@ def state_to_save(c, progress, data: Dataset, model, optimizer, scaler, clock, h
     )
 
 
-def restore(loaded: dict, optimizer, scaler, c: Config, hw: Hardware) -> None:
+def restore(loaded: dict, optimizer, scaler, hw: Hardware) -> None:
     """
-    Restore the optimizer, the scaler and the random states. Other parts of the checkpoint are read
-    by Progress, Clock and RunFolder. Raises UserError.
+    Restore the optimizer, the scaler and the random states, if `loaded` is a checkpoint to
+    continue. The optimizer's hyperparameters come from the configuration. Other parts of the
+    checkpoint are read by Progress, Clock and RunFolder. Raises UserError.
     """
-    restore_optimizer(optimizer, loaded["optimizer"], c)
-    if scaler.is_enabled() and loaded["scaler"]:
-        scaler.load_state_dict(loaded["scaler"])
-    if rank() < len(loaded["rng"]):
-        hw.set_rng_states(loaded["rng"][rank()])
-
-
-def restore_optimizer(optimizer, saved: dict, c: Config) -> None:
-    """Restore the optimizer's state. The hyperparameters come from the configuration."""
-    ours, theirs = optimizer.state_dict()["param_groups"], saved["param_groups"]
-    if [group["param_names"] for group in ours] != [group["param_names"] for group in theirs]:
-        problem = f"the optimizer in {c.out_dir} groups the weights differently"
-        hint = f"--init_from={c.out_dir} with another --out_dir starts from the weights alone"
+    if "progress" not in loaded:
+        return
+    saved, groups = loaded["optimizer"], optimizer.state_dict()["param_groups"]
+    names, known = ([g["param_names"] for g in gs] for gs in (groups, saved["param_groups"]))
+    if names != known:
+        problem = f"the optimizer in {loaded['source']} groups the weights differently"
+        hint = f"--init_from={loaded['source']} with another --out_dir takes the weights alone"
         raise UserError(f"init_from: {problem}; {hint}")
-    optimizer.load_state_dict(saved | dict(param_groups=ours))
+    optimizer.load_state_dict(saved | dict(param_groups=groups))
     # Clone CPU tensors, also in lists. They are mapped from the checkpoint file, and would keep it
     # open for the whole run.
     for p, state in optimizer.state.items():
         optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, state)
+    if scaler.is_enabled() and loaded["scaler"]:
+        scaler.load_state_dict(loaded["scaler"])
+    if rank() < len(loaded["rng"]):
+        hw.set_rng_states(loaded["rng"][rank()])
 
 
 if __name__ == "__main__":

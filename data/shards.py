@@ -160,8 +160,7 @@ class ShardTokens:
 @dataclass
 class Dataset:
     source: str  # the folder's path
-    train: ShardTokens
-    val: ShardTokens
+    splits: dict[str, ShardTokens]  # train and val; each evaluation measures the loss of every one
     vocab: int  # vocabulary size before padding
     tokenizer: dict  # Tokenizer's spec, which checkpoints save
     manifest: dict = field(default_factory=dict)  # manifest.json; {} without one
@@ -169,6 +168,14 @@ class Dataset:
     # Without one, as in fineweb_records, other tokens in the middle of a shard do not change it.
     fingerprint: str = ""
     val_fingerprint: str = ""  # a hash of the validation split's tokens
+
+    @property
+    def train(self) -> ShardTokens:
+        return self.splits["train"]
+
+    @property
+    def val(self) -> ShardTokens:
+        return self.splits["val"]
 
     def line(self) -> str:
         """Describe the data."""
@@ -234,7 +241,7 @@ def open_dataset(name: str) -> Dataset:
     """
     folder = dataset_folder(name)
     data = read_folder(folder)
-    for split, held in (("train", data.train), ("val", data.val)):
+    for split, held in data.splits.items():
         if not len(held):
             number = f"00000{int(split == 'train')}"
             hint = f"get or prepare {split}.bin or a shard such as fineweb_{split}_{number}.bin"
@@ -279,8 +286,8 @@ def read_folder(folder: Path) -> Dataset:
             if name == FINEWEB_VAL:  # add 1 for the last target
                 shard = replace(shard, tokens=min(shard.tokens, FINEWEB_VAL_TOKENS + 1))
             shards[split].append(shard)
-    train, val = ShardTokens(shards["train"], vocab), ShardTokens(shards["val"], vocab)
-    return Dataset(str(folder), train, val, vocab, tokenizer, manifest)
+    splits = {split: ShardTokens(held, vocab) for split, held in shards.items()}
+    return Dataset(str(folder), splits, vocab, tokenizer, manifest)
 
 
 def read_manifest(folder: Path) -> dict:
@@ -294,7 +301,7 @@ def check_and_fingerprint(data: Dataset) -> str:
     not belong there; training checks the rest as it reads them. Returns the dataset's fingerprint,
     a SHA-256 over the tokens at the ends and manifest.json's entries. Raises UserError and OSError.
     """
-    splits = (data.train, data.val)
+    splits = data.splits.values()
     # Leave out `bytes`, which says nothing about the tokens.
     listed = [entry for split in splits for entry in data.listed(split)]
     entries = {e["name"]: {k: v for k, v in e.items() if k != "bytes"} for e in listed}
@@ -341,7 +348,7 @@ def check_width(path: Path, tokens: np.ndarray) -> None:
 def check_dataset(data: Dataset, block_size: int) -> None:
     """Raise UserError if a split is too short for one window."""
     problems = []
-    for split, held in (("train", data.train), ("val", data.val)):
+    for split, held in data.splits.items():
         if len(held) <= block_size:
             short = f"the {split} split of {data.source} has only {len(held):,} tokens"
             problems.append(f"block_size: {short}; use --block_size={max(len(held) - 1, 1)}")

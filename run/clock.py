@@ -71,9 +71,9 @@ class Clock:
         return seconds
 
     @contextlib.contextmanager
-    def pause(self, category: str) -> Iterator[None]:
-        """Book the seconds until this block to steps, and the block's own to `category`."""
-        self.lap("steps")
+    def pause(self, category: str, before: str = "steps") -> Iterator[None]:
+        """Book the seconds until this block to `before`, and the block's own to `category`."""
+        self.lap(before)
         yield
         self.lap(category)
 

@@ -31,7 +31,7 @@ from common.process import is_main, world_size
 from configurator import FIELDS, NOT_WEIGHTS, Config, config_values
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
-from machine.cost import count_flops, describe
+from machine.cost import count_flops
 from machine.hardware import Hardware
 from model import generate
 from run.checkpoint import RunFolder, checkpoint_name
@@ -79,10 +79,10 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, origin: list[str]) -> None:
+    def begin(self, about: list[str]) -> None:
         """
-        Start the tracker, describe the run, and open the tokenizer of its samples. `origin` says
-        what it begins with.
+        Start the tracker, describe the run, and open the tokenizer of its samples. `about` has
+        lines on what the run begins with, its device, model and data.
         """
         c = self.config
         self.tracker.start(c, self.first_iter)
@@ -91,12 +91,9 @@ class Log:
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
         sizes += " (micro-batches x sequences x tokens)"
         say(
-            *origin,
             f"command: {launch_command()}",
             f"start: {date()}, {program}, torch {torch.__version__}",
-            self.hw.line(c.compile),
-            describe(self.model, self.data.vocab),
-            self.data.line(),
+            *about,
             f"tokens per iteration will be: {c.iter_tokens:,} = {sizes}",
             f"run: {self.length()}, in {c.out_dir}",
         )

@@ -275,7 +275,7 @@ LOSS, HEADS, MIXTURE, LION, CHOICES = (
     )
 )
 # the indented blocks of the page, in its order
-HEAD, ZERO, ADD, RETURN, PER_SPLIT, OPEN, SPLIT, MIX, SECOND, NUMBER = re.findall(
+HEAD, ZERO, ADD, RETURN, PER_SPLIT, OPEN, MIX, SECOND, NUMBER = re.findall(
     r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
 )
 KEYS = """
@@ -284,11 +284,11 @@ class Config:
     z_loss: float = 0.0
 """
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
-SPLITS_LINE = '    splits = {"train": data.train, "val": data.val}\n'
-RECORD_LINE = '            progress.record(numbers["val_loss"])\n'
+DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
+RECORD_LINE = '            progress.record(measured["val_loss"])\n'
 ADAMW_LINE = "    return torch.optim.AdamW(groups, fused=fused)\n"
 EDITS = [
-    (SPLITS_LINE, SPLITS_LINE + SECOND),
+    (DATA_LINE, DATA_LINE + SECOND),
     (RECORD_LINE, NUMBER + RECORD_LINE),
 ]
 HEAD_EDITS = [
@@ -299,15 +299,8 @@ HEAD_EDITS = [
     (line := '        losses[f"{name}_loss"] = nats / count\n', line + PER_SPLIT),
 ]
 MIXTURE_EDITS = [
-    (
-        line := "    data = open_data(c)  # may download the tokens first\n",
-        line + OPEN,
-    ),
-    (SPLITS_LINE, SPLITS_LINE + SPLIT),
-    (
-        line := "    batches = Batches(data, c, hw.device, progress.tokens)\n",
-        line + MIX,
-    ),
+    (DATA_LINE, DATA_LINE + OPEN),
+    (line := "    batches = Batches(data, c, hw.device, progress.tokens)\n", line + MIX),
 ]
 MIXTURE_FILES = MIXTURE | {
     "configurator.py": """

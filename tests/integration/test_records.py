@@ -83,8 +83,8 @@ def test_console_and_log_begin_with_the_command_in_a_form_to_paste(tiny, tmp_pat
     result = run("train.py", *typed)
     lines = result.out.splitlines()
     assert (out_dir / "log.txt").read_text().splitlines()[:3] == lines[:3]
-    assert lines[0] == f"new run: {out_dir} holds no checkpoint"
-    label, python, _, *shown = shlex.split(lines[1])
+    assert lines[2] == f"new run: {out_dir} holds no checkpoint"
+    label, python, _, *shown = shlex.split(lines[0])
     assert (label, python, shown) == ("command:", "python", typed)
     assert "float32, not compiled; peak " in result.out
 
