@@ -26,6 +26,8 @@ Examples:
 import common.environment  # before torch  # noqa: F401  isort: skip
 import json
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -47,7 +49,6 @@ from common.console import (
     table_lines,
 )
 from common.files import replacing
-from common.process import start_child
 from configurator import Config, config_text, load_config, read_config
 from data.download import vocab_where_missing
 from machine import hardware
@@ -55,6 +56,7 @@ from machine.compile_check import check
 from run import plan
 from run.curves import Run, percentile, read_run
 
+TRAIN = str(Path(__file__).with_name("train.py"))
 POLL_SECONDS = 0.2  # how often to read the log
 # Log lines to discard: in the first ones, the optimizer and the device allocate their memory.
 UNCOUNTED = 2
@@ -84,7 +86,6 @@ OVERRIDES: dict[str, Any] = dict(
     init_from="scratch",
     max_iters=UNREACHED,
     lr_decay_iters=0,
-    hours=0.0,
     eval_interval=UNREACHED,
     eval_tokens=1,
     eval_only=False,
@@ -132,7 +133,8 @@ def measure(config: Config, seconds: float) -> dict:
 def run_train(config: Config, seconds: float) -> Run:
     """Run train.py in a child process until its log has enough lines, then kill it."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        values = dict(OVERRIDES, out_dir=str(Path(folder, "run")))
+        # by itself it ends only if this process is killed before it can kill the run
+        values = dict(OVERRIDES, out_dir=str(Path(folder, "run")), hours=1 + seconds / 3600)
         every = max(1, MICRO_BATCHES_PER_LINE * config.batch_size // config.iter_sequences)
         values["log_interval"] = min(config.log_interval, every)
         if vocab := vocab_where_missing(config):
@@ -140,8 +142,13 @@ def run_train(config: Config, seconds: float) -> Run:
         file = Path(folder, "config.py")
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
+        nothing = subprocess.DEVNULL
         with open(Path(folder, "errors"), "wb") as errors:
-            child = start_child("train", file, stderr=errors)
+            command = [sys.executable, TRAIN, str(file)]
+            # in a session of its own, so that Ctrl-C in the terminal does not reach it
+            child = subprocess.Popen(
+                command, stdin=nothing, stdout=nothing, stderr=errors, start_new_session=True
+            )
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)

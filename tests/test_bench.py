@@ -20,7 +20,7 @@ from program import FAST, flags, run, write_tokens
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
 
-# What a child does before it becomes common/process.py
+# What a child does before it becomes train.py
 NO_COMPILER = "import torch; torch.nn.Module.compile = lambda *_, **__: None; "
 CUDA_IS_FULL = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')"
 RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -48,7 +48,7 @@ def children(monkeypatch, tmp_path) -> list:
     popen = subprocess.Popen
 
     def fork(command, **options):
-        if command[2:3] != ["train"]:
+        if Path(command[1]).name != "train.py":
             return popen(command, **options)
         arguments = ["-c", NO_COMPILER + fork.code + RUN, *command[1:]]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
