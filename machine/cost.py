@@ -190,35 +190,35 @@ def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
 # The micro-batch that fits
 
 
-def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> int:
+def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> Config:
     """
-    Return the largest micro-batch, up to batch_size, with which a run takes at most `memory` bytes
-    of each GPU; without a GPU (0 bytes) the largest up to MICRO_BATCH. Returns 1 even if one
-    sequence does not fit, because the estimate may be too high.
+    Return the config with the largest micro-batch, up to batch_size, with which a run takes at most
+    `memory` bytes of each GPU; without a GPU (0 bytes) with the largest up to MICRO_BATCH. It has
+    one sequence even if that does not fit, because the estimate may be too high. Without
+    tokens_per_iter, batch_size is exact if the processes can share that many micro-batches.
     """
+    if not c.tokens_per_iter and c.gradient_accumulation_steps % processes == 0:
+        return c
     sizes = micro_batches(c, processes)
     if not memory:
-        return max(n for n in sizes if n <= MICRO_BATCH)
+        return with_batch(c, max(n for n in sizes if n <= MICRO_BATCH))
     needed = {n: sum(memory_bytes(c, model, dtype, n).values()) for n in sizes}
-    return max((n for n in sizes if needed[n] <= memory), default=1)
+    return with_batch(c, max((n for n in sizes if needed[n] <= memory), default=1))
 
 
 def fit_device(c: Config, vocab: int, hw: Hardware, loaded: dict) -> Config:
     """
     Return the config as this device runs it: with its dtype, compiled only where that works, and
-    with the micro-batch that fits. Without tokens_per_iter, batch_size is exact if the processes
-    can share that many micro-batches. Only the size of the GPU counts, not what is free now, so
-    that each start on a card, and each rank, chooses alike.
+    with the micro-batch that choose_batch() chooses. Only the size of the GPU counts, not what is
+    free now, so that each start on a card, and each rank, chooses alike.
     """
     # torch's compiler for MPS is an early prototype
     compiles = c.compile and hw.device.type != "mps" and not c.eval_only
     c = replace(c, dtype=hw.dtype_name, compile=compiles)
-    processes = world_size()
-    if not c.tokens_per_iter and c.gradient_accumulation_steps % processes == 0:
-        return c
     is_gpu = hw.device.type == "cuda"
     memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
-    size = choose_batch(c, model_config(c, vocab, loaded), hw.dtype_name, processes, memory)
-    limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
-    say(f"batch_size: {size} of at most {c.batch_size} sequences, {limit}")
-    return with_batch(c, size)
+    chosen = choose_batch(c, model_config(c, vocab, loaded), hw.dtype_name, world_size(), memory)
+    if chosen is not c:
+        limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
+        say(f"batch_size: {chosen.batch_size} of at most {c.batch_size} sequences, {limit}")
+    return chosen

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from common.console import UserError, count, parse_count, percent, raise_if_any, say
-from configurator import NOT_WEIGHTS, SAVE_EVERY, Config, resolve, with_batch
+from configurator import SAVE_EVERY, Config, resolve
 from data.download import (
     FAST_DATA,
     SAMPLE_TOKENS,
@@ -23,8 +23,7 @@ from data.shards import open_dataset
 from machine import cost, hardware
 from machine.gpus import GIB, PUBLISHED_WIDTH, known_mfus, resolve_gpu, row_peak, short_name
 from model_fast import model_config
-from run.pretrained import load_pretrained
-from run.start import ARCHITECTURE
+from run.start import config_of_weights
 
 # What the fast recipe's biases, gains, Newton-Schulz iterations and averages add to an iteration of
 # GPT-2. docs/internals/simulated_gpus.md derives 3.9%, and 4.5% with 18 Newton-Schulz iterations;
@@ -57,14 +56,10 @@ def plan(config: Config, options: Namespace) -> dict:
     `options` holds plan's flags, None if not given. Raises UserError.
     """
     # The run. Weights in init_from set the model's sizes, and a dataset its vocabulary
-    c, problems = resolve(config, options.gpus)
+    c, weights, _ = config_of_weights(config)
+    c, problems = resolve(c, options.gpus)
     raise_if_any(problems)
-    weights, dataset_tokens, gpus = None, options.dataset_tokens, options.gpus
-    if c.init_from not in NOT_WEIGHTS:
-        block_size = c.block_size if "block_size" in c.set_keys else None
-        weights = load_pretrained(c.init_from, block_size)
-        sizes = weights["model_config"]
-        c = replace(c, **{name: sizes[name] for name in ARCHITECTURE if name in sizes})
+    dataset_tokens, gpus = options.dataset_tokens, options.gpus
     vocab = vocab_where_missing(c)
     if vocab is None:
         data = open_dataset(c.dataset)
@@ -86,9 +81,7 @@ def plan(config: Config, options: Namespace) -> dict:
             dtype = "bfloat16" if row["bf16_tflops"] else "float16"
         peak = c.peak_tflops or row_peak(row, dtype, c.tf32) or 0.0  # 0: unknown
         peak_source = "peak_tflops" if c.peak_tflops else "gpus.csv"
-    if c.tokens_per_iter or c.gradient_accumulation_steps % gpus:
-        filled = cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB
-        c = with_batch(c, cost.choose_batch(c, model, dtype, gpus, filled))
+    c = cost.choose_batch(c, model, dtype, gpus, cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB)
 
     # The likely, the shortest and the longest seconds of an iteration on one GPU. The known MFUs
     # are relative to a data sheet's peak, not to a measured one

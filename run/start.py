@@ -84,10 +84,8 @@ def choose_run(argv: list[str]) -> tuple[Config, dict, RunFolder]:
         before = config_before(loaded)
         c, problems = config_of_resume(c, before)
         problems += hours_problems(c, before, training_hours(loaded["ledger"]))
-    elif c.init_from not in NOT_WEIGHTS:
-        block_size = c.block_size if "block_size" in c.set_keys else None
-        loaded = load_pretrained(c.init_from, block_size)
-        c, problems = config_of_weights(c, loaded["model_config"])
+    else:
+        c, loaded, problems = config_of_weights(c)
     c, impossible = resolve(c, world_size(), before)
     problems += impossible
     try:
@@ -159,12 +157,20 @@ def hours_problems(c: Config, before: Config, hours: float) -> list[str]:
     return [f"hours: {problem}; {hint}"]
 
 
-def config_of_weights(c: Config, sizes: dict) -> tuple[Config, list[str]]:
-    """Return the configuration with the sizes of init_from's weights, and the problems."""
+def config_of_weights(c: Config) -> tuple[Config, dict, list[str]]:
+    """
+    Load the weights that init_from names, if it does. Returns the configuration with their sizes,
+    the weights as load_pretrained() returns them, or {}, and the problems. Raises UserError.
+    """
+    if c.init_from in NOT_WEIGHTS:
+        return c, {}, []
+    loaded = load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
+    sizes = loaded["model_config"]
     saved = {name: sizes.get(name, FIELDS[name].default) for name in ARCHITECTURE}
     if sizes["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
         saved |= dict(pad_vocab_multiple=1)
-    return keep_values(c, saved, c.init_from, "--init_from")
+    c, problems = keep_values(c, saved, c.init_from, "--init_from")
+    return c, loaded, problems
 
 
 def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config, list[str]]:
