@@ -1,11 +1,16 @@
 """
-Say which of torchrun's processes this is, by the variables that torchrun sets, and keep the machine
-awake while it works.
+Say which of torchrun's processes this is, by the variables that torchrun sets, and which signals
+ask it to stop, and keep the machine awake while it works.
 """
 
 import ctypes
 import os
 import sys
+
+# Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGUSR2 that of
+# Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows
+# has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
+ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
 
 
 def world_size() -> int:

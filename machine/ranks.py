@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import UserError, one_line, print_in_handler
-from common.process import is_main, rank, world_size
+from common.process import ASK_TO_STOP, is_main, rank, world_size
 
 
 def quiet_others() -> None:
@@ -124,10 +124,6 @@ def end_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-# Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGUSR2 that of
-# Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows
-# has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
-ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
 SAME_STOP = 0.5  # seconds within which two signals are one, which `timeout` or torchrun sends twice
 
 

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "convert": ["run", *LIBRARY],
     "compare": ["run", *LIBRARY],
     "bench": ["run", *LIBRARY],
+    "night": ["common"],
     "docs": ["optimizer", "run", *LIBRARY],
 }
 PREPARATIONS = ["data.prepare_text", "data.prepare_fineweb"]  # nobody imports these
@@ -128,6 +129,7 @@ SCRIPTS: dict[str, set[str]] = {
     "bench.py": set(),
     "configurator.py": {"torch"},
     "compare.py": {"torch"},
+    "night.py": {"torch"},
     "data/prepare_text.py": {"torch"},
     "data/prepare_fineweb.py": {"torch"},
 }

@@ -1,6 +1,6 @@
 """
 Check what a run does at its start if it cannot do what it was asked, the documented exit codes, and
-night.sh, which acts on them.
+night.py, which acts on them.
 """
 
 import errno
@@ -17,7 +17,9 @@ from unittest import mock
 import psutil
 import pytest
 from doc_pages import GUIDES, read
-from program import ROOT, InProcessRun, finish, flags, run, start, train
+from program import ROOT, InProcessRun, finish, flags, needs_signals, run, start, train
+
+import night
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, eval_interval=4, eval_tokens=160)
 
@@ -85,57 +87,129 @@ def test_the_documented_systemd_line_takes_a_stop_by_a_signal_as_a_success():
 
 
 # -----------------------------------------------------------------------------
-# night.sh
+# night.py
 
-needs_bash = pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+# writes down its argument and every signal, and ends with the next code of the file
+COMMAND = """
+import signal, sys, time
+from pathlib import Path
+
+def receive(number, frame):
+    with open("signals", "a") as file:
+        file.write(f"{number} ")
+    sys.exit(7)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, receive)
+with open("starts", "a") as file:
+    file.write(f"{sys.argv[1]}\\n")
+number = len(Path("starts").read_text().splitlines())
+code = Path("codes").read_text().split()[number - 1]
+while code == "wait":
+    time.sleep(0.05)
+sys.exit(int(code))
+"""
+# repeats without a pause
+AT_ONCE = "import sys, night; night.PAUSE_SECONDS = 0; sys.exit(night.main(sys.argv[1:]))"
 
 
 @pytest.fixture
-def slept(tmp_path, monkeypatch) -> Path:
-    """Replace sleep by a program that writes into this file how long it should take."""
-    (tmp_path / "sleep").write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/slept\n")
-    (tmp_path / "sleep").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    return tmp_path / "slept"
+def command(tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(night, "PAUSE_SECONDS", 0)
+    Path("command.py").write_text(COMMAND)
+    return ["command.py", "two words"]
 
 
-@needs_bash
 @pytest.mark.parametrize(
     "codes", [(1, 137, 0), (134, 135, 139, 0), (1,) * 5, *((n,) for n in (2, 127, 129, 130, 143))]
 )
-def test_night_sh_repeats_its_command_after_an_error_and_gives_up_after_five_short_launches(
-    codes, slept, tmp_path
+def test_night_repeats_its_command_after_an_error_and_gives_up_after_five_short_launches(
+    codes, command, capfd
 ):
-    command = 'echo "$1" >> starts; code=$(head -n 1 codes); sed -i 1d codes; exit $code'
-    (tmp_path / "codes").write_text("\n".join(map(str, codes)))
-    words = ["bash", ROOT / "night.sh", "sh", "-c", command, "sh", "two words"]
-    assert subprocess.run(words, cwd=tmp_path).returncode == codes[-1]
-    assert (tmp_path / "starts").read_text().splitlines() == ["two words"] * len(codes)
-    assert len(codes) == 1 or slept.read_text().split() == ["300"] * (len(codes) - 1)
+    Path("codes").write_text(" ".join(map(str, codes)))
+    assert night.main(command) == codes[-1]
+    assert Path("starts").read_text().splitlines() == ["two words"] * len(codes)
+    said = [f"night.py: exit code {code}; launching again in five minutes" for code in codes[:-1]]
+    assert [line.split(",")[0] for line in capfd.readouterr().err.splitlines()] == said
 
 
-@needs_bash
+def test_night_goes_on_if_a_save_was_due_in_each_launch(command, monkeypatch):
+    monkeypatch.setattr(night, "SHORT_SECONDS", 0)
+    Path("codes").write_text("1 1 1 1 1 1 0")
+    assert night.main([sys.executable, *command]) == 0
+
+
+def launch_night(*words, **options) -> subprocess.Popen:
+    """Start night.py in a session of its own, as in a terminal. Its pause takes no time."""
+    environment = os.environ | dict(PYTHONPATH=str(ROOT))
+    line = [sys.executable, "-c", AT_ONCE, *map(str, words)]
+    return subprocess.Popen(line, env=environment, start_new_session=True, **options)
+
+
+@needs_signals
+@pytest.mark.parametrize("ignored", [[], [signal.SIGINT]], ids=["all", "after &"])
+def test_night_passes_a_signal_on_once_unless_it_is_ignored(ignored, command):
+    """Send Ctrl-C to all processes of the terminal, and then SIGTERM to night.py."""
+    Path("codes").write_text("wait")
+
+    def ignore():
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    process = launch_night(*command, preexec_fn=ignore)
+    try:
+        while not Path("starts").exists():
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+        if ignored:
+            assert process.poll() is None
+            process.terminate()
+        assert process.wait(timeout=60) == 7
+    finally:
+        process.kill()
+    expected = signal.SIGTERM if ignored else signal.SIGINT
+    assert Path("signals").read_text().split() == [str(int(expected))]
+
+
+def test_night_ends_at_a_signal_in_its_pause(command, monkeypatch):
+    Path("codes").write_text("1")
+    monkeypatch.setattr(night, "PAUSE_SECONDS", 300)
+    monkeypatch.setattr(night, "say", lambda *line, console: signal.raise_signal(signal.SIGINT))
+    assert night.main(command) == 130
+
+
+def test_night_only_waits_on_windows_where_the_console_sends_ctrl_c_to_both(monkeypatch):
+    child = mock.Mock()
+    child.poll.side_effect = [None, None, 130]
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: child)
+    assert night.launch(["train"], [signal.SIGINT]) == 130
+    child.send_signal.assert_not_called()
+
+
+@needs_signals
 @pytest.mark.slow
-def test_night_sh_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, slept, tmp_path):
+def test_night_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, tmp_path):
     keys = tiny | dict(max_iters=10**6, eval_interval=100, checkpoint_interval=5)
     with open(tmp_path / "said", "w") as said:
-        words = ["bash", ROOT / "night.sh", sys.executable, ROOT / "train.py", *flags(**keys)]
-        night = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+        process = launch_night(ROOT / "train.py", *flags(**keys), stdout=said, stderr=said)
 
     def wait_for(iteration: int) -> None:
         while not ran.out_dir.exists() or not ran.saved or ran.saved[-1] < iteration:
-            assert night.poll() is None, (tmp_path / "said").read_text()
+            assert process.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.1)
 
     try:
         wait_for(5)
-        (child,) = psutil.Process(night.pid).children()
+        (child,) = psutil.Process(process.pid).children()
         child.kill()
         child.wait()
         wait_for(ran.saved[-1] + 5)
-        os.killpg(night.pid, signal.SIGINT)  # as a terminal does
-        assert night.wait(timeout=120) == 130
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.wait(timeout=120) == 130
     finally:
-        night.kill()
+        process.kill()
     assert (ran.end["reason"], ran.saved[-1]) == ("SIGINT", ran.end["iters"])
-    assert (tmp_path / "said").read_text().count("night.sh: exit code 137") == 1
+    assert (tmp_path / "said").read_text().count("night.py: exit code 137") == 1
