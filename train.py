@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
     def save() -> None:
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress)
-            progress.saved = True  # so the file says of itself
+            progress.saved = True  # as the file will say of itself
             state = state_to_save(c, progress, data, model, optimizer, scaler, clock, hw)
             ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state)
             log.report_save(progress)

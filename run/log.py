@@ -348,6 +348,8 @@ def origin_lines(c: Config, loaded: dict) -> list[str]:
     first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
     it = loaded["progress"]["iter_num"]
     lines = [f"resume: {loaded['source']}, iteration {it:,}{first}"]
+    if c.eval_only:
+        return lines
     for name, value in config_values(c).items():
         before = loaded["config"].get(name, FIELDS[name].default)
         if value != before:
