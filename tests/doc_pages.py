@@ -47,7 +47,7 @@ def command_lines(page: Path) -> list[list[str]]:
         lines += block.replace("\\\n", " ").splitlines()
     commands = []
     for line in lines:
-        line = line.removeprefix("$ ")
+        line = line.removeprefix("$ ").replace("python night.py ", "python ")  # it takes a command
         if line.startswith(("python ", "torchrun ")):
             words = shlex.split(line, comments=True)
             if words[1] == "-m":
