@@ -1,7 +1,7 @@
 """
 Repeat a command until it is done, or until a signal stops it.
 
-    python night.py train.py config/fast.py      a word that ends in .py runs with this Python
+    python night.py train.py config/fast.py      a first word in .py runs with this Python
     python night.py torchrun --standalone --nproc_per_node=2 train.py config/fast.py
 
 Every launch continues the run. After an error or a crash, this launches it again in five minutes.

@@ -250,8 +250,7 @@ def evaluation_due(c: Config, it: int) -> bool:
 def save_due(c: Config, progress: Progress, since_save: float) -> bool:
     """
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
-    ten minutes, but not before the first iteration, and never the same
-    state twice.
+    ten minutes, but not before the first iteration, and never the same state twice.
     """
     if progress.iter_num == 0 or progress.saved:
         return False
