@@ -19,7 +19,8 @@ from common.console import Parser, UserError, run_main, say
 from data.tokenizer import Tokenizer
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from run.pretrained import TRANSPOSED, load_weights, read_weights
+from run.checkpoint import State
+from run.pretrained import TRANSPOSED, read_weights
 
 # OpenAI's tokenizer files, from where tiktoken downloads them
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -42,8 +43,8 @@ def convert(source: str, folder: Path) -> None:
     import transformers
 
     state = read_weights(source)
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    load_weights(model, state)
+    model = build_model(config_from_dict(state.model_config)).eval()
+    state.load_weights(model)
     kind, config = hf_class_and_config(state)
     transformers.utils.logging.set_verbosity_error()  # zeros for absent biases are on purpose
     transformers.utils.logging.disable_progress_bar()
@@ -58,20 +59,20 @@ def convert(source: str, folder: Path) -> None:
     exported.save_pretrained(folder, state_dict=weights)
     if isinstance(model, FastGPT):
         write_fast_code(folder)
-    write_tokenizer(folder, state["tokenizer"], config.n_positions)
+    write_tokenizer(folder, state.tokenizer, config.n_positions)
     say(f"{folder}: written; docs/sampling.md shows how to load it")
 
 
-def hf_weights(state: dict) -> dict[str, torch.Tensor]:
+def hf_weights(state: State) -> dict[str, torch.Tensor]:
     """
     Return the weights under Hugging Face's names and in its shapes, and without the vocabulary's
     padding. transformers adds zeros for biases that a GPT-2 lacks.
     """
-    is_fast = state["model_config"]["model"] == "fast"
+    is_fast = state.model_config["model"] == "fast"
     weights = {}
-    for name, tensor in state["model"].items():
+    for name, tensor in state.model.items():
         if name.endswith(("wte.weight", "lm_head.weight", "lm_head.bias")):
-            tensor = tensor[: state["vocab"]]
+            tensor = tensor[: state.vocab]
         elif name.endswith(TRANSPOSED) and not is_fast:
             tensor = tensor.mT
         weights[f"model.{name}" if is_fast else name] = tensor
@@ -100,14 +101,14 @@ def check_logits(model: GPT | FastGPT, exported: Any) -> None:
     raise UserError(f"{problem}; share the checkpoint and its model file instead")
 
 
-def hf_class_and_config(state: dict) -> tuple[Any, Any]:
+def hf_class_and_config(state: State) -> tuple[Any, Any]:
     """Return transformers' class and config."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from run import modeling_fast
 
-    config = config_from_dict(state["model_config"])
-    spec = state["tokenizer"]
+    config = config_from_dict(state.model_config)
+    spec = state.tokenizer
     eot = None if spec["kind"] == "unknown" else Tokenizer(spec).eot
     values: dict[str, Any] = dict(
         dtype="float32",
@@ -115,7 +116,7 @@ def hf_class_and_config(state: dict) -> tuple[Any, Any]:
         n_head=config.n_head,
         n_embd=config.n_embd,
         n_positions=config.block_size,
-        vocab_size=state["vocab"],
+        vocab_size=state.vocab,
         tie_word_embeddings=config.tie_weights,
         bos_token_id=eot,
         eos_token_id=eot,

@@ -262,17 +262,17 @@ class FastGPT(nn.Module):
 # Building either model from its config
 
 
-def model_config(c, vocab: int, weights: dict | None = None) -> GPTConfig:
+def model_config(c, vocab: int, sizes: dict | None = None) -> GPTConfig:
     """
     Return the model config of a run with the configurator.Config c. `vocab` is rounded up, unless
-    `weights` are loaded, which have their own size.
+    the run begins with weights of other `sizes`, a checkpoint's model_config.
     """
     kind = FastConfig if c.model == "fast" else GPTConfig
     values = {f.name: getattr(c, f.name) for f in fields(kind) if hasattr(c, f.name)}
     multiple = c.pad_vocab_multiple
     values["vocab_size"] = -(-vocab // multiple) * multiple  # 50257 -> 50304
-    if weights:
-        values["vocab_size"] = weights["model_config"]["vocab_size"]
+    if sizes:
+        values["vocab_size"] = sizes["vocab_size"]
     return kind(**values)
 
 

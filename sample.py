@@ -25,7 +25,8 @@ from data.tokenizer import Tokenizer
 from machine import hardware
 from model import GPT, generate
 from model_fast import FastGPT, build_model, config_from_dict
-from run.pretrained import load_pretrained, load_weights, read_weights
+from run.checkpoint import State
+from run.pretrained import load_pretrained, read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"
@@ -78,11 +79,11 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     return ids[1:] or text.start_ids()
 
 
-def load_model(state: dict, c: SampleConfig) -> GPT | FastGPT:
+def load_model(state: State, c: SampleConfig) -> GPT | FastGPT:
     """Build the model with the weights of `state`, in the dtype and on the device of `c`."""
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
-    model = build_model(config_from_dict(state["model_config"]))
-    load_weights(model, state)
+    model = build_model(config_from_dict(state.model_config))
+    state.load_weights(model)
     model.to(hw.device, hw.dtype).eval()
     if c.compile:
         model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]  # on purpose
@@ -101,10 +102,10 @@ def main(argv: list[str]) -> int:
     # In a training config, scratch also means the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS
     state = read_weights(c.out_dir) if from_run else load_pretrained(c.init_from)
-    text = Tokenizer(state["tokenizer"])
+    text = Tokenizer(state.tokenizer)
     model = load_model(state, c)
-    vocab = state["vocab"]  # before padding
-    say(f"model: {state['source']}", console="stderr")
+    vocab = state.vocab  # before padding
+    say(f"model: {state.source}", console="stderr")
     del state  # memory-mapped: on Windows, a run could otherwise not replace its checkpoint
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(c.seed)

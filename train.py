@@ -17,7 +17,6 @@ begun.
 
 import math
 import time
-from dataclasses import asdict
 from signal import Signals
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -38,11 +37,10 @@ from machine.hardware import Hardware
 from machine.ranks import StopSignal, end_process, wait_for_turn
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
-from run.checkpoint import checkpoint_name
+from run.checkpoint import Progress, State
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
-from run.pretrained import load_weights
-from run.start import Progress, check_data, choose_run, open_data
+from run.start import check_complete, check_data, choose_run, open_data
 
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
@@ -60,21 +58,22 @@ def main(argv: list[str]) -> int:
 
     # The run: its configuration, its folder, and what it begins with: a checkpoint to continue,
     # weights, or nothing. Each rank reads this for itself, and join() ends the run if they differ
-    c, loaded, folder = choose_run(argv)
-    progress = Progress(**loaded.get("progress", {}))
-    it, hours = progress.iter_num, training_hours(loaded.get("ledger", {}))
+    c, state, folder = choose_run(argv)
+    progress, hours = state.progress, training_hours(state.ledger)
+    it = progress.iter_num
+    data = open_data(c)  # may download the tokens first
+    check_data(c, data, state)
     if progress.complete and why_over(c, it, hours) and not c.eval_only:
+        check_complete(c, state)
         say(f"{c.out_dir}: all {it:,} iterations are done; another --out_dir begins a new run")
         return 0
-    data = open_data(c)  # may download the tokens first
-    check_data(c, data, loaded)
     hw = hardware.set_up(c)
-    c = fit_device(c, data.vocab, hw, loaded)
-    ranks.join(config=c, checkpoint=it, dataset=data.fingerprint, device=hw.name)
+    c = fit_device(c, data.vocab, hw, state.model_config)
+    ranks.join(config=c, checkpoint=progress, dataset=data.fingerprint, device=hw.name)
 
     # What learns, and from what
-    model = make_model(c, data.vocab, hw, loaded)
-    about = [*origin_lines(c, loaded), hw.line(c.compile), describe(model, data.vocab), data.line()]
+    model = make_model(c, data.vocab, hw, state)
+    about = [*origin_lines(c, state), hw.line(c.compile), describe(model, data.vocab), data.line()]
     if c.eval_only:
         say(*about)
         evaluate_only(model, data, c, hw, it)
@@ -82,15 +81,15 @@ def main(argv: list[str]) -> int:
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    restore(loaded, optimizer, scaler, hw)
+    restore(state, optimizer, scaler, hw)
     batches = Batches(data, c, hw.device, progress.tokens)
 
     # What keeps the books. From here on out_dir belongs to this run
-    ranks.on_main(folder.claim, loaded)  # only rank 0 writes
-    clock = Clock(began, hw.synchronize, loaded)
+    ranks.on_main(folder.claim, state)  # only rank 0 writes
+    clock = Clock(began, hw.synchronize, state)
     log = Log(c, clock, hw, data, model, progress, folder)
     log.begin(about)
-    del loaded  # frees the loaded checkpoint
+    del state  # frees the loaded checkpoint
 
     # Compiled code is compared with eager code in float32. If it fails or is wrong, the run ends
     if c.compile:
@@ -113,7 +112,7 @@ def main(argv: list[str]) -> int:
             end_if_diverged(model, progress)
             progress.saved = True  # as the file will say of itself
             state = state_to_save(c, progress, data, model, optimizer, scaler, clock, hw)
-            ranks.on_main(folder.save, checkpoint_name(progress.iter_num), state)
+            ranks.on_main(folder.save, state)
             log.report_save(progress)
 
     # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
@@ -265,15 +264,15 @@ def save_due(c: Config, progress: Progress, since_save: float) -> bool:
 # Model and schedule
 
 
-def make_model(c: Config, vocab: int, hw: Hardware, loaded: dict):
+def make_model(c: Config, vocab: int, hw: Hardware, state: State):
     """
-    Return the model on its device, with the loaded weights, or else random ones. All ranks get the
-    same weights, but then draw different dropout masks.
+    Return the model on its device, with the weights that the run begins with, or else random ones.
+    All ranks get the same weights, but then draw different dropout masks.
     """
     torch.manual_seed(c.seed)
-    model = build_model(model_config(c, vocab, loaded)).to(hw.device)
-    if loaded:
-        load_weights(model, loaded)
+    model = build_model(model_config(c, vocab, state.model_config)).to(hw.device)
+    if state.model:
+        state.load_weights(model)
     torch.manual_seed(c.seed + rank())
     return model
 
@@ -382,43 +381,45 @@ def end_if_diverged(model, progress: Progress) -> None:
         raise UserError(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def state_to_save(c, progress, data: Dataset, model, optimizer, scaler, clock, hw) -> dict:
+def state_to_save(c, progress, data: Dataset, model, optimizer, scaler, clock, hw) -> State:
     """Collect what a resume needs. Every rank must call this."""
-    return data.facts() | dict(
-        progress=asdict(progress),
-        config=config_values(c),
-        model_config=config_to_dict(model.config),
+    return State(
         model=model.state_dict(),
+        model_config=config_to_dict(model.config),
+        vocab=data.vocab,
+        tokenizer=data.tokenizer,
+        config=config_values(c),
+        data_fingerprint=data.fingerprint,
+        progress=progress,
+        ledger=clock.seconds,
         optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
         rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
-        ledger=dict(clock.seconds),
     )
 
 
-def restore(loaded: dict, optimizer, scaler, hw: Hardware) -> None:
+def restore(state: State, optimizer, scaler, hw: Hardware) -> None:
     """
-    Restore the optimizer, the scaler and the random states, if `loaded` is a checkpoint to
-    continue. The optimizer's hyperparameters come from the configuration. Other parts of the
-    checkpoint are read by Progress, Clock and RunFolder. Raises UserError.
+    Restore the optimizer, the scaler and the random states of a run to continue. The optimizer's
+    hyperparameters come from the configuration. Raises UserError.
     """
-    if "progress" not in loaded:
+    if not state.is_run:
         return
-    saved, groups = loaded["optimizer"], optimizer.state_dict()["param_groups"]
+    saved, groups = state.optimizer, optimizer.state_dict()["param_groups"]
     names, known = ([g["param_names"] for g in gs] for gs in (groups, saved["param_groups"]))
     if names != known:
-        problem = f"the optimizer in {loaded['source']} groups the weights differently"
-        hint = f"--init_from={loaded['source']} with another --out_dir takes the weights alone"
+        problem = f"the optimizer in {state.source} groups the weights differently"
+        hint = f"--init_from={state.source} with another --out_dir takes the weights alone"
         raise UserError(f"init_from: {problem}; {hint}")
     optimizer.load_state_dict(saved | dict(param_groups=groups))
     # Clone CPU tensors, also in lists. They are mapped from the checkpoint file, and would keep it
     # open for the whole run.
-    for p, state in optimizer.state.items():
-        optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, state)
-    if scaler.is_enabled() and loaded["scaler"]:
-        scaler.load_state_dict(loaded["scaler"])
-    if rank() < len(loaded["rng"]):
-        hw.set_rng_states(loaded["rng"][rank()])
+    for p, tensors in optimizer.state.items():
+        optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, tensors)
+    if scaler.is_enabled() and state.scaler:
+        scaler.load_state_dict(state.scaler)
+    if rank() < len(state.rng):
+        hw.set_rng_states(state.rng[rank()])
 
 
 if __name__ == "__main__":

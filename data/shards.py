@@ -192,10 +192,6 @@ class Dataset:
             val_tokens=len(self.val),
         )
 
-    def facts(self) -> dict:
-        """Return what a checkpoint holds about the data of its run."""
-        return dict(vocab=self.vocab, tokenizer=self.tokenizer, data_fingerprint=self.fingerprint)
-
     def listed(self, split: ShardTokens) -> list[dict]:
         """Return the manifest's entries of a split's shards, in order; [] without a manifest."""
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}

@@ -27,10 +27,10 @@ class GPT(model.GPT):
     @classmethod
     def from_pretrained(cls, name, override_args=None):
         state = load_pretrained(str(name))
-        config = config_from_dict(state["model_config"] | (override_args or {}))
+        config = config_from_dict(state.model_config | (override_args or {}))
         gpt = cls(config)
-        gpt.load_state_dict(state["model"])
-        gpt.vocab = state["vocab"]  # before padding, so that generate() draws no padding id
+        gpt.load_state_dict(state.model)
+        gpt.vocab = state.vocab  # type: ignore[assignment]  # before padding, so that generate() draws no padding id
         return gpt
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):

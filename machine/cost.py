@@ -206,18 +206,19 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     return with_batch(c, max((n for n in sizes if needed[n] <= memory), default=1))
 
 
-def fit_device(c: Config, vocab: int, hw: Hardware, loaded: dict) -> Config:
+def fit_device(c: Config, vocab: int, hw: Hardware, sizes: dict) -> Config:
     """
     Return the config as this device runs it: with its dtype, compiled only where that works, and
     with the micro-batch that choose_batch() chooses. Only the size of the GPU counts, not what is
-    free now, so that each start on a card, and each rank, chooses alike.
+    free now, so that each start on a card, and each rank, chooses alike. `sizes` is the
+    model_config of the weights that the run begins with, or {}.
     """
     # torch's compiler for MPS is an early prototype
     compiles = c.compile and hw.device.type != "mps" and not c.eval_only
     c = replace(c, dtype=hw.dtype_name, compile=compiles)
     is_gpu = hw.device.type == "cuda"
     memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
-    chosen = choose_batch(c, model_config(c, vocab, loaded), hw.dtype_name, world_size(), memory)
+    chosen = choose_batch(c, model_config(c, vocab, sizes), hw.dtype_name, world_size(), memory)
     if chosen is not c:
         limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
         say(f"batch_size: {chosen.batch_size} of at most {c.batch_size} sequences, {limit}")

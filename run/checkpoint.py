@@ -1,8 +1,8 @@
 """
 Saves and loads checkpoints that survive kills, full disks and flipped bits; manages out_dir.
 
-out_dir/ckpt-00000500.pt holds the state after 500 iterations, as train.py's state_to_save()
-collects it. A checkpoint is written under a temporary name, flushed to disk and then renamed, so
+out_dir/ckpt-00000500.pt holds the State after 500 iterations, which train.py's state_to_save()
+collects. A checkpoint is written under a temporary name, flushed to disk and then renamed, so
 any file with a checkpoint's name is complete. The file is in torch's own format, a zip archive with
 a CRC-32 for every record. torch.load does not verify these checksums, so damage() does.
 """
@@ -15,14 +15,97 @@ import os
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
+from torch import Tensor
 
 from common.console import UserError, keep_transcript, one_line, warn
 from common.files import read_record, remove_temporaries, replacing, try_lock
+from model_fast import FastConfig
+
+# -----------------------------------------------------------------------------
+# What a checkpoint holds
+
+
+@dataclass
+class Progress:
+    """Records how far a run has come. The loop updates this, and checkpoints store it."""
+
+    iter_num: int = 0  # iterations done, including those whose update was skipped
+    tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
+    val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
+    complete: bool = False  # whether the run was over, so that these weights are final
+    saved: bool = False  # whether a checkpoint holds these weights with their val_loss
+
+    def advance(self, tokens: int) -> None:
+        """Count an iteration that trained on so many tokens."""
+        self.iter_num += 1
+        self.tokens += tokens
+        self.val_loss, self.complete, self.saved = None, False, False
+
+    def record(self, val_loss: float) -> None:
+        """Record an evaluation of the current weights."""
+        self.val_loss, self.saved = val_loss, False
+
+
+@dataclass
+class State:
+    """
+    Holds what a run begins with, and what a checkpoint stores. A new run's State has the weights of
+    init_from, or nothing. Only that of a run to continue has an optimizer.
+    """
+
+    source: str = ""  # the file, or the name on the hub; not stored
+    # The weights under model.py's names, the sizes of their model, and their tokens
+    model: dict[str, Tensor] = field(default_factory=dict)
+    model_config: dict[str, Any] = field(default_factory=dict)
+    vocab: int = 0  # the vocabulary size before padding
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    # The run that trained them
+    config: dict[str, Any] = field(default_factory=dict)  # every key, as the device ran it
+    data_fingerprint: str = ""
+    progress: Progress = field(default_factory=Progress)
+    ledger: dict[str, float] = field(default_factory=dict)  # the clock's seconds
+    # What else its next update needs: state_dicts, and the random states of each rank
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    rng: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def is_run(self) -> bool:
+        return bool(self.optimizer)
+
+    def load_weights(self, model) -> None:
+        """Copy the weights to a model. Raises UserError if they do not fit or are not finite."""
+        try:
+            model.load_state_dict(self.model)
+        except RuntimeError as error:  # a line for each kind of misfit, from the second on
+            first = str(error).splitlines()[1].strip("\t .")
+            hint = "use the config and the model.py that it was trained with"
+            raise UserError(f"{self.source}: {first:.200}; {hint}") from None
+        for name, weight in model.named_parameters():
+            if not weight.isfinite().all():
+                raise UserError(f"{self.source}: {name} is not finite; give an older checkpoint")
+
+
+def state_of(path: Path, saved: dict) -> State:
+    """
+    Return the State in what load() has read. Raises UserError if another model.py wrote it, whose
+    model has fields that are unknown here.
+    """
+    known = {"model", *(f.name for f in fields(FastConfig))}
+    sizes = saved.get("model_config", {})
+    if strange := [f"{name}={value!r}" for name, value in sizes.items() if name not in known]:
+        hint = "use the model.py that it was trained with"
+        raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
+    parts = {f.name: saved[f.name] for f in fields(State) if f.name in saved}
+    parts |= dict(source=str(path), progress=Progress(**saved.get("progress", {})))
+    return State(**parts)
+
 
 # -----------------------------------------------------------------------------
 # One file
@@ -32,11 +115,13 @@ FORMAT = 5  # raise this when older checkpoints cannot be resumed any more; they
 TEMPORARIES = ("ckpt-*.pt", "loss.png")  # files that replacing() writes
 
 
-def save(state: dict, path: Path) -> None:
+def write(state: State, path: Path) -> None:
     """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
+    parts = vars(state) | dict(format=FORMAT, progress=asdict(state.progress))
+    del parts["source"]
     with replacing(path) as file:
         try:
-            torch.save(dict(format=FORMAT) | state, file)
+            torch.save(parts, file)
         except RuntimeError as error:
             # after a failed write, torch's archive writer hides the OSError behind its own error
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
@@ -52,7 +137,7 @@ def damage(path: Path) -> str:
             record = zipfile.ZipFile(file).testzip()
         if record:
             return f"damaged: record {record} has the wrong checksum"
-        read(path)
+        read_unchecked(path)
     except UserError:
         raise
     except Exception as error:  # a damaged file can raise anything
@@ -65,22 +150,22 @@ def damage(path: Path) -> str:
 
 
 def load(path: Path) -> dict:
-    """Return the state in a file. Raises UserError if it is damaged or cannot be read here."""
+    """Return what a file holds. Raises UserError if it is damaged or cannot be read here."""
     if problem := damage(path):
         raise UserError(f"{path}: {problem}")
-    return read(path)
+    return read_unchecked(path)
 
 
-def read(path: Path) -> dict:
+def read_unchecked(path: Path) -> dict:
     """
-    Return the state in a file in which damage() found nothing. No code from the file is executed.
+    Return what a file holds, without looking for damage. No code from the file is executed.
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
     their pages. Raises UserError if the file has another format.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if "progress" in state and state.get("format") != FORMAT:  # from a run, not only weights
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if "progress" in saved and saved.get("format") != FORMAT:  # from a run, not only weights
         raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
-    return state
+    return saved
 
 
 # -----------------------------------------------------------------------------
@@ -114,7 +199,7 @@ def loss_of(path: Path) -> float:
     Return the validation loss of a checkpoint's weights; inf if they were not evaluated. The best
     checkpoint is the one for which this is lowest.
     """
-    loss = read(path)["progress"]["val_loss"]
+    loss = read_unchecked(path)["progress"]["val_loss"]
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
@@ -132,25 +217,25 @@ def best_first(out_dir: Path) -> list[Path]:
     return [*dict.fromkeys([*by_loss(out_dir), *newest_first(out_dir)])]
 
 
-def read_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> dict:
+def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path, dict] | None:
     """
-    Return the state in the first valid checkpoint in the order of newest_first() or best_first(),
-    with its path as `source`, or {} if out_dir has no checkpoint. Warns about each damaged one.
-    Raises UserError if none can be read, so that a run never silently starts again.
+    Return the first valid checkpoint in the order of newest_first() or best_first(), and what it
+    holds; None if out_dir has no checkpoint. Warns about each damaged one. Raises UserError if none
+    can be read, so that a run never silently starts again.
     """
     paths = order(out_dir)
     for path in paths:
         problem = damage(path)
         with contextlib.suppress(FileNotFoundError):
             if not problem:
-                return read(path) | dict(source=str(path))
+                return path, read_unchecked(path)
         if not os.path.lexists(path) and newest_first(out_dir):
-            return read_first(out_dir, order)  # a run that saves has deleted it, so look again
+            return load_first(out_dir, order)  # a run that saves has deleted it, so look again
         warn(f"{path}: {problem}; trying another checkpoint")
     if paths:
         hint = "see above; restore one, or start in another --out_dir"
         raise UserError(f"{out_dir}: none of its checkpoints can be read, {hint}")
-    return {}
+    return None
 
 
 def set_aside(path: Path) -> None:
@@ -186,14 +271,13 @@ class RunFolder:
             hint = "stop that one first, or choose another --out_dir"
             raise UserError(f"out_dir: another run is writing to {self.path}; {hint}")
 
-    def claim(self, loaded: dict) -> None:
+    def claim(self, state: State) -> None:
         """
         Lock a new run's folder, delete temporary files and create the logs. In a new run, rename an
-        earlier log. If `loaded` is a checkpoint of this run, cut off the records that the run will
-        write again, and rename newer checkpoints, which are damaged. Raises OSError and UserError.
+        earlier log. If it begins with a checkpoint, cut off the records that the run will write
+        again, and rename newer checkpoints, which are damaged. Raises OSError and UserError.
         """
-        resumes = "progress" in loaded
-        folder, it = self.path, loaded["progress"]["iter_num"] if resumes else -1
+        folder, it = self.path, state.progress.iter_num if state.is_run else -1
         folder.mkdir(parents=True, exist_ok=True)
         if not self.lock_file:
             self.lock()
@@ -202,7 +286,7 @@ class RunFolder:
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
-        if resumes:
+        if state.is_run:
             cut_records(folder / "metrics.jsonl", it)
         else:  # keep the logs of a run that never saved, or that the user has put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
@@ -211,16 +295,18 @@ class RunFolder:
             open(folder / name, "ab").close()  # create it, or find that it cannot be written
         keep_transcript(lambda text: self.append("log.txt", text))
 
-    def save(self, name: str, state: dict) -> None:
+    def save(self, state: State) -> None:
         """
-        Save `state` as the newest checkpoint. Older checkpoints are deleted before the write to
+        Write the newest checkpoint. Older checkpoints are deleted before the write to
         make room, but the newest and the best one stay until it has succeeded. Raises UserError if
         the disk is full, failing or missing.
         """
-        path = self.path / name
+        path = self.path / checkpoint_name(state.progress.iter_num)
         try:
             self.prune(max(1, self.keep - 1))
-            save(state, path)
+            with open(self.path / "metrics.jsonl", "ab") as log:
+                os.fsync(log.fileno())  # a resume would not repeat the evaluation that it records
+            write(state, path)
             self.is_best = self.prune(self.keep) == [path]
             self.size = path.stat().st_size
         except OSError as error:

@@ -1,5 +1,5 @@
 """
-Accounts for wall-clock time. Does not import torch.
+Accounts for wall-clock time.
 
 The clock books each second to one category. From these seconds it counts the hours that a run has
 trained: with --hours, train.py sets the learning rate and ends the run by them.
@@ -9,6 +9,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+
+from run.checkpoint import State
 
 PAUSES = ("evaluation", "samples", "checkpoints")  # between iterations
 CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
@@ -22,20 +24,17 @@ class Clock:
     its own ledger; only rank 0's clock decides the learning rate, and when a run saves and stops.
     """
 
-    def __init__(self, began: float, synchronize: Callable, loaded: dict):
+    def __init__(self, began: float, synchronize: Callable, state: State):
         """
-        Start the ledger, or continue the one in `loaded`, the checkpoint that a resumed run loads.
-        `began` is time.perf_counter() when main() began; `synchronize` waits for the device.
+        Continue the ledger of what the run begins with, or start one. `began` is
+        time.perf_counter() when main() began; `synchronize` waits for the device.
         """
         self.synchronize = synchronize
-        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
-        self.last_line = (0, 0, 0.0)  # iterations, tokens and seconds of steps at the last log line
-        if "progress" in loaded:
-            self.seconds |= loaded["ledger"]
-            progress = loaded["progress"]
-            self.last_line = (progress["iter_num"], progress["tokens"], self.seconds["steps"])
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0) | state.ledger
+        # iterations, tokens and seconds of steps at the last log line
+        self.last_line = (state.progress.iter_num, state.progress.tokens, self.seconds["steps"])
         self.lapped_at = began  # every second before this moment is in the ledger
-        self.save_timer_began = began
+        self.hours_at_save = training_hours(state.ledger)  # or at the launch, before a save
 
     # -------------------------------------------------------------------------
     # Questions. None of them changes the clock.
@@ -50,11 +49,12 @@ class Clock:
 
     def read(self) -> tuple[float, float]:
         """
-        Return hours(), and the seconds since the last save, or since the launch. Rank 0's clock
-        must decide for all ranks: if each asked its own, they would soon wait for each other
+        Return hours(), and the seconds of training since the last save, or of this launch. Rank 0's
+        clock must decide for all ranks: if each asked its own, they would soon wait for each other
         forever.
         """
-        return self.hours(), time.perf_counter() - self.save_timer_began
+        hours = self.hours()
+        return hours, 3600 * (hours - self.hours_at_save)
 
     # -------------------------------------------------------------------------
     # Changes
@@ -67,7 +67,7 @@ class Clock:
         self.lapped_at = now
         self.seconds[category] += seconds
         if category == "checkpoints":
-            self.save_timer_began = now
+            self.hours_at_save = self.hours()
         return seconds
 
     @contextlib.contextmanager

@@ -28,15 +28,15 @@ from common.console import (
 )
 from common.files import plain
 from common.process import is_main, world_size
-from configurator import FIELDS, NOT_WEIGHTS, Config, config_values
+from configurator import NOT_WEIGHTS, Config, config_values
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
 from machine.cost import count_flops
 from machine.hardware import Hardware
 from model import generate
-from run.checkpoint import RunFolder, checkpoint_name
+from run.checkpoint import Progress, RunFolder, State, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
-from run.start import Progress
+from run.start import SAME_RUN, changes
 from run.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -335,26 +335,24 @@ def launch_command() -> str:
     return f"torchrun ... {command_line(*sys.argv)}"
 
 
-def origin_lines(c: Config, loaded: dict) -> list[str]:
+def origin_lines(c: Config, state: State) -> list[str]:
     """
     Say from which checkpoint or weights a run begins, and which keys differ from the checkpoint's.
     """
-    if not loaded and c.eval_only:
+    if not state.source and c.eval_only:
         return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
-    if not loaded:
+    if not state.source:
         return [f"new run: {c.out_dir} holds no checkpoint"]
-    if "progress" not in loaded:
-        return [f"weights: {loaded['source']}"]
+    if not state.is_run:
+        return [f"weights: {state.source}"]
     first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    it = loaded["progress"]["iter_num"]
-    lines = [f"resume: {loaded['source']}, iteration {it:,}{first}"]
+    lines = [f"resume: {state.source}, iteration {state.progress.iter_num:,}{first}"]
     if c.eval_only:
         return lines
-    for name, value in config_values(c).items():
-        before = loaded["config"].get(name, FIELDS[name].default)
-        if value != before:
-            lines.append(f"resume: {name} = {value!r} (the checkpoint had {before!r})")
-    if len(lines) > 1:
+    changed = changes(c, state)
+    for name, before in changed.items():
+        lines.append(f"resume: {name} = {getattr(c, name)!r} (the checkpoint had {before!r})")
+    if not SAME_RUN >= changed.keys():
         lines.append("resume: for a new run with these values, give another --out_dir")
     return lines
 

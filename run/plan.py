@@ -56,7 +56,7 @@ def plan(config: Config, options: Namespace) -> dict:
     `options` holds plan's flags, None if not given. Raises UserError.
     """
     # The run. Weights in init_from set the model's sizes, and a dataset its vocabulary
-    c, weights, _ = config_of_weights(config)
+    c, begin, _ = config_of_weights(config)
     c, problems = resolve(c, options.gpus)
     raise_if_any(problems)
     dataset_tokens, gpus = options.dataset_tokens, options.gpus
@@ -65,7 +65,7 @@ def plan(config: Config, options: Namespace) -> dict:
         data = open_dataset(c.dataset)
         vocab, dataset_tokens = data.vocab, dataset_tokens or len(data.train)
         c = replace(c, eval_tokens=min(c.eval_tokens, len(data.val)))
-    model = model_config(c, vocab, weights)
+    model = model_config(c, vocab, begin.model_config)
     params, flops = cost.count_parameters(model), cost.count_flops(model)
 
     # This machine's device, or the GPU that --gpu names

@@ -5,7 +5,7 @@ this program's.
 Code in these files is never executed.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from common.console import UserError, one_line
@@ -15,6 +15,7 @@ from data.tokenizer import GPT2_VOCAB, Tokenizer, read_bpe, read_meta
 from model import GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from run import checkpoint
+from run.checkpoint import Progress, State, state_of
 
 # On the hub, OpenAI's models belong to openai-community
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -32,48 +33,36 @@ COMPUTED = dict(
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
-def load_pretrained(name_or_path: str, block_size: int | None = None) -> dict:
+def load_pretrained(name_or_path: str, block_size: int | None = None) -> State:
     """
     Load the weights that init_from names: gpt2, gpt2-medium, gpt2-large, gpt2-xl or OWNER/NAME from
     the hub, a folder with a hub model's files, a checkpoint of this program or of nanoGPT, or a
     run's out_dir.
 
-    Returns a dict: `model` (float32 weights under model.py's names), `model_config`, `vocab` (the
-    vocabulary size before padding), `tokenizer`, and `source`, a description. A context longer than
-    `block_size` is cropped. The vocabulary is not padded further, because new rows would take part
-    in every softmax. Raises UserError if there are no such weights or they cannot be read.
+    Returns float32 weights, their sizes and tokenizer, and a description as their source. A context
+    longer than `block_size` is cropped. The vocabulary is not padded further, because new rows
+    would take part in every softmax. Raises UserError if there are no such weights or they cannot
+    be read.
     """
     path = Path(name_or_path)
     if name_or_path in OPENAI_MODELS and not path.exists():
         folder = fetch(f"openai-community/{name_or_path}")
-        state = read_gpt2(folder, dict(kind="gpt2")) | dict(source=name_or_path)
+        state = read_gpt2(folder, dict(kind="gpt2"))
+        source = name_or_path
     elif name_or_path.count("/") == 1 and not path.parent.exists():  # out/mistyped is a path
-        state = read_weights(str(fetch(name_or_path))) | dict(source=name_or_path)
+        state = read_weights(str(fetch(name_or_path)))
+        source = name_or_path
     else:
         state = read_weights(name_or_path)
-    config = config_from_dict(state["model_config"])
-    weights = state["model"]
+        source = state.source
+    config = config_from_dict(state.model_config)
+    weights = state.model
     if block_size is not None and block_size < config.block_size:
         if not isinstance(config, FastConfig):  # the fast model has no position embeddings
             wpe = weights["transformer.wpe.weight"][:block_size].clone()
             weights = weights | {"transformer.wpe.weight": wpe}
         config = replace(config, block_size=block_size)
-    known = {name: state[name] for name in ("vocab", "tokenizer", "source")}
-    return dict(known, model=weights, model_config=config_to_dict(config))
-
-
-def load_weights(model, state: dict) -> None:
-    """Copy the weights into the model. Raises UserError if they do not fit or are not finite."""
-    source = state.get("source", "the checkpoint")
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:  # a line for each kind of misfit, from the second on
-        first = str(error).splitlines()[1].strip("\t .")
-        hint = "use the config and the model.py that it was trained with"
-        raise UserError(f"{source}: {first:.200}; {hint}") from None
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            raise UserError(f"{source}: {name} is not finite; give an older checkpoint")
+    return State(source, weights, config_to_dict(config), state.vocab, state.tokenizer)
 
 
 # -----------------------------------------------------------------------------
@@ -101,20 +90,18 @@ def fetch(repository: str) -> Path:
         raise UserError(f"{repository}: {problem} ({one_line(error)}); {hint}") from None
 
 
-def read_weights(name: str) -> dict:
+def read_weights(name: str) -> State:
     """
-    Read the weights at a path into the form of a checkpoint's state: `model`, `model_config`,
-    `vocab` and `tokenizer`; `source` describes what was read. The path is a file, a run's folder,
-    which means its checkpoint with the lowest validation loss, or a hub model's folder. Raises
-    UserError if there is no model.
+    Read the weights at a path; their source describes what was read. The path is a file, a run's
+    folder, which means its checkpoint with the lowest validation loss, or a hub model's folder.
+    Raises UserError if there is no model.
     """
     path = Path(name)
     try:
         if path.is_file():
             state = read_checkpoint(path, checkpoint.load(path))
-        elif found := checkpoint.read_first(path, checkpoint.best_first):
-            path = Path(found["source"])
-            state = read_checkpoint(path, found)
+        elif found := checkpoint.load_first(path, checkpoint.best_first):
+            state = read_checkpoint(*found)
         elif (path / "ckpt.pt").is_file():
             path = path / "ckpt.pt"
             state = read_checkpoint(path, checkpoint.load(path))
@@ -128,34 +115,23 @@ def read_weights(name: str) -> dict:
         raise
     except Exception as error:  # files of other programs or versions raise all kinds of errors
         raise UserError(f"{path}: is not a model ({one_line(error)})") from None
-    return state | dict(source=describe_source(state, path))
+    # such as out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851
+    if it := state.progress.iter_num:
+        state.source += f", iteration {it:,}"
+    if state.progress.val_loss is not None:
+        state.source += f", val loss {state.progress.val_loss:.4f}"
+    return state
 
 
-def describe_source(state: dict, path: Path) -> str:
-    """
-    Describe where weights come from, as far as is known: out/x/ckpt-00001500.pt, iteration 1,500,
-    val loss 1.4851.
-    """
-    words = str(path)
-    progress = state.get("progress", state)  # nanoGPT's has no such part
-    iter_num, val_loss = progress.get("iter_num"), progress.get("val_loss")
-    if iter_num is not None:
-        whose = "" if "progress" in state else " of nanoGPT"
-        words += f"{whose}, iteration {iter_num:,}"
-    if val_loss is not None:
-        words += f", val loss {val_loss:.4f}"
-    return words
-
-
-def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
+def find_tokenizer(path: Path, rows: int, saved: dict) -> tuple[int, dict]:
     """
     Return the vocabulary size and the tokenizer of a checkpoint at `path` that names none and whose
     embedding has this many rows. They come from a nanoGPT meta.pkl with as many characters. Without
     one, 50257 rows, or 50304 with padding, are taken to be GPT-2's, and others belong to an unknown
-    tokenizer. `state` is the checkpoint.
+    tokenizer. `saved` is what the checkpoint holds.
     """
     folders = [path.parent]
-    if dataset := state.get("config", {}).get("dataset"):
+    if dataset := saved.get("config", {}).get("dataset"):
         folders += [above / "data" / dataset for above in path.resolve().parents]
         folders.append(dataset_folder(dataset))
     for meta in [folder / "meta.pkl" for folder in folders]:
@@ -164,12 +140,12 @@ def find_tokenizer(path: Path, rows: int, state: dict) -> tuple[int, dict]:
             if found == rows:
                 return rows, tokenizer
     # Guess only for other programs' weights: our own checkpoints name their tokenizer.
-    if rows in (GPT2_VOCAB, 50304) and "model_config" not in state:
+    if rows in (GPT2_VOCAB, 50304) and "model_config" not in saved:
         return GPT2_VOCAB, dict(kind="gpt2")
     return rows, dict(kind="unknown")
 
 
-def read_gpt2(folder: Path, tokenizer: dict | None = None) -> dict:
+def read_gpt2(folder: Path, tokenizer: dict | None = None) -> State:
     """
     Read a GPT-2 of the hub from its files. Its tokenizer is in tokenizer.json unless it is known.
     Raises UserError if model.py cannot compute the model, or if a file is missing.
@@ -200,51 +176,32 @@ def read_gpt2(folder: Path, tokenizer: dict | None = None) -> dict:
         tokenizer = read_bpe(folder)
         # models are often padded with ids that their tokenizer lacks
         vocab = min(vocab, Tokenizer(tokenizer, folder).vocab)
-    return dict(
-        model=weights,
-        model_config=config_to_dict(config),
-        vocab=vocab,
-        tokenizer=tokenizer,
-    )
+    return State(str(folder), weights, config_to_dict(config), vocab, tokenizer)
 
 
 # -----------------------------------------------------------------------------
 # Checkpoints
 
 
-def check_fields(path: Path, state: dict) -> None:
-    """Raise UserError if a checkpoint's model has fields that this program does not know."""
-    known = {"model", *(f.name for f in fields(FastConfig))}
-    if strange := [f"{n}={v!r}" for n, v in state["model_config"].items() if n not in known]:
-        hint = "use the model.py that it was trained with"
-        raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
-
-
-def read_checkpoint(path: Path, state: dict) -> dict:
+def read_checkpoint(path: Path, saved: dict) -> State:
     """
-    Return the state in a checkpoint of this program or of nanoGPT under this program's names.
-    Raises UserError if it is neither.
+    Return what a checkpoint of this program or of nanoGPT holds. Raises UserError if it is neither.
     """
-    if "model_config" in state:
-        check_fields(path, state)
-        if state["tokenizer"]["kind"] == "unknown":
-            state["vocab"], state["tokenizer"] = find_tokenizer(path, state["vocab"], state)
+    if "model_config" in saved:
+        state = state_of(path, saved)
+        if state.tokenizer["kind"] == "unknown":
+            state.vocab, state.tokenizer = find_tokenizer(path, state.vocab, saved)
         return state
-    if "model_args" not in state:
+    if "model_args" not in saved:
         raise UserError(f"{path}: is not a checkpoint of this program or of nanoGPT")
-    config = GPTConfig(**state["model_args"])
+    config = GPTConfig(**saved["model_args"])
     weights = {
         name.removeprefix("_orig_mod."): tensor.float()  # torch.compile's name for the model
-        for name, tensor in state["model"].items()
+        for name, tensor in saved["model"].items()
         if not name.endswith(".attn.bias")  # a causal mask, which old checkpoints contain
     }
-    vocab, tokenizer = find_tokenizer(path, config.vocab_size, state)
-    return dict(
-        model=weights,
-        model_config=config_to_dict(config),
-        vocab=vocab,
-        tokenizer=tokenizer,
-        config=state.get("config", {}),
-        iter_num=state.get("iter_num"),
-        val_loss=state.get("best_val_loss"),  # nanoGPT saves right after its best evaluation
-    )
+    vocab, tokenizer = find_tokenizer(path, config.vocab_size, saved)
+    state = State(str(path), weights, config_to_dict(config), vocab, tokenizer)
+    # nanoGPT saves right after its best evaluation
+    state.progress = Progress(saved.get("iter_num", 0), val_loss=saved.get("best_val_loss"))
+    return state

@@ -6,8 +6,9 @@ With several ranks, each of them does all of this for itself. What they find mus
 everywhere; ranks.join() ends the run if it is not.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from common.console import UserError, raise_if_any
 from common.process import is_main, world_size
@@ -18,9 +19,8 @@ from data.tokenizer import same_tokenizer
 from machine import hardware
 from model_fast import FastConfig
 from run import checkpoint
-from run.checkpoint import RunFolder
+from run.checkpoint import RunFolder, State
 from run.clock import training_hours
-from run.pretrained import check_fields, load_pretrained
 
 # What a resume does with the keys. Most get the command's values, or their defaults.
 
@@ -43,49 +43,34 @@ KEPT_UNLESS_SET = (
     "tokens_per_iter",
     "eval_tokens",
 )
+# Keys with which a command still asks for the same run: how long it trains, what it reports and
+# keeps, and how its machine computes. Setting any other key of a complete run is an error
+SAME_RUN = frozenset(
+    """max_iters hours lr_decay_iters
+    out_dir eval_interval eval_tokens eval_only sample_tokens checkpoint_interval keep_checkpoints
+    log_interval tracker wandb_project peak_tflops
+    batch_size gradient_accumulation_steps tokens_per_iter flash loss_chunk
+    device dtype compile tf32 deterministic""".split()
+)
 
 
-@dataclass
-class Progress:
-    """Records how far a run has come. The loop updates this, and checkpoints store it."""
-
-    iter_num: int = 0  # iterations done, including those whose update was skipped
-    tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
-    val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
-    complete: bool = False  # whether the run was over, so that these weights are final
-    saved: bool = False  # whether a checkpoint holds these weights with their val_loss
-
-    def advance(self, tokens: int) -> None:
-        """Count an iteration that trained on so many tokens."""
-        self.iter_num += 1
-        self.tokens += tokens
-        self.val_loss, self.complete, self.saved = None, False, False
-
-    def record(self, val_loss: float) -> None:
-        """Record an evaluation of the current weights."""
-        self.val_loss, self.saved = val_loss, False
-
-
-def choose_run(argv: list[str]) -> tuple[Config, dict, RunFolder]:
+def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     """
     Read the command. Returns the configuration that it and the checkpoint or weights ask for, what
-    the run begins with: the checkpoint to continue, which has its `progress`, or weights as
-    load_pretrained() returns them, or {}; and the run's folder. Raises UserError, with a line for
-    each problem.
+    the run begins with, and the run's folder. Raises UserError, with a line for each problem.
     """
     c = read_config(argv)
     folder = RunFolder(Path(c.out_dir), c.keep_checkpoints)
     if is_main() and not c.eval_only and (folder.path / "lock").exists():
         folder.lock()  # from now on, no other run changes its checkpoints
-    loaded = find_checkpoint(c)
+    state = find_checkpoint(c)
     before = None
-    problems: list[str] = []
-    if loaded:
-        before = config_before(loaded)
+    if state.is_run:
+        before = config_before(state)
         c, problems = config_of_resume(c, before)
-        problems += hours_problems(c, before, training_hours(loaded["ledger"]))
+        problems += length_problems(c, before, state)
     else:
-        c, loaded, problems = config_of_weights(c)
+        c, state, problems = config_of_weights(c)
     c, impossible = resolve(c, world_size(), before)
     problems += impossible
     try:
@@ -94,24 +79,23 @@ def choose_run(argv: list[str]) -> tuple[Config, dict, RunFolder]:
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    return c, loaded, folder
+    return c, state, folder
 
 
-def find_checkpoint(c: Config) -> dict:
+def find_checkpoint(c: Config) -> State:
     """
-    Return the newest valid checkpoint of out_dir's run, with its path as `source`, or {} if a new
-    run begins there, or if --eval_only evaluates the weights that init_from names. Raises UserError
-    if out_dir holds other checkpoints, or none and init_from=resume asks for one.
+    Return the newest valid checkpoint of out_dir's run, or State() if a new run begins there, or if
+    --eval_only evaluates the weights that init_from names. Raises UserError if out_dir holds other
+    checkpoints, or none and init_from=resume asks for one.
     """
     out_dir = Path(c.out_dir)
     if c.eval_only and c.init_from not in NOT_WEIGHTS:
-        return {}
-    if state := checkpoint.read_first(out_dir, checkpoint.newest_first):
-        path = Path(state["source"])
-        if "progress" not in state:
+        return State()
+    if found := checkpoint.load_first(out_dir, checkpoint.newest_first):
+        state, path = checkpoint.state_of(*found), found[0]
+        if not state.is_run:
             raise UserError(f"{path}: is not a checkpoint of this program; move it away")
-        check_fields(path, state)
-        it = state["progress"]["iter_num"]
+        it = state.progress.iter_num
         if it != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
@@ -121,16 +105,16 @@ def find_checkpoint(c: Config) -> dict:
     if c.init_from == "resume":
         hint = "is its disk mounted? Without --init_from=resume, a new run begins"
         raise UserError(f"init_from: {c.out_dir} holds no checkpoint to resume; {hint}")
-    return {}
+    return State()
 
 
 # -----------------------------------------------------------------------------
 # What the checkpoint or the weights decide
 
 
-def config_before(loaded: dict) -> Config:
+def config_before(state: State) -> Config:
     """Return the configuration of a checkpoint's run. Keys that it lacks get their defaults."""
-    return Config(**{n: v for n, v in loaded["config"].items() if n in FIELDS})
+    return Config(**{name: value for name, value in state.config.items() if name in FIELDS})
 
 
 def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
@@ -145,32 +129,41 @@ def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
     return replace(c, **kept), problems
 
 
-def hours_problems(c: Config, before: Config, hours: float) -> list[str]:
+def length_problems(c: Config, before: Config, state: State) -> list[str]:
     """
-    Return the problem if a resume asks for fewer hours than the run has trained for, because the
-    learning rate would stay where it is.
+    Return the problem if a resume asks for fewer hours than the run has trained for, or an
+    unfinished one for fewer iterations than it has done, because it would end without decaying the
+    learning rate.
     """
-    if c.eval_only or c.hours == before.hours or not 0 < c.hours <= hours:
+    hours, it = training_hours(state.ledger), state.progress.iter_num
+    to_end = "to end soon with a decayed learning rate, give"
+    if c.eval_only:
         return []
-    problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
-    hint = f"to end soon with a decayed learning rate, give --hours={hours + 0.5:.1f}"
-    return [f"hours: {problem}; {hint}"]
+    if c.hours != before.hours and 0 < c.hours <= hours:
+        problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
+        return [f"hours: {problem}; {to_end} --hours={hours + 0.5:.1f}"]
+    if c.max_iters < it and not state.progress.complete:
+        problem = f"{c.out_dir} has done {it:,} iterations, you asked for {c.max_iters:,}"
+        return [f"max_iters: {problem}; {to_end} --max_iters={it + it // 10 + 1}"]
+    return []
 
 
-def config_of_weights(c: Config) -> tuple[Config, dict, list[str]]:
+def config_of_weights(c: Config) -> tuple[Config, State, list[str]]:
     """
     Load the weights that init_from names, if it does. Returns the configuration with their sizes,
-    the weights as load_pretrained() returns them, or {}, and the problems. Raises UserError.
+    what the run begins with, and the problems. Raises UserError.
     """
     if c.init_from in NOT_WEIGHTS:
-        return c, {}, []
-    loaded = load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
-    sizes = loaded["model_config"]
+        return c, State(), []
+    from run.pretrained import load_pretrained  # only here, because few runs need it
+
+    state = load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
+    sizes = state.model_config
     saved = {name: sizes.get(name, FIELDS[name].default) for name in ARCHITECTURE}
     if sizes["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
         saved |= dict(pad_vocab_multiple=1)
     c, problems = keep_values(c, saved, c.init_from, "--init_from")
-    return c, loaded, problems
+    return c, state, problems
 
 
 def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config, list[str]]:
@@ -185,6 +178,24 @@ def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config
         if name in c.set_keys and getattr(c, name) != value
     ]
     return replace(c, **saved), problems
+
+
+def changes(c: Config, state: State) -> dict[str, Any]:
+    """Return what the checkpoint had for each key that now has another value."""
+    before = {name: state.config.get(name, f.default) for name, f in FIELDS.items()}
+    return {name: value for name, value in before.items() if getattr(c, name) != value}
+
+
+def check_complete(c: Config, state: State) -> None:
+    """Raise UserError if the command of a complete run asks for another run."""
+    asked = [
+        f"{name} = {getattr(c, name)!r} (it had {before!r})"
+        for name, before in changes(c, state).items()
+        if name not in SAME_RUN
+    ]
+    if asked:
+        problem = f"{c.out_dir} holds a complete run, you asked for {', '.join(asked)}"
+        raise UserError(f"out_dir: {problem}; give another --out_dir")
 
 
 # -----------------------------------------------------------------------------
@@ -202,27 +213,23 @@ def open_data(c: Config, key: str = "dataset") -> Dataset:
     return data
 
 
-def check_data(c: Config, data: Dataset, loaded: dict) -> None:
+def check_data(c: Config, data: Dataset, state: State) -> None:
     """Raise UserError if the data do not match what the run begins with."""
-    if not loaded:
-        return
-    check_tokens("dataset", data, loaded, loaded["source"])
-    if loaded.get("data_fingerprint", data.fingerprint) != data.fingerprint:
-        trained = f"what {c.out_dir} was trained on ({loaded['config']['dataset']})"
+    if state.source:
+        check_tokens("dataset", data, state, state.source)
+    if state.is_run and state.data_fingerprint != data.fingerprint:
+        trained = f"what {c.out_dir} was trained on ({state.config['dataset']})"
         change = "or has changed since; for a new run give another --out_dir"
         raise UserError(f"dataset: {data.source} is not {trained}, {change}")
 
 
-def check_tokens(key: str, data: Dataset, known: dict, source: str) -> None:
-    """
-    Raise UserError if the dataset of this key has other tokens than `source`, whose tokenizer and
-    vocab are `known`: a checkpoint, weights, or another dataset's facts().
-    """
+def check_tokens(key: str, data: Dataset, known: State | Dataset, source: str) -> None:
+    """Raise UserError if the dataset of this key has other tokens than `known`, from `source`."""
     hint = f"prepare the text with the tokenizer of {source}"
-    theirs, ours = known["tokenizer"], data.tokenizer
+    theirs, ours = known.tokenizer, data.tokenizer
     if not same_tokenizer(theirs, ours):
         kinds = f"a different tokenizer ({ours['kind']}) from {source} ({theirs['kind']})"
         raise UserError(f"{key}: {data.source} has {kinds}; {hint}")
-    if known["vocab"] < data.vocab:
-        ids = f"{data.vocab} token ids, but {source} knows only {known['vocab']}"
+    if known.vocab < data.vocab:
+        ids = f"{data.vocab} token ids, but {source} knows only {known.vocab}"
         raise UserError(f"{key}: {data.source} has {ids}; {hint}")

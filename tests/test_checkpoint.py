@@ -16,7 +16,7 @@ from program import contents
 from common.console import UserError, keep_transcript
 from common.files import read_record
 from run import checkpoint
-from run.checkpoint import RunFolder, checkpoint_name
+from run.checkpoint import Progress, RunFolder, State, checkpoint_name
 
 
 def flipped(content: bytes) -> bytes:
@@ -24,8 +24,14 @@ def flipped(content: bytes) -> bytes:
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-def read_newest(folder) -> dict:
-    return checkpoint.read_first(folder, checkpoint.newest_first)
+def load_newest(folder) -> State:
+    return checkpoint.state_of(*checkpoint.load_first(folder, checkpoint.newest_first))
+
+
+def state(it: int, loss: float | None) -> State:
+    """Return a state whose weights are its loss."""
+    weights, progress = dict(w=torch.full((9999,), loss or 0)), Progress(it, val_loss=loss)
+    return State(model=weights, progress=progress, optimizer=dict(param_groups=[]))
 
 
 NEWEST = {  # how it gets its content, and words of the warning
@@ -42,11 +48,10 @@ NEWEST = {  # how it gets its content, and words of the warning
 def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, tmp_path, capsys):
     """Warn of the newest one, and rename it."""
     good, bad = (tmp_path / checkpoint_name(it) for it in (2, 3))
-    progress = dict(iter_num=2, val_loss=None)
-    checkpoint.save(dict(model=torch.ones(9999), progress=progress), good)
+    checkpoint.write(state(2, None), good)
     make(bad, good.read_bytes())
-    resumed = read_newest(tmp_path)
-    assert resumed["source"] == str(good)
+    resumed = load_newest(tmp_path)
+    assert resumed.source == str(good)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {bad}: ") and words in line
     folder = RunFolder(tmp_path, keep=2)
@@ -55,46 +60,41 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert checkpoint.newest_first(tmp_path) == [good]
 
 
-@pytest.mark.parametrize("step", ["damage", "read"])
+@pytest.mark.parametrize("step", ["damage", "read_unchecked"])
 def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_one(
     step, tmp_path, monkeypatch, capsys
 ):
     folder, function = RunFolder(tmp_path, keep=1), getattr(checkpoint, step)
-    save(folder, 2, 5.0)
-    reads = {"damage": 1, "read": 2}[step]  # damage() reads it too
+    folder.save(state(2, 5.0))
+    reads = {"damage": 1, "read_unchecked": 2}[step]  # damage() reads it too
 
     def delete_and_call(path):
         nonlocal reads
         reads -= 1
         if not reads:
-            save(folder, 3, 4.0)
+            folder.save(state(3, 4.0))
         return function(path)
 
     monkeypatch.setattr(checkpoint, step, delete_and_call)
-    assert read_newest(tmp_path)["progress"]["iter_num"] == 3
+    assert load_newest(tmp_path).progress.iter_num == 3
     assert not capsys.readouterr().err
 
 
 def test_a_save_that_fails_says_so_and_keeps_what_was_there(make_disk):
     folder = RunFolder(make_disk(1 << 20), keep=2)
-    save(folder, 1, 5.0)
+    folder.save(state(1, 5.0))
     before = contents(folder.path)
+    large = State(model=dict(w=torch.ones(10**6)), progress=Progress(2))
     with pytest.raises(UserError, match="ckpt-00000002.pt: is not saved .No space left on device"):
-        folder.save("ckpt-00000002.pt", dict(model=torch.ones(10**6)))
+        folder.save(large)
     assert contents(folder.path) == before
-
-
-def save(folder: RunFolder, it: int, loss: float | None) -> None:
-    """Save as train.py does."""
-    state = dict(model=torch.full((9999,), loss or 0), progress=dict(iter_num=it, val_loss=loss))
-    folder.save(checkpoint_name(it), state)
 
 
 def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_path):
     folder = RunFolder(tmp_path, keep=2)
 
     def kept_after(it: int, loss: float | None) -> list[int]:
-        save(folder, it, loss)
+        folder.save(state(it, loss))
         assert not [*tmp_path.glob("*.tmp")]
         return [*map(checkpoint.iteration, checkpoint.newest_first(tmp_path)[::-1])]
 
@@ -124,9 +124,9 @@ def test_a_disk_that_renames_onto_no_file_takes_a_checkpoint_twice(tmp_path, mon
     monkeypatch.setattr("os.replace", refuse)
     folder = RunFolder(tmp_path, keep=2)
     for loss in (5.0, 4.0):
-        save(folder, 2, loss)
-        assert float(checkpoint.read(tmp_path / checkpoint_name(2))["model"][0]) == loss
-    assert len(contents(tmp_path)) == 1
+        folder.save(state(2, loss))
+        assert float(load_newest(tmp_path).model["w"][0]) == loss
+    assert contents(tmp_path).keys() == {"metrics.jsonl", checkpoint_name(2)}
 
 
 KEPT = b"""{"kind": "start", "iter": 0}

@@ -7,16 +7,24 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from run.checkpoint import Progress, State
 from run.clock import PAUSES, Clock, clock_time
 
 
-def clock_at(seconds: float, monkeypatch, loaded: dict | None = None) -> Clock:
+def clock_at(seconds: float, monkeypatch, state: State | None = None) -> Clock:
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    return Clock(0.0, lambda: None, loaded or {})
+    return Clock(0.0, lambda: None, state or State())
 
 
-def test_the_save_timer_counts_from_the_launch_and_then_from_the_end_of_a_save(monkeypatch):
+def test_the_save_timer_counts_training_since_the_launch_and_then_since_a_save(monkeypatch):
+    """It counts no start-up, which may download for an hour, and no compilation."""
+    hour = State(ledger=dict(steps=3600.0))
+    clock = clock_at(900, monkeypatch, hour)
+    clock.lap("start-up")
+    monkeypatch.setattr(time, "perf_counter", lambda: 970.0)
+    assert clock.read()[1] == pytest.approx(70)
+    monkeypatch.setattr(time, "perf_counter", lambda: 70.0)
     clock = clock_at(70, monkeypatch)
     assert clock.read()[1] == 70
     with clock.pause("evaluation"):
@@ -25,7 +33,7 @@ def test_the_save_timer_counts_from_the_launch_and_then_from_the_end_of_a_save(m
     with clock.pause("checkpoints"):
         monkeypatch.setattr(time, "perf_counter", lambda: 72.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 75.0)
-    assert clock.read()[1] == 3
+    assert clock.read()[1] == pytest.approx(3)
 
 
 def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypatch):
@@ -34,7 +42,7 @@ def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypat
     assert clock.lap("start-up") == 50
     monkeypatch.setattr(time, "perf_counter", lambda: 80.0)
     assert clock.lap("steps") == 30
-    resumed = dict(ledger=dict(clock.seconds), progress=dict(iter_num=3, tokens=300))
+    resumed = State(ledger=dict(clock.seconds), progress=Progress(3, 300))
 
     later = clock_at(7, monkeypatch, resumed)
     later.lap("start-up")
@@ -65,7 +73,7 @@ def test_speed_counts_iterations_since_the_last_log_line(monkeypatch):
     """
     now, waits = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    resumed = dict(ledger=dict(steps=500.0), progress=dict(iter_num=7, tokens=700))
+    resumed = State(ledger=dict(steps=500.0), progress=Progress(7, 700))
     clock = Clock(0.0, lambda: waits.append(now[0]), resumed)
     now[0] = 30.0
     assert clock.lap_iterations(10, 1000) == (10.0, 300 / 30)

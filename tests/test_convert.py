@@ -31,7 +31,7 @@ from common.console import UserError
 from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
-from run.pretrained import fetch, load_pretrained, load_weights
+from run.pretrained import fetch, load_pretrained
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 
@@ -170,7 +170,7 @@ def test_exports_gpt2s_tokenizer_with_the_weights(gpt2_bpe, tmp_path):
     assert tokenizer.eos_token_id == gpt2_bpe.eot_token
     assert tokenizer.model_max_length == 16
     # datasets of --tokenizer=gpt2 fit it, and those of another BPE do not
-    spec = load_pretrained(str(tmp_path / "hf"))["tokenizer"]
+    spec = load_pretrained(str(tmp_path / "hf")).tokenizer
     assert same_tokenizer(spec, dict(kind="gpt2"))
     assert not same_tokenizer(spec, dict(kind="bpe", json=own_bpe().to_str()))
 
@@ -336,8 +336,8 @@ def test_an_exported_fast_model_ignores_padding_after_the_tokens(fast_export):
 def imported(folder: Path) -> GPT | FastGPT:
     """Return the model that --init_from=FOLDER gives."""
     state = load_pretrained(str(folder))
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    load_weights(model, state)
+    model = build_model(config_from_dict(state.model_config)).eval()
+    state.load_weights(model)
     return model
 
 
@@ -354,7 +354,7 @@ def test_a_hub_model_gives_the_logits_of_transformers(changes, tmp_path):
     reference = random_gpt2(tmp_path / "hf", **changes)
     assert_same_logits(imported(tmp_path / "hf"), reference, changes["vocab_size"])
     rows = min(changes["vocab_size"], own_bpe().get_vocab_size())
-    assert load_pretrained(str(tmp_path / "hf"))["vocab"] == rows
+    assert load_pretrained(str(tmp_path / "hf")).vocab == rows
 
 
 def test_reads_weights_in_the_layout_of_gpt2_on_the_hub(tmp_path):
@@ -400,7 +400,7 @@ def test_wrong_bytes_from_the_hub_are_refused_and_deleted(tmp_path, monkeypatch)
 def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
     """Export 50,257 of 50,304 rows, because tiktoken knows none of the others."""
     write_nanogpts_checkpoint(tmp_path / "ckpt.pt", vocab=50304, width=8)
-    assert load_pretrained(str(tmp_path / "ckpt.pt"))["vocab"] == 50257
+    assert load_pretrained(str(tmp_path / "ckpt.pt")).vocab == 50257
     convert(tmp_path / "ckpt.pt", tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
     (rows, _) = load_file(tmp_path / "hf/model.safetensors")["wte.weight"].shape

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from configurator import Config
-from run.start import Progress
+from run.checkpoint import Progress
 from train import (
     evaluation_due,
     get_lr,

@@ -329,7 +329,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny
 def test_a_run_locks_its_folder_before_it_reads_a_checkpoint(tiny, monkeypatch):
     train(**tiny)
     monkeypatch.setattr("run.checkpoint.try_lock", lambda file: False)
-    monkeypatch.setattr("run.checkpoint.read_first", None)
+    monkeypatch.setattr("run.checkpoint.load_first", None)
     refused(run("train.py", *flags(**tiny)), "another run is writing")
 
 

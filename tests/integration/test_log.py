@@ -14,8 +14,8 @@ import torch
 from program import ROOT, Run, same, train
 
 from machine.hardware import Hardware
+from run.checkpoint import Progress
 from run.log import Log, git_commit
-from run.start import Progress
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)

@@ -51,8 +51,8 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, 
     train(**command)
     assert len(checkpoint(tmp_path / "run", 8)["model"]["lm_head.weight"]) == 61
     refused(run("train.py", *flags(**command | dict(init_from="gpt2"))), "another --out_dir")
-    done = train(**command | dict(learning_rate=1e-5)).out
-    assert "all 8 iterations are done" in done
+    refused(run("train.py", *flags(**command | dict(learning_rate=1e-5))), "another --out_dir")
+    assert "all 8 iterations are done" in train(**command).out
 
 
 # -----------------------------------------------------------------------------
@@ -85,13 +85,13 @@ def test_sampling_without_meta_pkl_is_refused_until_it_is_moved_beside_ckpt_pt(n
 
 def test_meta_pkl_beside_a_nanogpt_checkpoint_is_used_even_if_its_size_is_gpt2s(tmp_path):
     path = write_nanogpts_checkpoint(tmp_path / "ckpt.pt", vocab=50257, width=8)
-    assert load_pretrained(str(path))["tokenizer"] == dict(kind="gpt2")
+    assert load_pretrained(str(path)).tokenizer == dict(kind="gpt2")
     itos = {i: chr(0x4E00 + i) for i in range(50257)}
     meta = dict(vocab_size=50257, itos=itos, stoi={c: i for i, c in itos.items()})
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
     state = load_pretrained(str(path))
-    assert state["vocab"] == 50257
-    assert Tokenizer(state["tokenizer"]).decode([0, 50256]) == itos[0] + itos[50256]
+    assert state.vocab == 50257
+    assert Tokenizer(state.tokenizer).decode([0, 50256]) == itos[0] + itos[50256]
 
 
 # -----------------------------------------------------------------------------
