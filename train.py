@@ -6,8 +6,8 @@ while, train_step(), log. train_step() runs gradient_accumulation_steps micro-ba
 backward and then updates the weights. To change when a run ends, evaluates or saves, or the
 learning rate, edit why_over(), evaluation_due(), save_due() or get_lr(). How a run starts is in
 run/start.py, GPT-2 in model.py, the fast model in model_fast.py, AdamW and Muon in optimizer.py,
-every key in configurator.py, the tokens in data/, what surrounds a run in run/, and the device and
-the processes in machine/.
+every key in configurator.py, the tokens in data/, what surrounds a run in run/, and the device, the
+processes and Ctrl-C in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -149,9 +149,7 @@ def main(argv: list[str]) -> int:
             log.report_step(progress, tokens, loss, optimizer.param_groups[0]["lr"], numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
-            if skips >= MAX_SKIPS:
-                hint = "try a lower learning_rate or --dtype=float32"
-                raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
+                end_if_skipping(skips)
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
@@ -368,6 +366,13 @@ def evaluate_only(model, data: Dataset, c: Config, hw: Hardware, it: int) -> Non
 
 # -----------------------------------------------------------------------------
 # Saving and resuming
+
+
+def end_if_skipping(skips: int) -> None:
+    """End the run after MAX_SKIPS skipped updates in a row, which no more iterations will mend."""
+    if skips >= MAX_SKIPS:
+        hint = "try a lower learning_rate or --dtype=float32"
+        raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
 
 
 def end_if_diverged(model, progress: Progress) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,6 @@ from model import generate
 from run.checkpoint import Progress, RunFolder, State, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
 from run.start import SAME_RUN, changes
-from run.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
@@ -73,7 +73,7 @@ class Log:
         self.train_tokens = len(data.train)
         self.flops_per_token = count_flops(model.config) if is_main() else None
         self.folder = folder
-        self.tracker = Tracker(c.tracker if is_main() else "none")
+        self.tracker: Any = None  # a run.tracker.Tracker
         self.tokenizer: Tokenizer | None = None  # of samples
 
     # -------------------------------------------------------------------------
@@ -85,7 +85,10 @@ class Log:
         lines on what the run begins with, its device, model and data.
         """
         c = self.config
-        self.tracker.start(c, self.first_iter)
+        if c.tracker != "none" and is_main():
+            from run.tracker import Tracker  # only here, because few runs have one
+
+            self.tracker = Tracker(c, self.first_iter)
         commit = git_commit() if is_main() else None
         program = "nightshift" + (f" {commit}" if commit else "")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
@@ -268,7 +271,8 @@ class Log:
         record = dict(kind=kind, **{name: plain(value) for name, value in values.items()})
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         self.folder.append("metrics.jsonl", json.dumps(record))
-        self.tracker.log(record)
+        if self.tracker:
+            self.tracker.log(record)
 
     # -------------------------------------------------------------------------
     # The end
@@ -286,7 +290,8 @@ class Log:
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
-        self.tracker.close()
+        if self.tracker:
+            self.tracker.close()
         if progress.complete:  # after a signal, exit without waiting for loss.png
             self.draw()
         keep_transcript(None)

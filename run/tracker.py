@@ -26,16 +26,14 @@ class Tracker:
     warns once and sends nothing more.
     """
 
-    def __init__(self, kind: str):
-        self.kind = kind
-        self.writer: Any = None
-
-    def start(self, c: Config, it: int) -> None:
+    def __init__(self, c: Config, it: int):
         """
         Start the tracker of a run that begins or resumes at iteration `it`. On a resume,
         tensorboard discards the curves in out_dir after that, and wandb continues the run whose id
         is in out_dir/wandb_id.txt, dropping steps at or below its last one.
         """
+        self.kind: str = c.tracker
+        self.writer: Any = None
         with self.warn_on_failure():
             if self.kind == "wandb":
                 from wandb import init  # fails for a mere folder named wandb
