@@ -43,11 +43,11 @@ KEPT_UNLESS_SET = (
     "tokens_per_iter",
     "eval_tokens",
 )
-# Keys with which a command still asks for the same run: how long it trains, what it reports and
-# keeps, and how its machine computes. Setting any other key of a complete run is an error
+# Keys that make no other run: how long it trains, what it reports and keeps, how its machine
+# computes, and where its files are (check_data() compares what they hold)
 SAME_RUN = frozenset(
     """max_iters hours lr_decay_iters
-    out_dir eval_interval eval_tokens eval_only sample_tokens checkpoint_interval keep_checkpoints
+    out_dir dataset eval_interval eval_tokens eval_only sample_tokens checkpoint_interval keep_checkpoints
     log_interval tracker wandb_project peak_tflops
     batch_size gradient_accumulation_steps tokens_per_iter flash loss_chunk
     device dtype compile tf32 deterministic""".split()
