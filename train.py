@@ -160,10 +160,10 @@ def main(argv: list[str]) -> int:
         if progress.val_loss is None:
             evaluate()
         progress.complete = True
-    if over or not progress.saved:
         save()
-    if over:
         log.sample(it)
+    elif not progress.saved:
+        save()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over or Signals(signal).name, progress)
     return 0 if over else 128 + signal
