@@ -198,23 +198,30 @@ def why_losses_do_not_compare(runs: list[Run]) -> str:
         return "different datasets"
     if any("eval_tokens" not in run.config for run in runs if run.is_published) and len(runs) > 1:
         return "a published run was evaluated on random tokens"
-    if len({eval_settings(run) for run in runs}) > 1:
-        return "different evaluation settings; choose the same eval_tokens"
+    val_tokens = ours[0].start.get("val_tokens") if ours else None  # all have the same split
+    if len({eval_settings(run, val_tokens) for run in runs}) > 1:
+        hint = "choose the same eval_tokens and block_size, or evaluate the whole split"
+        return f"different evaluation settings; {hint}"
     return ""
 
 
-def eval_settings(run: Run) -> tuple:
+def eval_settings(run: Run, val_tokens: int | None) -> tuple:
     """
-    Return the settings that an evaluation's loss depends on, besides the model and the split: the
-    number of tokens evaluated, and keys that a user has added with names that begin with eval_.
+    Return the settings that an evaluation's loss depends on, besides the model and the split of
+    `val_tokens` (None: unknown): the number and the length of the windows, which lie elsewhere if
+    either differs, unless they cover the split, and keys that a user has added with names that
+    begin with eval_.
     """
     config = Config(**{key: value for key, value in run.config.items() if key in FIELDS})
-    windows = max(config.eval_tokens // config.block_size, 1)
-    if run.start.get("val_tokens"):
-        windows = min(windows, (run.start["val_tokens"] - 1) // config.block_size)
+    windows, covers = max(config.eval_tokens // config.block_size, 1), False
+    if val_tokens:
+        windows = min(windows, (val_tokens - 1) // config.block_size)
+        # 1% of the text changes the mean by less than LOSS_NOISE if its loss is within 0.5 nats
+        covers = windows * config.block_size >= 0.99 * val_tokens
     ours = {"eval_interval", "eval_tokens", "eval_only"}
     own = [name for name in FIELDS if name.startswith("eval_") and name not in ours]
-    return windows * config.block_size, *(getattr(config, name) for name in own)
+    part = "all" if covers else (windows, config.block_size)
+    return part, *(getattr(config, name) for name in own)
 
 
 # -----------------------------------------------------------------------------

@@ -236,14 +236,16 @@ COMPARED = [  # of run b: its start record, the verdict on its loss, words of th
 ]
 EVALUATED = [
     (read(eval_tokens=4096), read(eval_tokens=8192), NO),
+    # as many tokens, but the windows lie at other places
+    (read(9000, eval_tokens=4096), read(9000, eval_tokens=4096, block_size=1024), NO),
+    (read(eval_tokens=4096), read(eval_tokens=4096, block_size=1024), NO),
     # the split is so small that both evaluate all of it
     (read(3000, eval_tokens=4096), read(3000, eval_tokens=8192), LOSS),
-    # whole windows count: 6 x 512 = 3 x 1024, but 7 x 512 > 3 x 1024
-    (read(eval_tokens=3500), read(eval_tokens=3500, block_size=1024), LOSS),
-    (read(eval_tokens=3600), read(eval_tokens=3600, block_size=1024), NO),
+    (read(3073, eval_tokens=3072), read(3073, eval_tokens=4096, block_size=1024), LOSS),
+    # nearly all of it: 205 x 512 and 102 x 1024
+    (read(105_000, eval_tokens=2**20), read(105_000, eval_tokens=2**20, block_size=1024), LOSS),
     # each window has one more token, the last one's target: 5 x 512, and 2 x 1024, of 3,072
     (read(3072, eval_tokens=3072), read(3072, eval_tokens=3072, block_size=1024), NO),
-    (read(3073, eval_tokens=3072), read(3073, eval_tokens=3072, block_size=1024), LOSS),
 ]
 
 
@@ -253,7 +255,7 @@ EVALUATED = [
     + [(a, b, loss, "" if loss == LOSS else "eval_") for a, b, loss in EVALUATED],
 )
 def test_compares_losses_of_equal_validation_tokens_and_settings(of_a, of_b, loss, said, capsys):
-    """Work the evaluated tokens out from each run's settings, and warn if they differ."""
+    """Work the evaluated windows out from each run's settings, and warn if they differ."""
     a = make_run("a", {0: 8.0, 5: 3.0}, **of_a)
     b = make_run("b", {0: 8.0, 5: 2.5}, dataset="other", **of_b)
     table = Table(a, b)
@@ -377,7 +379,8 @@ BESIDE = [
 
 @pytest.mark.parametrize("name, keys, said", BESIDE)
 def test_compares_with_a_published_run_of_the_same_data_and_evaluation(name, keys, said):
-    run = make_run("a", ends(6.0, 500), start=dict(tokens_per_iter=524_288), **keys)
+    facts = dict(tokens_per_iter=524_288, val_tokens=10_485_761)
+    run = make_run("a", ends(6.0, 500), start=facts, **keys)
     table = Table(open_run(ROOT / f"results/public_runs/{name}.csv"), run)
     assert table.verdicts[AT_EQUAL] == (NO if said else f"{name} 0.6257 lower")
     assert said in table.problem
