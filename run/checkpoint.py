@@ -311,7 +311,7 @@ class RunFolder:
             self.size = path.stat().st_size
         except OSError as error:
             hint = "once that is fixed, the same command continues"
-            raise UserError(f"{path}: is not saved ({one_line(error)}); {hint}") from None
+            raise UserError(f"{path}: is not saved ({error.strerror}); {hint}") from None
 
     def prune(self, keep: int) -> list[Path]:
         """
