@@ -36,6 +36,7 @@ from common.console import (
     table_lines,
     warn,
 )
+from common.files import replacing
 from configurator import FIELDS, Config
 from run.curves import Run, count4, loss_at, open_run, percentile, save_picture
 
@@ -328,7 +329,8 @@ def main(argv: list[str]) -> None:
         table |= compare_seeds(*groups)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        with replacing(args.json) as file:
+            file.write(json.dumps(table, indent=1).encode() + b"\n")
     if args.png or (len(runs) == 1 and args.runs[0].is_dir()):
         save_picture(groups, args.png or args.runs[0] / "loss.png", problem)
 

@@ -26,7 +26,7 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     Open a file for writing that appears as `path` only once it is complete and durable. If writing
-    fails, `path` is left as it was.
+    fails, `path` is left as it was. Raises OSError, which names a file.
     """
     # The pid keeps apart two processes that write the same picture, and spares a user's own X.tmp.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -37,7 +37,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         rename(temporary, path)
         fsync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = error.filename or path  # a full disk names no file
         temporary.unlink(missing_ok=True)
         raise
 

@@ -86,7 +86,7 @@ def prepare(job: Job, workers: int) -> None:
             if not manifest["complete"]:
                 write_shards(job, manifest, workers)
                 finish(job, manifest)
-    except OSError as error:  # a full disk, whose error names no file, or a deleted source
+    except OSError as error:  # a full disk, or a deleted source
         path = error.filename or job.folder
         hint = "once that is fixed, the same command continues after the last finished shard"
         raise UserError(f"{path}: {error.strerror}; {hint}") from None

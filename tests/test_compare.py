@@ -575,6 +575,19 @@ def test_draws_a_run_with_a_single_record_whose_loss_is_nan(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("flag", ["--png=a.png", "--json=a.json"])
+def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(flag, make_disk, monkeypatch):
+    monkeypatch.chdir(make_disk(2**16))
+    write_run(Path("a"), {0: 8.0, 5: 3.0})
+    with pytest.raises(OSError, match="No space left"):
+        Path("full").write_bytes(bytes(2**16))
+    before = sorted(Path().rglob("*"))
+    result = run("compare.py", "a", flag)
+    assert result.code == 1
+    assert result.err == f"error: {flag.partition('=')[2]}: No space left on device\n"
+    assert sorted(Path().rglob("*")) == before
+
+
 @pytest.mark.parametrize("flag", ["--png=no/where.png", "--json=a"])
 def test_an_unwritable_path_gives_one_error_line_after_the_table(flag, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
