@@ -162,7 +162,11 @@ def read_unchecked(path: Path) -> dict:
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
     their pages. Raises UserError if the file has another format.
     """
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # torch maps a file by its name in UTF-8, so one whose name is not UTF-8 is read at once
+    maps = os.fsencode(path) == str(path).encode(errors="replace")
+    with open(path, "rb") as file:
+        source = path if maps else file
+        saved = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     if "progress" in saved and saved.get("format") != FORMAT:  # from a run, not only weights
         raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
     return saved
