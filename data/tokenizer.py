@@ -31,9 +31,17 @@ MAKE_JSON = "transformers writes one: AutoTokenizer.from_pretrained('IN').save_p
 # What tokenizers call end-of-text. Those that we train use the last name. It comes last because
 # transformers adds it, as one more id, to the tokenizer of a GPT-2 with another name
 ENDS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
-# A tokenizer changes this text if it normalizes letters, spaces or line ends, or if it cannot
-# encode rare characters
-PROBE = "A b\r\n  \u00c9 \ufb01 \u6f22\U0001f642\U0010fffd\t<|endoftext|> "
+# A text in two pieces, as split_long() makes them. A tokenizer changes it if it normalizes letters,
+# quotes, spaces or line ends, if it adds a space to each piece, or if it cannot encode rare
+# characters.
+PROBE = [
+    "A b\r\n  \u00c9e\u0301 \ufb01",
+    "\n\u6f22\U0001f642\U0010fffd``\t<|endoftext|> ",
+]
+# Characters with every byte that UTF-8 has
+EVERY_BYTE = [
+    chr(n) for n in (*range(256), *range(256, 0xD800, 64), *range(0xE000, 0x110000, 4096))
+]
 # A chunk of split_long(): 200,000 characters plus the rest of the word, or all that is left
 CHUNK = re.compile(r"(?s).{200000}.*?\S(?=[ \n])|.+")
 # The time to train a BPE grows with the square of a word's length. DNA in one line is one word.
@@ -143,20 +151,17 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
 
 def check_lossless(tokenizer: Tokenizer, name: str) -> None:
     """
-    Raise UserError if a BPE lacks an id for some byte, which would be lost without an error, or
-    changes PROBE or the spaces around an added token. Sampling with other people's weights does not
-    need this check.
+    Raise UserError if a BPE changes PROBE or the spaces around an added token, or loses a byte.
+    Sampling with other people's weights does not need this check.
     """
-    from tokenizers.pre_tokenizers import ByteLevel  # lazily, as tiktoken above
-
-    hint = "choose another tokenizer, such as --tokenizer=gpt2 or bpe:N"
-    known = tokenizer.bpe.get_vocab().keys()
-    if not (known >= {*ByteLevel.alphabet()} or known >= {f"<0x{i:02X}>" for i in range(256)}):
-        raise UserError(f"--tokenizer={name}: has no id for some bytes; {hint}")
     added = tokenizer.bpe.get_added_tokens_decoder().values()
-    for text in (PROBE, *(f"a  {token.content}  b" for token in added)):
-        if (back := tokenizer.decode(tokenizer.encode(text))) != text:
-            raise UserError(f"--tokenizer={name}: changes the text {text!r} to {back!r}; {hint}")
+    around = ([f"a  {token.content}  b"] for token in added)
+    for pieces in (PROBE, *around, *([character] for character in EVERY_BYTE)):
+        text, ids = "".join(pieces), chain.from_iterable(map(tokenizer.encode, pieces))
+        if (back := tokenizer.decode(ids)) != text:
+            hint = "choose another tokenizer, such as --tokenizer=gpt2 or bpe:N, or a copy of it"
+            hint += ' with "normalizer": null'
+            raise UserError(f"--tokenizer={name}: changes the text {text!a} to {back!a}; {hint}")
 
 
 def read_bpe(path: Path, hint: str = f"give one of {TOKENIZERS}") -> dict:

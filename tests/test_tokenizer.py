@@ -252,7 +252,7 @@ def many_ids(content: dict) -> None:
 def spell_with_unused_bytes(content: dict) -> None:
     """Name bytes as sentencepiece does, without the flag that spells rare characters with them."""
     spelled = [f"<0x{i:02X}>" for i in range(256)]
-    letters = sorted({*tokenizer_module.PROBE.replace(" ", "_"), "_"} - {"\U0010fffd"})
+    letters = sorted({*"".join(tokenizer_module.PROBE).replace(" ", "_"), "_"} - {"\U0010fffd"})
     names = ["<unk>", "<|endoftext|>", *spelled, *letters]
     vocab = {name: i for i, name in enumerate(names)}
     content["model"] |= dict(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=False)
@@ -261,17 +261,25 @@ def spell_with_unused_bytes(content: dict) -> None:
     content |= dict(pre_tokenizer=None, normalizer=space, decoder=back, post_processor=None)
 
 
+def spell_with_spaces_before(content: dict) -> None:
+    """Put a space before a text, as Llama 2's tokenizer does, and take the first one off again."""
+    before = {"type": "Prepend", "prepend": " "}
+    after = [content["decoder"], {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    content |= dict(normalizer=before, decoder={"type": "Sequence", "decoders": after})
+
+
 SWALLOWS = dict(id=257, content="<user>", lstrip=True, rstrip=True, single_word=False)
 SWALLOWS |= dict(normalized=False, special=False)
 TOKENIZER_FILES = {
     "another JSON": (lambda c: c.clear(), "cannot read it"),
     "65,537 ids": (many_ids, "65,537 ids"),
     "no end-of-text": (lambda c: c["added_tokens"].clear(), "<|endoftext|>"),
-    "a byte without an id": (lambda c: c["model"]["vocab"].pop("ÿ"), "bpe:N"),
+    "a byte without an id": (lambda c: c["model"]["vocab"].pop("ó"), "bpe:N"),
     "lower case": (
         lambda c: c.update(normalizer={"type": "Lowercase"}),
         "to 'a b",
     ),
+    "a space before each piece": (spell_with_spaces_before, "bpe:N"),
     "no decoder": (lambda c: c.update(decoder=None), "changes the text"),
     "no way to spell": (spell_with_unused_bytes, "changes the text"),
     "an added token that takes spaces": (
@@ -291,6 +299,33 @@ def test_a_damaged_or_unsuitable_tokenizer_json_is_refused(tmp_path, change, wor
         run(TEXT, source, f"--tokenizer={path}", f"--out={tmp_path / 'out'}"), f"{path}: ", words
     )
     assert not (tmp_path / "out").exists()
+
+
+REPLACED = [(" {2,}", " "), ("``", '"'), (r"\r\n", "\n"), ("\t", " ")]
+LETTERS = dict(clean_text=False, handle_chinese_chars=False, strip_accents=True, lowercase=False)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [dict(type=name) for name in ("NFC", "NFD", "NFKC", "NFKD", "StripAccents", "Nmt")]
+    + [dict(type="Strip", strip_left=left, strip_right=not left) for left in (True, False)]
+    + [dict(LETTERS, type="BertNormalizer")]
+    + [dict(type="Replace", pattern={"Regex": rule}, content=to) for rule, to in REPLACED],
+    ids=str,
+)
+def test_a_tokenizer_json_with_a_normalizer_that_changes_text_is_refused(normalizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(edited(lambda content: content.update(normalizer=normalizer)), "utf-8")
+    source = write_parquet(tmp_path / "a.parquet", TEXTS)
+    refused(run(TEXT, source, f"--tokenizer={path}", f"--out={tmp_path / 'out'}"), "changes the")
+
+
+def test_a_tokenizer_json_may_lack_the_13_bytes_that_no_utf8_contains(tmp_path):
+    """GPT-NeoX's, Pythia's and OLMo's lack them."""
+    path = tmp_path / "tokenizer.json"
+    absent = [chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))]
+    path.write_text(edited(lambda c: [c["model"]["vocab"].pop(name) for name in absent]), "utf-8")
+    prepare_rows(tmp_path, TEXTS, path)
 
 
 def test_a_tokenizer_json_may_rename_end_of_text_and_its_truncation_and_dropout_are_ignored(
