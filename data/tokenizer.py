@@ -249,16 +249,33 @@ def same_tokenizer(theirs: dict, ours: dict) -> bool:
 
 
 def identity(spec: dict) -> dict:
-    """Return what identifies a tokenizer: its kind and its tokens. Raises UserError."""
+    """
+    Return what identifies a tokenizer: its kind, its tokens, and how it changes a text and cuts it
+    into words. Raises UserError.
+    """
     if spec["kind"] != "bpe":
         return spec
     try:
-        vocab = json.loads(spec["json"])["model"]["vocab"]
+        content = json.loads(spec["json"])
+        vocab = content["model"]["vocab"]
     except (ValueError, LookupError, TypeError):
         problem = "tokenizer.json: is not a file of the tokenizers library"
         raise UserError(f"{problem}; download or copy it again") from None
     digest = hashlib.sha256(json.dumps(vocab, sort_keys=True).encode()).hexdigest()
-    return dict(kind="gpt2") if digest == GPT2_SHA256 else dict(kind="bpe", sha256=digest)
+    parts = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+    words = json.loads(parts, object_hook=without_defaults)
+    if digest == GPT2_SHA256 and words == [None, dict(type="ByteLevel")]:
+        return dict(kind="gpt2")
+    return dict(kind="bpe", sha256=digest, words=words)
+
+
+def without_defaults(part: dict) -> dict:
+    """
+    Leave out of a part of a tokenizer.json what older files lack, what changes no ids, and the
+    space before a text, with which check_lossless() lets no dataset be made.
+    """
+    same = ("trim_offsets", "add_prefix_space")
+    return {k: v for k, v in part.items() if k not in same and (k, v) != ("use_regex", True)}
 
 
 # -----------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from program import (
 from data import tokenizer as tokenizer_module
 from data.shards import open_dataset
 from data.text import Source, divide
-from data.tokenizer import Tokenizer, split_long, train_bpe
+from data.tokenizer import Tokenizer, same_tokenizer, split_long, train_bpe
 from data.writer import sample_text
 
 TEXT, FINEWEB = "data/prepare_text.py", "data/prepare_fineweb.py"
@@ -195,6 +195,28 @@ def test_resuming_or_fine_tuning_with_another_tokenizer_is_refused(mine, tmp_pat
     train_short(prepare_rows(tmp_path, TEXTS, "byte"), tmp_path / "bytes", max_iters=1)
     tuned = train_on(mine, tmp_path / "new", init_from=tmp_path / "bytes")
     refused(tuned, "a different tokenizer (bpe)")
+
+
+DIGITS = {"type": "Digits", "individual_digits": True}
+CUTS = {  # a change of a tokenizer.json, and whether a text has the same ids
+    "an older file": (lambda c: c["pre_tokenizer"].pop("use_regex"), True),
+    "other offsets": (lambda c: c["pre_tokenizer"].update(trim_offsets=False), True),
+    "an added token": (lambda c: c["added_tokens"].append(SWALLOWS), True),
+    "no words": (lambda c: c["pre_tokenizer"].update(use_regex=False), False),
+    "digits": (
+        lambda c: c.update(
+            pre_tokenizer=dict(type="Sequence", pretokenizers=[DIGITS, c["pre_tokenizer"]])
+        ),
+        False,
+    ),
+    "lower case": (lambda c: c.update(normalizer={"type": "Lowercase"}), False),
+}
+
+
+@pytest.mark.parametrize("change, same", CUTS.values(), ids=CUTS)
+def test_tokenizers_that_cut_a_text_into_other_words_are_different(change, same):
+    ours, theirs = (dict(kind="bpe", json=edited(how)) for how in (lambda c: None, change))
+    assert same_tokenizer(ours, theirs) == same
 
 
 def test_a_data_folder_that_has_no_tokenizer_yet_is_reported_as_unfinished(mine, tmp_path):
