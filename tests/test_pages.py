@@ -3,6 +3,7 @@ Check README, docs/ and results/: links lead somewhere, commands parse, the file
 they name exist.
 """
 
+import ast
 import itertools
 import os
 import re
@@ -20,6 +21,8 @@ from packaging.requirements import Requirement
 from program import ROOT
 
 from configurator import load_config
+
+FOLDERS = ("common", "data", "machine", "run")  # with the program's modules
 
 # -----------------------------------------------------------------------------
 # Links, commands, names
@@ -76,6 +79,29 @@ def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     folder = r"(?<![\w/])(?:common|dev|machine|results|run|tests|docs)/"
     named = {*re.findall(rf"{folder}[\w/]+\.(?:py|md|csv|json|png)\b", read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def strings(path: Path) -> set[str]:
+    """Return the strings in a Python file, of f-strings the text around values. No docstrings."""
+    nodes = [*ast.walk(ast.parse(read(path)))]
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    constants = {node for node in nodes if isinstance(node, ast.Constant)} - docstrings
+    return {node.value for node in constants if isinstance(node.value, str)}
+
+
+def test_troubleshooting_quotes_messages_that_the_program_prints():
+    """Other programs' messages have the program's name before them."""
+    page = read("docs/troubleshooting.md")
+    tables = re.findall(r"^\| message \|.*\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    cells = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
+    quoted = [message for cell in cells for message in re.findall("`(.*?)`", cell)]
+    paths = [path for name in (".", *FOLDERS) for path in (ROOT / name).glob("*.py")]
+    printed = {text for path in paths for text in strings(path)}
+    assert quoted
+    for message in quoted:
+        parts = [part.strip() for part in message.split("...")]
+        assert all(any(part in text for text in printed) for part in parts), message
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other locales")
