@@ -46,11 +46,13 @@ KEPT_UNLESS_SET = (
 # Keys that make no other run: how long it trains, what it reports and keeps, how its machine
 # computes, and where its files are (check_data() compares what they hold)
 SAME_RUN = frozenset(
-    """max_iters hours lr_decay_iters
-    out_dir dataset eval_interval eval_tokens eval_only sample_tokens checkpoint_interval keep_checkpoints
-    log_interval tracker wandb_project peak_tflops
-    batch_size gradient_accumulation_steps tokens_per_iter flash loss_chunk
-    device dtype compile tf32 deterministic""".split()
+    """
+    max_iters hours lr_decay_iters
+    out_dir eval_interval eval_tokens eval_only sample_tokens checkpoint_interval keep_checkpoints
+    log_interval tracker wandb_project
+    dataset batch_size gradient_accumulation_steps tokens_per_iter flash loss_chunk
+    device dtype compile tf32 deterministic peak_tflops
+    """.split()
 )
 
 
