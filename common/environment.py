@@ -71,8 +71,9 @@ VARIABLES = {
     "FOR_DISABLE_CONSOLE_CTRL_HANDLER": "1" if WINDOWS else None,
     # In torch 2.10 to 2.14, compiled code may lose norm gradients on a GPU (pytorch #193061).
     "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0" if (2, 10) <= torch_version() < (2, 15) else None,
-    # Expandable segments reduce fragmentation, so larger batches fit. They stay off under WSL,
-    # where NVIDIA's driver may crash on them (pytorch #192330), and if the old name is set.
+    # Expandable segments reduce fragmentation, so larger batches fit. PyTorch for Windows has none.
+    # They stay off under WSL, where NVIDIA's drivers before R615 may crash on them (pytorch
+    # #192330), and if the old name is set.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True" if HAS_SEGMENTS else None,
 }
 

@@ -23,7 +23,7 @@ from optimizer import build_optimizer
 # estimated size of CUDA's context and its libraries' workspaces, which torch does not allocate
 CONTEXT_BYTES = 0.55e9
 # Memory that the allocator holds beyond its tensors, as a fraction of them. It is higher without
-# expandable segments, which Windows' driver lacks.
+# the expandable segments that common/environment.py turns on.
 FRAGMENTATION = 0.06 if WINDOWS_DRIVER else 0.01
 # The fraction of a GPU's memory that a run can use. The driver and a desktop need some, and torch
 # reports less than the data sheet, especially with ECC (14.6 of 16 GiB on a T4).

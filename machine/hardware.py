@@ -25,8 +25,8 @@ from common.process import local_rank, world_size
 from configurator import Config
 from machine.gpus import GIB, find_row, row_peak
 
-# Whether the GPU has the Windows driver, as it also does under WSL. This driver lacks expandable
-# segments, and it moves data that does not fit on the GPU to system memory.
+# Whether the GPU has the Windows driver, as it also does under WSL. This driver moves data that
+# does not fit on the GPU to system memory.
 WINDOWS_DRIVER = sys.platform == "win32" or "microsoft" in platform.release().lower()
 CPU_TOKENS = 100_000  # tokens per iteration above which device=auto refuses to train on a CPU
 # `+cu130` makes pip replace a CPU build of the same version too
