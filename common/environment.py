@@ -69,8 +69,8 @@ VARIABLES = {
     "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "0" if WINDOWS else None,
     # Otherwise Intel's runtime, part of some numpy builds, kills the process on Ctrl-C.
     "FOR_DISABLE_CONSOLE_CTRL_HANDLER": "1" if WINDOWS else None,
-    # In torch 2.10 to 2.14, compiled code may lose norm gradients on a GPU (pytorch #193061).
-    "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0" if (2, 10) <= torch_version() < (2, 15) else None,
+    # Before torch 2.15, compiled code may lose norm gradients on a GPU (pytorch #193061).
+    "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0" if torch_version() < (2, 15) else None,
     # Expandable segments reduce fragmentation, so larger batches fit. PyTorch for Windows has none.
     # They stay off under WSL, where NVIDIA's drivers before R615 may crash on them (pytorch
     # #192330), and if the old name is set.

@@ -362,15 +362,14 @@ SWITCH = dict(TORCHINDUCTOR_MIX_ORDER_REDUCTION="0")
 WSL = "5.15.0-microsoft-standard-WSL2"
 # the user's variables, the kernel, torch's version; the variables that a run adds
 ADDED = [
-    ({}, "6.8.0-generic", "2.9.1", SEGMENTS),
     # the compiler loses gradients (pytorch #193061), which 2.15.0 is the first release to fix
     ({}, "6.8.0-generic", "2.10.0+cu128", SEGMENTS | SWITCH),
     ({}, "6.8.0-generic", "2.14.1+cu130", SEGMENTS | SWITCH),
     ({}, "6.8.0-generic", "2.15.0", SEGMENTS),
     # WSL's driver may crash with expandable segments (pytorch #192330)
-    ({}, WSL, "2.9.1", {}),
-    (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "6.8.0-generic", "2.9.1", {}),
-    (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), "6.8.0-generic", "2.9.1", {}),
+    ({}, WSL, "2.15.0", {}),
+    (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "6.8.0-generic", "2.15.0", {}),
+    (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), "6.8.0-generic", "2.15.0", {}),
     (dict(TORCHINDUCTOR_MIX_ORDER_REDUCTION="1"), "6.8.0-generic", "2.10.0", SEGMENTS),
 ]
 
