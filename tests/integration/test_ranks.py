@@ -187,9 +187,11 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
     assert not [*tmp_path.rglob("*.pt")]
 
 
-def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(tiny, tmp_path):
+@pytest.mark.parametrize("iters", [0, 4])
+def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(iters, tiny, tmp_path):
+    """Do so also at iteration 0, where one machine has evaluated the weights and one has not."""
     keys = tiny | dict(out_dir="out")
-    train(**keys | dict(out_dir=tmp_path / "0/out", max_iters=4))
+    train(**keys | dict(out_dir=tmp_path / "0/out", max_iters=iters))
     (tmp_path / "1").mkdir()
     processes = start_ranks(2, *flags(**keys), script=watched(before=APART), cwd=tmp_path)
     results = finish_ranks(processes)
