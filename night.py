@@ -17,10 +17,8 @@ import time
 from common.console import run_main, say
 from common.process import ASK_TO_STOP
 
-REPEATED = (1, 134, 135, 137, 139)  # an error; a crash of PyTorch or a driver, or lack of memory
 PAUSE_SECONDS = 300
 SHORT_SECONDS = 540
-POLL_SECONDS = 0.2
 
 
 def main(argv: list[str]) -> int:
@@ -28,43 +26,33 @@ def main(argv: list[str]) -> int:
         say(__doc__.strip())
         return 0 if argv else 1
     command = [sys.executable, *argv] if argv[0].endswith(".py") else argv
+    stops = [getattr(signal, name) for name in ASK_TO_STOP if hasattr(signal, name)]
     came: list[int] = []  # the signals, in order
-    for name in ASK_TO_STOP:
-        number = getattr(signal, name, None)
+    for number in stops:
         # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
-        if number and signal.getsignal(number) != signal.SIG_IGN:
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: came.append(number))
     short = 0  # launches in a row
-    while True:
+    while not came:
         began = time.monotonic()
-        code = launch(command, came)
+        child = subprocess.Popen(command)
+        while child.poll() is None and not came:
+            time.sleep(0.2)
+        if came and sys.platform != "win32":  # there the console sends Ctrl-C to both
+            # SIGTERM, because Ctrl-C has reached a child in the same terminal already, and a second
+            # SIGINT would end it before it has saved
+            child.terminate()
+        code = child.wait()
+        code = 128 - code if code < 0 else code  # 128 + N if signal N killed it
         short = short + 1 if time.monotonic() < began + SHORT_SECONDS else 0
-        if came or code not in REPEATED or short == 5:
+        if came or short == 5 or code in (0, *(128 + number for number in stops)):
             return code
         hint = "launching again in five minutes, unless you press Ctrl-C"
         say(f"night.py: exit code {code}; {hint}", console="stderr")
         resumes = time.monotonic() + PAUSE_SECONDS
-        while time.monotonic() < resumes:
-            if came:
-                return 128 + came[0]
-            time.sleep(POLL_SECONDS)
-
-
-def launch(command: list[str], came: list[int]) -> int:
-    """
-    Run a command to its end and pass on the signals that come. Returns its exit code, or 128 + N if
-    signal N killed it. Raises OSError.
-    """
-    # in a session of its own, so that a terminal's Ctrl-C comes once, from here
-    child = subprocess.Popen(command, start_new_session=True)
-    passed = 0
-    while (code := child.poll()) is None:
-        if passed < len(came):
-            if sys.platform != "win32":  # there the console sends Ctrl-C to both
-                child.send_signal(came[passed])
-            passed += 1
-        time.sleep(POLL_SECONDS)
-    return 128 - code if code < 0 else code
+        while time.monotonic() < resumes and not came:
+            time.sleep(0.2)
+    return 128 + came[0]
 
 
 if __name__ == "__main__":

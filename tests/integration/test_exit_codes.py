@@ -89,7 +89,7 @@ def test_the_documented_systemd_line_takes_a_stop_by_a_signal_as_a_success():
 # -----------------------------------------------------------------------------
 # night.py
 
-# writes down its argument and every signal, and ends with the next code of the file
+# writes down its argument and every signal; ends with the next code of the file, at SIGTERM with 7
 COMMAND = """
 import signal, sys, time
 from pathlib import Path
@@ -97,10 +97,13 @@ from pathlib import Path
 def receive(number, frame):
     with open("signals", "a") as file:
         file.write(f"{number} ")
-    sys.exit(7)
+    if number == signal.SIGTERM:
+        time.sleep(0.2)  # a Ctrl-C may come a moment later
+        sys.exit(7)
 
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, receive)
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, receive)
 with open("starts", "a") as file:
     file.write(f"{sys.argv[1]}\\n")
 number = len(Path("starts").read_text().splitlines())
@@ -122,7 +125,7 @@ def command(tmp_path, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "codes", [(1, 137, 0), (134, 135, 139, 0), (1,) * 5, *((n,) for n in (2, 127, 129, 130, 143))]
+    "codes", [(1, 137, 0), (2, 134, 135, 139, 0), (1,) * 5, *((number,) for number in SIGNALS)]
 )
 def test_night_repeats_its_command_after_an_error_and_gives_up_after_five_short_launches(
     codes, command, capfd
@@ -147,30 +150,52 @@ def launch_night(*words, **options) -> subprocess.Popen:
     return subprocess.Popen(line, env=environment, start_new_session=True, **options)
 
 
+def ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @needs_signals
-@pytest.mark.parametrize("ignored", [[], [signal.SIGINT]], ids=["all", "after &"])
-def test_night_passes_a_signal_on_once_unless_it_is_ignored(ignored, command):
-    """Send Ctrl-C to all processes of the terminal, and then SIGTERM to night.py."""
+@pytest.mark.parametrize(
+    "send, name, ignored, signals",
+    [
+        ("killpg", "SIGINT", None, {"2", "15"}),  # a terminal sends Ctrl-C to both
+        ("kill", "SIGINT", None, {"15"}),
+        ("kill", "SIGHUP", None, {"15"}),
+        ("kill", "SIGTERM", None, {"15"}),
+        ("killpg", "SIGINT", ignore_ctrl_c, {"15"}),  # after `&` in a script; then SIGTERM
+    ],
+)
+def test_night_passes_every_signal_on_as_sigterm_unless_it_is_ignored(
+    send, name, ignored, signals, command
+):
     Path("codes").write_text("wait")
-
-    def ignore():
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-
-    process = launch_night(*command, preexec_fn=ignore)
+    process = launch_night(*command, preexec_fn=ignored)
     try:
         while not Path("starts").exists():
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.5)
+        getattr(os, send)(process.pid, getattr(signal, name))
         if ignored:
+            time.sleep(0.5)
             assert process.poll() is None
             process.terminate()
         assert process.wait(timeout=60) == 7
     finally:
         process.kill()
-    expected = signal.SIGTERM if ignored else signal.SIGINT
-    assert Path("signals").read_text().split() == [str(int(expected))]
+    assert {*Path("signals").read_text().split()} == signals
+
+
+@needs_signals
+def test_night_stops_a_command_that_it_has_just_launched(command, monkeypatch):
+    """The command does not answer signals yet, so SIGTERM kills it."""
+    launch = subprocess.Popen
+
+    def launch_and_signal(words):
+        child = launch(words)
+        signal.raise_signal(signal.SIGINT)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", launch_and_signal)
+    assert night.main(command) == 143
 
 
 def test_night_ends_at_a_signal_in_its_pause(command, monkeypatch):
@@ -180,13 +205,17 @@ def test_night_ends_at_a_signal_in_its_pause(command, monkeypatch):
     assert night.main(command) == 130
 
 
-def test_night_only_waits_on_windows_where_the_console_sends_ctrl_c_to_both(monkeypatch):
+def test_night_on_windows_repeats_a_crash_and_only_waits_at_ctrl_c(monkeypatch):
+    """There the console sends Ctrl-C to both."""
     child = mock.Mock()
-    child.poll.side_effect = [None, None, 130]
+    child.poll.side_effect = [1, None, None]
+    child.wait.side_effect = [0xC0000005, 130]  # an access violation
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: child)
-    assert night.launch(["train"], [signal.SIGINT]) == 130
-    child.send_signal.assert_not_called()
+    monkeypatch.setattr(subprocess, "Popen", lambda words: child)
+    monkeypatch.setattr(night, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+    assert night.main(["train"]) == 130
+    child.terminate.assert_not_called()
 
 
 @needs_signals
@@ -208,8 +237,9 @@ def test_night_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, tmp_path):
         child.wait()
         wait_for(ran.saved[-1] + 5)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        assert process.wait(timeout=120) == 130
+        code = process.wait(timeout=120)
     finally:
         process.kill()
-    assert (ran.end["reason"], ran.saved[-1]) == ("SIGINT", ran.end["iters"])
+    assert (code, ran.end["reason"]) in [(130, "SIGINT"), (143, "SIGTERM")]  # whichever came first
+    assert ran.saved[-1] == ran.end["iters"]
     assert (tmp_path / "said").read_text().count("night.py: exit code 137") == 1
