@@ -33,6 +33,7 @@ from common.files import read_text
 from common.process import world_size
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
+TRAIN_EVAL_TOKENS = 2**20  # the most that an evaluation reads of the training split
 NOT_WEIGHTS = ("scratch", "resume")  # what init_from may be, besides weights
 # What a key of each type needs, in words and as a test
 PLAIN: dict[type, Any] = {
@@ -65,7 +66,7 @@ class Config:
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     init_from: Location = "scratch"  # new run: scratch, gpt2, OWNER/NAME, path; resume: no new run
     eval_interval: Positive = 2000  # iterations between evaluations
-    eval_tokens: Positive = 2457600  # tokens of each split that an evaluation reads
+    eval_tokens: Positive = 2457600  # val tokens per evaluation; of train as many, up to 2**20
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from common.console import UserError, run_main, say
 from common.process import keep_awake, rank, world_size
-from configurator import SAVE_EVERY, Config, config_values
+from configurator import SAVE_EVERY, TRAIN_EVAL_TOKENS, Config, config_values
 from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset
 from machine import hardware, ranks
@@ -330,11 +330,13 @@ def estimate_loss(model, data: Dataset, c: Config, hw: Hardware) -> dict[str, fl
     The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
     this, and gets all losses. Raises OSError and UserError.
     """
-    tokens = min(c.eval_tokens, len(data.val))  # the same number from each split
+    tokens = min(c.eval_tokens, len(data.val))
     losses: dict[str, float] = {}
     model.eval()
     for name, split in data.splits.items():
-        micro_batches = eval_batches(split, tokens, c)
+        # the train loss only shows how far val is from it, so a million tokens will do
+        most = TRAIN_EVAL_TOKENS if name == "train" else tokens
+        micro_batches = eval_batches(split, min(tokens, most), c)
         nats, count = ranks.sum(*sum_losses(model, micro_batches, hw))
         losses[f"{name}_loss"] = nats / count
     model.train()

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from common.console import UserError, count, parse_count, percent, raise_if_any, say
-from configurator import SAVE_EVERY, Config, resolve
+from configurator import SAVE_EVERY, TRAIN_EVAL_TOKENS, Config, resolve
 from data.download import (
     FAST_DATA,
     SAMPLE_TOKENS,
@@ -104,9 +104,10 @@ def plan(config: Config, options: Namespace) -> dict:
     exchange = 2 * (gpus - 1) / gpus * 4 * cost.count_trained(model) / (link_gbs * 1e9)
     iter_seconds, shortest, longest = (s / gpus + exchange for s in seconds)
 
-    # The length. An evaluation runs the forward pass alone, a third of the work, on two splits
+    # The length. An evaluation runs the forward pass alone, a third of the work
     checkpoint_gb = cost.checkpoint_bytes(c, model) / 1e9
-    eval_seconds = 2 * c.eval_tokens * iter_seconds / c.iter_tokens / 3
+    eval_tokens = c.eval_tokens + min(c.eval_tokens, TRAIN_EVAL_TOKENS)  # of val and of train
+    eval_seconds = eval_tokens * iter_seconds / c.iter_tokens / 3
     save_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
     save_interval = c.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
 

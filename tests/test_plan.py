@@ -31,7 +31,7 @@ FIGURES = {
             mfu=0.6916,
             hours=21.667,
             hours_range=[21.667, 21.667],
-            cost=4.361 * 0.2,
+            cost=4.3555 * 0.2,
             # 1.01 * (18 N - 2 * 1024 * 384 + 16384 * (12 * (32 * 384 + 40) + 4 * 384)
             # + 2 * 50304 * (2 * 4096 + 4 * 384)) + 0.55e9
             vram_gib=4.756e9 / GIB,
@@ -75,17 +75,17 @@ FIGURES = {
         dict(total_tokens=1000 * 524_288, hours=1.045 * 7.686 / 0.822 / 3.6),
     ),
     "the hours end before max_iters": (
-        # Evaluations at 0, 250 ... 2500 of 2/3 * 10,485,760 / 52,428.8 = 133.33 s; checkpoints at
-        # the last 10, and at 60, 120 ... 2700, but 1500 is in both, of 2.258 / 0.5 s. After these
-        # 1,710.6 s, 2,708.9 iterations fit into the 28,800. One evaluation and one save follow
-        ("fast", "--gpu=4070", "--hours=8", "--iter_seconds=10"),
+        # Evaluations at 0, 250 ... 2750 of (10,485,760 + 2^20) / 3 / 52,428.8 = 73.33 s; saves
+        # at the last 11, and at 60, 120 ... 2760, but 1500 is in both, of 2.258 / 0.5 s. After
+        # these 1,133 s, 2,766.7 iterations fit into the 28,800. One evaluation and one save follow
+        ("fast", "--gpu=4070", "--hours=8", "--iter_seconds=10", "--max_iters=3000"),
         dict(
-            max_iters=2709,
-            evaluations=12,
-            checkpoints=55,
-            hours=2709 / 360,
-            hours_range=[2709 / 360, 2709 / 360],
-            hours_total=(27_090 + 12 * 133.33 + 55 * 4.517) / 3600,
+            max_iters=2767,
+            evaluations=13,
+            checkpoints=57,
+            hours=2767 / 360,
+            hours_range=[2767 / 360, 2767 / 360],
+            hours_total=(27_670 + 13 * 73.33 + 57 * 4.517) / 3600,
         ),
     ),
 }
@@ -205,9 +205,9 @@ def test_a_plan_of_the_downloaded_dataset_counts_what_is_downloaded():
     assert p["disk_gb"] == pytest.approx(4.2 + 3 * p["checkpoint_gb"])  # 21 shards of 0.2 GB
 
 
-PUBLIC = [
-    (21.89, "gpt40m_4070", "--eval_tokens=3276800 --max_iters=20000"),
-    (28.69, "gpt124m_4070", "--eval_tokens=1638400 --max_iters=11000"),
+PUBLIC = [  # with 2**20 tokens of train, an evaluation reads 2 x 3,276,800 and 2 x 1,638,400
+    (21.89, "gpt40m_4070", "--eval_tokens=5505024 --max_iters=20000"),
+    (28.69, "gpt124m_4070", "--eval_tokens=2228224 --max_iters=11000"),
 ]
 
 

@@ -9,7 +9,22 @@ from unittest import mock
 import pytest
 import torch
 from cases import slow_but
-from program import TINY_RUN, assert_same_run, column, flags, records, refused, run, train
+from program import (
+    TINY_RUN,
+    assert_same_run,
+    column,
+    flags,
+    records,
+    refused,
+    run,
+    train,
+    write_tokens,
+)
+
+from configurator import Config
+from data.shards import open_dataset
+from machine.hardware import set_up
+from train import estimate_loss
 
 TINY = TINY_RUN | dict(
     n_layer=1,
@@ -56,6 +71,31 @@ def test_training_waits_for_the_device_only_at_log_lines(tokens, tmp_path):
     # four more lines: no more than one wait for each number of a record
     numbers = len(records(tmp_path / "6 iterations, a line each 100", "step")[-1])
     assert few < waits(6, 1) <= few + 4 * numbers
+
+
+def test_an_evaluation_reads_a_million_tokens_of_train_and_of_others_as_many_as_asked(tmp_path):
+    """Let the mean of the tokens be the loss: their windows are spread over the whole split."""
+
+    class MeanOfTokens(torch.nn.Module):
+        def forward(self, x, y):
+            read.append(y.numel())
+            return y.double().mean()
+
+    def evaluate(eval_tokens: int) -> dict[str, float]:
+        read.clear()
+        c = Config(block_size=1024, batch_size=64, eval_tokens=eval_tokens, device="cpu")
+        return estimate_loss(MeanOfTokens(), data, c, set_up(c))
+
+    read: list[int] = []
+    data = open_dataset(str(write_tokens(tmp_path / "data", [3 * 2**20 + 1], [2**21 + 1])))
+    data.splits["more"] = data.val
+    means = evaluate(2**20)
+    assert sum(read) == 3 * 2**20
+    assert evaluate(2**30)["train_loss"] == means["train_loss"]
+    assert sum(read) == 2**20 + 2 * 2**21
+    # the mean of a sample that is a third of all
+    tokens = data.train.read_windows([1], 3 * 2**20)
+    assert means["train_loss"] == pytest.approx(tokens.mean(), rel=1e-3)
 
 
 def test_grad_clip_0_logs_the_gradient_norm_but_does_not_rescale_gradients(tokens, tmp_path):
