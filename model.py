@@ -160,15 +160,18 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """
         Return the logits (B, T, V) of idx (B, T) int64, or, given targets (B, T), the mean loss in
-        nats per token; targets of -1 are ignored. T is at most block_size.
+        nats per token; targets of -1 are ignored, and each other one counts as much as its weight,
+        if there are weights (B, T). T is at most block_size.
         """
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
-        return mean_loss(x, self.lm_head.weight, targets, self.config)
+        return mean_loss(x, self.lm_head.weight, targets, self.config, weights=weights)
 
     def hidden(self, idx: Tensor, caches: "list[KVCache] | None" = None) -> Tensor:
         """
@@ -197,16 +200,37 @@ class GPT(nn.Module):
 # The loss
 
 
-def loss_sum(logits: Tensor, targets: Tensor, config: GPTConfig, cap: float | None) -> Tensor:
+def loss_sum(
+    logits: Tensor,
+    targets: Tensor,
+    config: GPTConfig,
+    cap: float | None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """
     Return the cross-entropy of logits (n, V) against targets (n,), in nats, summed over the targets
-    that are not -1. To change the loss, edit this function; both models and evaluation use it.
+    that are not -1, each times its weight. To change the loss, edit this function; both models and
+    evaluation use it.
     """
     # If you add a loss term, compute it from the float32 logits of the next line too. With a second
     # conversion, each term's gradient would be rounded to bfloat16 before the two are added, and
     # the gradient of a small term could vanish.
     logits = cap_logits(logits, cap)
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    if weights is None:
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    return (weights * losses).sum()
+
+
+def count_targets(targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """
+    Return by what to divide a sum of losses, as a number on the device: how many targets are not
+    -1, or the sum of their weights' absolute values, in float64.
+    """
+    counted = targets != -1
+    if weights is None:
+        return counted.sum()
+    return torch.where(counted, weights.abs(), 0).sum(dtype=torch.float64)
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
@@ -227,24 +251,26 @@ def mean_loss(
     config: GPTConfig,
     cap: float | None = None,
     bias: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """
     Apply the head, a weight (V, C) and perhaps a bias (V), to x (B, T, C) and return the mean loss
-    over the targets (B, T) that are not -1; 0 if there are none. With a loss_chunk, the logits of
-    only that many tokens are in memory at a time.
+    over the targets (B, T) that are not -1, weighted if they have weights (B, T); 0 if nothing
+    counts. With a loss_chunk, the logits of only that many tokens are in memory at a time.
     """
     x = x.flatten(0, 1)
-    targets = targets.flatten()
-    count = (targets != -1).sum().clamp(min=1)
+    rows = [part.flatten(0, 1) for part in (targets, weights) if part is not None]
     chunk = chunk_size(config.loss_chunk, len(x), torch.compiler.is_compiling())
-    if chunk == len(x):
-        return loss_sum(F.linear(x, head, bias), targets, config, cap) / count
-    if torch.is_grad_enabled():
-        weights = (head,) if bias is None else (head, bias)
-        return ChunkedLoss.apply(x, targets, config, chunk, cap, product_dtype(x), *weights)
-    parts = zip(x.split(chunk), targets.split(chunk), strict=True)
-    losses = [loss_sum(F.linear(part, head, bias), y_part, config, cap) for part, y_part in parts]
-    return torch.stack(losses).sum() / count
+    if torch.is_grad_enabled() and chunk < len(x):
+        parameters = (head,) if bias is None else (head, bias)
+        loss = ChunkedLoss.apply(x, rows, config, chunk, cap, product_dtype(x), *parameters)
+    else:
+        parts = zip(*(part.split(chunk) for part in (x, *rows)), strict=True)
+        sums = [loss_sum(F.linear(part, head, bias), y, config, cap, *w) for part, y, *w in parts]
+        loss = torch.stack(sums).sum()
+    # Count after the loss. If counted before, the compiler computes all chunks' logits at once.
+    count = count_targets(targets, weights)
+    return loss / (count + (count == 0))
 
 
 def chunk_size(loss_chunk: str, tokens: int, compiled: bool) -> int:
@@ -259,42 +285,41 @@ def chunk_size(loss_chunk: str, tokens: int, compiled: bool) -> int:
 
 class ChunkedLoss(torch.autograd.Function):
     """
-    Compute mean_loss() of x (N, C) and targets (N,) without keeping all logits. The forward pass
-    also computes the gradients, chunk by chunk. The division by the number of targets comes last,
-    so that gradients do not underflow in float16. Matmuls run in `dtype`; the gradients of the
-    head, a weight and perhaps a bias, are summed in float32 or wider.
+    Compute the sum of the losses of x (N, C) without keeping all logits. loss_sum() gets the same
+    part of each tensor in `rows`: targets (N,), and perhaps weights (N,). The forward pass also
+    computes the gradients, chunk by chunk, of the sum and not of the mean, so that they do not
+    underflow in float16. Matmuls run in `dtype`; the gradients of the head, a weight and perhaps a
+    bias, are summed in float32 or wider.
     """
 
     @staticmethod
-    def forward(ctx, x, targets, config, chunk, cap, dtype, *weights) -> Tensor:
-        head = [weight.detach().to(dtype).requires_grad_() for weight in weights]
+    def forward(ctx, x, rows, config, chunk, cap, dtype, *parameters) -> Tensor:
+        head = [parameter.detach().to(dtype).requires_grad_() for parameter in parameters]
         wide = torch.promote_types(dtype, torch.float32)
         dweight = torch.zeros_like(head[0], dtype=wide)
         dbias = []  # one per chunk: a running sum would compile to a kernel that needs all logits
         dx = []
         losses = []
-        for x_part, y_part in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
+        parts = zip(*(part.split(chunk) for part in (x.to(dtype), *rows)), strict=True)
+        for x_part, y_part, *w_part in parts:
             x_part = x_part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = loss_sum(F.linear(x_part, *head), y_part, config, cap)
+                loss = loss_sum(F.linear(x_part, *head), y_part, config, cap, *w_part)
             dx_part, dweight_part, *dbias_part = torch.autograd.grad(loss, (x_part, *head))
             losses.append(loss.detach())
             dx.append(dx_part)
             dweight += dweight_part
             dbias += dbias_part
             del loss, dweight_part  # free their memory before the next chunk
-        # Count after the loop. If counted before, the compiler computes all chunks' logits at once.
-        count = (targets != -1).sum().clamp(min=1)
         dhead = [dweight, torch.stack(dbias).sum(0, dtype=wide)] if dbias else [dweight]
-        ctx.save_for_backward(torch.cat(dx), count, *dhead)
-        return sum(losses) / count
+        ctx.save_for_backward(torch.cat(dx), *dhead)
+        return sum(losses)
 
     @staticmethod
     def backward(ctx, dloss: Tensor):
-        dx, count, *dhead = ctx.saved_tensors
-        scale = dloss / count
-        dx = dx.to(dhead[0].dtype) * scale
-        return dx, None, None, None, None, None, *(gradient * scale for gradient in dhead)
+        dx, *dhead = ctx.saved_tensors
+        dx = dx.to(dhead[0].dtype) * dloss
+        return dx, None, None, None, None, None, *(gradient * dloss for gradient in dhead)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -203,17 +203,18 @@ class FastGPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """
-        Return the logits (B, T, V) of idx (B, T) int64, or, given targets (B, T), the mean loss in
-        nats per token; targets of -1 are ignored. T may exceed block_size, but the model is not
-        trained on such positions.
+        Return the logits or the mean loss, as GPT.forward() does. T may exceed block_size, but the
+        model is not trained on such positions.
         """
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
         head = self.lm_head
-        return mean_loss(x, head.weight, targets, self.config, LOGIT_CAP, head.bias)
+        return mean_loss(x, head.weight, targets, self.config, LOGIT_CAP, head.bias, weights)
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """

@@ -35,6 +35,7 @@ from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
 from machine.hardware import Hardware
 from machine.ranks import StopSignal, end_process, wait_for_turn
+from model import count_targets
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, load_averages
 from run.checkpoint import Progress, State
@@ -138,7 +139,7 @@ def main(argv: list[str]) -> int:
         )
         batches.read_ahead()  # for the next iteration, while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
-        tokens = world_size() * sum(x.numel() for x, _ in micro_batches)
+        tokens = world_size() * sum(x.numel() for x, *_ in micro_batches)
         progress.advance(tokens)
 
         # log every log_interval iterations, and after max_iters. Only here and in pauses does
@@ -178,8 +179,9 @@ def train_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
-    update the weights once. The loss is the mean over all ranks' targets other than -1, so it does
-    not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
+    update the weights once. The loss is the mean over all ranks' targets other than -1, weighted if
+    they have weights, so it does not depend on the micro-batch size. If a gradient is not finite,
+    the update is skipped.
 
     Returns the sum of the micro-batches' weighted losses in nats, and other numbers for the log: by
     default the gradient norm before clipping. All stay on the device, so with a fused optimizer
@@ -190,17 +192,17 @@ def train_step(
     total_loss = torch.zeros((), device=micro_batches[0][0].device)
     # Weigh each micro-batch by its targets. The mean over all micro-batches, which the division by
     # accum and DDP take, is then the mean over all targets. If none is masked, each weight is 1.0
-    targets = torch.stack([(y != -1).sum() for _, y in micro_batches])
+    targets = torch.stack([count_targets(*y) for _, *y in micro_batches])
     all_targets, all_micro_batches = targets.sum(), accum
     if is_ddp:
         torch.distributed.all_reduce(all_targets, group=model.process_group)
         all_micro_batches *= model.process_group.size()
-    weights = targets * all_micro_batches / all_targets.clamp(min=1)
-    for micro_step, (x, y) in enumerate(micro_batches):
+    weights = targets * all_micro_batches / (all_targets + (all_targets == 0))
+    for micro_step, (x, *y) in enumerate(micro_batches):
         if is_ddp:  # average gradients across ranks once per iteration, in the last backward pass
             model.require_backward_grad_sync = micro_step == accum - 1
         with autocast:
-            loss = weights[micro_step] * model(x, y)
+            loss = weights[micro_step] * model(x, *y)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
         total_loss += loss.detach()
 
@@ -343,16 +345,16 @@ def estimate_loss(model, data: Dataset, c: Config, hw: Hardware) -> dict[str, fl
     return losses
 
 
-def sum_losses(model, micro_batches: list[Batch], hw: Hardware) -> tuple[float, int]:
-    """Return the summed loss over all targets in nats, and their number."""
+def sum_losses(model, micro_batches: list[Batch], hw: Hardware) -> tuple[float, float]:
+    """Return the summed loss over all targets in nats, and their number or the sum of weights."""
     # Allocate one tensor before the loop. On a CPU, a small tensor per micro-batch would lie
     # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
     # hardware.py)
     means = torch.empty(len(micro_batches), device=hw.device)
-    for n, (x, y) in enumerate(micro_batches):
+    for n, batch in enumerate(micro_batches):
         with hw.autocast():
-            means[n] = model(x.to(hw.device), y.to(hw.device))
-    counts = [int((y != -1).sum()) for _, y in micro_batches]
+            means[n] = model(*(part.to(hw.device) for part in batch))
+    counts = [count_targets(*y).item() for _, *y in micro_batches]
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
     sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
     return math.fsum(sums), sum(counts)

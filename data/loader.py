@@ -25,7 +25,7 @@ from common.process import rank, world_size
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets
+Batch = tuple[Tensor, ...]  # inputs and targets, and a weight for each target if they differ
 
 
 class ShuffledWindows:
@@ -70,7 +70,7 @@ class ShuffledWindows:
 class Batches:
     """
     Read this rank's training micro-batches into host memory, hand them out in order on the device,
-    an iteration's worth at a time. What is handed out is inputs and targets, each (B, T) int64.
+    an iteration's worth at a time. What is handed out is what to_batch() returns.
 
     Of n ranks, each takes every n-th micro-batch. `trained` counts the tokens that all ranks
     together have taken before; a resumed run passes the count from its checkpoint.
@@ -112,9 +112,10 @@ class Batches:
 
 def to_batch(windows: Tensor, device: torch.device) -> Batch:
     """
-    Split windows (B, T + 1) into inputs (B, T) and targets (B, T), shifted by one, on the device.
-    The copy is asynchronous on CUDA only: on MPS it could read host memory that has already been
-    freed (pytorch #139550).
+    Split windows (B, T + 1) int64 into inputs (B, T) and targets (B, T), shifted by one, on the
+    device. A third tensor (B, T) would weigh the targets, in training, evaluations and the check of
+    compiled code. The copy is asynchronous on CUDA only: on MPS it could read host memory that has
+    already been freed (pytorch #139550).
     """
     windows = windows.to(device, non_blocking=device.type == "cuda")
     # Clone, because in a batch of one sequence inputs and targets would share memory.
@@ -137,7 +138,7 @@ def eval_batches(split: ShardTokens, tokens: int, config: Config) -> list[Batch]
         first += rank() * config.batch_size
         rows = starts[first : first + config.batch_size]
         filling = [starts[0]] * (config.batch_size - len(rows))
-        x, y = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), host)
-        y[len(rows) :] = -1
-        batches.append((x, y))
+        batch = to_batch(torch.from_numpy(split.read_windows(rows + filling, T + 1)), host)
+        batch[1][len(rows) :] = -1
+        batches.append(batch)
     return batches

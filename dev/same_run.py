@@ -14,11 +14,13 @@ type this first, and `git checkout optimizer.py` afterwards:
 
     echo "NEWTON_SCHULZ = 18 * ((2.0, -1.5, 0.5),)" >> optimizer.py
 
-The comparison uses only command lines, metrics.jsonl and checkpoints, so the code may differ.
+The comparison uses only command lines, metrics.jsonl and checkpoints, so the code may differ; the
+row `masked` also wraps to_batch() of data/loader.py.
 """
 
 import argparse
 import io
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -33,6 +35,7 @@ from program import (  # noqa: E402
     EVAL,
     STEP,
     Run,
+    changed,
     finish_ranks,
     flags,
     same,
@@ -77,7 +80,17 @@ FAST = dict(
     decay_fraction=0.7,
     min_lr=0.0,
 )
-# keys of train.py, and the number of ranks
+# targets that do not count, a different number in each micro-batch of 12 sequences
+MASKED = """
+
+whole_batch = to_batch
+
+
+def to_batch(windows, device):
+    x, y = whole_batch(windows, device)
+    return x, y.masked_fill(y % 3 == 0, -1)
+"""
+# keys of train.py, the number of ranks, and what to write below data/loader.py
 ROWS = dict(
     gpt2=GPT2,
     fast=FAST,
@@ -85,6 +98,7 @@ ROWS = dict(
     | dict(optimizer="muon", learning_rate=0.025, min_lr=0.0, bias=True, weight_decay=0.0),
     bfloat16=FAST | dict(dtype="bfloat16"),
     float16=GPT2 | dict(dtype="float16", grad_clip=0.1, n_layer=1, n_embd=32),
+    masked=GPT2 | dict(batch_size=12, loader=MASKED),
     ranks=GPT2 | dict(ranks=2, gradient_accumulation_steps=4),
     compiled=FAST | dict(compile=True, n_layer=2, n_embd=32),
 )
@@ -98,6 +112,17 @@ def check_out(commit: str, folder: Path) -> Path:
         sys.exit(f"{commit}: there is no such commit here")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
+    return folder
+
+
+def extended(program: Path, folder: Path, code: str) -> Path:
+    """Copy a program to `folder`, and write `code` below its data/loader.py."""
+    if program == ROOT:
+        changed(folder, {})  # without datasets and runs
+    else:
+        shutil.copytree(program, folder)
+    with open(folder / "data/loader.py", "a") as file:
+        file.write(code)
     return folder
 
 
@@ -147,14 +172,21 @@ def main() -> int:
         there = check_out(arguments.commit, Path(temporary, "there"))
         dataset = write_tokens(Path(temporary, "tokens"), TRAIN_SHARDS, VAL_SHARDS, VOCAB)
         for row in rows:
+            keys_of_row = COMMON | ROWS[row] | dict(dataset=dataset)
+            programs = dict(theirs=there, ours=ROOT)
+            if code := keys_of_row.pop("loader", ""):
+                programs = {
+                    side: extended(program, Path(temporary, f"{row}-{side}"), code)
+                    for side, program in programs.items()
+                }
             for way in ("straight", "resumed"):
                 runs = []
-                for program, side in ((there, "theirs"), (ROOT, "ours")):
+                for side, program in programs.items():
                     runs.append(Run(Path(temporary, f"{row}-{way}-{side}")))
-                    keys = COMMON | ROWS[row] | dict(dataset=dataset)
+                    keys = keys_of_row
                     if way == "resumed":
                         train(program, runs[-1].out_dir, **keys, max_iters=HALFWAY)
-                        keys |= dict(init_from="resume")
+                        keys = keys | dict(init_from="resume")
                     train(program, runs[-1].out_dir, **keys, max_iters=ITERATIONS)
                 found = [*differences(*runs)]
                 print(f"{row} {way}, {ITERATIONS} iterations: {'NOT ' * bool(found)}equal")

@@ -29,7 +29,7 @@ from configurator import Config
 from data.loader import to_batch
 from machine import hardware
 from machine.hardware import Hardware
-from model import ChunkedLoss, GPTConfig
+from model import ChunkedLoss, GPTConfig, count_targets
 from model_fast import FastConfig, build_model
 
 # A loss is a mean over all tokens, so it may be off by the rounding of one number in the run's
@@ -124,12 +124,14 @@ def run_code(model, blocks: Sequence[Tensor], autocast) -> Results:
     """
     device = next(model.parameters()).device
     losses = dict(training=0.0, evaluation=0.0)  # a user's loss may have a term for training only
+    # as a run's, or a run would compile again; a user's may have masks and weights
+    batches = [to_batch(block, device) for block in blocks]
+    counts = [count_targets(*y) for _, *y in batches]
     for mode in losses:
         model.train(mode == "training")
-        for block in blocks:
-            x, y = to_batch(block, device)  # as a run's batches, or a run would compile again
+        for batch, count in zip(batches, counts, strict=True):
             with autocast, torch.set_grad_enabled(model.training):
-                loss = model(x, y) / len(blocks)
+                loss = model(*batch) * (count / sum(counts))
             if model.training:
                 (loss * LOSS_SCALE).backward()
             losses[mode] += loss.item()

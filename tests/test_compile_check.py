@@ -193,6 +193,19 @@ def test_check_accepts_a_loss_term_that_ignores_the_targets(batch):
         assert not check(right, "gpt2", "float32", batch)
 
 
+def test_check_accepts_weights_and_masks_of_targets_that_to_batch_returns():
+    """Accept them although the sequences of a micro-batch then count differently."""
+    plain = compile_check.to_batch
+
+    def weighted(windows, device):
+        x, y = plain(windows, device)
+        return x, y.masked_fill(y % 3 == 0, -1), x.float() / VOCAB - 0.3
+
+    with mock.patch.object(compile_check, "to_batch", weighted):
+        assert not check(right, "gpt2", "float32")
+        assert check(of_loss(lambda loss: 1.01 * loss), "gpt2", "float32")
+
+
 def drawing(gpt, *batch):
     """Compute the same as eager code, but draw more random numbers in between."""
     torch.rand(7)

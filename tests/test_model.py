@@ -217,16 +217,43 @@ def test_gradients_of_logits_far_beyond_their_cap_are_finite():
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", slow_but(None, of=[None, "inductor"]))
+@pytest.mark.parametrize("chunk", ["off", "30"])
+def test_a_weighted_loss_and_its_gradients_are_those_of_the_weighted_mean(chunk, backend):
+    """Compare with the formula in float64. Negative weights count with their absolute values."""
+    torch.manual_seed(0)
+    x, head, bias = (torch.randn(*n, requires_grad=True) for n in ((5, 10, 16), (37, 16), (37,)))
+    targets, weights = tokens(5, 10, 37), torch.randn(5, 10)
+    targets[2] = -1
+    ours = compile_function(mean_loss, fullgraph=True, backend=backend) if backend else mean_loss
+    loss = ours(x, head, targets, GPTConfig(loss_chunk=chunk), 15.0, bias, weights)
+    with torch.no_grad():
+        evaluated = ours(x, head, targets, GPTConfig(loss_chunk=chunk), 15.0, bias, weights)
+
+    logits = x.double() @ head.double().T + bias
+    logits = 15 * logits / (logits**2 + 15**2).sqrt()
+    losses = logits.logsumexp(-1) - logits.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    kept = targets != -1
+    expected = (weights * losses)[kept].sum() / weights[kept].abs().sum()
+    assert loss.item() == evaluated.item() == pytest.approx(expected.item(), rel=1e-5)
+    for a, b in zip(
+        *(torch.autograd.grad(v, [x, head, bias]) for v in (loss, expected)), strict=True
+    ):
+        assert (a - b).norm() < 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("weights", [None, torch.zeros(2, 10)])
 @pytest.mark.parametrize("chunk", ["off", "7"])
 @pytest.mark.parametrize("cap", [None, 15.0])
-def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk):
+def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk, weights):
     """Return zeros, because NaN gradients of one micro-batch would skip the whole update."""
     x, head = torch.randn(2, 10, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    masked = torch.full((2, 10), -1)
-    loss = mean_loss(x, head, masked, GPTConfig(loss_chunk=chunk), cap)
+    targets = torch.full((2, 10), -1) if weights is None else tokens(2, 10, 9)
+    config = GPTConfig(loss_chunk=chunk)
+    loss = mean_loss(x, head, targets, config, cap, weights=weights)
     loss.backward()
     with torch.no_grad():
-        evaluated = mean_loss(x, head, masked, GPTConfig(loss_chunk=chunk), cap)
+        evaluated = mean_loss(x, head, targets, config, cap, weights=weights)
     assert loss.item() == evaluated.item() == 0.0
     assert torch.equal(x.grad, torch.zeros_like(x))
     assert torch.equal(head.grad, torch.zeros_like(head))

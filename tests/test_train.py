@@ -4,6 +4,7 @@ it computes what eager code does.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from unittest import mock
 
 import pytest
@@ -20,11 +21,12 @@ from program import (
     train,
     write_tokens,
 )
+from training_setup import TrainingSetup
 
 from configurator import Config
 from data.shards import open_dataset
 from machine.hardware import set_up
-from train import estimate_loss
+from train import estimate_loss, sum_losses
 
 TINY = TINY_RUN | dict(
     n_layer=1,
@@ -109,6 +111,32 @@ def test_grad_clip_0_logs_the_gradient_norm_but_does_not_rescale_gradients(token
         return any(event.name == "aten::_foreach_mul_" for event in profile.events())
 
     assert multiplied(1.0) and not multiplied(0.0)
+
+
+def test_the_loss_of_an_iteration_is_the_weighted_mean_over_all_its_micro_batches():
+    """
+    Compare the loss and the gradient norm of three weighted micro-batches, of which one weighs
+    nothing, with those of their nine sequences in one. An evaluation has the same mean.
+    """
+    setup = TrainingSetup(Config(**TINY | dict(batch_size=9)), vocab=61)
+    x, y = setup.batches[0]
+    y[1, :5] = -1
+    weights = torch.randn_like(y, dtype=torch.float32).index_fill(0, torch.arange(6, 9), 0)
+    whole, parts = [(x, y, weights)], [*zip(*(t.split(3) for t in (x, y, weights)), strict=True)]
+    losses = torch.nn.functional.cross_entropy(
+        setup.model(x).double().flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none"
+    )
+    expected = (losses * weights.flatten()).sum() / weights[y != -1].abs().sum()
+    for batches in (whole, parts):
+        nats, count = sum_losses(setup.model, batches, setup.hw)
+        assert nats / count == pytest.approx(expected.item(), rel=1e-5)
+    start, norms = deepcopy(setup.model.state_dict()), []
+    for batches in (whole, parts):
+        setup.model.load_state_dict(start)
+        loss, numbers = setup.step(batches)
+        assert loss.item() / len(batches) == pytest.approx(expected.item(), rel=1e-5)
+        norms.append(numbers["grad_norm"].item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 # -----------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Set up training in this process as train.py does, for tests that inspect its tensors."""
 
 import torch
+from torch import Tensor
 
 from configurator import Config
-from data.loader import to_batch
+from data.loader import Batch, to_batch
 from machine import hardware
 from machine.compile_check import compile_model
 from model_fast import build_model, model_config
@@ -28,13 +29,13 @@ class TrainingSetup:
         number = range(config.gradient_accumulation_steps)
         self.batches = [to_batch(tokens, self.hw.device) for _ in number]
 
-    def step(self) -> None:
-        """Run one iteration."""
-        train_step(
+    def step(self, batches: list[Batch] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run one iteration, by default on `self.batches`. Returns what train_step() does."""
+        return train_step(
             self.model,
             self.optimizer,
             self.scaler,
-            self.batches,
+            batches or self.batches,
             self.config.grad_clip,
             self.hw.autocast(),
         )
