@@ -146,8 +146,9 @@ class Log:
         """
         Print the log line of the last iteration, of so many tokens, and write its record. time,
         tok/s and mfu are means over the iterations since the previous line: they include waits for
-        data, but no evaluations and saves. `numbers` are train_step's other numbers. To fit 120
-        columns, the line leaves them out, and the epoch and the hours; the record has them.
+        data, but no evaluations and saves. `numbers` are train_step's other numbers; those of an
+        experiment end the line. To fit 120 columns, it leaves out the gradient norm, the epoch and
+        the hours; the record has them.
         """
         it, tokens_after = progress.iter_num - 1, progress.tokens
         tokens = tokens_after - tokens  # before this iteration
@@ -156,10 +157,12 @@ class Log:
         mfu = self.hw.mfu(self.flops_per_token, rate)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         mem_text = f"{mem_gib:.1f}GiB" if mem_gib else "n/a"
+        numbers = {name: float(number) for name, number in numbers.items()}
+        own = [f", {n.replace('_', ' ')} {x:.4g}" for n, x in numbers.items() if n != "grad_norm"]
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
             f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {count(tokens)}, "
-            f"mem {mem_text}, eta {duration(self.eta(it))}"
+            f"mem {mem_text}, eta {duration(self.eta(it))}{''.join(own)}"
         )
         self.record(
             "step",
@@ -169,7 +172,7 @@ class Log:
             epoch=tokens / self.train_tokens,
             loss=loss,
             lr=lr,
-            **{name: float(number) for name, number in numbers.items()},
+            **numbers,
             step_ms=1000 * seconds,
             tokens_per_sec=rate,
             mfu=mfu,

@@ -421,14 +421,18 @@ def test_the_documented_second_head_has_a_loss_of_its_own_per_split_and_over_all
     program = edited(changed(tmp_path / "program", HEADS), *HEAD_EDITS)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     keys = dict(dataset=tokens, checkpoint_interval=1)
-    for result in launches(
+    results = launches(
         program,
         training(**keys, out_dir=whole),
         ["cp", whole, halves],
         training(**keys, out_dir=halves, init_from="resume"),
-    ):
+    )
+    for result in results:
         assert result.code == 0, result.err
     assert_same_run(halves, whole, 8)
+    numbers = column(whole, "step", "second_loss")
+    printed = re.findall(r"^iter .* eta \w+, second loss (\S+)$", results[0].out, re.M)
+    assert printed == [f"{number:.4g}" for number in numbers]
     words = training(**keys, out_dir=tmp_path / "ranks")[1:]
     for result in finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True)):
         assert result.code == 0, result.err
