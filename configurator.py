@@ -131,6 +131,13 @@ class Config:
         """Return the tokens per iteration, across all ranks."""
         return self.iter_sequences * self.block_size
 
+    def tokens_between(self, first: int, last: int) -> int:
+        """
+        Return the tokens of iterations `first` to last - 1, from which the batch of each iteration
+        and all totals follow. Change the batch size during a run here.
+        """
+        return (last - first) * self.iter_tokens
+
 
 @dataclass
 class NanoGPTKeys:

@@ -133,11 +133,11 @@ def main(argv: list[str]) -> int:
             if progress.val_loss is not None:
                 log.sample(it)
         set_rates(optimizer, it, c, hours)
-        micro_batches = batches.take()
+        micro_batches = batches.take(it)
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
-        batches.read_ahead()  # for the next iteration, while the device works
+        batches.read_ahead(it + 1)  # while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
         tokens = world_size() * sum(x.numel() for x, *_ in micro_batches)
         progress.advance(tokens)

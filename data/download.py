@@ -40,7 +40,7 @@ def make_or_explain(config: Config, key: str) -> None:
     """
     name = getattr(config, key)
     folder = dataset_folder(name)
-    tokens = config.iter_tokens * config.max_iters
+    tokens = config.tokens_between(0, config.max_iters)
     if folder.is_symlink() and not folder.exists():
         raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     if name == QUICKSTART_DATA and not is_there(folder):
@@ -97,7 +97,7 @@ def vocab_where_missing(config: Config) -> int | None:
 
 def files_to_download(config: Config) -> list[str]:
     """Name the files of FAST_DATA that hold what this run reads, the validation tokens last."""
-    shards = math.ceil(config.iter_tokens * config.max_iters / SHARD_TOKENS)
+    shards = math.ceil(config.tokens_between(0, config.max_iters) / SHARD_TOKENS)
     # With fewer than 20, a short trial would leave too few for the night after it.
     shards = min(max(shards, 20), TRAIN_FILES)
     return [*(f"fineweb_train_{n:06}.bin" for n in range(1, shards + 1)), FINEWEB_VAL]

@@ -80,33 +80,34 @@ class Batches:
         self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
         self.device = device
         self.config = config
-        # how many of an iteration's micro-batches this rank takes
-        self.accum = config.gradient_accumulation_steps // world_size()
         # the first sequence of this rank's next micro-batch to read
         self.next = trained // config.block_size + rank() * config.batch_size
         self.waiting: list[Tensor] = []  # micro-batches read but not taken yet
 
-    def read(self) -> None:
+    def read(self, it: int) -> int:
         """
-        Read until the micro-batches of an iteration, (B, T + 1) each, wait in host memory. Put
-        random augmentation of the text into take(), not here: this runs ahead of training, so a
-        resumed run would draw different random numbers. Raises OSError and UserError.
+        Read until this rank's micro-batches of iteration `it`, (B, T + 1) each, wait in host
+        memory, and return their number. Put random augmentation of the text into take(), not here:
+        this runs ahead of training, so a resumed run would draw different random numbers. Raises
+        OSError and UserError.
         """
-        B = self.config.batch_size
-        while len(self.waiting) < self.accum:
+        B, tokens = self.config.batch_size, self.config.tokens_between(it, it + 1)
+        accum = tokens // (world_size() * B * self.config.block_size)
+        while len(self.waiting) < accum:
             windows = torch.from_numpy(self.windows.read(self.next, B))
             self.waiting.append(windows.pin_memory() if self.device.type == "cuda" else windows)
             self.next += world_size() * B
+        return accum
 
-    def read_ahead(self) -> None:
-        """Read the next iteration's micro-batches, while the device works. take() raises errors."""
+    def read_ahead(self, it: int) -> None:
+        """Read iteration `it`'s micro-batches, while the device works. take() raises errors."""
         with contextlib.suppress(OSError, UserError):
-            self.read()
+            self.read(it)
 
-    def take(self) -> list[Batch]:
-        """Return an iteration's micro-batches. Raises OSError and UserError."""
-        self.read()
-        taken, self.waiting = self.waiting[: self.accum], self.waiting[self.accum :]
+    def take(self, it: int) -> list[Batch]:
+        """Return iteration `it`'s micro-batches. Raises OSError and UserError."""
+        accum = self.read(it)
+        taken, self.waiting = self.waiting[:accum], self.waiting[accum:]
         return [to_batch(windows, self.device) for windows in taken]
 
 

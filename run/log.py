@@ -128,7 +128,7 @@ class Log:
     def length(self) -> str:
         """Return the run's length as text."""
         c = self.config
-        total = self.first_tokens + c.iter_tokens * (c.max_iters - self.first_iter)
+        total = self.first_tokens + c.tokens_between(self.first_iter, c.max_iters)
         epochs = f"{total / self.train_tokens:.2f} epochs"
         most = f"{c.max_iters:,} iterations, {count(total)} tokens, {epochs}"
         if not c.hours:
@@ -195,8 +195,8 @@ class Log:
         and saves included.
         """
         c, done = self.config, self.clock.hours()
-        pace = 3600 * (done - self.first_hours) / (it + 1 - self.first_iter)
-        left = (c.max_iters - it - 1) * pace
+        pace = 3600 * (done - self.first_hours) / c.tokens_between(self.first_iter, it + 1)
+        left = c.tokens_between(it + 1, c.max_iters) * pace
         return max(0.0, min(left, 3600 * (c.hours - done))) if c.hours else left
 
     def report_eval(self, progress: Progress, numbers: dict[str, float]) -> None:

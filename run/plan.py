@@ -115,9 +115,14 @@ def plan(config: Config, options: Namespace) -> dict:
         evaluated_at = range(0, it, c.eval_interval)
         return len(evaluated_at), len({*evaluated_at[1:], *range(save_interval, it, save_interval)})
 
+    def iterations_until(it: int) -> float:  # in units of the first, if the batch size changes
+        return c.tokens_between(0, it) / c.iter_tokens
+
     def seconds_until(it: int) -> float:
         evaluations, saves = pauses_until(it)
-        return it * iter_seconds + evaluations * eval_seconds + saves * save_seconds
+        return (
+            iterations_until(it) * iter_seconds + evaluations * eval_seconds + saves * save_seconds
+        )
 
     iters = c.max_iters
     if c.hours:  # as in train.py, the iteration during which they pass is the last
@@ -126,13 +131,13 @@ def plan(config: Config, options: Namespace) -> dict:
         shortest = longest = iter_seconds  # the run ends on time, whatever its pace
     last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
     evaluations, saves = (1 + n for n in pauses_until(iters))
-    tokens, tokens_per_sec = c.iter_tokens * iters, c.iter_tokens / iter_seconds
+    tokens, tokens_per_sec = c.tokens_between(0, iters), c.iter_tokens / iter_seconds
 
     # What is printed
     epochs = dataset_tokens and tokens / dataset_tokens
     of_data = f", {epochs:.2f} epochs of {count(dataset_tokens)}" if dataset_tokens else ""
     say(f"model    {params / 1e6:.2f}M parameters, vocabulary {model.vocab_size}")
-    say(f"tokens   {c.iter_tokens:,} per iteration x {iters:,} = {tokens:,}{of_data}")
+    say(f"tokens   {tokens / max(1, iters):,.0f} per iteration x {iters:,} = {tokens:,}{of_data}")
     figures: dict = dict(params=params, tokens_per_iter=c.iter_tokens, max_iters=iters)
     figures |= dict(total_tokens=tokens, epochs=epochs)
 
@@ -147,7 +152,9 @@ def plan(config: Config, options: Namespace) -> dict:
     figures |= dict(flops_per_token=flops, total_flops=total_flops, peak_tflops=peak or None)
     figures |= dict(iter_seconds=iter_seconds, tokens_per_sec=tokens_per_sec, mfu=mfu, pace=source)
 
-    hours, fewest, most = (iters * s / 3600 for s in (iter_seconds, shortest, longest))
+    hours, fewest, most = (
+        iterations_until(iters) * s / 3600 for s in (iter_seconds, shortest, longest)
+    )
     span = f" ({fewest:.3g} h to {most:.3g} h)" if fewest < most else ""
     say(f"time     {hours:.3g} h{span} of iterations")
     hours_total = (seconds_until(iters) + last_seconds) / 3600

@@ -278,6 +278,15 @@ LOSS, HEADS, MIXTURE, LION, CHOICES = (
 HEAD, ZERO, ADD, RETURN, PER_SPLIT, OPEN, MIX, SECOND, NUMBER = re.findall(
     r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
 )
+# the batch size doubles at iteration 4
+(DOUBLED,) = re.findall(r"`(return sum\(self\.iter_tokens.*?)`", PAGE)
+DOUBLING = {
+    "configurator.py": f"""
+class Config:
+    def tokens_between(self, first: int, last: int) -> int:
+        {DOUBLED.replace("1000", "4")}
+"""
+}
 KEYS = """
 class Config:
     second: Location = ""
@@ -446,6 +455,31 @@ def test_the_documented_second_head_has_a_loss_of_its_own_per_split_and_over_all
     )
     assert losses[0][0] == pytest.approx(train_loss + 0.5 * train_second, rel=0.01)
     assert last[2] < val_second - 0.01
+
+
+@pytest.mark.slow
+def test_the_documented_batch_that_doubles_is_resumed_and_totals_and_a_plan_count_it(
+    tokens, tmp_path
+):
+    program = changed(tmp_path / "program", DOUBLING)
+    whole, halves, plan = tmp_path / "whole", tmp_path / "halves", tmp_path / "plan.json"
+    keys = dict(dataset=tokens, checkpoint_interval=1)
+    straight, resumed, planned = launches(
+        program,
+        training(**keys, out_dir=whole),
+        ["cp", whole, halves],
+        training(**keys, out_dir=halves, init_from="resume"),
+        ["bench.py", "plan", *training(**keys)[1:], "--iter_seconds=1", f"--json={plan}"],
+    )
+    total = 4 * 128 + 4 * 256
+    for result in (straight, resumed):
+        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in result.out, result
+    assert_same_run(halves, whole, 8)
+    assert checkpoint(whole, 8)["progress"]["tokens"] == total
+    assert planned.code == 0, planned.err
+    figures = json.loads(plan.read_text("utf-8"))
+    assert figures["total_tokens"] == total
+    assert figures["hours"] == pytest.approx((4 + 4 * 2) / 3600)
 
 
 @pytest.mark.slow
