@@ -26,9 +26,8 @@ def main(argv: list[str]) -> int:
         say(__doc__.strip())
         return 0 if argv else 1
     command = [sys.executable, *argv] if argv[0].endswith(".py") else argv
-    stops = [getattr(signal, name) for name in ASK_TO_STOP if hasattr(signal, name)]
     came: list[int] = []  # the signals, in order
-    for number in stops:
+    for number in ASK_TO_STOP:
         # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: came.append(number))
@@ -45,7 +44,7 @@ def main(argv: list[str]) -> int:
         code = child.wait()
         code = 128 - code if code < 0 else code  # 128 + N if signal N killed it
         short = short + 1 if time.monotonic() < began + SHORT_SECONDS else 0
-        if came or short == 5 or code in (0, *(128 + number for number in stops)):
+        if came or short == 5 or code in (0, *(128 + number for number in ASK_TO_STOP)):
             return code
         hint = "launching again in five minutes, unless you press Ctrl-C"
         say(f"night.py: exit code {code}; {hint}", console="stderr")

@@ -5,12 +5,14 @@ ask it to stop, and keep the machine awake while it works.
 
 import ctypes
 import os
+import signal
 import sys
 
 # Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGUSR2 that of
 # Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows
 # has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
-ASK_TO_STOP = ("SIGINT", "SIGTERM", "SIGBREAK", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
+NAMES = "SIGINT SIGTERM SIGBREAK SIGUSR1 SIGUSR2 SIGXCPU SIGHUP".split()
+ASK_TO_STOP = [number for number in signal.Signals if number.name in NAMES]
 
 
 def world_size() -> int:

@@ -136,10 +136,9 @@ class StopSignal:
     def __init__(self) -> None:
         self.number = 0  # 0: none has come
         self.came = 0.0
-        for name in ASK_TO_STOP:
-            number = getattr(signal, name, None)
+        for number in ASK_TO_STOP:
             # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
-            if number and signal.getsignal(number) != signal.SIG_IGN:
+            if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame=None) -> None:
