@@ -47,7 +47,7 @@ def join(**mine) -> None:
         store = dist.PrefixStore(prefix, store)
         dist.init_process_group("gloo", store=store, rank=rank(), world_size=world_size())
     except RuntimeError as error:  # after half an hour
-        hint = "the others have ended or do not reach this one; all need the same checkpoint"
+        hint = "the others have ended or do not reach this one; GLOO_SOCKET_IFNAME sets its network"
         raise UserError(f"the processes did not meet ({one_line(error)}); {hint}") from None
     others = gather(mine)
     if unlike := [name for name in mine if any(other[name] != mine[name] for other in others)]:

@@ -163,6 +163,11 @@ BAD_STARTS = {
         dict(compile=True),
         ["no compiler", "--compile=False"],
     ),
+    "a network that is not there": (
+        'os.environ["GLOO_SOCKET_IFNAME"] = "none0"',
+        {},
+        ["none0", "GLOO_SOCKET_IFNAME"],
+    ),
 }
 
 
