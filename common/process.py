@@ -20,12 +20,13 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    """Return this process's number; 0 in a single process, whose shell may still hold a RANK."""
+    return int(os.environ.get("RANK", 0)) if world_size() > 1 else 0
 
 
 def local_rank() -> int:
     """Return this process's number among those on this machine."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return int(os.environ.get("LOCAL_RANK", 0)) if world_size() > 1 else 0
 
 
 def is_main() -> bool:

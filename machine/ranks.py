@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common.console import UserError, one_line, print_in_handler
-from common.process import ASK_TO_STOP, is_main, rank, world_size
+from common.process import ASK_TO_STOP, is_main, local_rank, rank, world_size
 
 
 def quiet_others() -> None:
@@ -46,7 +46,7 @@ def join(**mine) -> None:
         store, _, _ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(prefix, store)
         dist.init_process_group("gloo", store=store, rank=rank(), world_size=world_size())
-    except RuntimeError as error:  # after half an hour
+    except (RuntimeError, ValueError) as error:  # after half an hour, or without MASTER_ADDR
         hint = "the others have ended or do not reach this one; GLOO_SOCKET_IFNAME sets its network"
         raise UserError(f"the processes did not meet ({one_line(error)}); {hint}") from None
     others = gather(mine)
@@ -106,9 +106,9 @@ def wait_for_turn() -> None:
     Wait before this rank prints an error. If another rank has already printed this error, or caused
     it by exiting, torchrun ends this rank in the meantime.
     """
-    if local_rank := os.environ.get("LOCAL_RANK"):
+    if world_size() > 1:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2 + int(local_rank))
+        time.sleep(2 + local_rank())
 
 
 def end_process(code: int) -> NoReturn:

@@ -27,8 +27,10 @@ from program import (
     TINY_RUN,
     Result,
     Run,
+    finish,
     finish_ranks,
     flags,
+    start,
     start_ranks,
     train,
     write_tokens,
@@ -168,6 +170,11 @@ BAD_STARTS = {
         {},
         ["none0", "GLOO_SOCKET_IFNAME"],
     ),
+    "variables of torchrun's, but not all": (
+        'del os.environ["MASTER_ADDR"]',
+        {},
+        ["MASTER_ADDR"],
+    ),
 }
 
 
@@ -190,6 +197,15 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
         assert word in line
     assert not (ran.out_dir / "metrics.jsonl").exists() or not ran.steps("iter")
     assert not [*tmp_path.rglob("*.pt")]
+
+
+def test_a_rank_left_in_the_environment_means_nothing_without_a_world_size(
+    tiny, ran, alone, monkeypatch
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    result = finish(start("train.py", *flags(**tiny), RANK="1", LOCAL_RANK="1"))
+    assert result.code == 0, result
+    assert_same_numbers(alone, ran)
 
 
 @pytest.mark.parametrize("iters", [0, 4])
