@@ -166,7 +166,7 @@ def read_unchecked(path: Path) -> dict:
     maps = os.fsencode(path) == str(path).encode(errors="replace")
     with open(path, "rb") as file:
         source = path if maps else file
-        saved = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+        saved = dict(torch.load(source, map_location="cpu", weights_only=True, mmap=maps))
     if "progress" in saved and saved.get("format") != FORMAT:  # from a run, not only weights
         raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
     return saved
