@@ -347,12 +347,16 @@ def cut_records(path: Path, it: int) -> None:
     others come before it. This also cuts off half a line left by a kill. Raises OSError.
     """
     end = here = 0
-    with open(path, "a+b") as file:
-        file.seek(0)
-        for line in file:
-            here += len(line)
-            record = read_record(line)
-            number, after = record.get("iter"), record.get("kind") in ("step", "event")
-            if isinstance(number, int) and number + after <= it and line.endswith(b"\n"):
-                end = here
-        file.truncate(end)
+    try:
+        with open(path, "a+b") as file:
+            file.seek(0)
+            for line in file:
+                here += len(line)
+                record = read_record(line)
+                number, after = record.get("iter"), record.get("kind") in ("step", "event")
+                if isinstance(number, int) and number + after <= it and line.endswith(b"\n"):
+                    end = here
+            file.truncate(end)
+    except OSError as error:
+        error.filename = path  # errors of reading and cutting name no file
+        raise

@@ -167,6 +167,15 @@ def test_a_resume_cuts_off_the_records_that_it_will_write_again(again, tmp_path)
     assert log.read_bytes() == KEPT
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file that opens and cannot be read")
+def test_an_error_of_the_log_names_it(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.symlink_to("/proc/self/mem")
+    with pytest.raises(OSError) as error:
+        RunFolder(tmp_path, keep=1).claim(dict(progress=dict(iter_num=0)))
+    assert error.value.filename == log
+
+
 def test_a_log_goes_on_after_a_full_disk_and_says_once_that_it_lacks_lines(make_disk, capsys):
     """A reader skips what was cut, and the line behind it."""
     disk = make_disk(3 * PAGE)
