@@ -115,6 +115,17 @@ def try_lock(file: BinaryIO) -> bool:
     return True
 
 
+def names_in(folder: Path) -> list[str]:
+    """
+    Return the names in a folder, none if there is no such folder. Raises OSError if the disk fails
+    or forbids it. glob() then finds nothing, and so do exists() and is_dir() from Python 3.14 on.
+    """
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's content. Raises OSError."""
     with open(path, "rb") as file:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from common.console import COMMAND, UserError, command_line, count, one_line, say
-from common.files import lack_of_space, locked, patiently, sha256_of
+from common.files import lack_of_space, locked, names_in, patiently, sha256_of
 from configurator import Config
 from data.shards import FINEWEB_VAL, dataset_folder, read_manifest, split_of
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
@@ -41,6 +41,7 @@ def make_or_explain(config: Config, key: str) -> None:
     name = getattr(config, key)
     folder = dataset_folder(name)
     tokens = config.tokens_between(0, config.max_iters)
+    names_in(folder)  # raises OSError if its disk fails, or else it would be made again below
     if folder.is_symlink() and not folder.exists():
         raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     if name == QUICKSTART_DATA and not is_there(folder):
@@ -80,9 +81,10 @@ def make_or_explain(config: Config, key: str) -> None:
 
 def is_there(folder: Path) -> bool:
     """Return whether a folder holds a whole dataset. A download ends with the validation tokens."""
-    if (folder / "manifest.json").exists():
+    names = names_in(folder)
+    if "manifest.json" in names:
         return read_manifest(folder).get("complete", True)
-    return any(split_of(path.name) == "val" for path in folder.glob("*.bin"))
+    return any(split_of(name) == "val" for name in names if name.endswith(".bin"))
 
 
 def vocab_where_missing(config: Config) -> int | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import UserError, count, raise_if_any, warn
-from common.files import read_json, replacing
+from common.files import names_in, read_json, replacing
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
 HEADER_INTS = 256  # int32 words in an llm.c header: magic, version, token count, zeros
@@ -257,7 +257,8 @@ def read_folder(folder: Path) -> Dataset:
     """
     manifest: dict = {}
     vocab, tokenizer = GPT2_VOCAB, dict(kind="gpt2")
-    if (folder / "manifest.json").exists():
+    there = names_in(folder)
+    if "manifest.json" in there:
         manifest = read_manifest(folder)
         if not manifest.get("complete", True):
             hint = "wait; if nothing prepares it now, repeat the command that prepares it"
@@ -267,14 +268,14 @@ def read_folder(folder: Path) -> Dataset:
         if tokenizer["kind"] == "bpe":
             hint = "restore it, or prepare the dataset again"
             tokenizer = read_bpe(folder / "tokenizer.json", hint)
-    elif (folder / "meta.pkl").exists():
+    elif "meta.pkl" in there:
         vocab, tokenizer = read_meta(folder / "meta.pkl")
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
     if vocab > MOST_IDS:
         problem = f"{folder}: has a vocabulary of {vocab:,}, but its uint16 shards hold ids below"
         raise UserError(f"{problem} {MOST_IDS:,}; choose a tokenizer with fewer ids")
     # A Mac leaves ._train.bin beside train.bin on other disks.
-    names = [path.name for path in folder.glob("*.bin") if not path.name.startswith(".")]
+    names = [name for name in there if name.endswith(".bin") and not name.startswith(".")]
     listed = [shard["name"] for shard in manifest.get("shards", [])]
     for name in sorted(listed or names):
         if split := split_of(name):

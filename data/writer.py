@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.console import UserError, command_line, say, warn
-from common.files import locked, remove_temporaries, replacing
+from common.files import locked, names_in, remove_temporaries, replacing
 from common.process import keep_awake
 from data.shards import dataset_folder, read_manifest, write_shard
 from data.text import Document, Place
@@ -104,7 +104,7 @@ def read_begun(folder: Path, **asked) -> dict:
     Return the manifest of a folder in which an earlier launch has finished a shard, or {}. Raises
     UserError if the manifest has other values than those asked for.
     """
-    if not (folder / "manifest.json").exists():
+    if "manifest.json" not in names_in(folder):
         return {}
     manifest = read_manifest(folder)
     if manifest.get("complete") is False and not manifest["shards"]:
@@ -120,8 +120,9 @@ def check_folder(job: Job) -> None:
     folder = job.folder
     if read_begun(folder, **job.made_from):
         return
-    has_files = any(folder.glob("*.bin")) or (folder / "tokenizer.json").exists()
-    if has_files and not (folder / "manifest.json").exists():
+    names = names_in(folder)
+    has_files = any(name.endswith(".bin") for name in names) or "tokenizer.json" in names
+    if has_files and "manifest.json" not in names:
         raise UserError(f"{folder}: holds files from another program; give another --out")
 
 

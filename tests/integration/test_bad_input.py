@@ -310,13 +310,20 @@ assert ctypes.CDLL(None).capset(version_3, none) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
-@pytest.mark.parametrize("key", ["out_dir", "dataset"])
-def test_a_folder_without_permission_gives_one_error(key, world, tmp_path):
-    (tmp_path / "private").mkdir(mode=0)
-    keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new")
-    keys |= {key: tmp_path / "private" / "x"}
+@pytest.mark.parametrize(
+    "key, name, mode",
+    [
+        ("out_dir", "private/x", 0),
+        ("dataset", "private/x", 0),
+        ("dataset", "private", 0),
+        ("dataset", "private", 0o300),
+    ],
+)
+def test_a_folder_without_permission_gives_one_error(key, name, mode, world, tmp_path):
+    (tmp_path / "private").mkdir(mode=mode)
+    keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new") | {key: tmp_path / name}
     words = [*watched(before=UNPRIVILEGED), str(world / "tiny.py"), *flags(**keys)]
     result = finish(start(*words))
     assert result.code == 1
-    assert_refused(result.err.splitlines(), ("private/x Permission denied",))
+    assert_refused(result.err.splitlines(), (f"{name} Permission denied",))
     assert not (tmp_path / "new").exists()
