@@ -24,7 +24,8 @@ import torch.utils.serialization  # import now; by the first torch.save, the ven
 from torch import Tensor
 
 from common.console import UserError, keep_transcript, one_line, warn
-from common.files import read_record, remove_temporaries, replacing, try_lock
+<<<<<<< HEAD
+from common.files import names_in, read_record, remove_temporaries, replacing, try_lock
 from model_fast import FastConfig
 
 # -----------------------------------------------------------------------------
@@ -106,6 +107,9 @@ def state_of(path: Path, saved: dict) -> State:
     parts |= dict(source=str(path), progress=Progress(**saved.get("progress", {})))
     return State(**parts)
 
+=======
+from common.files import names_in, read_record, remove_temporaries, replacing, try_lock
+>>>>>>> e59b96f6 (List a run's folder by the function that lists a dataset's)
 
 # -----------------------------------------------------------------------------
 # One file
@@ -188,13 +192,9 @@ def iteration(path: Path) -> int:
 def newest_first(out_dir: Path) -> list[Path]:
     """
     Return the paths of all checkpoints (ckpt-*.pt). Raises OSError for a folder that may not be
-    listed, in which glob() would find nothing.
+    listed.
     """
-    try:
-        names = os.listdir(out_dir)
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    paths = [out_dir / name for name in names if re.fullmatch(r"ckpt-\d+\.pt", name)]
+    paths = [out_dir / name for name in names_in(out_dir) if re.fullmatch(r"ckpt-\d+\.pt", name)]
     return sorted(paths, key=iteration, reverse=True)
 
 
