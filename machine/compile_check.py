@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -112,7 +113,10 @@ def try_code(
     except Exception as raised:  # compilers, drivers and kernels raise all kinds of errors
         if is_out_of_memory(raised):
             raise
-        return (compiles and missing_package()) or one_line(raised), (0.0, "")
+        # g++'s reason, such as a full /tmp, comes after its command line and 200 kB of warnings
+        reason = re.search("(fatal )?error: .{,300}", str(raised))
+        problem = reason[0] if reason else one_line(raised)
+        return (compiles and missing_package()) or problem, (0.0, "")
     return compare(found, exact, rounding_of(hw))
 
 

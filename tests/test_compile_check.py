@@ -266,6 +266,18 @@ def test_a_run_says_in_one_line_why_the_compiler_fails(lookup, said, monkeypatch
     assert said in str(failure.value) and "\n" not in str(failure.value)
 
 
+def test_a_compiler_gives_its_reason_after_its_command_line_and_warnings():
+    """Quote what g++ says of a full /tmp, where torch prints 200,000 characters before it."""
+    full = "fatal error: error writing to /tmp/ccRtbrHc.s: No space left on device"
+    text = f"CppCompileError: C++ compile error\n\nCommand: g++ {'-O3 ' * 99}\n\nOutput:\n"
+    text += f"{'vec256.h:245:25: warning: overflow ' * 99}\nmain.cpp:137:1: {full}\n  137 | }}"
+
+    def code(gpt, x, y):
+        raise RuntimeError(f"{text}\ncompilation terminated.\n\nSet TORCHDYNAMO_VERBOSE=1")
+
+    assert check(code, "gpt2", "float32") == full
+
+
 def test_a_run_says_that_memory_ran_out():
     failing = mock.Mock(side_effect=RuntimeError("CUDA out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
