@@ -5,11 +5,10 @@
 # python sample.py --out_dir=out/my_notes
 import json
 
-from common.files import names_in
 from data.shards import dataset_folder
 
 _path = dataset_folder(dataset) / "manifest.json"  # noqa: F821
-if "manifest.json" not in names_in(_path.parent):
+if not _path.is_file():
     raise ValueError(f"there is no {_path}; give --dataset=NAME as prepare_text.py prints it")
 _manifest = json.loads(_path.read_text())
 _tokens = sum(shard["tokens"] for shard in _manifest["shards"] if "train" in shard["name"])

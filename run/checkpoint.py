@@ -24,7 +24,6 @@ import torch.utils.serialization  # import now; by the first torch.save, the ven
 from torch import Tensor
 
 from common.console import UserError, keep_transcript, one_line, warn
-<<<<<<< HEAD
 from common.files import names_in, read_record, remove_temporaries, replacing, try_lock
 from model_fast import FastConfig
 
@@ -107,9 +106,6 @@ def state_of(path: Path, saved: dict) -> State:
     parts |= dict(source=str(path), progress=Progress(**saved.get("progress", {})))
     return State(**parts)
 
-=======
-from common.files import names_in, read_record, remove_temporaries, replacing, try_lock
->>>>>>> e59b96f6 (List a run's folder by the function that lists a dataset's)
 
 # -----------------------------------------------------------------------------
 # One file
