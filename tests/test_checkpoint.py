@@ -172,7 +172,7 @@ def test_an_error_of_the_log_names_it(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.symlink_to("/proc/self/mem")
     with pytest.raises(OSError) as error:
-        RunFolder(tmp_path, keep=1).claim(dict(progress=dict(iter_num=0)))
+        RunFolder(tmp_path, keep=1).claim(state(0, None))
     assert error.value.filename == log
 
 
