@@ -1,13 +1,17 @@
 """
-Check whether this checkout trains exactly as another commit did.
+Check whether this checkout trains exactly as another commit did, and resumes exactly.
 
     python dev/same_run.py HEAD~1                             # equal to the last bit?
     python dev/same_run.py HEAD~3 --rows=gpt2,ranks           # some rows only
+    python dev/same_run.py -- config/small_gpt2.py --max_iters=30 --device=cpu
+    python dev/same_run.py HEAD~1 -- config/small_gpt2.py --max_iters=30 --device=cpu
 
 Both programs train the same small models on the same tokens, on one CPU thread, once without a stop
-and once stopped halfway and resumed. Their logs and last checkpoints are compared, and the first
-difference of each field is printed. All rows take about six minutes, half of that for `compiled`.
-Exits with 0 if all are the same, with 1 if they are not or a run fails.
+and once stopped halfway and resumed. Behind `--` is a command line of your own: this program trains
+with it once without a stop, and once stopped by Ctrl-C after a third, killed after two thirds and
+started again; with a commit, so does that one, without a stop. Logs and last checkpoints are
+compared, and the first difference of each field is printed. All rows take about six minutes, half
+of that for `compiled`. Exits with 0 if all are the same, with 1 if they are not or a run fails.
 
 Before 85eb03d4 Muon made the public 18 Newton-Schulz iterations. To compare with such a commit,
 type this first, and `git checkout optimizer.py` afterwards:
@@ -20,7 +24,9 @@ row `masked` also wraps to_batch() of data/loader.py.
 
 import argparse
 import io
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -36,13 +42,19 @@ from program import (  # noqa: E402
     STEP,
     Run,
     changed,
+    finish,
     finish_ranks,
     flags,
     same,
     start,
     start_ranks,
+    wait_for_line,
     write_tokens,
 )
+
+from common.console import run_main  # noqa: E402
+from configurator import load_config  # noqa: E402
+from data.shards import dataset_folder  # noqa: E402
 
 ITERATIONS, HALFWAY = 60, 30
 VOCAB = 257  # not a multiple of 128, so that the models pad it
@@ -126,9 +138,9 @@ def extended(program: Path, folder: Path, code: str) -> Path:
     return folder
 
 
-def train(program: Path, out_dir: Path, ranks: int = 1, **keys) -> None:
+def train(program: Path, out_dir: Path, *words: str, ranks: int = 1, **keys) -> None:
     """Run a program's train.py once. Exits if the run fails."""
-    command = flags(**keys, out_dir=out_dir)
+    command = [*words, *flags(**keys, out_dir=out_dir)]
     where = dict(cwd=program, only_torch=True)
     processes = (
         start_ranks(ranks, *command, **where)
@@ -142,7 +154,46 @@ def train(program: Path, out_dir: Path, ranks: int = 1, **keys) -> None:
             sys.exit(f"{program}: {result.err}")
 
 
-def differences(theirs: Run, ours: Run) -> Iterator[str]:
+def interrupt(out_dir: Path, words: list[str], it: int, number: int) -> None:
+    """Run train.py of this program, and send it a signal after iteration `it`."""
+    command = ["train.py", *words, *flags(out_dir=out_dir)]
+    process = start(*command, cwd=ROOT, only_torch=True)
+    wait_for_line(process, f"iter {it}: ")
+    os.kill(process.pid, number)
+    finish(process, timeout=600)
+
+
+def own_runs(words: list[str], there: Path | None, folder: Path) -> dict[str, tuple[Run, Run]]:
+    """
+    Train with a command line of one's own. Returns pairs of runs that should be equal: stopped,
+    killed and resumed or not, and, given another program, its run and ours.
+    """
+    iters = load_config(words).max_iters
+    dataset = dataset_folder(load_config(words).dataset).resolve()
+    words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in words]
+    # none of this changes a run; `there` has no datasets
+    words += flags(dataset=dataset, log_interval=1, checkpoint_interval=max(1, iters // 5))
+    straight, resumed, theirs = (Run(folder / name) for name in ("straight", "resumed", "theirs"))
+    train(ROOT, straight.out_dir, *words)
+    interrupt(resumed.out_dir, words, iters // 3, signal.SIGINT)
+    interrupt(resumed.out_dir, words, 2 * iters // 3, signal.SIGKILL)
+    train(ROOT, resumed.out_dir, *words)
+    pairs = {"your command, resumed": (straight, resumed)}
+    if there:
+        train(there, theirs.out_dir, *words)
+        pairs["your command, straight"] = theirs, straight
+    return pairs
+
+
+def report(what: str, theirs: Run, ours: Run, iterations: int) -> bool:
+    """Print whether two runs are equal, and return it."""
+    found = [*differences(theirs, ours, iterations)]
+    print(f"{what}, {iterations} iterations: {'NOT ' * bool(found)}equal")
+    print(*(f"    {line}\n" for line in found), sep="", end="", flush=True)
+    return not found
+
+
+def differences(theirs: Run, ours: Run, iterations: int) -> Iterator[str]:
     """Describe the first difference of each logged field, and name the parts that differ."""
     for kind, names in (("step", STEP), ("eval", EVAL)):
         for name in names:
@@ -151,7 +202,7 @@ def differences(theirs: Run, ours: Run) -> Iterator[str]:
             if differ:
                 a, b = differ[0]
                 yield f"{len(differ)} of {kind} {name} differ, the first by {b - a:.3g} from {a}"
-    before, after = theirs.state(ITERATIONS), ours.state(ITERATIONS)
+    before, after = theirs.state(iterations), ours.state(iterations)
     for state in (before, after):
         state["optimizer"] = state["optimizer"]["state"]  # the groups hold the config's values
     for part in ("model", "optimizer", "scaler", "rng"):
@@ -159,41 +210,47 @@ def differences(theirs: Run, ours: Run) -> Iterator[str]:
             yield f"{part} differs"
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
+    end = words.index("--") if "--" in words else len(words)
+    own = words[end + 1 :]
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("commit")
+    parser.add_argument("commit", nargs="?" if own else None)
     parser.add_argument("--rows", default=",".join(ROWS), help="rows to compare: %(default)s")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words[:end])
     rows = arguments.rows.split(",")
     if unknown := set(rows) - set(ROWS):
         parser.error(f"no such rows: {', '.join(sorted(unknown))}")
     all_same = True
     with tempfile.TemporaryDirectory() as temporary:
-        there = check_out(arguments.commit, Path(temporary, "there"))
-        dataset = write_tokens(Path(temporary, "tokens"), TRAIN_SHARDS, VAL_SHARDS, VOCAB)
+        commit, folder = arguments.commit, Path(temporary)
+        there = check_out(commit, folder / "there") if commit else None
+        if own:
+            pairs = own_runs(own, there, folder)
+            iterations = load_config(own).max_iters
+            return (
+                0 if all([report(what, *pair, iterations) for what, pair in pairs.items()]) else 1
+            )
+        dataset = write_tokens(folder / "tokens", TRAIN_SHARDS, VAL_SHARDS, VOCAB)
         for row in rows:
             keys_of_row = COMMON | ROWS[row] | dict(dataset=dataset)
             programs = dict(theirs=there, ours=ROOT)
             if code := keys_of_row.pop("loader", ""):
                 programs = {
-                    side: extended(program, Path(temporary, f"{row}-{side}"), code)
+                    side: extended(program, folder / f"{row}-{side}-program", code)
                     for side, program in programs.items()
                 }
             for way in ("straight", "resumed"):
                 runs = []
                 for side, program in programs.items():
-                    runs.append(Run(Path(temporary, f"{row}-{way}-{side}")))
+                    runs.append(Run(folder / f"{row}-{way}-{side}"))
                     keys = keys_of_row
                     if way == "resumed":
                         train(program, runs[-1].out_dir, **keys, max_iters=HALFWAY)
                         keys = keys | dict(init_from="resume")
                     train(program, runs[-1].out_dir, **keys, max_iters=ITERATIONS)
-                found = [*differences(*runs)]
-                print(f"{row} {way}, {ITERATIONS} iterations: {'NOT ' * bool(found)}equal")
-                print(*(f"    {line}\n" for line in found), sep="", end="", flush=True)
-                all_same &= not found
+                all_same &= report(f"{row} {way}", *runs, ITERATIONS)
     return 0 if all_same else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

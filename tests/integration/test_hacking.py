@@ -4,6 +4,7 @@ experiments of docs/hacking.md, whose functions replace the functions of the sam
 the program.
 """
 
+import importlib
 import json
 import math
 import re
@@ -257,6 +258,32 @@ def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(to
     weights = checkpoint(program / "straight", 8)["model"]
     assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
     assert weights["transformer.h.0.mlp.mask"][0, 1] == float("-inf")
+
+
+# counts its calls in a number that no checkpoint has
+FORGETFUL = {
+    "model.py": """
+plain_forward = MLP.forward
+
+def forward(self, x):
+    self.calls = getattr(self, "calls", 0) + self.training
+    return plain_forward(self, x) * (1 + self.calls / 1000)
+
+MLP.forward = forward
+"""
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes, code", [(NOISY, 0), (FORGETFUL, 1)])
+def test_same_run_says_whether_a_changed_program_resumes_exactly(
+    changes, code, tokens, tmp_path, monkeypatch, capsys
+):
+    same_run = importlib.import_module("dev.same_run")
+    monkeypatch.setattr(same_run, "ROOT", changed(tmp_path / "program", changes))
+    words = training(dataset=tokens, max_iters=6)[1:]
+    assert same_run.main(["--", *words]) == code
+    assert ("NOT equal" in capsys.readouterr().out) == bool(code)
 
 
 # -----------------------------------------------------------------------------
