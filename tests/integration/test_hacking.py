@@ -40,7 +40,7 @@ from data.loader import ShuffledWindows
 from data.shards import open_dataset
 from model_fast import build_model, config_from_dict
 from run.curves import draw, open_run
-from run.pretrained import load_weights, read_weights
+from run.pretrained import read_weights
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,
@@ -330,7 +330,7 @@ class Config:
 """
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
-MODEL_LINE = "    model = make_model(c, data.vocab, hw, loaded)\n"
+MODEL_LINE = "    model = make_model(c, data.vocab, hw, state)\n"
 RECORD_LINE = '            progress.record(measured["val_loss"])\n'
 EDITS = [
     (DATA_LINE, DATA_LINE + SECOND),
@@ -482,8 +482,8 @@ def windows(dataset: Path, it: int) -> Tensor:
 
 def saved_model(path: Path) -> torch.nn.Module:
     state = read_weights(str(path))
-    model = build_model(config_from_dict(state["model_config"])).eval()
-    load_weights(model, state)
+    model = build_model(config_from_dict(state.model_config)).eval()
+    state.load_weights(model)
     return model
 
 
