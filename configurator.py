@@ -356,7 +356,7 @@ def batch_problems(c: Config, processes: int, before: Config | None) -> list[str
     return []
 
 
-def micro_batches(c: Config, processes: int) -> list[int]:
+def batch_sizes(c: Config, processes: int) -> list[int]:
     """Return the sizes of micro-batches, up to batch_size, that an iteration divides into."""
     sequences = c.iter_sequences // processes
     return [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]

@@ -37,7 +37,7 @@ from machine.hardware import Hardware
 from machine.ranks import StopSignal, end_process, wait_for_turn
 from model import count_targets
 from model_fast import build_model, config_to_dict, model_config
-from optimizer import build_optimizer, load_averages
+from optimizer import build_optimizer, take_averages
 from run.checkpoint import Progress, State
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line, origin_lines
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
     if over:
-        if load_averages(optimizer):
+        if take_averages(optimizer):
             log.report_averages(it)
             progress.val_loss = None  # other weights had it
         if progress.val_loss is None:
@@ -197,12 +197,12 @@ def train_step(
     if is_ddp:
         torch.distributed.all_reduce(all_targets, group=model.process_group)
         all_micro_batches *= model.process_group.size()
-    weights = targets * all_micro_batches / (all_targets + (all_targets == 0))
+    shares = targets * all_micro_batches / (all_targets + (all_targets == 0))
     for micro_step, (x, *y) in enumerate(micro_batches):
         if is_ddp:  # average gradients across ranks once per iteration, in the last backward pass
             model.require_backward_grad_sync = micro_step == accum - 1
         with autocast:
-            loss = weights[micro_step] * model(x, *y)
+            loss = shares[micro_step] * model(x, *y)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
         total_loss += loss.detach()
 

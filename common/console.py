@@ -76,7 +76,7 @@ def table_lines(rows: list[list[str]]) -> list[str]:
 # Numbers
 
 
-def count(number: float, digits: int = 3) -> str:
+def short(number: float, digits: int = 3) -> str:
     """Format a number with a unit: 52428800 -> 52.4M."""
     number = float(f"{number:.{digits}g}")
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -128,13 +128,13 @@ def duration(seconds: float) -> str:
 # Errors and exit codes
 
 
-COMMAND = "\n    "  # puts a command at a problem's end on its own line, so it can be copied
+BELOW = "\n    "  # puts a command on a line of its own below a problem, so that it can be copied
 
 
 class UserError(Exception):
     """
     Raised for an error that the user can fix. Its arguments are its problems, each a line, perhaps
-    with a COMMAND below the line. Scripts print them and exit with 1.
+    with a command BELOW it. Scripts print them and exit with 1.
     """
 
 

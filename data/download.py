@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.console import COMMAND, UserError, command_line, count, one_line, say
+from common.console import BELOW, UserError, command_line, one_line, say, short
 from common.files import lack_of_space, locked, names_in, patiently, sha256_of
 from configurator import Config
 from data.shards import FINEWEB_VAL, dataset_folder, read_manifest, split_of
@@ -57,26 +57,24 @@ def make_or_explain(config: Config, key: str) -> None:
         shards = [*folder.glob("*_train_*.bin")]
         held = sum(path.stat().st_size for path in shards) // 2
         if held < tokens and len(shards) < TRAIN_FILES:
-            problem = f"{folder}: holds {count(held)} of the {count(tokens)} tokens that a run "
+            problem = f"{folder}: holds {short(held)} of the {short(tokens)} tokens that a run "
             problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
             # to stdout, where rank 0 alone prints
-            say(f"warning: {problem}first type{COMMAND}{command_line('rm', folder / FINEWEB_VAL)}")
+            say(f"warning: {problem}first type{BELOW}{command_line('rm', folder / FINEWEB_VAL)}")
     elif name == SHAKESPEARE_DATA and not folder.is_dir():
         get = command_line("curl", "-fo", "shakespeare.txt", SHAKESPEARE)
         words = ("python", "data/prepare_text.py", "shakespeare.txt", "--val_fraction=0.1")
         make = command_line(*words, f"--out={folder}")
         hint = f"give nanoGPT's with --{key}=PATH, or make it"
-        raise UserError(f"{key}: there is no folder {folder}; {hint}{COMMAND}{get}{COMMAND}{make}")
+        raise UserError(f"{key}: there is no folder {folder}; {hint}{BELOW}{get}{BELOW}{make}")
     elif not folder.is_dir():
         # with --hours a card reads only a part of max_iters
         most = 2 * 10**9 if config.hours else SAMPLE_TOKENS
-        size = f"--tokens={count(min(tokens or most, most))}"
+        size = f"--tokens={short(min(tokens or most, most))}"
         fineweb = command_line("python", "data/prepare_fineweb.py", size, f"--out={folder}")
         own = command_line("python", "data/prepare_text.py", "FILE", f"--out={folder}")
         hint = f"give another with --{key}=PATH, or make it from FineWeb-Edu or from your own files"
-        raise UserError(
-            f"{key}: there is no folder {folder}; {hint}{COMMAND}{fineweb}{COMMAND}{own}"
-        )
+        raise UserError(f"{key}: there is no folder {folder}; {hint}{BELOW}{fineweb}{BELOW}{own}")
 
 
 def is_there(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import UserError, count, raise_if_any, warn
+from common.console import UserError, raise_if_any, short, warn
 from common.files import names_in, read_json, replacing
 from data.tokenizer import GPT2_VOCAB, MOST_IDS, read_bpe, read_meta
 
@@ -179,7 +179,7 @@ class Dataset:
 
     def line(self) -> str:
         """Describe the data."""
-        tokens = f"{count(len(self.train))} train and {count(len(self.val))} val tokens"
+        tokens = f"{short(len(self.train))} train and {short(len(self.val))} val tokens"
         return f"data: {self.source}, {tokens}, tokenizer {self.tokenizer['kind']}"
 
     def record(self) -> dict:

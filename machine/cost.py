@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from common.console import count, say, warn
+from common.console import say, short, warn
 from common.process import world_size
-from configurator import Config, micro_batches, with_batch
+from configurator import Config, batch_sizes, with_batch
 from machine.gpus import GIB
 from machine.hardware import WINDOWS_DRIVER, Hardware
 from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
@@ -32,7 +32,7 @@ USABLE_MEMORY = 0.9
 # that is opened later must not end the run. On 12 GB, the fast recipe leaves 5 GiB with 8 sequences
 # and 2.3 GiB with 16, and nobody has measured that 16 is faster there.
 CHOSEN_MEMORY = 0.75
-MICRO_BATCH = 8  # the largest micro-batch that a run without CUDA chooses
+CPU_BATCH = 8  # the largest micro-batch that a run without CUDA chooses
 
 
 # -----------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def describe(model, vocab: int) -> str:
     vocabulary = f"vocabulary {vocab}" if rows == vocab else f"vocabulary {vocab}, padded to {rows}"
     work = "FLOPs not known, because it does not run on fake tensors"
     if flops:
-        work = f"{count(flops)} FLOPs per token, counted by PyTorch"
+        work = f"{short(flops)} FLOPs per token, counted by PyTorch"
     name = f"{kind} ({type(model).__module__}.py), {parameters / 1e6:.2f}M parameters"
     return f"model: {name}, {vocabulary}, {work}"
 
@@ -193,15 +193,15 @@ def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
 def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> Config:
     """
     Return the config with the largest micro-batch, up to batch_size, with which a run takes at most
-    `memory` bytes of each GPU; without a GPU (0 bytes) with the largest up to MICRO_BATCH. It has
+    `memory` bytes of each GPU; without a GPU (0 bytes) with the largest up to CPU_BATCH. It has
     one sequence even if that does not fit, because the estimate may be too high. Without
     tokens_per_iter, batch_size is exact if the processes can share that many micro-batches.
     """
     if not c.tokens_per_iter and c.gradient_accumulation_steps % processes == 0:
         return c
-    sizes = micro_batches(c, processes)
+    sizes = batch_sizes(c, processes)
     if not memory:
-        return with_batch(c, max(n for n in sizes if n <= MICRO_BATCH))
+        return with_batch(c, max(n for n in sizes if n <= CPU_BATCH))
     needed = {n: sum(memory_bytes(c, model, dtype, n).values()) for n in sizes}
     return with_batch(c, max((n for n in sizes if needed[n] <= memory), default=1))
 

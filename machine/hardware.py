@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from common.console import COMMAND, UserError
+from common.console import BELOW, UserError
 from common.process import local_rank, world_size
 from configurator import Config
 from machine.gpus import GIB, find_row, row_peak
@@ -134,7 +134,7 @@ def check_gpu(config: Config) -> None:
 def cuda_hint() -> str:
     """Suggest a fix if torch sees no GPU. On Windows, PyPI's torch has no CUDA."""
     if not (torch.version.cuda or torch.version.hip or sys.platform == "darwin"):
-        return f"this torch has no CUDA; install one that has{COMMAND}{CUDA_BUILD}"
+        return f"this torch has no CUDA; install one that has{BELOW}{CUDA_BUILD}"
     return "check the driver with nvidia-smi"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import UserError, count, one_line
+from common.console import UserError, one_line, short
 from common.files import read_record, read_text, replacing
 from configurator import FIELDS, from_nanogpt
 
@@ -275,4 +275,4 @@ def thin_out(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def count4(number: float, _position: int = 0) -> str:
     """Format 40560000 as 40.56M. matplotlib calls formatters with a second argument."""
-    return count(number, digits=4)
+    return short(number, digits=4)

@@ -20,11 +20,11 @@ import torch
 from common.console import (
     UserError,
     command_line,
-    count,
     duration,
     keep_transcript,
     one_line,
     say,
+    short,
     warn,
 )
 from common.files import plain
@@ -130,7 +130,7 @@ class Log:
         c = self.config
         total = self.first_tokens + c.tokens_between(self.first_iter, c.max_iters)
         epochs = f"{total / self.train_tokens:.2f} epochs"
-        most = f"{c.max_iters:,} iterations, {count(total)} tokens, {epochs}"
+        most = f"{c.max_iters:,} iterations, {short(total)} tokens, {epochs}"
         if not c.hours:
             return most
         done = training_hours(self.clock.seconds)
@@ -161,7 +161,7 @@ class Log:
         own = [f", {n.replace('_', ' ')} {x:.4g}" for n, x in numbers.items() if n != "grad_norm"]
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
-            f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {count(tokens)}, "
+            f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {short(tokens)}, "
             f"mem {mem_text}, eta {duration(self.eta(it))}{''.join(own)}"
         )
         self.record(
@@ -289,7 +289,7 @@ class Log:
         total = sum(seconds.values())
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s]
         say(f"time: {duration(total)} wall = {', '.join(shares)}")
-        say(f"end: {reason} after {it:,} iterations, {count(tokens)} tokens, {date()}")
+        say(f"end: {reason} after {it:,} iterations, {short(tokens)} tokens, {date()}")
         say(*self.results(tokens, progress, mem_gib))
         hours = self.clock.hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)

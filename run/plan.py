@@ -10,7 +10,7 @@ from argparse import Namespace
 from bisect import bisect_left
 from dataclasses import replace
 
-from common.console import UserError, count, parse_count, percent, raise_if_any, say
+from common.console import UserError, parse_count, percent, raise_if_any, say, short
 from configurator import SAVE_EVERY, TRAIN_EVAL_TOKENS, Config, resolve
 from data.download import (
     FAST_DATA,
@@ -135,7 +135,7 @@ def plan(config: Config, options: Namespace) -> dict:
 
     # What is printed
     epochs = dataset_tokens and tokens / dataset_tokens
-    of_data = f", {epochs:.2f} epochs of {count(dataset_tokens)}" if dataset_tokens else ""
+    of_data = f", {epochs:.2f} epochs of {short(dataset_tokens)}" if dataset_tokens else ""
     say(f"model    {params / 1e6:.2f}M parameters, vocabulary {model.vocab_size}")
     say(f"tokens   {tokens / max(1, iters):,.0f} per iteration x {iters:,} = {tokens:,}{of_data}")
     figures: dict = dict(params=params, tokens_per_iter=c.iter_tokens, max_iters=iters)
@@ -143,7 +143,7 @@ def plan(config: Config, options: Namespace) -> dict:
 
     total_flops = flops and flops * tokens
     if flops:
-        say(f"compute  {count(flops)} FLOPs per token, {total_flops:.3g} in all")
+        say(f"compute  {short(flops)} FLOPs per token, {total_flops:.3g} in all")
     of_peak = f", {peak:.3g} TFLOP/s dense peak ({peak_source})" if peak else ""
     say(f"GPU      {gpus} x {name}, {dtype}{of_peak}")
     mfu = flops * tokens_per_sec / (peak * 1e12 * gpus) if flops and peak else None
@@ -184,7 +184,7 @@ def plan(config: Config, options: Namespace) -> dict:
     # the most at one time: those that are kept, at least two during a save, and the best
     shards_gb, files = 2 * stored / 1e9, max(c.keep_checkpoints, 2) + 1
     disk_gb = shards_gb + files * checkpoint_gb
-    shards = f"{shards_gb:.3g} GB of shards ({count(stored)} tokens)"
+    shards = f"{shards_gb:.3g} GB of shards ({short(stored)} tokens)"
     say(f"disk     {disk_gb:.3g} GB: {shards} and {files} checkpoints of {checkpoint_gb:.2g} GB")
     figures |= dict(checkpoint_gb=checkpoint_gb, disk_gb=disk_gb)
 
