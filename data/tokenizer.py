@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from common.console import UserError, one_line, say
+from common.files import names_in
 
 GPT2_VOCAB = 50257  # including end-of-text, the last id
 # SHA-256 of GPT-2's vocabulary: see identity()
@@ -144,7 +145,8 @@ def pick_tokenizer(name: str, out: Path) -> Tokenizer | None:
     if not (size.isdecimal() and BYTE_VOCAB < int(size) <= MOST_IDS):
         raise UserError(f"--tokenizer={name}: N must be a whole number from 257 to {MOST_IDS:,}")
     path = out / "tokenizer.json"
-    if path.exists() and (tokenizer := Tokenizer(read_bpe(path), path)).vocab == int(size):
+    is_there = path.name in names_in(out)  # raises OSError, instead of training another one
+    if is_there and (tokenizer := Tokenizer(read_bpe(path), path)).vocab == int(size):
         return tokenizer
     return None
 

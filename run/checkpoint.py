@@ -286,13 +286,18 @@ class RunFolder:
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, *TEMPORARIES)
-        if state.is_run:
-            cut_records(folder / "metrics.jsonl", it)
-        else:  # keep the logs of a run that never saved, or that the user has put there
+        if not state.is_run:  # keep the logs of one that never saved, or that the user put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
                 set_aside(folder / name)
-        for name in ("metrics.jsonl", "log.txt"):
-            open(folder / name, "ab").close()  # create it, or find that it cannot be written
+        # create both logs, or find that they cannot be written
+        log = folder / "metrics.jsonl"
+        try:
+            cut_records(log, it)
+            log = folder / "log.txt"
+            open(log, "ab").close()
+        except OSError as error:
+            error.filename = log  # an error of reading, cutting or closing names no file
+            raise
         keep_transcript(lambda text: self.append("log.txt", text))
 
     def save(self, state: State) -> None:
@@ -343,16 +348,12 @@ def cut_records(path: Path, it: int) -> None:
     others come before it. This also cuts off half a line left by a kill. Raises OSError.
     """
     end = here = 0
-    try:
-        with open(path, "a+b") as file:
-            file.seek(0)
-            for line in file:
-                here += len(line)
-                record = read_record(line)
-                number, after = record.get("iter"), record.get("kind") in ("step", "event")
-                if isinstance(number, int) and number + after <= it and line.endswith(b"\n"):
-                    end = here
-            file.truncate(end)
-    except OSError as error:
-        error.filename = path  # errors of reading and cutting name no file
-        raise
+    with open(path, "a+b") as file:
+        file.seek(0)
+        for line in file:
+            here += len(line)
+            record = read_record(line)
+            number, after = record.get("iter"), record.get("kind") in ("step", "event")
+            if isinstance(number, int) and number + after <= it and line.endswith(b"\n"):
+                end = here
+        file.truncate(end)
